@@ -1,0 +1,40 @@
+# make demo   set up if needed, pack a small real data set, show the result
+# make test   set up if needed, all checks and all tests
+# make lint   checks only          make bench   benchmarks
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO_OUT ?= demo-out
+
+export HF_HUB_OFFLINE = 1
+
+.PHONY: demo test lint unit bench setup clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	rm -rf $(DEMO_OUT)
+	$(BIN)/energon-packed demo --output-dir $(DEMO_OUT)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: setup
+	$(BIN)/python -m pytest -n 2
+
+test: lint unit
+
+bench: setup
+	for script in tools/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) $(DEMO_OUT)

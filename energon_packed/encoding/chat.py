@@ -1,0 +1,404 @@
+"""ChatEncoder: conversations to tokens, with the tokenizer's own template and a Transformers image processor.
+
+Measuring and encoding share one path up to the token ids:
+
+    _text ──► tokenizer ──► ids with ONE image token per image ──┬─► count and add the image sizes     (measure)
+                                                                 └─► repeat image tokens, labels, pixels (encode)
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.conversation import IMAGE_PLACEHOLDER, Conversation, MediaReference
+from energon_packed.encoding.images import load_image, read_header
+from energon_packed.encoding.processor import Measured, Processor
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
+from energon_packed.encoding.template import ChatTemplate, Span
+from energon_packed.encoding.vision import VisionFamily, load_vision
+from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
+
+Int64 = npt.NDArray[np.int64]
+LossOn = Literal["assistant", "last", "all"]
+LOSS_ON: tuple[LossOn, ...] = ("assistant", "last", "all")
+_VERSION = 1  # raise it when the same input gives other tokens
+
+
+class ChatEncoder(Processor):
+    """Encodes conversations with a tokenizer, its chat template and, for images, a vision family.
+
+    `text` records are tokenized as documents: the tokenizer's own special tokens around them, its end-of-text token
+    at the end, every token supervised. `input_ids` records pass through.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vision: VisionFamily | None = None, *, loss_on: LossOn = "assistant"
+    ) -> None:
+        """Wrap loaded parts; `from_pretrained` loads them.
+
+        Args:
+            tokenizer: a fast Transformers tokenizer.
+            vision: how images are seen; None for text only.
+            loss_on: which text is supervised: every assistant turn, the last one, or all text.
+
+        Raises:
+            ConfigError: a slow tokenizer, an unknown `loss_on`, or a tokenizer without the family's image token.
+        """
+        if loss_on not in LOSS_ON:
+            raise ConfigError(f"loss_on is {loss_on!r}; use one of {', '.join(LOSS_ON)}")
+        if not getattr(tokenizer, "is_fast", False):
+            raise ConfigError(f"{type(tokenizer).__name__} is a slow tokenizer; a tokenizer.json is needed")
+        self.tokenizer = tokenizer
+        self.vision = vision
+        self.loss_on = loss_on
+        self.template = ChatTemplate(tokenizer)
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._checked: set[tuple[str, ...]] = set()
+        self.image_token_id: int | None = None
+        self._reserved: Int64 = np.zeros(0, dtype=np.int64)
+        if vision is not None:
+            self.image_token_id = self._backend.token_to_id(vision.image_token)
+            if self.image_token_id is None:
+                raise ConfigError(
+                    f"the tokenizer has no {vision.image_token} token, which {type(vision).__name__} needs; "
+                    "use the tokenizer of the vision model"
+                )
+            ids = [self._backend.token_to_id(token) for token in vision.reserved]
+            self._reserved = np.array(
+                [i for i in ids if i is not None and i != self.image_token_id], dtype=np.int64
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        tokenizer_dir: str | Path,
+        processor_dir: str | Path | None = None,
+        *,
+        loss_on: LossOn = "assistant",
+        image_processor: str | None = None,
+        factor: int | None = None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> "ChatEncoder":
+        """Load a tokenizer folder and, for images, a processor folder or a named image processor.
+
+        Args:
+            tokenizer_dir: folder with tokenizer.json; its image processor is used where it has one.
+            processor_dir: folder with preprocessor_config.json.
+            loss_on: `assistant` (every assistant turn), `last` (the last one) or `all` (all text).
+            image_processor: name such as `Qwen2_5_VLProcessor`, for settings without a folder.
+            factor: pixels per token side (patch size times merge size).
+            min_pixels, max_pixels: limits of the resized image.
+
+        Raises:
+            ConfigError: a folder without a tokenizer, or settings that contradict each other.
+        """
+        for folder in (tokenizer_dir, processor_dir):
+            if folder is not None and not Path(folder).is_dir():
+                raise ConfigError(f"{folder} is not a folder; give the folder of a tokenizer or processor")
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_dir))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{tokenizer_dir} holds no tokenizer that Transformers can load: {_line(error)}"
+            ) from error
+        vision = load_vision(
+            processor_dir or tokenizer_dir,
+            image_processor=image_processor,
+            factor=factor,
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+        )
+        if vision is None and processor_dir is not None:
+            raise ConfigError(
+                f"{processor_dir} has no preprocessor_config.json; give --image-processor NAME instead"
+            )
+        return cls(tokenizer, vision, loss_on=loss_on)
+
+    def encode(self, conversation: Conversation) -> EncodedSample:
+        """Tokens, labels, pixels and positions of one conversation.
+
+        Raises:
+            RecordError: the conversation cannot be used; `reason` says why.
+            TemplateError: the chat template cannot tell what the assistant wrote.
+            ConfigError: images without a vision family, or messages without a chat template.
+        """
+        ids, supervised = self._tokens(conversation)
+        if not conversation.images:
+            self._check_placeholders(ids, 0)
+            return self._finish(conversation, ids, supervised)
+        vision = self._vision()
+        pixel_values, grids = vision.pixels([load_image(image) for image in conversation.images])
+        grid = grids.numpy().astype(np.int64)
+        counts = np.array([vision.num_tokens(int(p)) for p in grid.prod(axis=1)], dtype=np.int64)
+        if conversation.input_ids is None:
+            self._check_placeholders(ids, len(conversation.images))
+            repeats = np.ones(len(ids), dtype=np.int64)
+            repeats[ids == self.image_token_id] = counts
+            ids, supervised = np.repeat(ids, repeats), np.repeat(supervised, repeats)
+        else:
+            self._check_placeholders(ids, int(counts.sum()))
+        given = [
+            self._patch_positions(p, int(n)) for p, n in self._with_patches(conversation, grid.prod(axis=1))
+        ]
+        return self._finish(
+            conversation,
+            ids,
+            supervised,
+            pixel_values=pixel_values,
+            grids=grids,
+            patch_positions=np.concatenate(given) if given else vision.patch_positions(grid),
+        )
+
+    def measure(self, conversations: Sequence[Conversation]) -> list[Measured | RecordError]:
+        """Length and media size of each conversation, without decoding pixels; texts are tokenized in one batch.
+
+        Raises:
+            TemplateError, ConfigError: as `encode`, for the first conversation of each sequence of roles.
+        """
+        results: list[Measured | RecordError | None] = [None] * len(conversations)
+        texts: dict[bool, tuple[list[int], list[str]]] = {True: ([], []), False: ([], [])}
+        ids: dict[int, Any] = {}
+        media: dict[int, tuple[int, int]] = {}
+        for place, conversation in enumerate(conversations):
+            try:
+                self._check_supervision(conversation)
+                media[place] = self._measure_media(conversation)
+                if conversation.input_ids is not None:
+                    ids[place] = conversation.input_ids
+                    continue
+                text = self._text(conversation)
+            except RecordError as error:
+                results[place] = error
+                continue
+            is_document = conversation.text is not None
+            texts[is_document][0].append(place)
+            texts[is_document][1].append(text)
+        for is_document, (places, batch) in texts.items():
+            if batch:
+                encodings = self._backend.encode_batch_fast(batch, add_special_tokens=is_document)
+                ids.update(zip(places, (encoding.ids for encoding in encodings), strict=True))
+        for place, tokens in ids.items():
+            try:
+                results[place] = self._measured(conversations[place], tokens, *media[place])
+            except RecordError as error:
+                results[place] = error
+        return [result for result in results if result is not None]
+
+    def fingerprint(self) -> str:
+        """Hex digest of the tokenizer, its template, the image settings and `loss_on`."""
+        parts = {
+            "version": _VERSION,
+            "tokenizer": self._backend.to_str(),
+            "special": dict(self.tokenizer.special_tokens_map),
+            "template": self.template.source,
+            "vision": self.vision.config() if self.vision else None,
+            "loss_on": self.loss_on,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    # --- text and tokens -------------------------------------------------------------------------------------------
+
+    def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
+        messages = [message.as_dict() for message in conversation.messages]
+        if conversation.images:
+            placeholder = self._vision().placeholder
+            for message in messages:
+                message["content"] = message["content"].replace(IMAGE_PLACEHOLDER, placeholder)
+        return messages
+
+    def _text(self, conversation: Conversation) -> str:
+        if conversation.text is None:
+            return self.template.render(self._messages(conversation), conversation.tools)
+        text = conversation.text
+        if conversation.images:
+            text = text.replace(IMAGE_PLACEHOLDER, self._vision().placeholder)
+        end = self.tokenizer.eos_token
+        return text + end if end and not text.endswith(end) else text
+
+    def _tokens(self, conversation: Conversation) -> tuple[Int64, npt.NDArray[np.bool_]]:
+        """Token ids int64 (L,) before image tokens are repeated, and which are supervised, bool (L,)."""
+        if conversation.input_ids is not None:
+            labels = conversation.labels if conversation.labels is not None else conversation.input_ids
+            return conversation.input_ids, labels != IGNORE_INDEX
+        if conversation.text is not None:
+            encoding = self._backend.encode(self._text(conversation), add_special_tokens=True)
+            return np.array(encoding.ids, dtype=np.int64), np.ones(len(encoding.ids), dtype=bool)
+        messages = self._messages(conversation)
+        if self.loss_on == "all":
+            text = self.template.render(messages, conversation.tools)
+            spans = [(0, len(text))]
+        else:
+            text, spans = self.template.render_with_spans(messages, conversation.tools)
+            spans = spans[-1:] if self.loss_on == "last" else spans
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int64), _covered(encoding.offsets, spans)
+
+    def _finish(
+        self,
+        conversation: Conversation,
+        ids: Int64,
+        supervised: npt.NDArray[np.bool_],
+        *,
+        pixel_values: Any = None,
+        grids: Any = None,
+        patch_positions: Int64 | None = None,
+    ) -> EncodedSample:
+        if self.image_token_id is not None:
+            supervised = supervised & (ids != self.image_token_id)
+        if not supervised.any():
+            raise _unsupervised("no token is supervised")
+        targets = ids if conversation.labels is None else conversation.labels
+        positions = None
+        if self.vision is not None and self.image_token_id is not None:
+            grid = np.zeros((0, 3), dtype=np.int64) if grids is None else grids.numpy().astype(np.int64)
+            positions = self.vision.position_ids(ids, self.image_token_id, grid)
+        return EncodedSample(
+            id=conversation.id,
+            input_ids=ids,
+            labels=np.where(supervised, targets, IGNORE_INDEX),
+            image_token_id=self.image_token_id,
+            pixel_values=pixel_values,
+            image_grid_thw=grids,
+            position_ids=positions,
+            patch_positions=patch_positions,
+        )
+
+    # --- measuring -------------------------------------------------------------------------------------------------
+
+    def _check_supervision(self, conversation: Conversation) -> None:
+        """A supervised token must come out; and the template must be able to tell, tried once per kind of turns."""
+        if conversation.input_ids is not None:
+            if conversation.labels is not None and not (conversation.labels != IGNORE_INDEX).any():
+                raise _unsupervised("every label is -100")
+            return
+        if conversation.text is not None or self.loss_on == "all":
+            return
+        roles = tuple(message.role for message in conversation.messages)
+        if "assistant" not in roles:
+            raise _unsupervised(f"no assistant turn among {', '.join(roles)}")
+        kind = (*roles, "tools") if conversation.tools else roles
+        if kind not in self._checked:
+            _, spans = self.template.render_with_spans(self._messages(conversation), conversation.tools)
+            if not spans:
+                raise TemplateError(
+                    "the chat template's {% generation %} tags mark nothing in a conversation of "
+                    + " ".join(roles)
+                )
+            self._checked.add(kind)
+
+    def _measured(
+        self, conversation: Conversation, ids: Any, image_tokens: int, media_bytes: int
+    ) -> Measured:
+        if self.vision is None and not conversation.images:
+            return Measured(len(ids), media_bytes)
+        array = np.asarray(ids, dtype=np.int64)
+        if conversation.input_ids is not None:
+            self._check_placeholders(array, image_tokens)
+            return Measured(len(array), media_bytes)
+        self._check_placeholders(array, len(conversation.images))
+        return Measured(len(array) + image_tokens - len(conversation.images), media_bytes)
+
+    def _measure_media(self, conversation: Conversation) -> tuple[int, int]:
+        """(image tokens, bytes of images and .npy files), from headers alone."""
+        if not conversation.images:
+            return 0, 0
+        vision = self._vision()
+        headers = [read_header(image) for image in conversation.images]
+        patches = [vision.num_patches(header.height, header.width) for header in headers]
+        num_bytes = sum(header.num_bytes for header in headers)
+        for positions, count in self._with_patches(conversation, patches):
+            num_bytes += _check_npy_header(positions, count)
+        return sum(vision.num_tokens(count) for count in patches), num_bytes
+
+    def _check_placeholders(self, ids: Int64, expected: int) -> None:
+        if self.vision is None:
+            return
+        found = int(np.count_nonzero(ids == self.image_token_id))
+        if found != expected:
+            raise RecordError(
+                Reason.IMAGE_COUNT_MISMATCH,
+                f"{found} {self.vision.image_token} tokens where the images need {expected}",
+            )
+        if np.isin(ids, self._reserved).any():
+            raise RecordError(
+                Reason.IMAGE_COUNT_MISMATCH,
+                f"the text holds one of the tokens {' '.join(self.vision.reserved)}",
+            )
+
+    # --- parts -----------------------------------------------------------------------------------------------------
+
+    def _vision(self) -> VisionFamily:
+        if self.vision is None:
+            raise ConfigError(
+                "a record has images, but no image processor is set; give --processor or --image-processor"
+            )
+        return self.vision
+
+    @staticmethod
+    def _with_patches(conversation: Conversation, patches: Any) -> list[tuple[MediaReference, int]]:
+        return (
+            list(zip(conversation.patch_positions, patches, strict=True))
+            if conversation.patch_positions
+            else []
+        )
+
+    @staticmethod
+    def _patch_positions(reference: MediaReference, patches: int) -> Int64:
+        _check_npy_header(reference, patches)
+        try:
+            array = np.lib.format.read_array(io.BytesIO(reference.read()), allow_pickle=False)
+        except ValueError as error:
+            raise RecordError(Reason.MISSING_PATCH_POSITIONS, f"{reference.label}: {error}") from error
+        return array.astype(np.int64)
+
+
+def _covered(offsets: Sequence[Span], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Tokens that hold at least one character of a span: bool (L,), from offsets (start, end) per token."""
+    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    covered = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        covered |= (starts < end) & (ends > start)
+    return covered
+
+
+def _check_npy_header(reference: MediaReference, patches: int) -> int:
+    """Size in bytes of a patch positions file, after a look at its header."""
+    try:
+        with reference.open() as stream:
+            version = np.lib.format.read_magic(stream)
+            read = (
+                np.lib.format.read_array_header_1_0
+                if version == (1, 0)
+                else np.lib.format.read_array_header_2_0
+            )
+            shape, _, dtype = read(stream)
+            start, size = stream.tell(), stream.seek(0, 2)
+    except RecordError as error:
+        raise RecordError(Reason.MISSING_PATCH_POSITIONS, error.detail) from error
+    except ValueError as error:
+        raise RecordError(Reason.MISSING_PATCH_POSITIONS, f"{reference.label}: {error}") from error
+    if shape != (patches, 3) or dtype.kind not in "iu" or size - start != patches * 3 * dtype.itemsize:
+        raise RecordError(
+            Reason.MISSING_PATCH_POSITIONS,
+            f"{reference.label} holds {dtype} of shape {shape}; the image needs whole numbers of shape ({patches}, 3)",
+        )
+    return size
+
+
+def _unsupervised(detail: str) -> RecordError:
+    return RecordError(Reason.NO_SUPERVISED_TOKENS, detail)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

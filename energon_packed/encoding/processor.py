@@ -1,0 +1,60 @@
+"""Processor: the role that turns a Conversation into an EncodedSample. One required method: `encode`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from energon_packed.conversation import Conversation
+from energon_packed.encoding.sample import EncodedSample
+from energon_packed.errors import RecordError
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What planning needs to know of a sample.
+
+    Attributes:
+        length: tokens, as `encode` will give.
+        media_bytes: bytes of its images and .npy files.
+    """
+
+    length: int
+    media_bytes: int
+
+
+class Processor(ABC):
+    """Encodes conversations; the same object measures them offline and encodes them at training time.
+
+    A subclass gives `encode`; `length` and `measure` follow from it, and are overridden only to be faster, with the
+    same result: `length(c) == len(encode(c))` always.
+    """
+
+    @abstractmethod
+    def encode(self, conversation: Conversation) -> EncodedSample:
+        """Tokens, labels, pixels and positions of one conversation.
+
+        Raises:
+            RecordError: the conversation cannot be used; `reason` says why.
+        """
+
+    def length(self, conversation: Conversation) -> int:
+        """Tokens of the encoded conversation. Raises as `encode` does."""
+        result = self.measure([conversation])[0]
+        if isinstance(result, RecordError):
+            raise result
+        return result.length
+
+    def measure(self, conversations: Sequence[Conversation]) -> list[Measured | RecordError]:
+        """Length and media size of each conversation, or the error that leaves it out."""
+        out: list[Measured | RecordError] = []
+        for conversation in conversations:
+            try:
+                media = sum(len(m.read()) for m in (*conversation.images, *conversation.patch_positions))
+                out.append(Measured(len(self.encode(conversation)), media))
+            except RecordError as error:
+                out.append(error)
+        return out
+
+    def fingerprint(self) -> str:
+        """Hex digest of everything that decides lengths and tokens. Override it to allow a length cache."""
+        return ""

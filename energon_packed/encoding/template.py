@@ -1,0 +1,120 @@
+"""ChatTemplate: the tokenizer's own Jinja template, and which of the text it renders the assistant wrote."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
+
+Messages = Sequence[dict[str, Any]]
+Span = tuple[int, int]
+"""Characters [start, end) of the rendered text."""
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatTemplate:
+    """Renders messages and finds the characters that each assistant turn supervises.
+
+    A template with `{% generation %}` tags says itself what the assistant wrote. For any other, prefixes are
+    rendered: turn i is what follows the prompt for it, up to where the text with turn i ends. A template that rewrites
+    earlier turns once later ones are known has no such prefixes, and is refused.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._template: str | None = None
+        if tokenizer.chat_template is not None:
+            self._template = tokenizer.get_chat_template()
+        self._variables = dict(tokenizer.special_tokens_map)
+        self._special = tuple(sorted(tokenizer.added_tokens_encoder, key=len, reverse=True))
+        self._tagged = bool(self._template and _GENERATION.search(self._template))
+
+    @property
+    def source(self) -> str | None:
+        """The Jinja source, or None."""
+        return self._template
+
+    def render(self, messages: Messages, tools: Sequence[Any] | None = None, *, prompt: bool = False) -> str:
+        """The text of a conversation; with `prompt`, followed by what asks the assistant to speak.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template.
+            RecordError: the template refuses these messages.
+        """
+        return self._render(messages, tools, add_generation_prompt=prompt)[0]
+
+    def render_with_spans(
+        self, messages: Messages, tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[Span]]:
+        """The text, and the characters of each assistant turn with its end-of-turn token.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template.
+            TemplateError: prefixes of the rendered text do not nest.
+        """
+        if self._tagged:
+            return self._render(messages, tools, return_assistant_tokens_mask=True)
+        text = self.render(messages, tools)
+        spans = []
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            until = text if turn == len(messages) - 1 else self.render(messages[: turn + 1], tools)
+            before = self._prompt_before(messages, turn, until, tools)
+            if not (text.startswith(until) and until.startswith(before)):
+                raise TemplateError(
+                    f"the chat template renders turn {turn} differently once later turns are known, so the text of "
+                    "the assistant cannot be told apart; use a template with {% generation %} tags"
+                )
+            spans.append((len(before), self._end_of_turn(until, len(before))))
+        return text, spans
+
+    def _prompt_before(self, messages: Messages, turn: int, until: str, tools: Sequence[Any] | None) -> str:
+        if turn:
+            return self.render(messages[:turn], tools, prompt=True)
+        # No message comes before: take the generation prompt as the difference that it makes.
+        ask = self.render(messages[:1], tools, prompt=True)[len(self.render(messages[:1], tools)) :]
+        place = until.find(ask) if ask else -1
+        if place < 0:
+            raise TemplateError(
+                "the conversation starts with the assistant and the chat template's generation prompt is not found "
+                "in it; put a user turn first or use a template with {% generation %} tags"
+            )
+        return until[: place + len(ask)]
+
+    def _end_of_turn(self, until: str, start: int) -> int:
+        """End of the supervised text: white space after the end-of-turn token is the template's, not a target."""
+        trimmed = until.rstrip()
+        return len(trimmed) if len(trimmed) > start and trimmed.endswith(self._special) else len(until)
+
+    def _render(
+        self, messages: Messages, tools: Sequence[Any] | None, **options: Any
+    ) -> tuple[str, list[Span]]:
+        if self._template is None:
+            raise ConfigError(
+                "the tokenizer has no chat template; use one with a chat_template, or `text` records"
+            )
+        from jinja2.exceptions import TemplateError as JinjaError
+        from jinja2.exceptions import TemplateSyntaxError, UndefinedError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[list(messages)],
+                tools=list(tools) if tools else None,
+                chat_template=self._template,
+                **options,
+                **self._variables,
+            )
+        except TemplateSyntaxError as error:
+            raise TemplateError(
+                f"the chat template is not valid Jinja: {error}; mend it in the tokenizer"
+            ) from error
+        except (UndefinedError, TypeError) as error:
+            raise RecordError(Reason.MISSING_FIELD, f"the chat template cannot render it: {error}") from error
+        except JinjaError as error:  # what `raise_exception` in a template raises
+            roles = " ".join(message["role"] for message in messages)
+            raise RecordError(
+                Reason.BAD_ROLE, f"the chat template refuses the turns {roles}: {error}"
+            ) from error
+        return texts[0], [tuple(span) for span in spans[0]] if spans else []

@@ -1,0 +1,232 @@
+"""Vision families: how many tokens an image takes, its pixels, and the positions that the model wants.
+
+A new family is one small class: names that configurations use for it, a placeholder, and what differs.
+
+    @register
+    class MyVision(VisionFamily):
+        names = ("myvl",)
+        patch_size = 16
+"""
+
+import json
+from abc import ABC
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.encoding.mrope import mrope_positions
+from energon_packed.errors import ConfigError, Reason, RecordError
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+Int64 = npt.NDArray[np.int64]
+
+
+class VisionFamily(ABC):
+    """Vision of one model family, around a Transformers image processor of the Qwen2-VL kind.
+
+    Attributes:
+        names: lower-case starts of the processor, image processor or model_type names of this family; punctuation
+            is ignored.
+        image_token: token whose run stands for an image.
+        placeholder: text of one image in a conversation, with one `image_token`.
+        reserved: tokens that text must not hold.
+        patch_size, image_mean, image_std: used when there is a factor but no processor folder.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+    image_token: ClassVar[str] = "<|image_pad|>"
+    placeholder: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
+    reserved: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>")
+    patch_size: ClassVar[int] = 14
+    image_mean: ClassVar[tuple[float, float, float]] = (0.48145466, 0.4578275, 0.40821073)  # CLIP
+    image_std: ClassVar[tuple[float, float, float]] = (0.26862954, 0.26130258, 0.27577711)
+
+    def __init__(self, image_processor: Any) -> None:
+        self.image_processor = image_processor
+        self.merge_size = int(image_processor.merge_size)
+
+    def num_patches(self, height: int, width: int) -> int:
+        """Patches of an image of `height` x `width` pixels, before merging.
+
+        Raises:
+            RecordError: `corrupt_image`, for a shape that the image processor refuses.
+        """
+        try:
+            return int(self.image_processor.get_number_of_image_patches(height, width, {}))
+        except ValueError as error:
+            raise RecordError(Reason.CORRUPT_IMAGE, f"{width}x{height} pixels: {error}") from error
+
+    def num_tokens(self, patches: int) -> int:
+        """Tokens of an image with that many patches."""
+        return patches // self.merge_size**2
+
+    def pixels(self, images: "list[Image.Image]") -> "tuple[torch.Tensor, torch.Tensor]":
+        """(pixel_values float32 (patches, patch_dim), image_grid_thw int64 (images, 3)) of RGB images."""
+        out = self.image_processor(images=images, return_tensors="pt")
+        return out["pixel_values"], out["image_grid_thw"]
+
+    def position_ids(self, input_ids: Int64, image_token_id: int, grids: Int64) -> Int64 | None:
+        """Positions int64 (3, L) for models with M-RoPE; None for models that count 0..L-1."""
+        return None
+
+    def patch_positions(self, grids: Int64) -> Int64 | None:
+        """Positions int64 (patches, 3) as (t, h, w) for vision towers that take them; None for others."""
+        return None
+
+    def config(self) -> dict[str, Any]:
+        """What decides lengths and pixels, for fingerprints."""
+        return {
+            "family": type(self).__name__,
+            "image_processor": json.loads(self.image_processor.to_json_string()),
+        }
+
+
+_FAMILIES: list[type[VisionFamily]] = []
+
+
+def register(family: type[VisionFamily]) -> type[VisionFamily]:
+    """Make a family known by its names (a class decorator)."""
+    _FAMILIES.append(family)
+    return family
+
+
+@register
+class Qwen2VLVision(VisionFamily):
+    """Qwen2-VL and Qwen2.5-VL: 14-pixel patches, 2 x 2 merged, M-RoPE."""
+
+    names = ("qwen2vl", "qwen25vl")
+
+    def position_ids(self, input_ids: Int64, image_token_id: int, grids: Int64) -> Int64:
+        """M-RoPE positions, int64 (3, L); text alone counts on in all three rows."""
+        return mrope_positions(input_ids, image_token_id, grids, self.merge_size)
+
+
+@register
+class Qwen3VLVision(Qwen2VLVision):
+    """Qwen3-VL: as Qwen2-VL, with 16-pixel patches and other pixel statistics."""
+
+    names = ("qwen3vl", "qwen35")
+    patch_size = 16
+    image_mean = (0.5, 0.5, 0.5)
+    image_std = (0.5, 0.5, 0.5)
+
+
+@register
+class LlavaOnevision2Vision(VisionFamily):
+    """LLaVA-OneVision-1.5 and -2: plain positions for text, and (t, h, w) per patch for the vision tower."""
+
+    names = ("llavaonevision2", "llavaonevision15", "llavaov")
+
+    def patch_positions(self, grids: Int64) -> Int64:
+        """Positions int64 (patches, 3), in the order of `pixel_values`: merged blocks row by row."""
+        m = self.merge_size
+        parts = []
+        for t, h, w in grids:
+            grid = np.moveaxis(np.indices((t, h, w)), 0, -1)
+            blocks = grid.reshape(t, h // m, m, w // m, m, 3).transpose(0, 1, 3, 2, 4, 5)
+            parts.append(blocks.reshape(-1, 3))
+        return np.concatenate(parts) if parts else np.zeros((0, 3), dtype=np.int64)
+
+
+def load_vision(
+    folder: str | Path | None,
+    *,
+    image_processor: str | None = None,
+    factor: int | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> VisionFamily | None:
+    """The vision family for a processor folder, or for a name and a factor.
+
+    Args:
+        folder: folder with preprocessor_config.json (or processor_config.json), or None.
+        image_processor: name of the processor, such as `Qwen2_5_VLProcessor`; decides the family when given.
+        factor: pixels per token side (patch size times merge size), for `image_processor` without a folder.
+        min_pixels, max_pixels: limits of the resized image in pixels.
+
+    Returns:
+        The family, or None where nothing says that there are images.
+
+    Raises:
+        ConfigError: an unknown family, or settings that contradict each other.
+    """
+    settings = _processor_settings(Path(folder)) if folder is not None else {}
+    if not settings and image_processor is None:
+        if factor or min_pixels or max_pixels:
+            raise ConfigError(
+                "factor, min_pixels and max_pixels need --image-processor NAME or --processor DIR"
+            )
+        return None
+    if min_pixels is not None and max_pixels is not None and min_pixels > max_pixels:
+        raise ConfigError(f"min_pixels {min_pixels} is above max_pixels {max_pixels}")
+    family = _family(image_processor, settings)
+    limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    limits = {name: value for name, value in limits.items() if value is not None}
+    if settings:
+        from transformers import AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained(str(folder), **limits)
+        side = processor.patch_size * processor.merge_size
+        if factor is not None and factor != side:
+            raise ConfigError(
+                f"factor {factor} differs from {side} in {folder}; leave out --factor or --processor"
+            )
+        return family(processor)
+    merge = 2
+    if factor is not None and (factor < merge or factor % merge):
+        raise ConfigError(
+            f"factor {factor} must be a positive multiple of {merge} (patch size times merge size)"
+        )
+    patch = factor // merge if factor else family.patch_size
+    return family(
+        _qwen_image_processor()(
+            patch_size=patch,
+            merge_size=merge,
+            image_mean=list(family.image_mean),
+            image_std=list(family.image_std),
+            **limits,
+        )
+    )
+
+
+def _qwen_image_processor() -> Any:
+    """The torchvision class where torchvision is installed, else the Pillow one."""
+    import transformers
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available() or not hasattr(transformers, "Qwen2VLImageProcessorPil"):
+        return transformers.Qwen2VLImageProcessor
+    return transformers.Qwen2VLImageProcessorPil
+
+
+def _processor_settings(folder: Path) -> dict[str, Any]:
+    """Names from a processor folder, {} when it holds no image processor."""
+    found: dict[str, Any] = {}
+    for name in ("config.json", "processor_config.json", "preprocessor_config.json"):
+        path = folder / name
+        if path.is_file():
+            found[name] = json.loads(path.read_text(encoding="utf-8"))
+    nested = "image_processor" in found.get("processor_config.json", {})
+    return found if "preprocessor_config.json" in found or nested else {}
+
+
+def _family(name: str | None, settings: dict[str, Any]) -> type[VisionFamily]:
+    """By the explicit name, else by what the folder says, the most specific first."""
+    candidates = [name] if name else []
+    if not name:
+        for key in ("processor_class", "model_type", "image_processor_type"):
+            candidates += [part[key] for part in settings.values() if part.get(key)]
+    for candidate in candidates:
+        plain = "".join(c for c in str(candidate).lower() if c.isalnum())
+        for family in _FAMILIES:
+            if plain.startswith(family.names):
+                return family
+    valid = ", ".join(sorted(n for family in _FAMILIES for n in family.names))
+    raise ConfigError(
+        f"unknown image processor {', '.join(map(repr, candidates)) or 'without a name'}; known: {valid}"
+    )

@@ -1,0 +1,26 @@
+"""Files that appear under their final name only when they are whole: write aside, fsync, rename."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def aside(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path`; renamed to it when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file at once."""
+    with aside(path) as temporary:
+        temporary.write_bytes(content)

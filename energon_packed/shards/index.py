@@ -1,0 +1,68 @@
+"""The two indexes of a shard folder, byte for byte and row for row as `energon prepare` makes them.
+
+    {shard}.tar.idx         uint64 little-endian: offset of each sample, then the end of the last one
+    .nv-meta/index.sqlite   tables `samples` and `sample_parts` over all shards
+
+Source of the format: `TarIndexWriter` and `SqliteIndexWriter` of megatron-energon 7; the tests compare with them.
+"""
+
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from energon_packed.shards.files import aside, write_whole
+from energon_packed.shards.tar import ShardRows
+
+_TABLES = """
+CREATE TABLE samples (
+    tar_file_id INTEGER NOT NULL,
+    sample_key TEXT NOT NULL UNIQUE,
+    sample_index INTEGER NOT NULL,
+    byte_offset INTEGER,
+    byte_size INTEGER
+);
+CREATE TABLE sample_parts (
+    tar_file_id INTEGER,
+    sample_index INTEGER,
+    part_name TEXT,
+    content_byte_offset INTEGER,
+    content_byte_size INTEGER
+);
+"""
+_INDEXES = """
+CREATE INDEX idx_samples_by_tar_and_idx ON samples(tar_file_id, sample_index);
+CREATE INDEX idx_sample_parts_seq ON sample_parts(tar_file_id, sample_index, content_byte_offset);
+CREATE INDEX idx_sample_parts_full
+    ON sample_parts(tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size);
+"""
+
+
+def write_tar_index(tar: Path, rows: ShardRows) -> None:
+    """Write `{shard}.tar.idx` beside the shard."""
+    write_whole(tar.with_suffix(".tar.idx"), np.array(rows.offsets, dtype="<u8").tobytes())
+
+
+def write_sqlite_index(path: Path, shards: Iterable[ShardRows]) -> None:
+    """Write `index.sqlite` over the shards, numbered in the order given."""
+    with aside(path) as temporary:
+        temporary.unlink(missing_ok=True)
+        database = sqlite3.connect(temporary, isolation_level=None)
+        try:
+            database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;" + _TABLES + "BEGIN;")
+            for number, rows in enumerate(shards):
+                sizes = np.diff(rows.offsets).tolist()
+                database.executemany(
+                    "INSERT INTO samples VALUES (?, ?, ?, ?, ?)",
+                    (
+                        (number, key, place, offset, size)
+                        for place, (key, offset, size) in enumerate(zip(rows.keys, rows.offsets, sizes, strict=False))
+                    ),
+                )
+                database.executemany(
+                    "INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", ((number, *part) for part in rows.parts)
+                )
+            database.executescript("COMMIT;" + _INDEXES)
+        finally:
+            database.close()

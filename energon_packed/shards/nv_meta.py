@@ -1,0 +1,59 @@
+"""The `.nv-meta` folder that makes a folder of tars an Energon dataset."""
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import yaml
+
+from energon_packed.shards.files import write_whole
+from energon_packed.shards.index import write_sqlite_index
+from energon_packed.shards.tar import ShardRows
+
+NV_META = ".nv-meta"
+SPLITS = ("train", "val", "test")
+_NAMESPACE = uuid.UUID("1e7d7c39-6f6c-5b0c-8d6c-6f4f0d1a7a11")
+_HEADER = "# Written by energon-packed; `energon-packed nv-meta` makes it anew.\n"
+
+
+def write_nv_meta(
+    folder: Path, *, sample_class: str, loader_module: str, shards: Sequence[ShardRows], splits: Mapping[str, list[str]]
+) -> None:
+    """Write everything in `.nv-meta` but the manifest.
+
+    Args:
+        folder: the folder of the tars.
+        sample_class: class in `energon_packed.flavors`.
+        loader_module: module with its `sample_loader` and `part_filter`.
+        shards: finished shards, in order.
+        splits: shard names of each split; `train`, `val` and `test` are always written, as Energon's tools ask for
+            all three.
+    """
+    meta = folder / NV_META
+    dataset = {
+        "sample_type": {"__module__": "energon_packed.flavors", "__class__": sample_class},
+        "part_filter": "sample_loader.py:part_filter",
+        "sample_loader": "sample_loader.py:sample_loader",
+        # Parts reach the loader as bytes: Energon's default decoder would turn images into tensors.
+        "decoder": None,
+    }
+    parts = {name: list(splits.get(name, [])) for name in (*SPLITS, *(set(splits) - set(SPLITS)))}
+    info = {"energon_version": _energon_version(), "shard_counts": {rows.name: len(rows.keys) for rows in shards}}
+    loader = f"{_HEADER}from {loader_module} import part_filter as part_filter\nfrom {loader_module} import sample_loader as sample_loader\n"
+    write_whole(meta / "sample_loader.py", loader.encode())
+    write_whole(meta / "dataset.yaml", (_HEADER + yaml.safe_dump(dataset, sort_keys=False)).encode())
+    write_whole(
+        meta / "split.yaml", yaml.safe_dump({"split_parts": parts, "exclude": []}, sort_keys=False).encode()
+    )
+    write_whole(meta / ".info.json", json.dumps(info, indent=2).encode())
+    write_whole(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(rows.sha256 for rows in shards))).encode())
+    write_sqlite_index(meta / "index.sqlite", shards)
+
+
+def _energon_version() -> str:
+    try:
+        return version("megatron-energon")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,123 @@
+"""Deterministic tar shards: the same parts give the same bytes, on any machine, at any time.
+
+Members are POSIX ustar with no clock, user or host. A shard appears under its final name only when it is whole.
+"""
+
+import hashlib
+import os
+import tarfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from energon_packed.errors import FormatError
+
+_BLOCK = tarfile.BLOCKSIZE
+_END = bytes(2 * _BLOCK)  # POSIX.1-1988: an archive ends with two zero blocks
+Part = tuple[str, bytes]
+"""(part name, content): `("json", b"...")` becomes the member `{key}.json`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRows:
+    """What indexes need to know of one finished shard.
+
+    Attributes:
+        name: file name.
+        size: bytes of the file.
+        sha256: hex digest of the file.
+        keys: key of each sample, in order.
+        offsets: byte offset of the first header of each sample, and the end of the last sample: one more than keys.
+        parts: (sample number, part name, offset of the content, bytes of the content) of every member.
+    """
+
+    name: str
+    size: int
+    sha256: str
+    keys: list[str]
+    offsets: list[int]
+    parts: list[tuple[int, str, int, int]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, for JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> "ShardRows":
+        """The inverse of `as_dict`."""
+        return cls(**{**value, "parts": [(int(a), str(b), int(c), int(d)) for a, b, c, d in value["parts"]]})
+
+
+class TarShardWriter:
+    """Writes one shard and remembers where everything is.
+
+        with TarShardWriter(folder / "demo-000000.tar") as shard:
+            shard.add("demo_00000000", [("json", b"{}")])
+        shard.rows
+    """
+
+    rows: ShardRows
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._stream = self._aside.open("wb", buffering=1 << 20)
+        self._digest = hashlib.sha256()
+        self._offset = 0
+        self._keys: list[str] = []
+        self._offsets: list[int] = []
+        self._parts: list[tuple[int, str, int, int]] = []
+
+    def __enter__(self) -> "TarShardWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._finish()
+        else:
+            self._stream.close()
+            self._aside.unlink(missing_ok=True)
+
+    def add(self, key: str, parts: Iterable[Part]) -> None:
+        """Append one sample: its parts follow each other, as readers of WebDatasets need.
+
+        Raises:
+            FormatError: the key has a dot or a slash, or a member name is longer than 100 bytes.
+        """
+        if not key or "." in key or "/" in key:
+            raise FormatError(f"key {key!r} must be a name without dots and slashes")
+        self._offsets.append(self._offset)
+        for name, content in parts:
+            header = tarfile.TarInfo(f"{key}.{name}")
+            if len(header.name.encode()) > tarfile.LENGTH_NAME:
+                raise FormatError(f"member name {header.name!r} is over {tarfile.LENGTH_NAME} bytes; shorten the prefix")
+            header.size = len(content)
+            self._write(header.tobuf(format=tarfile.USTAR_FORMAT))
+            self._parts.append((len(self._keys), name, self._offset, len(content)))
+            self._write(content)
+            self._write(bytes(-len(content) % _BLOCK))
+        self._keys.append(key)
+
+    def _write(self, data: bytes) -> None:
+        self._stream.write(data)
+        self._digest.update(data)
+        self._offset += len(data)
+
+    def _finish(self) -> None:
+        end = self._offset
+        self._write(_END)
+        self._write(bytes(-self._offset % tarfile.RECORDSIZE))
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        self._aside.rename(self.path)
+        self.rows = ShardRows(
+            name=self.path.name,
+            size=self._offset,
+            sha256=self._digest.hexdigest(),
+            keys=self._keys,
+            offsets=[*self._offsets, end],
+            parts=self._parts,
+        )

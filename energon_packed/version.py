@@ -1,0 +1,6 @@
+"""The version of this package, and of the on-disk format that it writes."""
+
+__version__ = "0.1.0"
+
+FORMAT_VERSION = 1
+"""Version of the layout of packs and of `packing.json`; a reader refuses a newer one."""
