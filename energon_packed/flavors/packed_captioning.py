@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.energon import edataclass
 
-from energon_packed.conversation import Conversation, Message
+from energon_packed.conversation import IMAGE_PLACEHOLDER, Conversation, Message
 from energon_packed.flavors.base import PackSample, references
 from energon_packed.shards.layouts import captioning
 
@@ -55,7 +55,9 @@ class PackedCaptioningSample(PackSample):
         return self.truncate
 
     def _conversation(self, i: int) -> Conversation:
-        prompts, captions = self.prompts[i], self.captions[i]
+        prompts, captions = list(self.prompts[i]), self.captions[i]
+        if self.images[i] and prompts and not any(IMAGE_PLACEHOLDER in text for text in (*prompts, *captions)):
+            prompts[0] = IMAGE_PLACEHOLDER * len(self.images[i]) + prompts[0]  # as other packers leave it out
         turns = [("user", prompts, 0), ("assistant", captions, 1)]
         ordered = sorted((2 * j + shift, role, text) for role, texts, shift in turns for j, text in enumerate(texts))
         messages = tuple(Message(role, text) for _, role, text in ordered)

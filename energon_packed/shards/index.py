@@ -50,7 +50,8 @@ def write_sqlite_index(path: Path, shards: Iterable[ShardRows]) -> None:
         temporary.unlink(missing_ok=True)
         database = sqlite3.connect(temporary, isolation_level=None)
         try:
-            database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;" + _TABLES + "BEGIN;")
+            database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;" + _TABLES)
+            database.execute("BEGIN")
             for number, rows in enumerate(shards):
                 sizes = np.diff(rows.offsets).tolist()
                 database.executemany(
@@ -63,6 +64,7 @@ def write_sqlite_index(path: Path, shards: Iterable[ShardRows]) -> None:
                 database.executemany(
                     "INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", ((number, *part) for part in rows.parts)
                 )
-            database.executescript("COMMIT;" + _INDEXES)
+            database.execute("COMMIT")
+            database.executescript(_INDEXES)
         finally:
             database.close()
