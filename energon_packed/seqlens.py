@@ -40,7 +40,8 @@ def cu_seqlens_from_lengths(lengths: Sequence[int] | npt.NDArray[np.integer]) ->
 
 def lengths_from_cu_seqlens(cu_seqlens: npt.NDArray[np.integer]) -> Int64:
     """Tokens of each sub-sample, int64 (S,), from boundaries (S+1,)."""
-    return np.diff(np.asarray(cu_seqlens, dtype=np.int64))
+    bounds = np.asarray(cu_seqlens, dtype=np.int64)
+    return bounds[1:] - bounds[:-1]
 
 
 def position_ids_from_cu_seqlens(cu_seqlens: npt.NDArray[np.integer]) -> Int64:

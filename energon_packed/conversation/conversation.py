@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.errors import Reason, RecordError
 from energon_packed.conversation.media import MediaReference
+from energon_packed.errors import Reason, RecordError
 
 IMAGE_PLACEHOLDER = "<image>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -98,17 +98,13 @@ class Conversation:
             if message.role not in ROLES:
                 raise RecordError(Reason.BAD_ROLE, f"role {message.role!r}; use one of {', '.join(ROLES)}")
             if message.role == "system" and place > 0:
-                raise RecordError(
-                    Reason.BAD_ROLE, f"a system message stands at place {place}; only the first may"
-                )
+                raise RecordError(Reason.BAD_ROLE, f"a system message stands at place {place}; only the first may")
             placeholders += message.content.count(IMAGE_PLACEHOLDER)
         if placeholders != len(self.images):
             raise _count_mismatch(placeholders, len(self.images))
         answers = [m for m in self.messages if m.role == "assistant"]
         if not any(m.content.strip() or m.extra.get("tool_calls") for m in answers or self.messages):
-            raise RecordError(
-                Reason.EMPTY, "every assistant turn is empty" if answers else "every turn is empty"
-            )
+            raise RecordError(Reason.EMPTY, "every assistant turn is empty" if answers else "every turn is empty")
 
 
 def _count_mismatch(placeholders: int, images: int) -> RecordError:

@@ -44,16 +44,12 @@ class MediaReference:
         if isinstance(value, dict):
             inner = next((value[key] for key in ("bytes", "path", "url", "image") if value.get(key)), None)
             if isinstance(inner, dict):
-                raise RecordError(
-                    Reason.MISSING_IMAGE, "an image is nested in two objects; use a path, url or bytes"
-                )
+                raise RecordError(Reason.MISSING_IMAGE, "an image is nested in two objects; use a path, url or bytes")
             return cls.from_value(inner, root)
         if isinstance(value, bytes | bytearray | memoryview):
             return cls(data=bytes(value))
         if not isinstance(value, str) or not value:
-            raise RecordError(
-                Reason.MISSING_IMAGE, f"an image is given as {_short(value)}; use a path or bytes"
-            )
+            raise RecordError(Reason.MISSING_IMAGE, f"an image is given as {_short(value)}; use a path or bytes")
         if value.startswith("data:"):
             return cls(data=_data_url(value))
         if value.startswith("file://"):

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.conversation.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, Conversation, Message
-from energon_packed.errors import Reason, RecordError
 from energon_packed.conversation.media import MediaReference
+from energon_packed.errors import Reason, RecordError
 
 Record = Mapping[str, Any]
 _SHAREGPT_ROLES = {
@@ -166,9 +166,7 @@ def _from_sharegpt(draft: _Draft) -> None:
             raise RecordError(Reason.MISSING_FIELD, f"a turn needs from and value; it has {_keys(turn)}")
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
-            raise RecordError(
-                Reason.BAD_ROLE, f"from {turn['from']!r}; use one of {', '.join(_SHAREGPT_ROLES)}"
-            )
+            raise RecordError(Reason.BAD_ROLE, f"from {turn['from']!r}; use one of {', '.join(_SHAREGPT_ROLES)}")
         draft.messages.append(Message(role, _text(turn["value"], f"value of a {role} turn")))
 
 
@@ -229,9 +227,7 @@ def _turns(record: Record, key: str) -> list[Record]:
         raise RecordError(Reason.EMPTY, f"{key} is an empty list")
     for turn in turns:
         if not isinstance(turn, Mapping):
-            raise RecordError(
-                Reason.MISSING_FIELD, f"an entry of {key} is {type(turn).__name__}, not an object"
-            )
+            raise RecordError(Reason.MISSING_FIELD, f"an entry of {key} is {type(turn).__name__}, not an object")
     return list(turns)
 
 

@@ -36,9 +36,7 @@ _PREPROCESSOR = {
 }
 
 
-def write_tokenizer(
-    folder: Path, texts: Iterable[str], *, vocab_size: int = 2000, vision: bool = True
-) -> Path:
+def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 2000, vision: bool = True) -> Path:
     """Train a tokenizer on `texts` and save it to `folder`; with `vision`, Qwen2.5-VL image settings beside it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -63,7 +61,5 @@ def write_tokenizer(
     folder.mkdir(parents=True, exist_ok=True)
     wrapped.save_pretrained(str(folder))
     if vision:
-        (folder / "preprocessor_config.json").write_text(
-            json.dumps(_PREPROCESSOR, indent=2) + "\n", encoding="utf-8"
-        )
+        (folder / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR, indent=2) + "\n", encoding="utf-8")
     return folder

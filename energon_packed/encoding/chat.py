@@ -37,9 +37,7 @@ class ChatEncoder(Processor):
     at the end, every token supervised. `input_ids` records pass through.
     """
 
-    def __init__(
-        self, tokenizer: Any, vision: VisionFamily | None = None, *, loss_on: LossOn = "assistant"
-    ) -> None:
+    def __init__(self, tokenizer: Any, vision: VisionFamily | None = None, *, loss_on: LossOn = "assistant") -> None:
         """Wrap loaded parts; `from_pretrained` loads them.
 
         Args:
@@ -72,9 +70,7 @@ class ChatEncoder(Processor):
                     "use the tokenizer of the vision model"
                 )
             ids = [self._backend.token_to_id(token) for token in vision.reserved]
-            self._reserved = np.array(
-                [i for i in ids if i is not None and i != self.image_token_id], dtype=np.int64
-            )
+            self._reserved = np.array([i for i in ids if i is not None and i != self.image_token_id], dtype=np.int64)
 
     @classmethod
     def from_pretrained(
@@ -120,9 +116,7 @@ class ChatEncoder(Processor):
             max_pixels=max_pixels,
         )
         if vision is None and processor_dir is not None:
-            raise ConfigError(
-                f"{processor_dir} has no preprocessor_config.json; give --image-processor NAME instead"
-            )
+            raise ConfigError(f"{processor_dir} has no preprocessor_config.json; give --image-processor NAME instead")
         return cls(tokenizer, vision, loss_on=loss_on)
 
     def encode(self, conversation: Conversation) -> EncodedSample:
@@ -148,9 +142,7 @@ class ChatEncoder(Processor):
             ids, supervised = np.repeat(ids, repeats), np.repeat(supervised, repeats)
         else:
             self._check_placeholders(ids, int(counts.sum()))
-        given = [
-            self._patch_positions(p, int(n)) for p, n in self._with_patches(conversation, grid.prod(axis=1))
-        ]
+        given = [self._patch_positions(p, int(n)) for p, n in self._with_patches(conversation, grid.prod(axis=1))]
         return self._finish(
             conversation,
             ids,
@@ -292,14 +284,11 @@ class ChatEncoder(Processor):
             _, spans = self.template.render_with_spans(self._messages(conversation), conversation.tools)
             if not spans:
                 raise TemplateError(
-                    "the chat template's {% generation %} tags mark nothing in a conversation of "
-                    + " ".join(roles)
+                    "the chat template's {% generation %} tags mark nothing in a conversation of " + " ".join(roles)
                 )
             self._checked.add(kind)
 
-    def _measured(
-        self, conversation: Conversation, ids: Any, image_tokens: int, media_bytes: int
-    ) -> Measured:
+    def _measured(self, conversation: Conversation, ids: Any, image_tokens: int, media_bytes: int) -> Measured:
         if self.vision is None and not conversation.images:
             return Measured(len(ids), media_bytes)
         array = np.asarray(ids, dtype=np.int64)
@@ -347,11 +336,7 @@ class ChatEncoder(Processor):
 
     @staticmethod
     def _with_patches(conversation: Conversation, patches: Any) -> list[tuple[MediaReference, int]]:
-        return (
-            list(zip(conversation.patch_positions, patches, strict=True))
-            if conversation.patch_positions
-            else []
-        )
+        return list(zip(conversation.patch_positions, patches, strict=True)) if conversation.patch_positions else []
 
     @staticmethod
     def _patch_positions(reference: MediaReference, patches: int) -> Int64:
@@ -377,11 +362,7 @@ def _check_npy_header(reference: MediaReference, patches: int) -> int:
     try:
         with reference.open() as stream:
             version = np.lib.format.read_magic(stream)
-            read = (
-                np.lib.format.read_array_header_1_0
-                if version == (1, 0)
-                else np.lib.format.read_array_header_2_0
-            )
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(stream)
             start, size = stream.tell(), stream.seek(0, 2)
     except RecordError as error:

@@ -43,9 +43,7 @@ class ChatTemplate:
         """
         return self._render(messages, tools, add_generation_prompt=prompt)[0]
 
-    def render_with_spans(
-        self, messages: Messages, tools: Sequence[Any] | None = None
-    ) -> tuple[str, list[Span]]:
+    def render_with_spans(self, messages: Messages, tools: Sequence[Any] | None = None) -> tuple[str, list[Span]]:
         """The text, and the characters of each assistant turn with its end-of-turn token.
 
         Raises:
@@ -87,13 +85,9 @@ class ChatTemplate:
         trimmed = until.rstrip()
         return len(trimmed) if len(trimmed) > start and trimmed.endswith(self._special) else len(until)
 
-    def _render(
-        self, messages: Messages, tools: Sequence[Any] | None, **options: Any
-    ) -> tuple[str, list[Span]]:
+    def _render(self, messages: Messages, tools: Sequence[Any] | None, **options: Any) -> tuple[str, list[Span]]:
         if self._template is None:
-            raise ConfigError(
-                "the tokenizer has no chat template; use one with a chat_template, or `text` records"
-            )
+            raise ConfigError("the tokenizer has no chat template; use one with a chat_template, or `text` records")
         from jinja2.exceptions import TemplateError as JinjaError
         from jinja2.exceptions import TemplateSyntaxError, UndefinedError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -107,14 +101,10 @@ class ChatTemplate:
                 **self._variables,
             )
         except TemplateSyntaxError as error:
-            raise TemplateError(
-                f"the chat template is not valid Jinja: {error}; mend it in the tokenizer"
-            ) from error
+            raise TemplateError(f"the chat template is not valid Jinja: {error}; mend it in the tokenizer") from error
         except (UndefinedError, TypeError) as error:
             raise RecordError(Reason.MISSING_FIELD, f"the chat template cannot render it: {error}") from error
         except JinjaError as error:  # what `raise_exception` in a template raises
             roles = " ".join(message["role"] for message in messages)
-            raise RecordError(
-                Reason.BAD_ROLE, f"the chat template refuses the turns {roles}: {error}"
-            ) from error
+            raise RecordError(Reason.BAD_ROLE, f"the chat template refuses the turns {roles}: {error}") from error
         return texts[0], [tuple(span) for span in spans[0]] if spans else []

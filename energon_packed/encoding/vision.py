@@ -158,9 +158,7 @@ def load_vision(
     settings = _processor_settings(Path(folder)) if folder is not None else {}
     if not settings and image_processor is None:
         if factor or min_pixels or max_pixels:
-            raise ConfigError(
-                "factor, min_pixels and max_pixels need --image-processor NAME or --processor DIR"
-            )
+            raise ConfigError("factor, min_pixels and max_pixels need --image-processor NAME or --processor DIR")
         return None
     if min_pixels is not None and max_pixels is not None and min_pixels > max_pixels:
         raise ConfigError(f"min_pixels {min_pixels} is above max_pixels {max_pixels}")
@@ -173,15 +171,11 @@ def load_vision(
         processor = AutoImageProcessor.from_pretrained(str(folder), **limits)
         side = processor.patch_size * processor.merge_size
         if factor is not None and factor != side:
-            raise ConfigError(
-                f"factor {factor} differs from {side} in {folder}; leave out --factor or --processor"
-            )
+            raise ConfigError(f"factor {factor} differs from {side} in {folder}; leave out --factor or --processor")
         return family(processor)
     merge = 2
     if factor is not None and (factor < merge or factor % merge):
-        raise ConfigError(
-            f"factor {factor} must be a positive multiple of {merge} (patch size times merge size)"
-        )
+        raise ConfigError(f"factor {factor} must be a positive multiple of {merge} (patch size times merge size)")
     patch = factor // merge if factor else family.patch_size
     return family(
         _qwen_image_processor()(

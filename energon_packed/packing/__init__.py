@@ -3,7 +3,7 @@
 lengths (n,) ──► algorithm ──► pack_of (n,) ──► PackPlan(indices (n,), offsets (P+1,))
 """
 
-from energon_packed.packing.planner import algorithm_names, pack_lengths
 from energon_packed.packing.plan import PackPlan
+from energon_packed.packing.planner import algorithm_names, pack_lengths
 
 __all__ = ["PackPlan", "algorithm_names", "pack_lengths"]

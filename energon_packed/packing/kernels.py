@@ -102,7 +102,7 @@ def _bitset_next(words: npt.NDArray[np.uint64], offsets: Int64, key: int) -> int
             while level > 0:
                 level -= 1
                 found = (found << 6) + trailing_zeros(words[offsets[level] + found])
-            return found
+            return int(found)
         key = word_index + 1
         level += 1
     return -1

@@ -57,11 +57,7 @@ def pack_lengths(
     cost = array
     usable = int(capacity) // multiple * multiple
     if multiple > 1:
-        cost = (
-            ((array.astype(np.int64) + multiple - 1) // multiple * multiple)
-            .clip(max=2**31 - 1)
-            .astype(np.int32)
-        )
+        cost = ((array.astype(np.int64) + multiple - 1) // multiple * multiple).clip(max=2**31 - 1).astype(np.int32)
     pack_of, order, packs = place(cost, usable, max_samples or len(array) or 1)
     indices, offsets = kernels.group_by_pack(pack_of, order, packs)
     overlong = np.flatnonzero(cost > usable).astype(np.int64)

@@ -115,7 +115,9 @@ class PackingManifest:
             value = orjson.loads(file.read_bytes())
             found = value["format_version"]
             if found > FORMAT_VERSION:
-                raise FormatError(f"{file} has format version {found}, this tool reads up to {FORMAT_VERSION}; update it")
+                raise FormatError(
+                    f"{file} has format version {found}, this tool reads up to {FORMAT_VERSION}; update it"
+                )
             return cls(**{**value, "shards": [ShardEntry(**shard) for shard in value["shards"]]})
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             raise FormatError(f"{file} is not a packing manifest: {error}") from error

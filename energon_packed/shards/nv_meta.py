@@ -19,7 +19,12 @@ _HEADER = "# Written by energon-packed; `energon-packed nv-meta` makes it anew.\
 
 
 def write_nv_meta(
-    folder: Path, *, sample_class: str, loader_module: str, shards: Sequence[ShardRows], splits: Mapping[str, list[str]]
+    folder: Path,
+    *,
+    sample_class: str,
+    loader_module: str,
+    shards: Sequence[ShardRows],
+    splits: Mapping[str, list[str]],
 ) -> None:
     """Write everything in `.nv-meta` but the manifest.
 
@@ -44,9 +49,7 @@ def write_nv_meta(
     loader = f"{_HEADER}from {loader_module} import part_filter as part_filter\nfrom {loader_module} import sample_loader as sample_loader\n"
     write_whole(meta / "sample_loader.py", loader.encode())
     write_whole(meta / "dataset.yaml", (_HEADER + yaml.safe_dump(dataset, sort_keys=False)).encode())
-    write_whole(
-        meta / "split.yaml", yaml.safe_dump({"split_parts": parts, "exclude": []}, sort_keys=False).encode()
-    )
+    write_whole(meta / "split.yaml", yaml.safe_dump({"split_parts": parts, "exclude": []}, sort_keys=False).encode())
     write_whole(meta / ".info.json", json.dumps(info, indent=2).encode())
     write_whole(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(rows.sha256 for rows in shards))).encode())
     write_sqlite_index(meta / "index.sqlite", shards)

@@ -53,9 +53,9 @@ class ShardRows:
 class TarShardWriter:
     """Writes one shard and remembers where everything is.
 
-        with TarShardWriter(folder / "demo-000000.tar") as shard:
-            shard.add("demo_00000000", [("json", b"{}")])
-        shard.rows
+    with TarShardWriter(folder / "demo-000000.tar") as shard:
+        shard.add("demo_00000000", [("json", b"{}")])
+    shard.rows
     """
 
     rows: ShardRows
@@ -73,7 +73,9 @@ class TarShardWriter:
     def __enter__(self) -> "TarShardWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self._finish()
         else:
@@ -92,7 +94,9 @@ class TarShardWriter:
         for name, content in parts:
             header = tarfile.TarInfo(f"{key}.{name}")
             if len(header.name.encode()) > tarfile.LENGTH_NAME:
-                raise FormatError(f"member name {header.name!r} is over {tarfile.LENGTH_NAME} bytes; shorten the prefix")
+                raise FormatError(
+                    f"member name {header.name!r} is over {tarfile.LENGTH_NAME} bytes; shorten the prefix"
+                )
             header.size = len(content)
             self._write(header.tobuf(format=tarfile.USTAR_FORMAT))
             self._parts.append((len(self._keys), name, self._offset, len(content)))

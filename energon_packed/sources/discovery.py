@@ -17,14 +17,10 @@ from energon_packed.sources.convert import (
 )
 from energon_packed.sources.jsonl import JsonlSource
 
-FORMATS = (
-    ".jsonl .jsonl.gz .jsonl.zst .json .parquet .arrow .feather .csv and Hugging Face save_to_disk folders"
-)
+FORMATS = ".jsonl .jsonl.gz .jsonl.zst .json .parquet .arrow .feather .csv and Hugging Face save_to_disk folders"
 
 
-def open_sources(
-    inputs: Iterable[str | Path], *, work_dir: Path, image_root: Path | None = None
-) -> list[Source]:
+def open_sources(inputs: Iterable[str | Path], *, work_dir: Path, image_root: Path | None = None) -> list[Source]:
     """Sources for files, globs and Hugging Face folders, in the order given; a glob's files by name.
 
     Args:
@@ -69,9 +65,7 @@ def _open(path: Path, copies: Path, root: Path | None) -> list[Source]:
     if name.endswith(".json"):
         if _starts_with(path) != b"[":
             return [JsonlSource(path, image_root=root)]
-        return [
-            JsonlSource(path, data=converted(path, copies, ".jsonl", json_array_to_jsonl), image_root=root)
-        ]
+        return [JsonlSource(path, data=converted(path, copies, ".jsonl", json_array_to_jsonl), image_root=root)]
     if name.endswith((".arrow", ".feather")):
         return [ArrowSource(path, image_root=root)]
     if name.endswith(".parquet"):
@@ -85,9 +79,7 @@ def _open(path: Path, copies: Path, root: Path | None) -> list[Source]:
 def _open_folder(path: Path, root: Path | None) -> list[Source]:
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
-        raise SourceError(
-            f"{path} holds the splits {', '.join(splits)}; name one, such as {path / str(splits[0])}"
-        )
+        raise SourceError(f"{path} holds the splits {', '.join(splits)}; name one, such as {path / str(splits[0])}")
     if not (path / "state.json").is_file():
         raise SourceError(f"{path} is a folder without a Hugging Face state.json; give files or a glob")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))

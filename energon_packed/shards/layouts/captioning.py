@@ -32,7 +32,8 @@ def check(conversation: Conversation) -> None:
     """Prompts and captions must take turns, with nothing that they cannot hold."""
     if conversation.input_ids is not None:
         raise RecordError(
-            Reason.MISSING_FIELD, "PackedCaptioningSample stores text, not input_ids; use --sample-class PackedTokensSample"
+            Reason.MISSING_FIELD,
+            "PackedCaptioningSample stores text, not input_ids; use --sample-class PackedTokensSample",
         )
     if conversation.tools:
         raise RecordError(Reason.BAD_ROLE, f"PackedCaptioningSample has no place for tools; {_REMEDY}")

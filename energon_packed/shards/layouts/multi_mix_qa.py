@@ -1,9 +1,9 @@
 """PackedMultiMixQASample and MultiMixQASample: full conversations, as records gave them.
 
-    {key}.json   packed: {"sample_count": S, "samples": [SAMPLE, ...]}, single: SAMPLE
-                 SAMPLE: id, length, one of messages / text / input_ids + labels, images,
-                 and, when given: tools, patch_positions, video, fps, timestamp_decimal
-    {key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample; i is 0 in a single sample
+{key}.json   packed: {"sample_count": S, "samples": [SAMPLE, ...]}, single: SAMPLE
+             SAMPLE: id, length, one of messages / text / input_ids + labels, images,
+             and, when given: tools, patch_positions, video, fps, timestamp_decimal
+{key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample; i is 0 in a single sample
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,11 @@
 """PackedTokensSample: a pack that was tokenized offline.
 
-    {key}.input_ids.npy    int32 (T,), images as runs of the image token
-    {key}.cu_seqlens.npy   int32 (S+1,)
-    {key}.loss_spans.npy   int32 (K, 2): tokens [start, end) of the row that are supervised
-    {key}.labels.npy       int32 (T,), instead of loss_spans, where a label differs from its token
-    {key}.json             sample_count, ids, images, and patch_positions when given
-    {key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample
+{key}.input_ids.npy    int32 (T,), images as runs of the image token
+{key}.cu_seqlens.npy   int32 (S+1,)
+{key}.loss_spans.npy   int32 (K, 2): tokens [start, end) of the row that are supervised
+{key}.labels.npy       int32 (T,), instead of loss_spans, where a label differs from its token
+{key}.json             sample_count, ids, images, and patch_positions when given
+{key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample
 """
 
 import io

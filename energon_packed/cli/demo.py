@@ -1,0 +1,73 @@
+"""`energon-packed demo`."""
+
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from energon_packed.build import PackOptions
+from energon_packed.build.options import EncoderOptions
+from energon_packed.cli.pack import show_build
+from energon_packed.demo import write_dataset, write_tokenizer
+
+
+@click.command()
+@click.option("--output-dir", "-o", type=click.Path(path_type=Path, file_okay=False), default="demo-out",
+              show_default=True, help="Folder for everything that the demo makes.")  # fmt: skip
+@click.option("--records", type=click.IntRange(min=20), default=400, show_default=True, help="Records to generate.")
+@click.option("--seq-len", type=int, default=2048, show_default=True, help="Tokens in one row.")
+def command(output_dir: Path, records: int, seq_len: int) -> None:
+    """Make a small data set and a tokenizer, pack it, load one epoch of padding-free batches.
+
+    No network: pictures are drawn, texts are made up, the tokenizer is trained on them.
+    """
+    console = Console(highlight=False)
+    source = output_dir / "source"
+    console.print(f"Drawing pictures and writing {records} conversations to {source} ...", soft_wrap=True)
+    data = write_dataset(source, records=records)
+    tokenizer = write_tokenizer(source / "tokenizer", data.texts)
+    console.print(f"\n$ energon-packed pack {data.jsonl} -o {output_dir} --seq-len {seq_len} --tokenizer {tokenizer}\n",
+                  soft_wrap=True)  # fmt: skip
+    show_build(
+        PackOptions(
+            inputs=(str(data.jsonl),),
+            output_dir=output_dir,
+            encoder=EncoderOptions(tokenizer=tokenizer),
+            seq_len=seq_len,
+            overwrite=True,
+        )
+    )
+    _load(console, output_dir, tokenizer)
+
+
+def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:
+    """One epoch through Energon, and what its batches look like."""
+    from energon_packed.dataflow import get_packed_loader
+    from energon_packed.encoding import ChatEncoder
+
+    console.print("\nLoading one epoch through Energon, two packs a batch ...")
+    begin = time.perf_counter()
+    loader = get_packed_loader(
+        output_dir, ChatEncoder.from_pretrained(tokenizer), micro_batch_size=2, num_workers=0, epochs=1
+    )
+    batches = samples = tokens = supervised = 0
+    for batch in loader:
+        if batches < 3:
+            shapes = {
+                name: tuple(value.shape)
+                for name in ("input_ids", "position_ids", "cu_seqlens", "pixel_values", "image_grid_thw")
+                if (value := getattr(batch, name)) is not None
+            }
+            console.print(f"  batch {batches}: {batch.num_samples} samples, " +
+                          ", ".join(f"{name} {shape}" for name, shape in shapes.items()), soft_wrap=True)  # fmt: skip
+        batches += 1
+        samples += batch.num_samples
+        tokens += batch.num_tokens
+        supervised += int(batch.loss_mask.sum())
+    seconds = time.perf_counter() - begin
+    console.print(
+        f"  {batches} batches, {samples} samples, {tokens:,} tokens ({supervised:,} supervised), "
+        f"no padding, {seconds:.1f} s"
+    )
+    console.print(f"\nLook inside:  energon info {output_dir / 'webdataset'}", soft_wrap=True)

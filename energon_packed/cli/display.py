@@ -1,0 +1,111 @@
+"""How a build looks in a terminal: a bar per stage while it runs, a table when it is done."""
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from energon_packed.build import PackResult
+from energon_packed.build.progress import Progress as BuildProgress
+from energon_packed.shards import steps_per_epoch
+
+
+class TerminalProgress(BuildProgress):
+    """A bar with rate and time left for each stage; one line per stage where the output is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._stage = self._unit = ""
+        self._total = self._units = self._records = 0
+
+    def start(self, stage: str, total: int, unit: str) -> None:
+        """Draw a new bar."""
+        self._stage, self._unit, self._total = stage, unit, total
+        self._units = self._records = 0
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description:8}"),
+                BarColumn(bar_width=32),
+                TextColumn("{task.percentage:>3.0f}%  {task.fields[note]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task(stage, total=max(total, 1), note="")
+            self._bar.start()
+
+    def advance(self, units: int, records: int = 0) -> None:
+        """Move the bar."""
+        self._units += units
+        self._records += records
+        if self._bar is not None:
+            elapsed = self._bar.tasks[0].elapsed or 0.0
+            rate = f", {self._records / elapsed:,.0f}/s" if elapsed > 0.5 and self._records else ""
+            self._bar.update(self._task, completed=self._units, note=f"{self._count():,} {self._unit}{rate}")
+
+    def finish(self, seconds: float) -> None:
+        """Replace the bar by one line."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        count = self._count()
+        rate = f"{count / seconds:>12,.0f}/s" if seconds > 0 and count else ""
+        self._console.print(f"{self._stage:8} {count:>12,} {self._unit:8} {seconds:>8.1f} s {rate}", highlight=False)
+
+    def stop(self) -> None:
+        """Remove the bar of a stage that failed."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _count(self) -> int:
+        return self._records or self._units
+
+
+def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, num_workers: int) -> Table:
+    """The closing table of a build."""
+    manifest = result.manifest
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    rejected = sum(manifest.rejects.values())
+    table.add_row("records", f"{manifest.records:,}")
+    table.add_row("packed", f"{manifest.packed:,}")
+    table.add_row("left out", f"{rejected:,} ({rejected / max(manifest.records, 1):.2%})")
+    for reason, count in sorted(manifest.rejects.items(), key=lambda item: (-item[1], item[0])):
+        table.add_row(f"  {reason}", f"{count:,}")
+    table.add_section()
+    table.add_row("packs", f"{manifest.packs:,}")
+    table.add_row("tokens", f"{manifest.tokens:,}")
+    table.add_row("images", f"{manifest.images:,}")
+    table.add_row("seq_len", f"{manifest.seq_len:,}")
+    if manifest.algorithm != "none":
+        table.add_row("utilization", f"{manifest.utilization:.2%}")
+        table.add_row("samples per pack", f"{manifest.samples_per_pack:.2f}")
+    table.add_section()
+    table.add_row("shards", f"{len(manifest.shards):,}")
+    table.add_row("size", format_bytes(result.bytes))
+    for stage, seconds in result.seconds.items():
+        table.add_row(f"{stage} seconds", f"{seconds:.2f}")
+    table.add_section()
+    steps = steps_per_epoch(
+        manifest, world_size=world_size, micro_batch_size=micro_batch_size, num_workers=num_workers
+    )
+    spread = f"{min(steps):,}" if min(steps) == max(steps) else f"{min(steps):,} to {max(steps):,} by rank"
+    table.add_row(
+        f"steps per epoch\n  world size {world_size}, micro batch {micro_batch_size},\n  {num_workers} loader workers",
+        spread,
+    )
+    return table
+
+
+def format_bytes(count: float) -> str:
+    """`1.5 GiB` and the like."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

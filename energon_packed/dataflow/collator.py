@@ -1,0 +1,134 @@
+"""Collator: a group of encoded samples becomes one padding-free row. One required method: `collate`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_packed.dataflow.batch import PackedBatch
+from energon_packed.encoding import IGNORE_INDEX, EncodedSample
+from energon_packed.errors import BatchError, ConfigError
+from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
+
+
+class Collator(ABC):
+    """Lays samples in a row."""
+
+    @abstractmethod
+    def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
+        """One batch of these samples, in this order.
+
+        Raises:
+            BatchError: they do not make a batch.
+        """
+
+    def __call__(self, samples: Sequence[EncodedSample]) -> PackedBatch:
+        """`collate`, so that a collator serves as `collate_fn` of a torch DataLoader."""
+        return self.collate(samples)
+
+
+class PaddingFreeCollator(Collator):
+    """Joins samples without padding between them, unless a framework asks for it.
+
+    Args:
+        pad_multiple: each sub-sample is padded to a multiple of this many tokens: `2 * cp` for context parallelism,
+            `lcm(2 * cp, cp * tp)` with sequence parallelism too.
+        pad_to: the row is padded to this many tokens by one tail segment; None leaves it as long as it is.
+        pad_token_id: token at padding; it is masked from the loss and never seen by real tokens.
+
+    Raises:
+        ConfigError: a number below its least value.
+    """
+
+    def __init__(self, *, pad_multiple: int = 1, pad_to: int | None = None, pad_token_id: int = 0) -> None:
+        for name, value, least in (("pad_multiple", pad_multiple, 1), ("pad_to", pad_to, 1)):
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        self.pad_multiple = pad_multiple
+        self.pad_to = pad_to
+        self.pad_token_id = pad_token_id
+
+    def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
+        """One row of these samples.
+
+        Raises:
+            BatchError: no sample, a row over `pad_to`, samples of different position kinds, or no target at all.
+        """
+        if not samples:
+            raise BatchError("a batch needs at least one sample")
+        lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
+        padded = round_up(lengths, self.pad_multiple)
+        tail = self._tail(int(padded.sum()))
+        segments = np.append(padded, tail) if tail else padded
+        bounds = cu_seqlens_from_lengths(segments)
+        total = int(bounds[-1])
+
+        input_ids = np.full(total, self.pad_token_id, dtype=np.int64)
+        labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
+        padding = np.ones(total, dtype=bool)
+        for sample, start in zip(samples, bounds.tolist(), strict=False):
+            end = start + len(sample)
+            input_ids[start:end] = sample.input_ids
+            labels[start + 1 : end] = sample.labels[1:]
+            padding[start:end] = False
+        if (labels == IGNORE_INDEX).all():
+            raise BatchError(
+                f"no token of {', '.join(str(sample.id) for sample in samples)} is a target; "
+                "pack with another --loss-on or leave these samples out"
+            )
+        between = bool((padded != lengths).any())
+        real = np.append(lengths, tail) if tail else lengths
+        return PackedBatch(
+            __key__=[str(sample.id) for sample in samples],
+            __restore_key__=(),
+            input_ids=_row(input_ids),
+            labels=_row(labels),
+            loss_mask=_row((labels != IGNORE_INDEX).astype(np.float32)),
+            position_ids=self._positions(samples, bounds),
+            cu_seqlens=torch.from_numpy(cu_seqlens_from_lengths(real)),
+            cu_seqlens_padded=torch.from_numpy(bounds) if between else None,
+            max_seqlen=int(segments.max()),
+            padding_mask=_row(padding) if padding.any() else None,
+            pixel_values=_joined([sample.pixel_values for sample in samples]),
+            image_grid_thw=_joined([sample.image_grid_thw for sample in samples]),
+            patch_positions=_joined(
+                [None if s.patch_positions is None else torch.from_numpy(s.patch_positions) for s in samples]
+            ),
+            ids=[sample.id for sample in samples],
+        )
+
+    def _tail(self, total: int) -> int:
+        if self.pad_to is None:
+            return 0
+        if total > self.pad_to:
+            raise BatchError(
+                f"the row has {total} tokens, more than pad_to {self.pad_to}; join fewer packs "
+                "(micro_batch_size * seq_len must fit), or pack with --pad-multiple"
+            )
+        return self.pad_to - total
+
+    @staticmethod
+    def _positions(samples: Sequence[EncodedSample], bounds: Any) -> torch.Tensor:
+        """int64 (1, T), or (4, 1, T) when the samples carry M-RoPE positions; padding counts on."""
+        text = position_ids_from_cu_seqlens(bounds)
+        with_mrope = [sample.position_ids is not None for sample in samples]
+        if not any(with_mrope):
+            return _row(text)
+        if not all(with_mrope):
+            raise BatchError("some samples carry M-RoPE positions and some do not; encode all with one encoder")
+        rows = np.stack([text] * 4)
+        for sample, start in zip(samples, bounds.tolist(), strict=False):
+            assert sample.position_ids is not None
+            rows[1:, start : start + len(sample)] = sample.position_ids
+        return torch.from_numpy(rows).unsqueeze(1)
+
+
+def _row(array: Any) -> torch.Tensor:
+    return torch.from_numpy(array).unsqueeze(0)
+
+
+def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None

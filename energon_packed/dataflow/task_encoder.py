@@ -1,0 +1,103 @@
+"""PackedTaskEncoder: Energon's hooks, each a call of one role."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from megatron.energon import DefaultTaskEncoder, Sample, edataclass, stateless
+
+from energon_packed.dataflow.batch import PackedBatch
+from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
+from energon_packed.dataflow.packer import Packer
+from energon_packed.encoding import EncodedSample, Processor
+from energon_packed.errors import FormatError
+from energon_packed.flavors import PackSample
+
+
+@edataclass
+class EncodedPack(Sample):
+    """The encoded sub-samples of one pack.
+
+    Attributes:
+        samples: in the order of the pack.
+    """
+
+    samples: list[EncodedSample]
+
+
+class PackedTaskEncoder(DefaultTaskEncoder):
+    """Encodes packs of any flavor and joins a micro batch of them into one row.
+
+    Args:
+        encoder: makes tokens; the one that the data was packed with.
+        collator: lays samples in a row.
+        packer: groups samples when Energon is given a `packing_buffer_size`.
+        check_lengths: a sample whose length differs from the recorded one raises, since its tokenizer, template or
+            image settings are not those that it was packed with.
+    """
+
+    decoder = None
+
+    def __init__(
+        self,
+        encoder: Processor,
+        *,
+        collator: Collator | None = None,
+        packer: Packer | None = None,
+        check_lengths: bool = True,
+    ) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.collator = collator or PaddingFreeCollator()
+        self.packer = packer
+        self.check_lengths = check_lengths
+
+    @stateless
+    def postencode_sample(self, sample: PackSample) -> EncodedPack:
+        """Encode every sub-sample; with packing on the fly, after the samples of a row are chosen."""
+        return EncodedPack.derive_from(sample, samples=self._encode(sample))
+
+    def select_samples_to_pack(self, samples: list[PackSample]) -> list[list[PackSample]]:
+        """Group a buffer of samples by the packer; nothing is dropped."""
+        assert self.packer is not None, "packing_buffer_size needs a packer"
+        groups = self.packer.select(np.array([self._length(sample) for sample in samples], dtype=np.int64))
+        return [[samples[i] for i in group] for group in groups]
+
+    @stateless
+    def pack_selected_samples(self, samples: list[EncodedPack]) -> EncodedPack:
+        """One pack of the samples that were chosen."""
+        inside = [encoded for sample in samples for encoded in sample.samples]
+        return EncodedPack.derive_from(samples[0], samples=inside)
+
+    @stateless
+    def batch(self, samples: list[EncodedPack]) -> PackedBatch:
+        """One row of all sub-samples of a micro batch."""
+        batch = self.collator.collate([encoded for sample in samples for encoded in sample.samples])
+        batch.__key__ = [sample.__key__ for sample in samples]
+        batch.__restore_key__ = tuple(sample.__restore_key__ for sample in samples)
+        return batch
+
+    def _encode(self, sample: PackSample) -> list[EncodedSample]:
+        encoded = [self.encoder.encode(conversation) for conversation in sample.conversations()]
+        limit = sample.truncate_to()
+        if limit is not None:
+            encoded = [one.truncated(limit) for one in encoded]
+        if self.check_lengths:
+            self._check(sample.__key__, encoded, sample.expected_lengths())
+        return encoded
+
+    def _length(self, sample: PackSample) -> int:
+        """Recorded tokens, or measured where none are recorded."""
+        recorded = sample.expected_lengths()
+        return sum(
+            self.encoder.length(conversation) if length is None else length
+            for conversation, length in zip(sample.conversations(), recorded, strict=True)
+        )
+
+    @staticmethod
+    def _check(key: str, encoded: Sequence[EncodedSample], expected: Sequence[int | None]) -> None:
+        for place, (one, length) in enumerate(zip(encoded, expected, strict=True)):
+            if length is not None and len(one) != length:
+                raise FormatError(
+                    f"sample {place} of pack {key} ({one.id}) has {len(one)} tokens, but {length} were recorded: use "
+                    "the tokenizer, chat template and image settings that it was packed with (see packing.json)"
+                )
