@@ -27,8 +27,8 @@ def command(output_dir: Path, records: int, seq_len: int) -> None:
     console.print(f"Drawing pictures and writing {records} conversations to {source} ...", soft_wrap=True)
     data = write_dataset(source, records=records)
     tokenizer = write_tokenizer(source / "tokenizer", data.texts)
-    console.print(f"\n$ energon-packed pack {data.jsonl} -o {output_dir} --seq-len {seq_len} --tokenizer {tokenizer}\n",
-                  soft_wrap=True)  # fmt: skip
+    options = f"-o {output_dir} --seq-len {seq_len} --tokenizer {tokenizer}"
+    console.print(f"\n$ energon-packed pack {data.jsonl} {options}\n", soft_wrap=True)
     show_build(
         PackOptions(
             inputs=(str(data.jsonl),),

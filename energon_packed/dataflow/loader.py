@@ -92,7 +92,7 @@ def get_packed_loader(
         seq_len = manifest.seq_len if seq_len is None else seq_len
         if manifest.seq_len > seq_len:
             raise ConfigError(
-                f"{path} was packed with seq_len {manifest.seq_len}, more than seq_len {seq_len}; raise it or pack again"
+                f"{path} was packed with seq_len {manifest.seq_len}, more than seq_len {seq_len}; raise it"
             )
     if packing_buffer_size is not None:
         if packing_buffer_size < 1:

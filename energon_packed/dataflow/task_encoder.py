@@ -54,7 +54,8 @@ class PackedTaskEncoder(DefaultTaskEncoder):
     @stateless
     def postencode_sample(self, sample: PackSample) -> EncodedPack:
         """Encode every sub-sample; with packing on the fly, after the samples of a row are chosen."""
-        return EncodedPack.derive_from(sample, samples=self._encode(sample))
+        pack: EncodedPack = EncodedPack.derive_from(sample, samples=self._encode(sample))
+        return pack
 
     def select_samples_to_pack(self, samples: list[PackSample]) -> list[list[PackSample]]:
         """Group a buffer of samples by the packer; nothing is dropped."""
@@ -66,7 +67,8 @@ class PackedTaskEncoder(DefaultTaskEncoder):
     def pack_selected_samples(self, samples: list[EncodedPack]) -> EncodedPack:
         """One pack of the samples that were chosen."""
         inside = [encoded for sample in samples for encoded in sample.samples]
-        return EncodedPack.derive_from(samples[0], samples=inside)
+        pack: EncodedPack = EncodedPack.derive_from(samples[0], samples=inside)
+        return pack
 
     @stateless
     def batch(self, samples: list[EncodedPack]) -> PackedBatch:

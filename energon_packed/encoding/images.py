@@ -76,7 +76,7 @@ def load_image(reference: MediaReference) -> Image.Image:
 
 
 def sniff_extension(data: bytes) -> str:
-    """File extension by the first bytes: `jpg`, `png`, `gif`, `webp`, `bmp`, `tif`, or what Pillow calls the format."""
+    """File extension by content: `jpg`, `png`, `gif`, `webp`, `bmp`, `tif`, or what Pillow calls the format."""
     if data.startswith(b"\xff\xd8\xff"):
         return "jpg"
     if data.startswith(b"\x89PNG\r\n\x1a\n"):

@@ -1,6 +1,7 @@
 """PackedTokensSample: a pack tokenized offline; loading it costs a copy, not a tokenizer."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class PackedTokensSample(PackSample):
                 images=references(self.images[i]),
                 patch_positions=references(self.patch_positions[i]) if self.patch_positions else (),
             )
-            for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for i, (start, end) in enumerate(pairwise(bounds))
         ]
 
     def expected_lengths(self) -> list[int | None]:

@@ -15,7 +15,7 @@ from energon_packed.shards.tar import ShardRows
 NV_META = ".nv-meta"
 SPLITS = ("train", "val", "test")
 _NAMESPACE = uuid.UUID("1e7d7c39-6f6c-5b0c-8d6c-6f4f0d1a7a11")
-_HEADER = "# Written by energon-packed; `energon-packed nv-meta` makes it anew.\n"
+_HEADER = "# Written by energon-packed.\n"
 
 
 def write_nv_meta(
@@ -33,7 +33,7 @@ def write_nv_meta(
         sample_class: class in `energon_packed.flavors`.
         loader_module: module with its `sample_loader` and `part_filter`.
         shards: finished shards, in order.
-        splits: shard names of each split; `train`, `val` and `test` are always written, as Energon's tools ask for
+        splits: shard names of `train`, `val` and `test`; all three are always written, as Energon's tools ask for
             all three.
     """
     meta = folder / NV_META
@@ -44,9 +44,9 @@ def write_nv_meta(
         # Parts reach the loader as bytes: Energon's default decoder would turn images into tensors.
         "decoder": None,
     }
-    parts = {name: list(splits.get(name, [])) for name in (*SPLITS, *(set(splits) - set(SPLITS)))}
+    parts = {name: list(splits.get(name, [])) for name in SPLITS}
     info = {"energon_version": _energon_version(), "shard_counts": {rows.name: len(rows.keys) for rows in shards}}
-    loader = f"{_HEADER}from {loader_module} import part_filter as part_filter\nfrom {loader_module} import sample_loader as sample_loader\n"
+    loader = _HEADER + "".join(f"from {loader_module} import {n} as {n}\n" for n in ("part_filter", "sample_loader"))
     write_whole(meta / "sample_loader.py", loader.encode())
     write_whole(meta / "dataset.yaml", (_HEADER + yaml.safe_dump(dataset, sort_keys=False)).encode())
     write_whole(meta / "split.yaml", yaml.safe_dump({"split_parts": parts, "exclude": []}, sort_keys=False).encode())

@@ -115,7 +115,8 @@ def read_media(raw: Mapping[str, Any], names: Any) -> list[list[bytes]]:
                 raise FormatError(f"{raw.get('__key__')} names {name}, which is not in the tar")
             if not isinstance(raw[name], bytes | bytearray | memoryview):
                 raise FormatError(
-                    f"{raw.get('__key__')}.{name} came as {type(raw[name]).__name__}; set `decoder: null` in dataset.yaml"
+                    f"{raw.get('__key__')}.{name} came as {type(raw[name]).__name__}; "
+                    "set `decoder: null` in dataset.yaml"
                 )
         out.append([bytes(raw[name]) for name in listed])
     return out

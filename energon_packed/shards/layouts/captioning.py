@@ -61,7 +61,7 @@ def write(samples: Sequence[StoredSample], truncate: int | None) -> list[Part]:
         "systems": [next(iter(_contents(c, "system")), None) for c in conversations],
         "lengths": [sample.length for sample in samples],
     }
-    optional = {
+    optional: dict[str, list[Any]] = {
         "patch_positions": positions,
         "timestamp_decimal": [c.timestamp_decimal for c in conversations],
         "fps": [c.fps for c in conversations],

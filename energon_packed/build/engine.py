@@ -1,0 +1,88 @@
+"""Engine: runs one function over many tasks and gives the results as they come, in any order."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from typing import Any, TypeVar
+
+from energon_packed.errors import EnergonPackedError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+class WorkerDied(EnergonPackedError):
+    """A worker process ended without a result."""
+
+
+class Engine(ABC):
+    """Where tasks run. One required method."""
+
+    @abstractmethod
+    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """Results of `function` over `tasks`, in the order in which they are done.
+
+        An error in a task ends the run and is raised here.
+        """
+
+
+class LocalEngine(Engine):
+    """Processes on this machine, forked for each stage so that they inherit the loaded encoder."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+
+    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """Results as they come; with one process, in this one and in order."""
+        if self.processes == 1:
+            yield from map(function, tasks)
+            return
+        pool = ProcessPoolExecutor(
+            self.processes,
+            mp_context=multiprocessing.get_context("fork"),
+            initializer=_start_worker,
+            initargs=(function, os.getpid()),
+        )
+        try:
+            waiting = iter(tasks)
+            running: set[Future[Any]] = {pool.submit(_call, task) for task in islice(waiting, 2 * self.processes)}
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                running |= {pool.submit(_call, task) for task in islice(waiting, len(done))}
+                for future in done:
+                    yield future.result()
+        except BrokenProcessPool as error:
+            raise WorkerDied(
+                "a worker process was killed, perhaps for want of memory; use fewer --workers and run again, "
+                "what is done is kept"
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+_function: Callable[[Any], Any] | None = None
+
+
+def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
+    """Keep the stage's function, and end with the parent: a killed run leaves no writer behind."""
+    global _function
+    _function = function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _call(task: Any) -> Any:
+    assert _function is not None
+    return _function(task)

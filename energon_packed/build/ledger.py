@@ -1,0 +1,90 @@
+"""The account of every record: lengths.parquet and rejects.jsonl, streamed chunk by chunk."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from energon_packed.build.measure import STATUSES, RecordReader, RecordTable
+from energon_packed.shards.files import aside
+
+_SCHEMA = pa.schema(
+    {
+        "source": pa.dictionary(pa.int32(), pa.string()),
+        "row": pa.int64(),
+        "id": pa.string(),
+        "length": pa.int32(),
+        "num_images": pa.int32(),
+        "status": pa.dictionary(pa.int8(), pa.string()),
+    }
+)
+
+
+def write_ledger(
+    table: RecordTable,
+    status: npt.NDArray[np.int8],
+    details: Mapping[int, str],
+    reader: RecordReader,
+    *,
+    lengths: Path,
+    rejects: Path,
+) -> None:
+    """Write both files.
+
+    Args:
+        table: measured records.
+        status: int8 (n,), index into STATUSES, plan-time rejects included.
+        details: detail of plan-time rejects by record number.
+        reader: names sources and records.
+        lengths: path of lengths.parquet: source, row, id, length (tokens, null where unknown), num_images, status.
+        rejects: path of rejects.jsonl: source, row, id, reason, detail.
+    """
+    paths = pa.array([str(source.path) for source in reader.sources], pa.string())
+    statuses = pa.array(STATUSES, pa.string())
+    with aside(lengths) as lengths_aside, aside(rejects) as rejects_aside:
+        with pq.ParquetWriter(lengths_aside, _SCHEMA) as writer, rejects_aside.open("wb") as out:
+            for start, ids, chunk_details in _chunks(table):
+                rows = np.arange(start, start + len(ids))
+                source, local = table.locate(rows)
+                names = [
+                    ident if ident is not None else reader.default_id(int(s), int(r))
+                    for ident, s, r in zip(ids, source, local, strict=True)
+                ]
+                part = slice(start, start + len(ids))
+                writer.write_table(
+                    pa.table(
+                        {
+                            "source": pa.DictionaryArray.from_arrays(pa.array(source, pa.int32()), paths),
+                            "row": local,
+                            "id": pa.array(names, pa.string()),
+                            "length": pa.array(table.length[part], mask=table.length[part] < 0),
+                            "num_images": table.num_images[part],
+                            "status": pa.DictionaryArray.from_arrays(pa.array(status[part], pa.int8()), statuses),
+                        },
+                        schema=_SCHEMA,
+                    )
+                )
+                for place in np.flatnonzero(status[part]).tolist():
+                    reject = {
+                        "source": paths[int(source[place])].as_py(),
+                        "row": int(local[place]),
+                        "id": names[place],
+                        "reason": STATUSES[int(status[start + place])],
+                        "detail": details.get(start + place) or chunk_details[place],
+                    }
+                    out.write(orjson.dumps(reject, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def _chunks(table: RecordTable) -> Iterator[tuple[int, list[str | None], list[str | None]]]:
+    """(first row, ids, details) of each chunk file."""
+    start = 0
+    for file in table.files:
+        part: Any = pq.read_table(file, columns=["id", "detail"])
+        if part.num_rows:
+            yield start, part["id"].to_pylist(), part["detail"].to_pylist()
+        start += part.num_rows

@@ -1,0 +1,214 @@
+"""Stage 1, measure: the length of every record, in chunks of the input that run side by side.
+
+Each chunk leaves one Parquet file with a row per record; the driver keeps only numbers of them, 30 bytes a record.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from energon_packed.build.options import EncoderOptions
+from energon_packed.conversation import Conversation, normalize
+from energon_packed.encoding import Measured
+from energon_packed.errors import Reason, RecordError
+from energon_packed.shards.files import aside
+from energon_packed.shards.layouts import layout_for
+from energon_packed.sources import Source
+
+KINDS = ("text", "image", "video")
+PACKED = "packed"
+STATUSES = (PACKED, *(reason.value for reason in Reason))
+_SCHEMA = pa.schema(
+    {
+        "address": pa.int64(),
+        "size": pa.int32(),
+        "length": pa.int32(),
+        "media_bytes": pa.int64(),
+        "num_images": pa.int32(),
+        "kind": pa.int8(),
+        "status": pa.int8(),
+        "id": pa.string(),
+        "detail": pa.string(),
+    }
+)
+_NUMBERS = [name for name in _SCHEMA.names if name not in ("id", "detail")]
+_UNSEEN = Measured(-1, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A range of one source.
+
+    Attributes:
+        source: number of the source.
+        start, stop: range of addresses.
+        file: where the measured rows go.
+    """
+
+    source: int
+    start: int
+    stop: int
+    file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkReport:
+    """What a finished chunk tells the driver.
+
+    Attributes:
+        chunk: the chunk.
+        records: rows in it.
+        tokenized: texts that went through the tokenizer.
+        first_reject: (row in the chunk, id, reason, detail) of the first record left out, or None.
+    """
+
+    chunk: Chunk
+    records: int
+    tokenized: int
+    first_reject: tuple[int, str | None, str, str] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordReader:
+    """Reads records of all sources as conversations, the same way in every stage.
+
+    Attributes:
+        sources: the input.
+        sample_class: flavor that will hold the conversations; those it cannot hold are rejected.
+        use_patch_positions: False ignores the .npy files that records name.
+    """
+
+    sources: Sequence[Source]
+    sample_class: str
+    use_patch_positions: bool
+
+    def conversation(self, source: int, record: Any) -> Conversation:
+        """A record as a conversation; `id` is None where the record has none.
+
+        Raises:
+            RecordError: the record cannot be used.
+        """
+        if isinstance(record, RecordError):
+            raise record
+        conversation = normalize(record, image_root=self.sources[source].image_root)
+        if conversation.patch_positions and not self.use_patch_positions:
+            conversation = replace(conversation, patch_positions=())
+        layout_for(self.sample_class).check(conversation)
+        return conversation
+
+    def default_id(self, source: int, row: int) -> str:
+        """Name of a record that has none: the stem of its file and its number there."""
+        return f"{self.sources[source].path.name.split('.')[0]}:{row}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurer:
+    """Measures one chunk: the function of the measure stage."""
+
+    reader: RecordReader
+    encoder: EncoderOptions
+
+    def __call__(self, chunk: Chunk) -> ChunkReport:
+        """Measure a chunk and write its Parquet file."""
+        rows = list(self.reader.sources[chunk.source].scan(chunk.start, chunk.stop))
+        conversations: list[Conversation] = []
+        outcome: list[Measured | RecordError] = [_UNSEEN] * len(rows)
+        places: list[int] = []
+        for place, row in enumerate(rows):
+            try:
+                conversations.append(self.reader.conversation(chunk.source, row.record))
+                places.append(place)
+            except RecordError as error:
+                outcome[place] = error
+        measured = self.encoder.load().measure(conversations)
+        by_place: dict[int, Conversation] = dict(zip(places, conversations, strict=True))
+        for place, result in zip(places, measured, strict=True):
+            outcome[place] = result
+        columns: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
+        first: tuple[int, str | None, str, str] | None = None
+        for place, (row, result) in enumerate(zip(rows, outcome, strict=True)):
+            reject = result if isinstance(result, RecordError) else None
+            conversation = by_place.get(place)
+            ident = conversation.id if conversation is not None else _raw_id(row.record)
+            if reject is not None and first is None:
+                first = (place, ident, reject.reason.value, reject.detail)
+            columns["address"].append(row.address)
+            columns["size"].append(row.size)
+            columns["length"].append(result.length if isinstance(result, Measured) else -1)
+            columns["media_bytes"].append(result.media_bytes if isinstance(result, Measured) else 0)
+            columns["num_images"].append(len(conversation.images) if conversation else 0)
+            columns["kind"].append(KINDS.index(conversation.kind) if conversation else 0)
+            columns["status"].append(STATUSES.index(reject.reason.value) if reject else 0)
+            columns["id"].append(ident)
+            columns["detail"].append(reject.detail[:500] if reject else None)
+        with aside(chunk.file) as temporary:
+            pq.write_table(pa.table(columns, schema=_SCHEMA), temporary)
+        tokenized = sum(c.input_ids is None for c in conversations)
+        return ChunkReport(chunk=chunk, records=len(rows), tokenized=tokenized, first_reject=first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordTable:
+    """Numbers of all n records, in input order; 30 bytes a record.
+
+    Attributes:
+        address: int64 (n,), where each record lies in its source.
+        size: int32 (n,), bytes of the record, 0 where unknown.
+        length: int32 (n,), tokens, -1 where the record is left out.
+        media_bytes: int64 (n,).
+        num_images: int32 (n,).
+        kind: int8 (n,), index into KINDS.
+        status: int8 (n,), index into STATUSES; 0 means packed.
+        source_starts: int64 (sources + 1,), row at which each source begins.
+        files: chunk files, in input order.
+    """
+
+    address: npt.NDArray[np.int64]
+    size: npt.NDArray[np.int32]
+    length: npt.NDArray[np.int32]
+    media_bytes: npt.NDArray[np.int64]
+    num_images: npt.NDArray[np.int32]
+    kind: npt.NDArray[np.int8]
+    status: npt.NDArray[np.int8]
+    source_starts: npt.NDArray[np.int64]
+    files: list[Path]
+
+    def __len__(self) -> int:
+        return len(self.status)
+
+    def locate(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(source, row in that source) of each row: int64 (k,), int64 (k,)."""
+        source = np.searchsorted(self.source_starts, rows, side="right") - 1
+        return source, rows - self.source_starts[source]
+
+
+def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
+    """Join the chunk files, which are all there."""
+    counts = [measured_records(chunk) for chunk in chunks]
+    total = sum(counts)
+    columns = {name: np.empty(total, dtype=_SCHEMA.field(name).type.to_pandas_dtype()) for name in _NUMBERS}
+    per_source = np.zeros(sources + 1, dtype=np.int64)
+    start = 0
+    for chunk, count in zip(chunks, counts, strict=True):
+        table = pq.read_table(chunk.file, columns=_NUMBERS)
+        for name, column in columns.items():
+            column[start : start + count] = table[name].to_numpy()
+        per_source[chunk.source + 1] += count
+        start += count
+    return RecordTable(**columns, source_starts=np.cumsum(per_source), files=[chunk.file for chunk in chunks])
+
+
+def measured_records(chunk: Chunk) -> int:
+    """Rows in the file of a measured chunk."""
+    return int(pq.read_metadata(chunk.file).num_rows)
+
+
+def _raw_id(record: Any) -> str | None:
+    ident = record.get("id") if isinstance(record, dict) else None
+    return None if ident is None else str(ident)[:200]

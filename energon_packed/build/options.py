@@ -1,0 +1,171 @@
+"""PackOptions: everything that decides a build, checked when it is made."""
+
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from energon_packed.encoding import ChatEncoder
+from energon_packed.encoding.chat import LOSS_ON
+from energon_packed.errors import ConfigError
+from energon_packed.packing import algorithm_names, pack_lengths
+from energon_packed.shards.layouts import layout_for
+from energon_packed.shards.nv_meta import SPLITS
+
+_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
+Overlong = Literal["drop", "error", "truncate"]
+GroupBy = Literal["none", "media"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderOptions:
+    """How the encoder is made; the arguments of `ChatEncoder.from_pretrained`."""
+
+    tokenizer: Path
+    processor: Path | None = None
+    image_processor: str | None = None
+    factor: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+
+    def __post_init__(self) -> None:
+        _one_of("loss_on", self.loss_on, LOSS_ON)
+        for name in ("factor", "min_pixels", "max_pixels"):
+            _at_least(name, getattr(self, name), 1)
+
+    def load(self) -> ChatEncoder:
+        """The encoder, loaded once in each process; forked workers inherit it."""
+        return _load_encoder(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, for the manifest."""
+        return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items() if v is not None}
+
+
+@lru_cache(maxsize=2)
+def _load_encoder(options: EncoderOptions) -> ChatEncoder:
+    return ChatEncoder.from_pretrained(
+        options.tokenizer,
+        options.processor,
+        loss_on=options.loss_on,
+        image_processor=options.image_processor,
+        factor=options.factor,
+        min_pixels=options.min_pixels,
+        max_pixels=options.max_pixels,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackOptions:
+    """What to pack, and how. Raises ConfigError when made with a value that cannot be used.
+
+    Attributes:
+        inputs: files, globs or Hugging Face folders.
+        output_dir: folder that gets `webdataset/`, `lengths.parquet`, `rejects.jsonl` and `.work/`.
+        encoder: how conversations become tokens.
+        seq_len: tokens in one row.
+        image_root: folder of relative media paths, which no path may leave; by default the folder of each input.
+        use_patch_positions: False ignores the .npy files that records name.
+        sample_class: flavor to write.
+        shard_prefix: start of shard names and keys; must differ between data sets that are blended.
+        max_samples_per_pack: most samples in one pack, or None.
+        max_packs_per_shard, max_shard_bytes: a shard ends at whichever comes first.
+        algorithm: planner, as `pack_lengths` takes it.
+        group_by: `media` keeps text, image and video samples in packs of their own.
+        pad_multiple: each sample is planned with its length rounded up to a multiple of this many tokens.
+        overlong: what happens to samples longer than `seq_len`.
+        split: share of the packs that goes to each split.
+        seed: order of the packs.
+        workers: processes.
+        max_reject_rate: largest share of records that may be left out, 0 to 1.
+        strict: stop at the first record that is left out.
+        resume: take up what an earlier run of the same build has done.
+        overwrite: replace shards of another build.
+    """
+
+    inputs: tuple[str, ...]
+    output_dir: Path
+    encoder: EncoderOptions
+    seq_len: int
+    image_root: Path | None = None
+    use_patch_positions: bool = True
+    sample_class: str = "PackedCaptioningSample"
+    shard_prefix: str = "pack"
+    max_samples_per_pack: int | None = None
+    max_packs_per_shard: int = 1000
+    max_shard_bytes: int = 1 << 30
+    algorithm: str = "bfd"
+    group_by: GroupBy = "none"
+    pad_multiple: int = 1
+    overlong: Overlong = "drop"
+    split: dict[str, float] = field(default_factory=lambda: {"train": 1.0})
+    seed: int = 0
+    workers: int = 0
+    max_reject_rate: float = 0.05
+    strict: bool = False
+    resume: bool = True
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        layout_for(self.sample_class)
+        pack_lengths([], 1, algorithm=self.algorithm)
+        for name in ("seq_len", "max_packs_per_shard", "max_shard_bytes", "pad_multiple", "max_samples_per_pack"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("workers", self.workers, 0)
+        _at_least("seed", self.seed, 0)
+        _one_of("overlong", self.overlong, ("drop", "error", "truncate"))
+        _one_of("group_by", self.group_by, ("none", "media"))
+        if self.pad_multiple > self.seq_len:
+            raise ConfigError(f"pad_multiple {self.pad_multiple} is above seq_len {self.seq_len}; no sample would fit")
+        if not _PREFIX.fullmatch(self.shard_prefix):
+            raise ConfigError(
+                f"shard_prefix {self.shard_prefix!r} must be 1 to 64 letters, digits, '_' and '-': keys have no dots"
+            )
+        if not 0 <= self.max_reject_rate <= 1:
+            raise ConfigError(f"max_reject_rate is {self.max_reject_rate}; it must be between 0 and 1")
+        if not self.split or any(share < 0 for share in self.split.values()):
+            raise ConfigError("split must name shares >= 0, such as train=0.98,val=0.02")
+        if unknown := set(self.split) - set(SPLITS):
+            raise ConfigError(f"unknown split {', '.join(sorted(unknown))}; use {', '.join(SPLITS)}")
+        if abs(sum(self.split.values()) - 1) > 1e-6:
+            raise ConfigError(f"the shares of split add up to {sum(self.split.values()):g}; they must add up to 1")
+
+    @property
+    def processes(self) -> int:
+        """Processes to use: `workers`, or all cores that this process may run on."""
+        return self.workers or len(os.sched_getaffinity(0))
+
+    @property
+    def usable_len(self) -> int:
+        """Tokens of the longest sample that fits: `seq_len` down to a multiple of `pad_multiple`."""
+        return self.seq_len // self.pad_multiple * self.pad_multiple
+
+
+def parse_split(text: str) -> dict[str, float]:
+    """`train=0.98,val=0.02` as a dict.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    try:
+        return {name.strip(): float(share) for name, share in (part.split("=") for part in text.split(","))}
+    except ValueError as error:
+        raise ConfigError(f"split {text!r} must look like train=0.98,val=0.02") from error
+
+
+def known_algorithms() -> str:
+    """Names for help texts."""
+    return ", ".join(algorithm_names())
+
+
+def _at_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{name} is {value}; it must be at least {least}")
+
+
+def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ConfigError(f"{name} is {value!r}; use one of {', '.join(valid)}")

@@ -1,0 +1,355 @@
+"""`pack`: the whole build, stage after stage."""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.build.engine import Engine, LocalEngine
+from energon_packed.build.ledger import write_ledger
+from energon_packed.build.measure import (
+    STATUSES,
+    Chunk,
+    ChunkReport,
+    Measurer,
+    RecordReader,
+    RecordTable,
+    load_table,
+    measured_records,
+)
+from energon_packed.build.options import PackOptions
+from energon_packed.build.planning import OVERLONG, ShardPlan, plan_packs, plan_shards, reject_counts
+from energon_packed.build.progress import Progress
+from energon_packed.build.workspace import Workspace
+from energon_packed.build.write import RecordRefs, ShardTask, ShardWriter, TruncationCheck, finished_shard
+from energon_packed.errors import RejectLimitError
+from energon_packed.packing import PackPlan
+from energon_packed.shards import PackingManifest, ShardEntry
+from energon_packed.shards.layouts import layout_for
+from energon_packed.shards.nv_meta import write_nv_meta
+from energon_packed.shards.tar import ShardRows
+from energon_packed.sources import open_sources
+from energon_packed.sources.base import changed_at
+from energon_packed.version import FORMAT_VERSION
+
+Status = npt.NDArray[np.int8]
+_TRUNCATION_BATCH = 64  # records per task
+_DECIDES_TARS = (
+    "sample_class",
+    "use_patch_positions",
+    "seq_len",
+    "shard_prefix",
+    "max_samples_per_pack",
+    "max_packs_per_shard",
+    "max_shard_bytes",
+    "algorithm",
+    "group_by",
+    "pad_multiple",
+    "overlong",
+    "split",
+    "seed",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackResult:
+    """What a build has done.
+
+    Attributes:
+        manifest: as saved in packing.json.
+        shards: folder of the tars.
+        lengths, rejects: files with a row per record, and per record left out.
+        bytes: size of all tars.
+        seconds: wall time of each stage.
+    """
+
+    manifest: PackingManifest
+    shards: Path
+    lengths: Path
+    rejects: Path
+    bytes: int
+    seconds: dict[str, float]
+
+
+def pack(options: PackOptions, progress: Progress | None = None) -> PackResult:
+    """Pack records into an Energon data set.
+
+    Args:
+        options: what and how.
+        progress: told of every stage.
+
+    Raises:
+        ConfigError: options that do not fit the input or the output folder.
+        SourceError: an input that cannot be read, or that changed while it was packed.
+        RejectLimitError: more records left out than allowed; only lengths.parquet and rejects.jsonl are written.
+    """
+    return _Build(options, progress or Progress()).run()
+
+
+@dataclass(slots=True)
+class _Build:
+    options: PackOptions
+    progress: Progress
+    space: Workspace = field(init=False)
+    engine: Engine = field(init=False)
+    reader: RecordReader = field(init=False)
+    seconds: dict[str, float] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=lambda: {"measured": 0, "tokenized": 0, "reused": 0})
+
+    def run(self) -> PackResult:
+        options = self.options
+        self.space = Workspace(options.output_dir)
+        self.engine = LocalEngine(options.processes)
+        sources = open_sources(options.inputs, work_dir=self.space.work, image_root=options.image_root)
+        self.reader = RecordReader(
+            sources=sources, sample_class=options.sample_class, use_patch_positions=options.use_patch_positions
+        )
+        tokenizer_fingerprint = options.encoder.load().fingerprint()
+        input_fingerprint = _digest([source.fingerprint() for source in sources])
+        # The same content anywhere makes the same data set; restart state also minds where and when.
+        content = [FORMAT_VERSION, input_fingerprint, tokenizer_fingerprint]
+        build_key = _digest(content, {name: getattr(options, name) for name in _DECIDES_TARS})
+        measure_key = _digest(
+            content,
+            [options.sample_class, options.use_patch_positions],
+            [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],
+        )
+        write_key = _digest(measure_key, build_key)
+        if not options.resume:
+            self.space.forget(measure_key, write_key)
+        self.space.claim(build_key, overwrite=options.overwrite)
+
+        with self._stage("measure"):
+            table = self._measure(self.space.measure_folder(measure_key))
+        with self._stage("plan"):
+            status = self._account(table)
+            plan = plan_packs(table, status, options)
+            shard_plans = plan_shards(plan, table, options)
+        with self._stage("write"):
+            shards = self._write(table, shard_plans, self.space.write_folder(write_key))
+        with self._stage("index"):
+            entries = _entries(table, shard_plans, shards, options)
+            layout = layout_for(options.sample_class)
+            write_nv_meta(
+                self.space.shards,
+                sample_class=layout.sample_class,
+                loader_module=layout.loader_module,
+                shards=shards,
+                splits={name: [e.name for e in entries if e.split == name] for name in options.split},
+            )
+            manifest = self._manifest(
+                table, status, plan, entries, tokenizer_fingerprint, input_fingerprint, build_key
+            )
+            manifest.save(self.space.shards)
+        return PackResult(
+            manifest=manifest,
+            shards=self.space.shards,
+            lengths=self.space.lengths,
+            rejects=self.space.rejects,
+            bytes=sum(rows.size for rows in shards),
+            seconds=self.seconds,
+        )
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - begin
+        self.progress.finish(self.seconds[name])
+
+    # --- measure ---------------------------------------------------------------------------------------------------
+
+    def _measure(self, folder: Path) -> RecordTable:
+        folder.mkdir(parents=True, exist_ok=True)
+        chunks = [
+            Chunk(source=number, start=start, stop=stop, file=folder / f"{number:05d}-{place:07d}.parquet")
+            for number, source in enumerate(self.reader.sources)
+            for place, (start, stop) in enumerate(source.chunks())
+        ]
+        todo = []
+        self.progress.start("measure", sum(chunk.stop - chunk.start for chunk in chunks), "records")
+        for chunk in chunks:
+            if chunk.file.exists():
+                records = measured_records(chunk)
+                self.counters["reused"] += records
+                self.progress.advance(chunk.stop - chunk.start, records)
+            else:
+                todo.append(chunk)
+        measurer = Measurer(reader=self.reader, encoder=self.options.encoder)
+        for report in self.engine.run(measurer, todo):
+            self.counters["measured"] += report.records
+            self.counters["tokenized"] += report.tokenized
+            self.progress.advance(report.chunk.stop - report.chunk.start, report.records)
+            self._stop_if_strict(report)
+        return load_table(chunks, len(self.reader.sources))
+
+    def _stop_if_strict(self, report: ChunkReport) -> None:
+        if self.options.strict and report.first_reject is not None:
+            place, ident, reason, detail = report.first_reject
+            path = self.reader.sources[report.chunk.source].path
+            name = f"record {ident}" if ident else f"record {place} after position {report.chunk.start}"
+            raise RejectLimitError(f"{name} of {path} is left out: {reason}: {detail} (--strict stops at the first)")
+
+    # --- plan ------------------------------------------------------------------------------------------------------
+
+    def _account(self, table: RecordTable) -> Status:
+        """Status of every record with the rejects that `seq_len` decides; written to disk and held to the limits."""
+        options = self.options
+        self.progress.start("plan", len(table), "records")
+        status = table.status.copy()
+        details: dict[int, str] = {}
+        overlong = np.flatnonzero((status == 0) & (table.length > options.usable_len))
+        if options.overlong == "truncate":
+            check = TruncationCheck(
+                reader=self.reader, encoder=options.encoder, max_length=options.usable_len
+            )
+            batches = [overlong[i : i + _TRUNCATION_BATCH] for i in range(0, len(overlong), _TRUNCATION_BATCH)]
+            tasks = [(batch, _refs(table, batch)) for batch in batches]
+            for failures in self.engine.run(check, tasks):
+                for row, reason, detail in failures:
+                    status[row] = STATUSES.index(reason)
+                    details[row] = detail
+        else:
+            status[overlong] = OVERLONG
+            limit = f"more than --seq-len {options.seq_len}"
+            if options.usable_len != options.seq_len:
+                limit += f" down to a multiple of --pad-multiple {options.pad_multiple}, {options.usable_len}"
+            details = {int(row): f"{table.length[row]} tokens, {limit}" for row in overlong}
+        write_ledger(
+            table, status, details, self.reader, lengths=self.space.lengths, rejects=self.space.rejects
+        )
+        self.progress.advance(len(table), len(table))
+        self._check_limits(table, status, overlong)
+        return status
+
+    def _check_limits(self, table: RecordTable, status: Status, overlong: npt.NDArray[np.int64]) -> None:
+        options = self.options
+        counts = reject_counts(status)
+        listed = ", ".join(f"{reason} {count}" for reason, count in counts.items())
+        rejected = sum(counts.values())
+        if len(overlong) and options.overlong == "error":
+            source, row = table.locate(overlong[:1])
+            raise RejectLimitError(
+                f"{len(overlong)} records are longer than --seq-len {options.seq_len}, the first is record {row[0]} of "
+                f"{self.reader.sources[int(source[0])].path} with {table.length[overlong[0]]} tokens; raise --seq-len "
+                "or use --overlong drop or truncate"
+            )
+        if rejected and options.strict:
+            raise RejectLimitError(f"{rejected} records are left out ({listed}); --strict allows none")
+        if rejected == len(table):
+            raise RejectLimitError(
+                f"none of {len(table)} records can be packed ({listed or 'the input is empty'}); see {self.space.rejects}"
+            )
+        if rejected > options.max_reject_rate * len(table):
+            raise RejectLimitError(
+                f"{rejected} of {len(table)} records ({rejected / len(table):.1%}) are left out, more than "
+                f"--max-reject-rate {options.max_reject_rate:g} ({listed}); see {self.space.rejects}, mend the data or "
+                "raise the limit"
+            )
+
+    # --- write -----------------------------------------------------------------------------------------------------
+
+    def _write(self, table: RecordTable, plans: list[ShardPlan], folder: Path) -> list[ShardRows]:
+        folder.mkdir(parents=True, exist_ok=True)
+        options, space = self.options, self.space
+        names = {plan.number: f"{options.shard_prefix}-{plan.number:06d}" for plan in plans}
+        done: dict[str, ShardRows] = {}
+        todo: list[ShardPlan] = []
+        self.progress.start("write", sum(len(plan.rows) for plan in plans), "samples")
+        samples = {f"{names[plan.number]}.tar": len(plan.rows) for plan in plans}
+        for plan in plans:
+            name = names[plan.number]
+            rows = finished_shard(space.shards / f"{name}.tar", folder / f"{name}.json")
+            if rows is None:
+                todo.append(plan)
+            else:
+                done[rows.name] = rows
+                self.progress.advance(samples[rows.name], samples[rows.name])
+        tasks = (
+            ShardTask(
+                tar=space.shards / f"{names[plan.number]}.tar",
+                state=folder / f"{names[plan.number]}.json",
+                prefix=options.shard_prefix,
+                first_pack=plan.first_pack,
+                records=_refs(table, plan.rows),
+                offsets=plan.offsets,
+            )
+            for plan in todo
+        )
+        truncate = options.usable_len if options.overlong == "truncate" else None
+        writer = ShardWriter(reader=self.reader, encoder=options.encoder, truncate=truncate)
+        for rows in self.engine.run(writer, tasks):
+            done[rows.name] = rows
+            self.progress.advance(samples[rows.name], samples[rows.name])
+        return [done[f"{names[plan.number]}.tar"] for plan in plans]
+
+    def _manifest(
+        self,
+        table: RecordTable,
+        status: Status,
+        plan: PackPlan,
+        entries: list[ShardEntry],
+        tokenizer_fingerprint: str,
+        input_fingerprint: str,
+        build_key: str,
+    ) -> PackingManifest:
+        options = self.options
+        self.progress.start("index", len(entries), "shards")
+        self.progress.advance(len(entries))
+        return PackingManifest(
+            sample_class=options.sample_class,
+            shard_prefix=options.shard_prefix,
+            records=len(table),
+            packed=len(plan.indices),
+            rejects=reject_counts(status),
+            packs=plan.num_packs,
+            tokens=plan.tokens,
+            images=int(table.num_images[plan.indices].sum(dtype=np.int64)),
+            seq_len=options.seq_len,
+            algorithm=options.algorithm if layout_for(options.sample_class).packed else "none",
+            group_by=options.group_by,
+            seed=options.seed,
+            utilization=round(plan.utilization, 6),
+            pad_multiple=options.pad_multiple,
+            overlong=options.overlong,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            input_fingerprint=input_fingerprint,
+            fingerprint=build_key,
+            encoder=options.encoder.as_dict(),
+            counters=self.counters,
+            shards=entries,
+        )
+
+
+def _entries(
+    table: RecordTable, plans: list[ShardPlan], shards: list[ShardRows], options: PackOptions
+) -> list[ShardEntry]:
+    return [
+        ShardEntry(
+            name=rows.name,
+            split=plan.split,
+            packs=len(rows.keys),
+            samples=len(plan.rows),
+            tokens=int(np.minimum(table.length[plan.rows], options.usable_len).sum(dtype=np.int64)),
+            bytes=rows.size,
+            sha256=rows.sha256,
+        )
+        for plan, rows in zip(plans, shards, strict=True)
+    ]
+
+
+def _refs(table: RecordTable, rows: npt.NDArray[np.int64]) -> RecordRefs:
+    source, local = table.locate(rows)
+    return RecordRefs(
+        source=source, row=local, address=table.address[rows], size=table.size[rows], length=table.length[rows]
+    )
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

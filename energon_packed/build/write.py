@@ -1,0 +1,168 @@
+"""Stage 3, write: shards side by side, each by one worker; index rows are collected on the way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from energon_packed.build.measure import RecordReader
+from energon_packed.build.options import EncoderOptions
+from energon_packed.conversation import Conversation
+from energon_packed.encoding.images import sniff_extension
+from energon_packed.errors import EnergonPackedError, RecordError, SourceError
+from energon_packed.shards.files import write_whole
+from energon_packed.shards.index import write_tar_index
+from energon_packed.shards.layouts import StoredSample, layout_for
+from energon_packed.shards.tar import ShardRows, TarShardWriter
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordRefs:
+    """Where k records are.
+
+    Attributes:
+        source: int64 (k,), number of the source.
+        row: int64 (k,), number of the record in its source.
+        address, size: int64 (k,), int32 (k,), place in the source.
+        length: int32 (k,), tokens as measured.
+    """
+
+    source: Int64
+    row: Int64
+    address: Int64
+    size: npt.NDArray[np.int32]
+    length: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardTask:
+    """One shard to write.
+
+    Attributes:
+        tar: final path.
+        state: file that gets the index rows; it appears when the shard is done.
+        prefix: start of keys.
+        first_pack: number of the first pack.
+        records: records of all packs, pack after pack.
+        offsets: int64 (packs+1,), pack p is records offsets[p] to offsets[p + 1].
+    """
+
+    tar: Path
+    state: Path
+    prefix: str
+    first_pack: int
+    records: RecordRefs
+    offsets: Int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardWriter:
+    """Writes one shard: the function of the write stage.
+
+    Attributes:
+        reader: reads records as the measure stage did.
+        encoder: for layouts that store tokens.
+        truncate: tokens that longer samples are cut to, or None.
+    """
+
+    reader: RecordReader
+    encoder: EncoderOptions
+    truncate: int | None
+
+    def __call__(self, task: ShardTask) -> ShardRows:
+        """Write the tar, its index and its state file."""
+        layout = layout_for(self.reader.sample_class)
+        bounds = task.offsets.tolist()
+        with TarShardWriter(task.tar) as shard:
+            for pack, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False), start=task.first_pack):
+                samples = [self.stored_sample(task.records, place) for place in range(start, stop)]
+                shard.add(f"{task.prefix}_{pack:08d}", layout.write(samples, self.truncate))
+        write_tar_index(task.tar, shard.rows)
+        write_whole(task.state, orjson.dumps(shard.rows.as_dict()))
+        return shard.rows
+
+    def stored_sample(self, records: RecordRefs, place: int) -> StoredSample:
+        """Read one record and its media again.
+
+        Raises:
+            SourceError: the record or its media changed since it was measured.
+        """
+        source, row = int(records.source[place]), int(records.row[place])
+        conversation: Conversation | None = None
+        try:
+            record = self.reader.sources[source].read(int(records.address[place]), int(records.size[place]))
+            conversation = self.reader.conversation(source, record)
+            if conversation.id is None:
+                conversation = replace(conversation, id=self.reader.default_id(source, row))
+            images = tuple((sniff_extension(data), data) for data in (i.read() for i in conversation.images))
+            sample = StoredSample(
+                conversation=conversation,
+                length=min(int(records.length[place]), self.truncate or 1 << 31),
+                images=images,
+                patch_positions=tuple(p.read() for p in conversation.patch_positions),
+            )
+            if layout_for(self.reader.sample_class).stores_tokens:
+                sample = self._with_tokens(sample, int(records.length[place]))
+        except (RecordError, OSError) as error:
+            raise self._changed(source, row, error) from error
+        return sample
+
+    def _with_tokens(self, sample: StoredSample, measured: int) -> StoredSample:
+        encoded = self.encoder.load().encode(sample.conversation)
+        if len(encoded) != measured:
+            raise SourceError(
+                f"sample {sample.conversation.id} has {len(encoded)} tokens and was measured with {measured}; "
+                "did the input change? run again with --no-resume"
+            )
+        return replace(sample, tokens=encoded.truncated(self.truncate) if self.truncate else encoded)
+
+    def _changed(self, source: int, row: int, error: Exception) -> EnergonPackedError:
+        path = self.reader.sources[source].path
+        return SourceError(
+            f"record {row} of {path} changed since it was measured ({error}); run again with --no-resume"
+        )
+
+
+def finished_shard(tar: Path, state: Path) -> ShardRows | None:
+    """Index rows of a shard that an earlier run has finished, or None."""
+    if not (tar.is_file() and state.is_file() and tar.with_suffix(".tar.idx").is_file()):
+        return None
+    rows = ShardRows.from_dict(orjson.loads(state.read_bytes()))
+    return rows if rows.size == tar.stat().st_size else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncationCheck:
+    """Tells which samples cannot be cut to a row: the function of the plan stage's check.
+
+    Attributes:
+        reader, encoder: as in the other stages.
+        max_length: tokens of a row.
+    """
+
+    reader: RecordReader
+    encoder: EncoderOptions
+    max_length: int
+
+    def __call__(self, task: tuple[Int64, RecordRefs]) -> list[tuple[int, str, str]]:
+        """(record number, reason, detail) of those records that cannot be cut."""
+        rows, records = task
+        failures = []
+        for place, row in enumerate(rows.tolist()):
+            source = int(records.source[place])
+            record = self.reader.sources[source].read(int(records.address[place]), int(records.size[place]))
+            try:
+                self.encoder.load().encode(self.reader.conversation(source, record)).truncated(self.max_length)
+            except RecordError as error:
+                failures.append((row, error.reason.value, error.detail))
+        return failures
+
+
