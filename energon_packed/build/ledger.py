@@ -46,38 +46,42 @@ def write_ledger(
     """
     paths = pa.array([str(source.path) for source in reader.sources], pa.string())
     statuses = pa.array(STATUSES, pa.string())
-    with aside(lengths) as lengths_aside, aside(rejects) as rejects_aside:
-        with pq.ParquetWriter(lengths_aside, _SCHEMA) as writer, rejects_aside.open("wb") as out:
-            for start, ids, chunk_details in _chunks(table):
-                rows = np.arange(start, start + len(ids))
-                source, local = table.locate(rows)
-                names = [
-                    ident if ident is not None else reader.default_id(int(s), int(r))
-                    for ident, s, r in zip(ids, source, local, strict=True)
-                ]
-                part = slice(start, start + len(ids))
-                writer.write_table(
-                    pa.table(
-                        {
-                            "source": pa.DictionaryArray.from_arrays(pa.array(source, pa.int32()), paths),
-                            "row": local,
-                            "id": pa.array(names, pa.string()),
-                            "length": pa.array(table.length[part], mask=table.length[part] < 0),
-                            "num_images": table.num_images[part],
-                            "status": pa.DictionaryArray.from_arrays(pa.array(status[part], pa.int8()), statuses),
-                        },
-                        schema=_SCHEMA,
-                    )
+    with (
+        aside(lengths) as lengths_aside,
+        aside(rejects) as rejects_aside,
+        pq.ParquetWriter(lengths_aside, _SCHEMA) as writer,
+        rejects_aside.open("wb") as out,
+    ):
+        for start, ids, chunk_details in _chunks(table):
+            rows = np.arange(start, start + len(ids))
+            source, local = table.locate(rows)
+            names = [
+                ident if ident is not None else reader.default_id(int(s), int(r))
+                for ident, s, r in zip(ids, source, local, strict=True)
+            ]
+            part = slice(start, start + len(ids))
+            writer.write_table(
+                pa.table(
+                    {
+                        "source": pa.DictionaryArray.from_arrays(pa.array(source, pa.int32()), paths),
+                        "row": local,
+                        "id": pa.array(names, pa.string()),
+                        "length": pa.array(table.length[part], mask=table.length[part] < 0),
+                        "num_images": table.num_images[part],
+                        "status": pa.DictionaryArray.from_arrays(pa.array(status[part], pa.int8()), statuses),
+                    },
+                    schema=_SCHEMA,
                 )
-                for place in np.flatnonzero(status[part]).tolist():
-                    reject = {
-                        "source": paths[int(source[place])].as_py(),
-                        "row": int(local[place]),
-                        "id": names[place],
-                        "reason": STATUSES[int(status[start + place])],
-                        "detail": details.get(start + place) or chunk_details[place],
-                    }
-                    out.write(orjson.dumps(reject, option=orjson.OPT_APPEND_NEWLINE))
+            )
+            for place in np.flatnonzero(status[part]).tolist():
+                reject = {
+                    "source": paths[int(source[place])].as_py(),
+                    "row": int(local[place]),
+                    "id": names[place],
+                    "reason": STATUSES[int(status[start + place])],
+                    "detail": details.get(start + place) or chunk_details[place],
+                }
+                out.write(orjson.dumps(reject, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def _chunks(table: RecordTable) -> Iterator[tuple[int, list[str | None], list[str | None]]]:

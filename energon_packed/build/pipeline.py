@@ -206,9 +206,7 @@ class _Build:
         details: dict[int, str] = {}
         overlong = np.flatnonzero((status == 0) & (table.length > options.usable_len))
         if options.overlong == "truncate":
-            check = TruncationCheck(
-                reader=self.reader, encoder=options.encoder, max_length=options.usable_len
-            )
+            check = TruncationCheck(reader=self.reader, encoder=options.encoder, max_length=options.usable_len)
             batches = [overlong[i : i + _TRUNCATION_BATCH] for i in range(0, len(overlong), _TRUNCATION_BATCH)]
             tasks = [(batch, _refs(table, batch)) for batch in batches]
             for failures in self.engine.run(check, tasks):
@@ -221,9 +219,7 @@ class _Build:
             if options.usable_len != options.seq_len:
                 limit += f" down to a multiple of --pad-multiple {options.pad_multiple}, {options.usable_len}"
             details = {int(row): f"{table.length[row]} tokens, {limit}" for row in overlong}
-        write_ledger(
-            table, status, details, self.reader, lengths=self.space.lengths, rejects=self.space.rejects
-        )
+        write_ledger(table, status, details, self.reader, lengths=self.space.lengths, rejects=self.space.rejects)
         self.progress.advance(len(table), len(table))
         self._check_limits(table, status, overlong)
         return status
@@ -236,21 +232,22 @@ class _Build:
         if len(overlong) and options.overlong == "error":
             source, row = table.locate(overlong[:1])
             raise RejectLimitError(
-                f"{len(overlong)} records are longer than --seq-len {options.seq_len}, the first is record {row[0]} of "
-                f"{self.reader.sources[int(source[0])].path} with {table.length[overlong[0]]} tokens; raise --seq-len "
-                "or use --overlong drop or truncate"
+                f"{len(overlong)} records are longer than --seq-len {options.seq_len}, the first is record {row[0]} "
+                f"of {self.reader.sources[int(source[0])].path} with {table.length[overlong[0]]} tokens; "
+                "raise --seq-len or use --overlong drop or truncate"
             )
         if rejected and options.strict:
             raise RejectLimitError(f"{rejected} records are left out ({listed}); --strict allows none")
         if rejected == len(table):
             raise RejectLimitError(
-                f"none of {len(table)} records can be packed ({listed or 'the input is empty'}); see {self.space.rejects}"
+                f"none of {len(table)} records can be packed ({listed or 'the input is empty'}); "
+                f"see {self.space.rejects}"
             )
         if rejected > options.max_reject_rate * len(table):
             raise RejectLimitError(
                 f"{rejected} of {len(table)} records ({rejected / len(table):.1%}) are left out, more than "
-                f"--max-reject-rate {options.max_reject_rate:g} ({listed}); see {self.space.rejects}, mend the data or "
-                "raise the limit"
+                f"--max-reject-rate {options.max_reject_rate:g} ({listed}); see {self.space.rejects}, "
+                "mend the data or raise the limit"
             )
 
     # --- write -----------------------------------------------------------------------------------------------------

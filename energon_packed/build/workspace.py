@@ -13,12 +13,12 @@ from energon_packed.shards.files import write_whole
 class Workspace:
     """Paths of one build.
 
-        out/webdataset/                the data set
-        out/lengths.parquet            one row per record
-        out/rejects.jsonl              every record left out
-        out/.work/measure-{digest}/    lengths of chunks of the input
-        out/.work/write-{digest}/      index rows of finished shards
-        out/.work/run.json             which build the shards belong to
+    out/webdataset/                the data set
+    out/lengths.parquet            one row per record
+    out/rejects.jsonl              every record left out
+    out/.work/measure-{digest}/    lengths of chunks of the input
+    out/.work/write-{digest}/      index rows of finished shards
+    out/.work/run.json             which build the shards belong to
     """
 
     def __init__(self, root: Path) -> None:

@@ -1,6 +1,6 @@
 """Stage 3, write: shards side by side, each by one worker; index rows are collected on the way."""
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,7 +82,7 @@ class ShardWriter:
         layout = layout_for(self.reader.sample_class)
         bounds = task.offsets.tolist()
         with TarShardWriter(task.tar) as shard:
-            for pack, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False), start=task.first_pack):
+            for pack, (start, stop) in enumerate(itertools.pairwise(bounds), start=task.first_pack):
                 samples = [self.stored_sample(task.records, place) for place in range(start, stop)]
                 shard.add(f"{task.prefix}_{pack:08d}", layout.write(samples, self.truncate))
         write_tar_index(task.tar, shard.rows)
@@ -164,5 +164,3 @@ class TruncationCheck:
             except RecordError as error:
                 failures.append((row, error.reason.value, error.detail))
         return failures
-
-

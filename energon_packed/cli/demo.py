@@ -15,7 +15,7 @@ from energon_packed.demo import write_dataset, write_tokenizer
 @click.command()
 @click.option("--output-dir", "-o", type=click.Path(path_type=Path, file_okay=False), default="demo-out",
               show_default=True, help="Folder for everything that the demo makes.")  # fmt: skip
-@click.option("--records", type=click.IntRange(min=20), default=400, show_default=True, help="Records to generate.")
+@click.option("--records", type=click.IntRange(min=120), default=400, show_default=True, help="Records to generate.")
 @click.option("--seq-len", type=int, default=2048, show_default=True, help="Tokens in one row.")
 def command(output_dir: Path, records: int, seq_len: int) -> None:
     """Make a small data set and a tokenizer, pack it, load one epoch of padding-free batches.

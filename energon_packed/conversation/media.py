@@ -88,8 +88,9 @@ class MediaReference:
         """
         if self.data is not None:
             return io.BytesIO(self.data)
+        path = self.resolved()
         try:
-            stream = open(self.resolved(), "rb")  # noqa: SIM115 - returned to the caller
+            stream = open(path, "rb")  # noqa: SIM115 - returned to the caller
         except (OSError, ValueError) as error:
             raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {_reason(error)}") from error
         if self.offset is None:

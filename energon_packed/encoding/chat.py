@@ -132,7 +132,10 @@ class ChatEncoder(Processor):
             self._check_placeholders(ids, 0)
             return self._finish(conversation, ids, supervised)
         vision = self._vision()
-        pixel_values, grids = vision.pixels([load_image(image) for image in conversation.images])
+        images = [load_image(image) for image in conversation.images]
+        for image in images:
+            vision.num_patches(image.height, image.width)  # refuses shapes that the processor would crash on
+        pixel_values, grids = vision.pixels(images)
         grid = grids.numpy().astype(np.int64)
         counts = np.array([vision.num_tokens(int(p)) for p in grid.prod(axis=1)], dtype=np.int64)
         if conversation.input_ids is None:

@@ -33,9 +33,9 @@ class ArrowSource(Source):
         self.json_cells = json_cells
 
     @property
-    def chunk_extent(self) -> int:
-        """512 rows."""
-        return 512
+    def chunk_limits(self) -> tuple[int, int]:
+        """64 to 512 rows: rows may hold images."""
+        return 64, 512
 
     def extent(self) -> int:
         """Number of rows."""

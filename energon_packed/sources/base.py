@@ -58,12 +58,14 @@ class Source(ABC):
 
     @property
     @abstractmethod
-    def chunk_extent(self) -> int:
-        """How much of the address space makes one unit of work."""
+    def chunk_limits(self) -> tuple[int, int]:
+        """Least and largest part of the address space that makes one unit of work."""
 
     def chunks(self) -> list[tuple[int, int]]:
-        """The address space in units of work: [(start, stop), ...]."""
-        end, step = self.extent(), self.chunk_extent
+        """The address space in units of work: [(start, stop), ...]; about 64, within the limits of the format."""
+        end = self.extent()
+        least, largest = self.chunk_limits
+        step = min(max(end // 64, least), largest)
         return [(start, min(start + step, end)) for start in range(0, end, step)]
 
     def fingerprint(self) -> str:

@@ -7,9 +7,8 @@ import gzip
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import orjson
 import pyarrow as pa
@@ -47,8 +46,11 @@ def unpack(path: Path, out: BinaryIO) -> None:
     import zstandard
 
     try:
-        with _decompressed(path) as stream:
-            shutil.copyfileobj(stream, out, 1 << 20)
+        if path.suffix == ".gz":
+            with gzip.open(path, "rb") as stream:
+                shutil.copyfileobj(stream, out, 1 << 20)
+        else:
+            _unpack_zstd(path, out)
     except (OSError, EOFError, zstandard.ZstdError) as error:
         raise SourceError(f"{path} cannot be decompressed: {error}; is the file whole?") from error
 
@@ -99,16 +101,18 @@ def _write_batches(schema: Any, batches: Iterator[Any], out: BinaryIO) -> None:
                 writer.write_batch(batch.slice(start, _BATCH_ROWS))
 
 
-@contextmanager
-def _decompressed(path: Path) -> Iterator[IO[bytes]]:
-    if path.suffix == ".gz":
-        with gzip.open(path, "rb") as stream:
-            yield cast(IO[bytes], stream)
-    else:
-        import zstandard
+def _unpack_zstd(path: Path, out: BinaryIO) -> None:
+    """All frames of a file; the library's own stream reader takes a file cut inside a frame for a whole one."""
+    import zstandard
 
-        with (
-            path.open("rb") as raw,
-            zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream,
-        ):
-            yield cast(IO[bytes], stream)
+    frame = None
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            while block:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                out.write(frame.decompress(block))
+                block = frame.unused_data
+                if frame.eof:
+                    frame = None
+    if frame is not None:
+        raise EOFError("the last frame is cut short")

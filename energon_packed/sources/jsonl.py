@@ -24,9 +24,9 @@ class JsonlSource(Source):
         return {**self.__dict__, "_stream": None}
 
     @property
-    def chunk_extent(self) -> int:
-        """4 MiB of lines."""
-        return 4 << 20
+    def chunk_limits(self) -> tuple[int, int]:
+        """256 KiB to 4 MiB of lines."""
+        return 256 << 10, 4 << 20
 
     def extent(self) -> int:
         """Size of the file in bytes."""

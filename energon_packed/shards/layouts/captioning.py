@@ -76,11 +76,13 @@ def write(samples: Sequence[StoredSample], truncate: int | None) -> list[Part]:
 def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a PackedCaptioningSample; absent optional keys give None."""
     value = read_json(raw)
-    count = value.get("sample_count", len(value["captions"]))
+    captions = [_turns(turns) for turns in value["captions"]]
+    count = value.get("sample_count", len(captions))
+    prompts = value.get("prompts") or [[""] * len(turns) for turns in captions]
     return {
         "images": read_media(raw, value.get("images") or [[] for _ in range(count)]),
-        "prompts": [_turns(turns) for turns in value.get("prompts") or [[] for _ in range(count)]],
-        "captions": [_turns(turns) for turns in value["captions"]],
+        "prompts": [_turns(turns) for turns in prompts],
+        "captions": captions,
         "sample_count": count,
         "ids": value.get("ids"),
         "systems": value.get("systems"),

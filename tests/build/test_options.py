@@ -1,0 +1,216 @@
+"""What each option of a build does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from energon_packed import ChatEncoder, EncoderOptions, PackOptions, PackResult, pack
+from energon_packed.demo import DemoDataset
+from energon_packed.errors import ConfigError, RejectLimitError, SourceError
+from tests.build.test_conservation import packed_samples
+from tests.conftest import Packer
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
+
+
+@pytest.fixture
+def build(tmp_path: Path, tokenizer_dir: Path) -> Any:
+    """Packs a list of records."""
+
+    def run(records: list[Any], **options: Any) -> PackResult:
+        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+        data, text = tmp_path / "data.jsonl", "\n".join(lines) + "\n"
+        if not data.exists() or data.read_text() != text:
+            data.write_text(text)
+        settings = {
+            "inputs": (str(tmp_path / "data.jsonl"),),
+            "output_dir": tmp_path / "out",
+            "encoder": EncoderOptions(tokenizer=tokenizer_dir),
+            "seq_len": 256,
+            "workers": 1,
+        }
+        return pack(PackOptions(**{**settings, **options}))
+
+    return run
+
+
+def rejects(result: PackResult) -> list[tuple[str, str]]:
+    return [(r["reason"], r["detail"]) for r in map(json.loads, result.rejects.open())]
+
+
+def test_overlong_is_dropped_named_and_counted(build: Any) -> None:
+    long = {"prompts": ["Go on."], "captions": ["word " * 400]}
+    result = build([{"messages": TURNS}, long], max_reject_rate=1)
+    assert [reason for reason, _ in rejects(result)] == ["overlong"]
+    assert "tokens, more than --seq-len 256" in rejects(result)[0][1]
+    assert pq.read_table(result.lengths)["length"].to_pylist()[1] > 256
+
+
+def test_overlong_may_be_an_error(build: Any) -> None:
+    long = {"prompts": ["Go on."], "captions": ["word " * 400]}
+    with pytest.raises(RejectLimitError, match=r"1 records are longer than --seq-len 256, the first is record 1 of"):
+        build([{"messages": TURNS}, long], overlong="error")
+
+
+@pytest.mark.parametrize(
+    "flavor", ["PackedCaptioningSample", "PackedMultiMixQASample", "PackedTokensSample", "MultiMixQASample"]
+)
+def test_overlong_may_be_cut(build: Any, encoder: ChatEncoder, demo: DemoDataset, flavor: str) -> None:
+    image = next(str(p) for p in (demo.jsonl.parent / "images").glob("*.png"))
+    records = [
+        {"id": "short", "messages": TURNS},
+        {"id": "cut", "prompts": ["Go on."], "captions": ["word " * 400]},
+        {"id": "no target left", "prompts": ["word " * 400], "captions": ["Yes."]},
+        {"id": "image cut", "images": [image], "prompts": ["word " * 300 + "<image>"], "captions": ["Yes."]},
+    ]
+    options = {"sample_class": flavor, "image_root": Path("/"), "max_reject_rate": 1}
+    result = build(records, overlong="truncate", **options)
+    assert {reason for reason, _ in rejects(result)} == {"no_supervised_tokens", "overlong"}
+    lengths = {n: len(ids) for samples in packed_samples(result.shards, encoder).values() for n, ids, _ in samples}
+    assert set(lengths) == {"short", "cut"}
+    assert lengths["cut"] == 256
+    assert result.manifest.tokens == sum(lengths.values())
+
+
+def test_pad_multiple_leaves_room_for_padding(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    result = pack_demo(pad_multiple=16)
+    for samples in packed_samples(result.shards, encoder).values():
+        assert sum(-(-len(ids) // 16) * 16 for _, ids, _ in samples) <= 1024
+
+
+def test_max_samples_per_pack(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    result = pack_demo(max_samples_per_pack=2)
+    assert max(len(samples) for samples in packed_samples(result.shards, encoder).values()) == 2
+
+
+def test_group_by_media_keeps_kinds_apart(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    result = pack_demo(group_by="media")
+    kinds = [
+        {bool((ids == encoder.image_token_id).any()) for _, ids, _ in samples}
+        for samples in packed_samples(result.shards, encoder).values()
+    ]
+    assert all(len(kind) == 1 for kind in kinds)
+    assert {True} in kinds
+    assert {False} in kinds
+
+
+def test_splits_share_the_packs(pack_demo: Packer) -> None:
+    result = pack_demo(split={"train": 0.75, "val": 0.25}, max_packs_per_shard=3)
+    manifest = result.manifest
+    assert manifest.packs_in("train") == round(0.75 * manifest.packs)
+    assert manifest.packs_in("train") + manifest.packs_in("val") == manifest.packs
+    assert all(shard.packs <= 3 for shard in manifest.shards)
+    assert len({shard.name for shard in manifest.shards}) == len(manifest.shards)
+
+
+def test_shards_end_at_their_size(pack_demo: Packer) -> None:
+    result = pack_demo(max_shard_bytes=300_000)
+    assert len(result.manifest.shards) > 3
+    assert all(s.bytes < 600_000 for s in result.manifest.shards if s.packs > 1)
+
+
+def test_seed_changes_the_order_of_packs_only(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    orders = []
+    for seed in (0, 1):
+        packs = packed_samples(pack_demo(seed=seed).shards, encoder)
+        orders.append([tuple(name for name, *_ in samples) for samples in packs.values()])
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def test_patch_positions_are_stored_or_ignored(build: Any, tmp_path: Path, demo: DemoDataset) -> None:
+    image = next(str(p) for p in (demo.jsonl.parent / "images").glob("*.png"))
+    record = {"images": [image], "captions": ["c"], "patch_positions": ["none.npy"]}
+    options = {"image_root": Path("/"), "max_reject_rate": 1}
+    with pytest.raises(RejectLimitError, match="missing_patch_positions 1"):
+        build([record], **options)
+    assert build([record], use_patch_positions=False, overwrite=True, **options).manifest.packed == 1
+
+
+def test_what_a_flavor_cannot_hold_is_rejected_with_the_remedy(build: Any) -> None:
+    records = [
+        {"messages": TURNS},
+        {"messages": [*TURNS, {"role": "tool", "content": "t"}]},
+        {"messages": TURNS, "tools": [{"name": "f"}]},
+        {"input_ids": [1, 2, 3]},
+    ]
+    found = rejects(build(records, max_reject_rate=1))
+    assert [reason for reason, _ in found] == ["bad_role", "bad_role", "missing_field"]
+    assert all("use --sample-class Packed" in detail for _, detail in found)
+    assert not rejects(build(records, sample_class="PackedMultiMixQASample", overwrite=True))
+
+
+def test_too_many_rejects_stop_before_writing(build: Any, tmp_path: Path) -> None:
+    records = [{"messages": TURNS}] * 8 + ["{broken"] * 2
+    with pytest.raises(RejectLimitError, match=r"2 of 10 records \(20.0%\) .* --max-reject-rate 0.05 \(bad_json 2\)"):
+        build(records)
+    assert not list((tmp_path / "out" / "webdataset").glob("*"))
+    assert len((tmp_path / "out" / "rejects.jsonl").read_text().splitlines()) == 2
+    assert build(records, max_reject_rate=0.2).manifest.packed == 8
+
+
+def test_strict_stops_at_the_first(build: Any) -> None:
+    with pytest.raises(RejectLimitError, match=r"left out: bad_json.*--strict stops at the first"):
+        build([{"messages": TURNS}, "{broken"], strict=True, max_reject_rate=1)
+
+
+def test_nothing_to_pack_is_an_error(build: Any) -> None:
+    with pytest.raises(RejectLimitError, match="none of 0 records can be packed"):
+        build([""])
+
+
+def test_another_build_is_not_overwritten_by_accident(build: Any) -> None:
+    records = [{"messages": TURNS}] * 5
+    first = build(records)
+    tar = next(first.shards.glob("*.tar")).read_bytes()
+    with pytest.raises(ConfigError, match="holds shards of another build.*--overwrite"):
+        build(records, seq_len=512)
+    assert next(first.shards.glob("*.tar")).read_bytes() == tar
+    assert build(records, seq_len=512, overwrite=True).manifest.seq_len == 512
+
+
+def test_another_seq_len_measures_nothing_again(build: Any) -> None:
+    records = [{"messages": TURNS}] * 5
+    assert build(records).manifest.counters == {"measured": 5, "tokenized": 5, "reused": 0}
+    again = build(records, seq_len=512, overwrite=True)
+    assert again.manifest.counters == {"measured": 0, "tokenized": 0, "reused": 5}
+    fresh = build(records, seq_len=512, resume=False)
+    assert fresh.manifest.counters == {"measured": 5, "tokenized": 5, "reused": 0}
+
+
+def test_a_changed_input_is_measured_again(build: Any) -> None:
+    build([{"messages": TURNS}] * 5)
+    changed = build([{"messages": TURNS}] * 6, overwrite=True)
+    assert changed.manifest.counters["measured"] == 6
+
+
+def test_an_image_that_vanishes_while_packing_is_named(build: Any, tmp_path: Path, demo: DemoDataset) -> None:
+    source = next((demo.jsonl.parent / "images").glob("*.png"))
+    (tmp_path / "a.png").write_bytes(source.read_bytes())
+    records = [{"images": ["a.png"], "captions": ["c"]}]
+    build(records)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(SourceError, match=r"record 0 of .*data.jsonl changed since it was measured.*--no-resume"):
+        build(records, seq_len=300, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 0}, "seq_len is 0; it must be at least 1"),
+        ({"sample_class": "Sample"}, "unknown sample class 'Sample'; use one of PackedCaptioningSample"),
+        ({"algorithm": "best"}, "unknown algorithm 'best'"),
+        ({"shard_prefix": "a.b"}, "keys have no dots"),
+        ({"split": {"train": 0.5}}, "add up to 0.5"),
+        ({"split": {"dev": 1.0}}, "unknown split dev"),
+        ({"max_reject_rate": 2}, "between 0 and 1"),
+        ({"pad_multiple": 512}, "pad_multiple 512 is above seq_len 256"),
+        ({"overlong": "keep"}, "overlong is 'keep'; use one of drop, error, truncate"),
+    ],
+)
+def test_options_are_checked_when_made(build: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build([{"messages": TURNS}], **options)

@@ -1,0 +1,150 @@
+"""The command line as users meet it: output, exit status, one-line errors."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from energon_packed import PackingManifest
+from energon_packed.demo import DemoDataset
+
+TOOL = Path(sys.executable).with_name("energon-packed")
+
+
+def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(TOOL), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "120"},
+        **options,
+    )
+
+
+def test_the_runbook_line_works_as_written(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "DIR").symlink_to(tokenizer_dir)
+    good = [line for line in demo.jsonl.read_text().splitlines() if "demo-" in line]
+    root = demo.jsonl.parent
+    (tmp_path / "part_00.jsonl").write_text("\n".join(good).replace('"images/', f'"{root}/images/') + "\n")
+    line = (
+        "pack --jsonl part_00.jsonl --tokenizer DIR --image-processor Qwen2_5_VLProcessor --factor 28 "
+        "--min-pixels 3136 --max-pixels 4000000 --image-root / --sample-class PackedCaptioningSample "
+        "--shard-prefix name_a --output-dir out/node_a --seq-len 4096 --no-npy"
+    )
+    done = run(*shlex.split(line), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    manifest = PackingManifest.load(tmp_path / "out" / "node_a")
+    assert (manifest.packed, manifest.rejects) == (len(good), {})
+    assert [shard.name for shard in manifest.shards] == ["name_a-000000.tar"]
+
+
+def test_the_closing_table_tells_what_happened(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
+    done = run(
+        *("pack", demo.jsonl, "-o", tmp_path, "--seq-len", "1024", "--tokenizer", tokenizer_dir),
+        *("--world-size", "2", "--micro-batch-size", "2", "--loader-workers", "1"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    manifest = PackingManifest.load(tmp_path)
+    rows = {
+        cells[0].strip(): cells[1].strip()
+        for line in done.stdout.splitlines()
+        if len(cells := [c for c in line.split("│") if c.strip()]) == 2
+    }
+    assert rows["records"] == str(demo.records)
+    assert rows["packed"] == str(manifest.packed)
+    assert rows["left out"].startswith(f"{demo.broken} (")
+    assert rows["bad_json"] == rows["corrupt_image"] == "1"
+    assert rows["packs"] == str(manifest.packs)
+    assert rows["tokens"].replace(",", "") == str(manifest.tokens)
+    assert rows["utilization"] == f"{manifest.utilization:.2%}"
+    assert {"samples per pack", "shards", "size", "measure seconds", "write seconds", "images"} <= set(rows)
+    assert re.search(r"world size 2, micro batch 2", done.stdout)
+    for stage in ("measure", "plan", "write", "index"):
+        assert re.search(rf"^{stage} .* s ", done.stdout, re.MULTILINE)
+    assert str(tmp_path / "rejects.jsonl") in done.stdout.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["--seq-len", "0"], 1, "error: seq_len is 0; it must be at least 1"),
+        (["--seq-len", "8"], 1, "error: none of 126 records can be packed"),
+        (["--seq-len", "256", "--tokenizer", "/nowhere"], 1, "error: /nowhere is not a folder"),
+        (["--seq-len", "256", "--split", "train"], 1, "error: split 'train' must look like train=0.98,val=0.02"),
+        (["--seq-len", "256", "--algorithm", "magic"], 1, "error: unknown algorithm 'magic'; use one of bfd"),
+        (["--seq-len", "256", "--max-reject-rate", "0"], 1, "are left out, more than --max-reject-rate 0"),
+        (["--seq-len", "256", "--strict"], 1, "--strict stops at the first"),
+        (["--seq-len", "256", "--image-root", "/usr"], 1, "missing_image"),
+        (["--seq-len", "many"], 2, "Invalid value for '--seq-len'"),
+        (["--seq-len", "256", "--max-shard-size", "big"], 2, "is no size; use bytes or a unit"),
+        ([], 2, "Missing option '--seq-len'"),
+    ],
+)
+def test_errors_are_one_line_and_never_a_traceback(
+    demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path, options: list[str], status: int, message: str
+) -> None:
+    tokenizer = [] if "--tokenizer" in options else ["--tokenizer", str(tokenizer_dir)]
+    done = run("pack", demo.jsonl, "-o", tmp_path / "out", *tokenizer, *options)
+    assert done.returncode == status
+    message = message.replace("126", str(demo.records))
+    assert message in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    if status == 1:
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_files_that_cannot_be_read_or_written(tokenizer_dir: Path, demo: DemoDataset, tmp_path: Path) -> None:
+    options = ("--seq-len", "256", "--tokenizer", tokenizer_dir)
+    for source, out, message in (
+        (tmp_path / "none.jsonl", tmp_path / "out", "none.jsonl: no such file"),
+        (demo.jsonl, demo.jsonl / "out", "Not a directory"),
+    ):
+        done = run("pack", source, "-o", out, *options)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_demo_shows_the_whole_way(tmp_path: Path) -> None:
+    done = run("demo", "-o", tmp_path / "demo", "--records", "120")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "$ energon-packed pack" in done.stdout
+    assert re.search(r"batch 0: \d+ samples, input_ids \(1, \d+\), position_ids \(4, 1, \d+\)", done.stdout)
+    packed = sum(1 for line in (tmp_path / "demo" / "source" / "data.jsonl").open() if "demo-" in line)
+    assert f"{packed} samples" in done.stdout
+    assert "supervised), no padding" in done.stdout
+
+
+def test_help_is_instant_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['energon-packed', '--help']\n"
+        "from energon_packed.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'megatron', 'numba', 'pyarrow', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "pack " in done.stdout
+    assert "demo " in done.stdout
+    help_text = run("pack", "--help")
+    assert help_text.returncode == 0
+    for option in ("--seq-len", "--tokenizer", "--image-root", "--overlong", "--max-reject-rate", "--resume"):
+        assert option in help_text.stdout
+
+
+def test_rejects_can_be_read_as_json(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
+    run("pack", demo.jsonl, "-o", tmp_path, "--seq-len", "1024", "--tokenizer", tokenizer_dir)
+    rows = [json.loads(line) for line in (tmp_path / "rejects.jsonl").open()]
+    assert {tuple(row) for row in rows} == {("source", "row", "id", "reason", "detail")}
+    reasons = {"bad_json", "bad_role", "corrupt_image", "image_count_mismatch", "missing_image"}
+    assert {row["reason"] for row in rows} == {*reasons, "no_supervised_tokens"}

@@ -1,0 +1,58 @@
+"""Data that many tests share: the demo data set, its tokenizer, and packed outputs of each flavor."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from energon_packed import ChatEncoder, EncoderOptions, PackOptions, PackResult, pack
+from energon_packed.demo import DemoDataset, write_dataset, write_tokenizer
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+FLAVORS = ("PackedCaptioningSample", "PackedMultiMixQASample", "PackedTokensSample", "MultiMixQASample")
+Packer = Callable[..., PackResult]
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoDataset:
+    return write_dataset(tmp_path_factory.mktemp("demo"), records=120, broken=6)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(demo: DemoDataset) -> Path:
+    return write_tokenizer(demo.jsonl.parent / "tokenizer", demo.texts)
+
+
+@pytest.fixture(scope="session")
+def text_tokenizer_dir(demo: DemoDataset) -> Path:
+    """The same tokenizer without image settings."""
+    return write_tokenizer(demo.jsonl.parent / "text-tokenizer", demo.texts, vision=False)
+
+
+@pytest.fixture(scope="session")
+def encoder(tokenizer_dir: Path) -> ChatEncoder:
+    return ChatEncoder.from_pretrained(tokenizer_dir)
+
+
+@pytest.fixture(scope="session")
+def pack_demo(demo: DemoDataset, tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Packer:
+    """Packs the demo data with any options; the same options are packed once."""
+    done: dict[str, PackResult] = {}
+
+    def run(**options: object) -> PackResult:
+        key = repr(sorted(options.items()))
+        if key not in done:
+            settings: dict[str, object] = {
+                "inputs": (str(demo.jsonl),),
+                "output_dir": tmp_path_factory.mktemp("packed"),
+                "encoder": EncoderOptions(tokenizer=tokenizer_dir),
+                "seq_len": 1024,
+                "max_reject_rate": 0.2,
+                "workers": 1,
+            }
+            done[key] = pack(PackOptions(**{**settings, **options}))  # type: ignore[arg-type]
+        return done[key]
+
+    return run

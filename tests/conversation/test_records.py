@@ -1,0 +1,171 @@
+"""Every record shape becomes the conversation that a person would expect, or is rejected by name."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from energon_packed import normalize
+from energon_packed.errors import RecordError
+
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello."}
+
+
+def turns(record: Any) -> list[tuple[str, str]]:
+    return [(m.role, m.content) for m in normalize(record).messages]
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (
+            {"images": ["a.png", "b.png"], "prompts": ["What?", "And?"], "captions": ["A cat.", "A dog."]},
+            [("user", "<image><image>What?"), ("assistant", "A cat."), ("user", "And?"), ("assistant", "A dog.")],
+        ),
+        (
+            {"images": [["a.png"]], "prompts": [["What?", "And <image>?"]], "captions": [["A cat.", "A dog."]]},
+            [("user", "What?"), ("assistant", "A cat."), ("user", "And <image>?"), ("assistant", "A dog.")],
+        ),
+        ({"images": ["a.png"], "captions": ["A cat."]}, [("user", "<image>"), ("assistant", "A cat.")]),
+        ({"prompts": "Hi", "captions": "Hello.", "images": []}, [("user", "Hi"), ("assistant", "Hello.")]),
+        (
+            {"messages": [{"role": "user", "content": "See <image>."}, ANSWER], "images": ["a.png"]},
+            [("user", "See <image>."), ("assistant", "Hello.")],
+        ),
+        (
+            {"messages": [USER, ANSWER], "system": "Be brief."},
+            [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello.")],
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "S"},
+                    {"from": "human", "value": "<image>\nHi"},
+                    {"from": "gpt", "value": "A"},
+                    {"from": "tool", "value": "T"},
+                    {"from": "assistant", "value": "B"},
+                ],
+                "image": "a.png",
+            },
+            [("system", "S"), ("user", "<image>\nHi"), ("assistant", "A"), ("tool", "T"), ("assistant", "B")],
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "See "},
+                            {"type": "image", "image": "a.png", "text": None},
+                            {"type": "image_url", "image_url": {"url": "file:///b.png"}},
+                            {"type": "video", "video": ["c.png", "d.png"]},
+                        ],
+                    },
+                    ANSWER,
+                ]
+            },
+            [("user", "See <image><image><image><image>"), ("assistant", "Hello.")],
+        ),
+    ],
+)
+def test_shapes(record: Any, expected: list[tuple[str, str]]) -> None:
+    assert turns(record) == expected
+
+
+def test_media_are_in_the_order_of_their_placeholders() -> None:
+    parts = [{"type": "image", "image": "b.png"}, {"type": "image_url", "image_url": "a.png"}]
+    conversation = normalize({"messages": [{"role": "user", "content": parts}, ANSWER]})
+    assert [image.path for image in conversation.images] == ["b.png", "a.png"]
+    assert conversation.kind == "image"
+
+
+def test_typed_parts_may_take_their_images_from_the_list() -> None:
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}, ANSWER]
+    conversation = normalize({"messages": messages, "images": [{"bytes": b"123", "path": "a.png"}]})
+    assert [image.data for image in conversation.images] == [b"123"]
+
+
+def test_text_and_tokens() -> None:
+    assert normalize({"text": "Once."}).text == "Once."
+    tokens = normalize({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
+    assert tokens.labels is not None
+    assert tokens.labels.tolist() == [-100, 6, 7]
+    assert normalize({"input_ids": np.array([5, 6])}).labels.tolist() == [5, 6]  # type: ignore[union-attr]
+
+
+def test_tools_calls_and_metadata_are_kept() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    record = {"id": 7, "messages": [USER, call], "tools": [{"name": "f"}], "fps": 2, "timestamp_decimal": 1}
+    conversation = normalize(record)
+    assert (conversation.id, conversation.tools, conversation.fps) == ("7", [{"name": "f"}], 2.0)
+    assert conversation.timestamp_decimal == 1
+    assert conversation.messages[1].as_dict() == {**call, "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "detail"),
+    [
+        ([1], "bad_json", "must be an object, not list"),
+        ({"question": "?"}, "missing_field", "none of messages, conversations, captions, input_ids, text"),
+        ({"messages": [{"content": "x"}]}, "missing_field", "a message has no role"),
+        ({"messages": [{"role": "user"}]}, "missing_field", "the user message has no content"),
+        ({"messages": ["x"]}, "missing_field", "an entry of messages is str"),
+        ({"messages": [{"role": "user", "content": 5}]}, "missing_field", "must be text, not int"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "missing_field", "type 'audio'"),
+        ({"conversations": [{"from": "human"}]}, "missing_field", "a turn needs from and value"),
+        ({"prompts": ["a", "b"], "captions": ["c"]}, "missing_field", "2 prompts for 1 captions"),
+        ({"input_ids": [1, 2], "labels": [1]}, "missing_field", "labels has 1 entries for 2 input_ids"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "missing_field", "loss_mask has 1 entries"),
+        ({"input_ids": ["a"]}, "missing_field", "flat list of whole numbers"),
+        ({"input_ids": [[1], [2, 3]]}, "missing_field", "flat list"),
+        ({"messages": [USER], "tools": "f"}, "missing_field", "tools must be a list"),
+        ({"messages": [USER], "fps": "2"}, "missing_field", "fps must be a number"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "bad_role", "role 'bot'; use one of system, user"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, "bad_role", "from 'alien'"),
+        ({"messages": [USER, {"role": "system", "content": "x"}]}, "bad_role", "system message stands at place 1"),
+        (
+            {"messages": [{"role": "system", "content": "a"}, USER], "system": "b"},
+            "bad_role",
+            "another system message",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "<image>"}]},
+            "image_count_mismatch",
+            "1 <image> placeholders for 0",
+        ),
+        ({"messages": [USER, ANSWER], "images": ["a"]}, "image_count_mismatch", "0 <image> placeholders for 1"),
+        (
+            {
+                "messages": [{"role": "user", "content": [{"type": "image", "image": "a"}]}, ANSWER],
+                "images": ["b"],
+            },
+            "image_count_mismatch",
+            "both in the messages and in the images field",
+        ),
+        ({"text": "  "}, "empty", "text is empty"),
+        ({"messages": []}, "empty", "messages is an empty list"),
+        ({"captions": []}, "empty", "captions is an empty list"),
+        ({"input_ids": []}, "empty", "no message, text or token"),
+        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "empty", "every assistant turn is empty"),
+        ({"captions": ["c"], "images": ["https://x.org/a.png"]}, "missing_image", "is remote"),
+        ({"captions": ["c"], "images": [None]}, "missing_image", "an image is given as None"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, ANSWER]},
+            "missing_image",
+            "video files are not decoded",
+        ),
+        ({"captions": ["c"], "images": ["data:image/png;base64,@@"]}, "corrupt_image", "data:image"),
+        (
+            {"captions": ["c"], "images": ["a"], "patch_positions": ["a.npy", "b.npy"]},
+            "missing_patch_positions",
+            "2 patch_positions for 1 images",
+        ),
+    ],
+)
+def test_rejects(record: Any, reason: str, detail: str) -> None:
+    with pytest.raises(RecordError) as caught:
+        normalize(record)
+    assert caught.value.reason.value == reason
+    assert detail in caught.value.detail
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,129 @@
+"""Batches laid out by hand, and what must hold for any of them."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from energon_packed import EncodedSample, PackedBatch, PaddingFreeCollator
+from energon_packed.errors import BatchError, ConfigError
+
+
+def sample(ids: list[int], first_target: int = 0, *, mrope: bool = False) -> EncodedSample:
+    tokens = np.array(ids, dtype=np.int64)
+    labels = np.where(np.arange(len(ids)) >= first_target, tokens, -100)
+    positions = np.stack([np.arange(len(ids)) + 10 * row for row in range(3)]) if mrope else None
+    return EncodedSample(id=f"s{ids[0]}", input_ids=tokens, labels=labels, position_ids=positions)
+
+
+def test_golden_row() -> None:
+    batch = PaddingFreeCollator().collate([sample([11, 12, 13]), sample([21, 22]), sample([31, 32, 33, 34], 2)])
+    assert batch.input_ids.tolist() == [[11, 12, 13, 21, 22, 31, 32, 33, 34]]
+    assert batch.labels.tolist() == [[-100, 12, 13, -100, 22, -100, -100, 33, 34]]
+    assert batch.loss_mask.tolist() == [[0, 1, 1, 0, 1, 0, 0, 1, 1]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 9]
+    assert (batch.max_seqlen, batch.num_samples, batch.num_tokens, batch.ids) == (4, 3, 9, ["s11", "s21", "s31"])
+    assert batch.cu_seqlens_padded is None
+    assert batch.padding_mask is None
+    dtypes = (batch.input_ids.dtype, batch.labels.dtype, batch.loss_mask.dtype, batch.cu_seqlens.dtype)
+    assert dtypes == (torch.int64, torch.int64, torch.float32, torch.int32)
+
+
+def test_golden_row_for_megatron() -> None:
+    inputs = PaddingFreeCollator().collate([sample([11, 12, 13]), sample([21, 22])]).megatron_inputs()
+    assert inputs["tokens"].tolist() == [[11, 12, 13, 21, 22]]
+    assert inputs["labels"].tolist() == [[12, 13, -100, 22, -100]]
+    assert inputs["loss_mask"].tolist() == [[1, 1, 0, 1, 0]]
+    assert inputs["cu_seqlens_q"].tolist() == [0, 3, 5]
+    assert (inputs["max_seqlen_q"], inputs["total_tokens"]) == (3, 5)
+    assert "cu_seqlens_q_padded" not in inputs
+
+
+def test_golden_row_with_padding() -> None:
+    collator = PaddingFreeCollator(pad_multiple=4, pad_to=15, pad_token_id=7)
+    batch = collator.collate([sample([11, 12, 13]), sample([21, 22, 23, 24, 25])])
+    assert batch.input_ids.tolist() == [[11, 12, 13, 7, 21, 22, 23, 24, 25, 7, 7, 7, 7, 7, 7]]
+    assert batch.labels.tolist()[0][3:5] == [-100, -100]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 8, 11]
+    assert batch.cu_seqlens_padded is not None
+    assert batch.cu_seqlens_padded.tolist() == [0, 4, 12, 15]
+    assert batch.padding_mask is not None
+    assert batch.padding_mask.int().tolist() == [[0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]]
+    assert (batch.max_seqlen, batch.num_tokens, batch.num_samples) == (8, 8, 2)
+    assert batch.transformers_inputs()["cu_seq_lens_q"].tolist() == [0, 4, 12, 15]
+
+
+def test_a_tail_alone_needs_no_second_boundaries() -> None:
+    batch = PaddingFreeCollator(pad_to=8).collate([sample([11, 12, 13]), sample([21, 22])])
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 8]
+    assert batch.cu_seqlens_padded is None
+    full = PaddingFreeCollator(pad_to=5).collate([sample([11, 12, 13]), sample([21, 22])])
+    assert full.cu_seqlens.tolist() == [0, 3, 5]
+    assert full.padding_mask is None
+
+
+def test_mrope_positions_are_four_rows() -> None:
+    batch = PaddingFreeCollator(pad_to=6).collate([sample([11, 12, 13], mrope=True), sample([21, 22], mrope=True)])
+    assert batch.position_ids.shape == (4, 1, 6)
+    assert batch.position_ids[:, 0].tolist() == [
+        [0, 1, 2, 0, 1, 0],
+        [0, 1, 2, 0, 1, 0],
+        [10, 11, 12, 10, 11, 0],
+        [20, 21, 22, 20, 21, 0],
+    ]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    multiple=st.integers(1, 5),
+    spare=st.none() | st.integers(0, 5),
+)
+def test_padding_can_be_taken_off_again(lengths: list[int], multiple: int, spare: int | None) -> None:
+    samples = [sample(list(range(100 * i + 1, 100 * i + 1 + n))) for i, n in enumerate(lengths, start=1)]
+    if max(lengths) == 1:
+        return
+    total = sum(-(-n // multiple) * multiple for n in lengths)
+    collator = PaddingFreeCollator(pad_multiple=multiple, pad_to=None if spare is None else total + spare)
+    batch = collator.collate(samples)
+    plain = PaddingFreeCollator().collate(samples)
+    keep = torch.ones_like(batch.labels, dtype=torch.bool) if batch.padding_mask is None else ~batch.padding_mask
+    for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+        assert getattr(batch, name)[keep].tolist() == getattr(plain, name)[0].tolist()
+    for form in (batch, plain):
+        inputs = form.megatron_inputs()
+        mask = torch.ones_like(form.labels, dtype=torch.bool) if form.padding_mask is None else ~form.padding_mask
+        assert inputs["labels"][mask].tolist() == plain.megatron_inputs()["labels"][0].tolist()
+    assert batch.input_ids.shape[1] == total + (spare or 0)
+    assert batch.num_tokens == sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "message"),
+    [
+        ([], {}, "at least one sample"),
+        ([sample([1, 2, 3])], {"pad_to": 2}, "3 tokens, more than pad_to 2"),
+        ([sample([1, 2], 2), sample([3], 0)], {}, "no token of s1, s3 is a target"),
+        ([sample([1, 2]), sample([3, 4], mrope=True)], {}, "some samples carry M-RoPE positions and some do not"),
+    ],
+)
+def test_what_makes_no_batch_is_refused(samples: list[EncodedSample], options: dict[str, int], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        PaddingFreeCollator(**options).collate(samples)
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="pad_multiple is 0"):
+        PaddingFreeCollator(pad_multiple=0)
+
+
+def test_a_collator_serves_a_torch_loader() -> None:
+    samples = [sample([10 * i + 1, 10 * i + 2]) for i in range(6)]
+    loader: torch.utils.data.DataLoader[PackedBatch] = torch.utils.data.DataLoader(
+        samples,  # type: ignore[arg-type]
+        batch_size=4,
+        collate_fn=PaddingFreeCollator(),
+    )
+    assert [batch.cu_seqlens.tolist() for batch in loader] == [[0, 2, 4, 6, 8], [0, 2, 4]]

@@ -1,0 +1,158 @@
+"""Packs of every flavor come out as padding-free batches, every one exactly once."""
+
+import collections
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from energon_packed import ChatEncoder, PaddingFreeCollator, get_packed_loader, steps_per_epoch
+from energon_packed.errors import ConfigError, FormatError
+from tests.conftest import FLAVORS, Packer
+
+
+def ids_of(loader: Any) -> tuple[int, list[str]]:
+    batches = list(loader)
+    return len(batches), [name for batch in batches for name in batch.ids]
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_one_epoch_gives_every_sample_once(
+    pack_demo: Packer, encoder: ChatEncoder, flavor: str, num_workers: int
+) -> None:
+    result = pack_demo(sample_class=flavor)
+    for micro_batch_size in (1, 3):
+        loader = get_packed_loader(
+            result.shards, encoder, epochs=1, num_workers=num_workers, micro_batch_size=micro_batch_size
+        )
+        batches, ids = ids_of(loader)
+        assert len(ids) == len(set(ids)) == result.manifest.packed
+        assert [batches] == steps_per_epoch(
+            result.manifest, micro_batch_size=micro_batch_size, num_workers=num_workers
+        )
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_batches_are_consistent(pack_demo: Packer, encoder: ChatEncoder, flavor: str) -> None:
+    loader = get_packed_loader(
+        pack_demo(sample_class=flavor).shards, encoder, epochs=1, num_workers=0, micro_batch_size=2
+    )
+    for batch in loader:
+        tokens = batch.input_ids.shape[1]
+        bounds = batch.cu_seqlens.tolist()
+        assert (bounds[0], bounds[-1], len(bounds)) == (0, tokens, batch.num_samples + 1)
+        assert batch.max_seqlen == max(b - a for a, b in itertools.pairwise(bounds))
+        assert batch.position_ids.shape == (4, 1, tokens)
+        assert (batch.position_ids[0, 0] == 0).sum() == batch.num_samples
+        assert (batch.labels[0, bounds[:-1]] == -100).all()
+        assert ((batch.labels != -100) == batch.loss_mask.bool()).all()
+        images = 0 if batch.image_grid_thw is None else int(batch.image_grid_thw.prod(1).sum()) // 4
+        assert int((batch.input_ids == encoder.image_token_id).sum()) == images
+        if images:
+            assert batch.pixel_values.shape == (4 * images, 3 * 2 * 14 * 14)
+
+
+def test_ranks_share_the_packs(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    result = pack_demo(sample_class="PackedTokensSample")
+    seen: collections.Counter[str] = collections.Counter()
+    for rank in range(3):
+        loader = get_packed_loader(result.shards, encoder, epochs=1, num_workers=0, rank=rank, world_size=3)
+        batches, ids = ids_of(loader)
+        assert batches == steps_per_epoch(result.manifest, world_size=3)[rank]
+        seen.update(ids)
+    assert set(seen.values()) == {1}
+    assert len(seen) == result.manifest.packed
+
+
+def test_packing_on_the_fly_loses_nothing(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    result = pack_demo(sample_class="MultiMixQASample")
+    loader = get_packed_loader(result.shards, encoder, epochs=1, num_workers=0, packing_buffer_size=40)
+    batches = list(loader)
+    ids = [name for batch in batches for name in batch.ids]
+    assert sorted(ids) == sorted(set(ids))
+    assert len(ids) == result.manifest.packed
+    assert max(batch.input_ids.shape[1] for batch in batches) <= 1024
+    assert len(batches) < result.manifest.packed / 3
+
+
+def test_without_epochs_the_data_repeats(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    result = pack_demo(sample_class="PackedTokensSample")
+    # Without a shuffle buffer, which would let the second round begin before the first has ended.
+    loader = iter(get_packed_loader(result.shards, encoder, num_workers=0, shuffle_buffer_size=1))
+    keys = [next(loader).__key__[0] for _ in range(2 * result.manifest.packs)]
+    assert set(collections.Counter(keys).values()) == {2}
+
+
+def test_order_is_that_of_the_shards_without_shuffling(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    result = pack_demo(sample_class="PackedTokensSample", max_packs_per_shard=4)
+    loader = get_packed_loader(result.shards.parent, encoder, epochs=1, num_workers=0, shuffle=False)
+    assert [b.__key__[0] for b in loader] == [f"pack_{i:08d}" for i in range(result.manifest.packs)]
+    shuffled = get_packed_loader(result.shards, encoder, epochs=1, num_workers=0)
+    assert [b.__key__[0] for b in shuffled] != [f"pack_{i:08d}" for i in range(result.manifest.packs)]
+
+
+def test_a_metadataset_blends_two_outputs(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:
+    results = [pack_demo(sample_class="PackedTokensSample", shard_prefix=prefix) for prefix in ("a", "b")]
+    blend = [{"path": str(result.shards), "weight": weight} for result, weight in zip(results, (3, 1), strict=True)]
+    path = tmp_path / "blend.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": blend}}}
+        )
+    )
+    loader = iter(get_packed_loader(path, encoder, num_workers=0))
+    drawn = collections.Counter(next(loader).__key__[0][0] for _ in range(200))
+    assert 130 < drawn["a"] < 170
+
+
+def test_a_padding_collator_pads_every_row(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    loader = get_packed_loader(
+        pack_demo(pad_multiple=8).shards,
+        encoder,
+        epochs=1,
+        num_workers=0,
+        collator=PaddingFreeCollator(pad_multiple=8, pad_to=1024),
+    )
+    assert {tuple(batch.input_ids.shape) for batch in loader} == {(1, 1024)}
+
+
+def test_another_tokenizer_is_noticed(pack_demo: Packer, tokenizer_dir: Path) -> None:
+    other = ChatEncoder.from_pretrained(tokenizer_dir, max_pixels=28 * 28 * 16)
+    with pytest.raises(FormatError, match=r"tokens, but \d+ were recorded: use the tokenizer"):
+        list(get_packed_loader(pack_demo().shards, other, epochs=1, num_workers=0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 512}, "packed with seq_len 1024, more than seq_len 512"),
+        ({"epochs": 2}, "epochs is 2; use None to repeat for ever, or 1"),
+        ({"shuffle": False}, "give epochs=1 with it"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"packing_buffer_size": 0}, "packing_buffer_size is 0"),
+        ({"rank": 1}, "give both rank and world_size"),
+        ({"rank": 2, "world_size": 2}, "rank 2 is not below world_size 2"),
+    ],
+)
+def test_bad_options_are_named(pack_demo: Packer, encoder: ChatEncoder, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        get_packed_loader(pack_demo().shards, encoder, **options)
+
+
+def test_what_is_no_data_set_is_named(encoder: ChatEncoder, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="does not exist"):
+        get_packed_loader(tmp_path / "none", encoder)
+    with pytest.raises(FormatError, match=r"has no \.nv-meta folder; was the build finished\?"):
+        get_packed_loader(tmp_path, encoder)
+
+
+def test_batches_move_and_pin_as_energon_batches(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    batch = next(iter(get_packed_loader(pack_demo().shards, encoder, epochs=1, num_workers=0)))
+    copy = type(batch).derive_from(
+        batch, **{f: getattr(batch, f) for f in batch.__dataclass_fields__ if not f.startswith("__")}
+    )
+    assert torch.equal(copy.input_ids, batch.input_ids)

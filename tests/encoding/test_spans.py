@@ -1,0 +1,209 @@
+"""Which tokens are supervised."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from energon_packed import ChatEncoder, normalize
+from energon_packed.demo.tokenizer import CHATML_TEMPLATE
+from energon_packed.encoding.template import ChatTemplate
+from energon_packed.errors import ConfigError, RecordError, TemplateError
+
+CONVERSATION = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 2 plus 3?"},
+        {"role": "assistant", "content": "It is 5."},
+        {"role": "user", "content": "And 4?"},
+        {"role": "assistant", "content": "Nine.\n"},
+    ]
+}
+TAGGED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Forgets the thoughts of earlier turns, as reasoning models do.
+FORGETTING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def encoder_with(tokenizer_dir: Path, template: str | None, **options: Any) -> ChatEncoder:
+    encoder = ChatEncoder.from_pretrained(tokenizer_dir, **options)
+    encoder.tokenizer.chat_template = template
+    encoder.template = ChatTemplate(encoder.tokenizer)
+    return encoder
+
+
+def supervised(encoder: ChatEncoder, record: Any) -> list[str]:
+    """Supervised text, one string per run of targets."""
+    encoded = encoder.encode(normalize(record))
+    runs: list[list[int]] = [[]]
+    for token, label in zip(encoded.input_ids.tolist(), encoded.labels.tolist(), strict=True):
+        if label != -100:
+            assert label == token
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [encoder.tokenizer.decode(run) for run in runs if run]
+
+
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, TAGGED])
+def test_assistant_turns_with_their_end_are_supervised(tokenizer_dir: Path, template: str) -> None:
+    found = supervised(encoder_with(tokenizer_dir, template), CONVERSATION)
+    assert found == ["It is 5.<|im_end|>", "Nine.\n<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, TAGGED])
+def test_loss_on_the_last_turn_or_on_all_text(tokenizer_dir: Path, template: str) -> None:
+    last = encoder_with(tokenizer_dir, template, loss_on="last")
+    assert supervised(last, CONVERSATION) == ["Nine.\n<|im_end|>"]
+    everything = supervised(encoder_with(tokenizer_dir, template, loss_on="all"), CONVERSATION)
+    assert len(everything) == 1
+    assert everything[0].startswith("<|im_start|>system\nBe brief.")
+    assert everything[0].endswith("Nine.\n<|im_end|>\n")
+
+
+def test_images_are_never_supervised(tokenizer_dir: Path, demo: Any) -> None:
+    record = next(r for line in demo.jsonl.open() if "images" in (r := _parsed(line)) and "captions" in r)
+    encoder = encoder_with(tokenizer_dir, CHATML_TEMPLATE, loss_on="all")
+    encoded = encoder.encode(normalize(record, image_root=str(demo.jsonl.parent)))
+    pads = encoded.input_ids == encoder.image_token_id
+    assert pads.any()
+    assert (encoded.labels[pads] == -100).all()
+    assert (encoded.labels[~pads] == encoded.input_ids[~pads]).all()
+
+
+def test_a_conversation_may_start_with_the_assistant(tokenizer_dir: Path) -> None:
+    record = {"messages": [{"role": "assistant", "content": "Welcome."}, {"role": "user", "content": "Hi"}]}
+    assert supervised(encoder_with(tokenizer_dir, CHATML_TEMPLATE), record) == ["Welcome.<|im_end|>"]
+
+
+def test_tool_calls_are_supervised_and_tool_results_are_not(tokenizer_dir: Path) -> None:
+    record = {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "weather"}]},
+            {"role": "tool", "content": "sunny"},
+            {"role": "assistant", "content": "Sunny."},
+        ],
+        "tools": [{"name": "weather"}],
+    }
+    found = supervised(encoder_with(tokenizer_dir, CHATML_TEMPLATE), record)
+    assert found == ['[{"name": "weather"}]<|im_end|>', "Sunny.<|im_end|>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer_dir: Path) -> None:
+    encoder = encoder_with(tokenizer_dir, FORGETTING)
+    record = {
+        "messages": [
+            {"role": "user", "content": "2 + 3?"},
+            {"role": "assistant", "content": "<think>easy</think>5"},
+            {"role": "user", "content": "+ 4?"},
+            {"role": "assistant", "content": "<think>hm</think>9"},
+        ]
+    }
+    for call in (encoder.encode, encoder.length):
+        with pytest.raises(TemplateError, match=r"turn 1 differently once later turns are known.*generation %\} tags"):
+            call(normalize(record))
+    # One turn alone has nothing to rewrite.
+    single = {"messages": record["messages"][:2]}
+    assert supervised(encoder, single) == ["<think>easy</think>5<|im_end|>"]
+
+
+def test_a_template_that_refuses_turns_rejects_the_record(tokenizer_dir: Path) -> None:
+    template = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML_TEMPLATE
+    encoder = encoder_with(tokenizer_dir, template)
+    for call in (encoder.encode, encoder.length):
+        with pytest.raises(RecordError, match="bad_role: .*user first"):
+            call(normalize(CONVERSATION))
+
+
+def test_no_template_no_messages(tokenizer_dir: Path) -> None:
+    encoder = encoder_with(tokenizer_dir, None)
+    with pytest.raises(ConfigError, match="no chat template"):
+        encoder.length(normalize(CONVERSATION))
+    assert encoder.length(normalize({"text": "Once upon a time."})) > 1
+
+
+def test_nothing_supervised_is_refused(encoder: ChatEncoder) -> None:
+    for record in (
+        {"messages": [{"role": "user", "content": "Anybody?"}]},
+        {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]},
+    ):
+        for call in (encoder.encode, encoder.length):
+            with pytest.raises(RecordError, match="no_supervised_tokens"):
+                call(normalize(record))
+
+
+def test_image_tokens_in_text_are_refused(encoder: ChatEncoder) -> None:
+    for token in ("<|image_pad|>", "<|video_pad|>"):
+        record = {"prompts": [f"What is {token}?"], "captions": ["A token."]}
+        for call in (encoder.encode, encoder.length):
+            with pytest.raises(RecordError, match="image_count_mismatch"):
+                call(normalize(record))
+
+
+def test_images_without_an_image_processor_stop_the_run(text_tokenizer_dir: Path) -> None:
+    encoder = ChatEncoder.from_pretrained(text_tokenizer_dir)
+    with pytest.raises(ConfigError, match="give --processor or --image-processor"):
+        encoder.length(normalize({"images": [b"x"], "captions": ["c"]}))
+
+
+def test_truncation_keeps_images_whole_and_a_target(encoder: ChatEncoder, demo: Any) -> None:
+    text = encoder.encode(normalize(CONVERSATION))
+    cut = text.truncated(len(text) - 1)
+    assert (len(cut), cut.input_ids.tolist()) == (len(text) - 1, text.input_ids[:-1].tolist())
+    assert text.truncated(len(text)) is text
+    with pytest.raises(RecordError, match="no_supervised_tokens: .* the first 5 hold no target"):
+        text.truncated(5)
+    record = next(r for line in demo.jsonl.open() if "images" in (r := _parsed(line)) and "captions" in r)
+    with_image = encoder.encode(normalize(record, image_root=str(demo.jsonl.parent)))
+    with pytest.raises(RecordError, match="overlong: .* would lose part of an image"):
+        with_image.truncated(8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_on": "nothing"}, "loss_on is 'nothing'; use one of assistant, last, all"),
+        ({"image_processor": "Pixtral"}, "unknown image processor 'Pixtral'; known: .*qwen25vl"),
+        ({"factor": 30}, "factor 30 differs from 28"),
+        ({"min_pixels": 100, "max_pixels": 50}, "min_pixels 100 is above max_pixels 50"),
+        ({"processor_dir": "/nowhere"}, "/nowhere is not a folder"),
+    ],
+)
+def test_bad_options_are_named(tokenizer_dir: Path, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ChatEncoder.from_pretrained(tokenizer_dir, **options)
+
+
+def test_folders_without_a_tokenizer_or_processor_are_named(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
+        ChatEncoder.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no preprocessor_config\.json"):
+        ChatEncoder.from_pretrained(text_tokenizer_dir, tmp_path)
+    with pytest.raises(ConfigError, match="need --image-processor NAME"):
+        ChatEncoder.from_pretrained(text_tokenizer_dir, min_pixels=100)
+
+
+def test_fingerprints_see_every_setting(tokenizer_dir: Path) -> None:
+    options: list[dict[str, Any]] = [{}, {"loss_on": "last"}, {"max_pixels": 50_000}, {"image_processor": "Qwen3VL"}]
+    prints = [ChatEncoder.from_pretrained(tokenizer_dir, **o).fingerprint() for o in options]
+    assert len({*prints, encoder_with(tokenizer_dir, TAGGED).fingerprint()}) == len(options) + 1
+    assert ChatEncoder.from_pretrained(tokenizer_dir).fingerprint() == prints[0]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(line)
+    except json.JSONDecodeError:
+        return {}
+    return value

@@ -1,0 +1,142 @@
+"""The planner: every sample in exactly one pack, no pack over capacity, and known packs for small input."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from energon_packed import pack_lengths
+from energon_packed.errors import ConfigError
+
+ALGORITHMS = ["bfd", "ffd", "sequential", "window_7"]
+
+
+def reference_best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
+    """The textbook loop, O(n * packs)."""
+    packs: list[list[int]] = []
+    space: list[int] = []
+    for sample in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fits = [p for p in range(len(packs)) if space[p] >= lengths[sample]]
+        if fits:
+            best = min(fits, key=lambda p: space[p])
+        else:
+            packs.append([])
+            space.append(capacity)
+            best = len(packs) - 1
+        packs[best].append(sample)
+        space[best] -= lengths[sample]
+    return packs
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ("bfd", [[0, 1], [2, 3]]),
+        ("ffd", [[0, 1], [2, 3]]),
+        ("sequential", [[0, 1], [2, 3]]),
+        ("window_2", [[0, 1], [2, 3]]),
+    ],
+)
+def test_golden_packs(algorithm: str, expected: list[list[int]]) -> None:
+    plan = pack_lengths([5, 3, 3, 2, 9], 8, algorithm=algorithm)
+    assert [pack.tolist() for pack in plan] == expected
+    assert plan.overlong.tolist() == [4]
+    assert (plan.num_packs, plan.tokens, plan.utilization) == (2, 13, 13 / 16)
+
+
+def test_best_fit_takes_the_fullest_pack_and_first_fit_the_oldest() -> None:
+    # Packs [6] with 4 left and [5, 4] with 1 left; the sample of 1 completes the second, or enters the first.
+    lengths = [6, 5, 5, 1]
+    assert [p.tolist() for p in pack_lengths(lengths, 11, algorithm="bfd")] == [[0, 1], [2, 3]]
+    lengths = [7, 6, 3, 1]
+    assert [p.tolist() for p in pack_lengths(lengths, 10, algorithm="bfd")] == [[0, 2], [1, 3]]
+    assert [p.tolist() for p in pack_lengths([6, 7, 1], 10, algorithm="bfd")] == [[1, 2], [0]]
+    assert [p.tolist() for p in pack_lengths([7, 8, 1, 2], 10, algorithm="ffd")] == [[1, 3], [0, 2]]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 130), max_size=80),
+    capacity=st.integers(1, 128),
+    algorithm=st.sampled_from(ALGORITHMS),
+    max_samples=st.none() | st.integers(1, 5),
+    multiple=st.integers(1, 9),
+    seed=st.none() | st.integers(0, 3),
+)
+def test_every_sample_is_in_one_pack_that_fits(
+    lengths: list[int], capacity: int, algorithm: str, max_samples: int | None, multiple: int, seed: int | None
+) -> None:
+    plan = pack_lengths(lengths, capacity, algorithm=algorithm, max_samples=max_samples, multiple=multiple, seed=seed)
+    placed = np.concatenate([plan.indices, plan.overlong])
+    assert sorted(placed.tolist()) == list(range(len(lengths)))
+    padded = [-(-length // multiple) * multiple for length in lengths]
+    assert plan.overlong.tolist() == [i for i, length in enumerate(padded) if length > capacity]
+    for pack in plan:
+        assert 1 <= len(pack) <= (max_samples or len(lengths))
+        assert sum(padded[i] for i in pack) <= capacity
+    assert plan.tokens == sum(lengths[i] for i in plan.indices)
+    assert (plan.indices.dtype, plan.offsets.dtype, plan.overlong.dtype) == (np.int64,) * 3
+
+
+@given(lengths=st.lists(st.integers(1, 64), max_size=60), capacity=st.integers(64, 200))
+def test_best_fit_decreasing_equals_the_textbook_loop(lengths: list[int], capacity: int) -> None:
+    plan = pack_lengths(lengths, capacity)
+    expected = reference_best_fit_decreasing(lengths, capacity)
+    assert plan.num_packs == len(expected)
+    # Packs of equal free space are interchangeable, so the fill of the packs is the same, whichever was taken.
+    assert sorted(sum(lengths[i] for i in p) for p in plan) == sorted(sum(lengths[i] for i in p) for p in expected)
+
+
+def test_best_fit_over_several_levels_of_the_bitset() -> None:
+    lengths = np.random.default_rng(0).integers(1, 300_000, 400)
+    plan = pack_lengths(lengths, 300_000)
+    assert plan.num_packs == len(reference_best_fit_decreasing(lengths.tolist(), 300_000))
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=40))
+def test_sequential_keeps_the_order(lengths: list[int]) -> None:
+    assert pack_lengths(lengths, 20, algorithm="sequential").indices.tolist() == list(range(len(lengths)))
+
+
+def test_windows_do_not_mix() -> None:
+    plan = pack_lengths(np.full(20, 3, dtype=np.int32), 12, algorithm="window_5")
+    assert all(len({i // 5 for i in pack.tolist()}) == 1 for pack in plan)
+
+
+def test_seed_shuffles_packs_and_nothing_else() -> None:
+    lengths = np.random.default_rng(1).integers(1, 50, 300)
+    plain, shuffled, again = (pack_lengths(lengths, 64, seed=seed) for seed in (None, 5, 5))
+    as_sets = [{tuple(p.tolist()) for p in plan} for plan in (plain, shuffled)]
+    assert as_sets[0] == as_sets[1]
+    assert [p.tolist() for p in shuffled] == [p.tolist() for p in again]
+    assert shuffled.indices.tolist() != plain.indices.tolist()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([1], {"capacity": 0}, "capacity must be a whole number >= 1, not 0"),
+        ([1], {"capacity": 8, "max_samples": 0}, "max_samples must be a whole number >= 1"),
+        ([1], {"capacity": 8, "algorithm": "magic"}, "unknown algorithm 'magic'; use one of bfd, ffd, sequential"),
+        ([1], {"capacity": 8, "algorithm": "window_0"}, "unknown algorithm"),
+        ([3, 0], {"capacity": 8}, r"lengths\[1\] is 0"),
+        ([3, -2], {"capacity": 8}, r"lengths\[1\] is -2"),
+        ([1.5], {"capacity": 8}, "whole numbers, not float64"),
+        ([[1, 2]], {"capacity": 8}, "one dimension"),
+        ([2**31], {"capacity": 8}, "more than int32 holds"),
+    ],
+)
+def test_bad_input_names_the_value(lengths: object, options: dict[str, object], message: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):
+        pack_lengths(lengths, **options)  # type: ignore[arg-type]
+
+
+def test_empty_input_gives_an_empty_plan() -> None:
+    plan = pack_lengths([], 8)
+    assert (plan.num_packs, plan.tokens, plan.utilization, list(plan)) == (0, 0, 1.0, [])
+
+
+def test_packs_by_number() -> None:
+    plan = pack_lengths([5, 3, 3, 2], 8)
+    assert plan[-1].tolist() == plan[1].tolist()
+    with pytest.raises(IndexError, match="pack 2 is not in a plan of 2 packs"):
+        plan[2]

@@ -1,0 +1,126 @@
+"""Energon's own tools take what we write: stock command line, index and sharder."""
+
+import itertools
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from megatron.energon import WorkerConfig
+from megatron.energon.flavors.webdataset.sharder import Sharder
+
+from energon_packed import PackingManifest, steps_per_epoch
+from energon_packed.shards.steps import packs_per_worker
+from tests.conftest import FLAVORS, Packer
+
+ENERGON = Path(sys.executable).with_name("energon")
+
+
+def energon(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ENERGON), *map(str, arguments)], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_info_lint_and_preview_succeed(pack_demo: Packer, flavor: str) -> None:
+    result = pack_demo(sample_class=flavor, max_packs_per_shard=8, split={"train": 0.8, "val": 0.2})
+    info = energon("info", result.shards)
+    assert info.returncode == 0, info.stderr
+    assert f"`{flavor} <energon_packed.flavors" in info.stdout
+    assert f"({result.manifest.packs} samples" in info.stdout.replace(",", "")
+    lint = energon("lint", result.shards)
+    assert lint.returncode == 0, lint.stderr
+    assert "Error" not in lint.stdout + lint.stderr
+    preview = energon("preview", result.shards)
+    assert preview.returncode == 0, preview.stderr
+    assert "Sample 0" in preview.stdout
+    assert "Traceback" not in preview.stdout + preview.stderr
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_prepare_gives_the_same_indexes(pack_demo: Packer, flavor: str, tmp_path: Path) -> None:
+    ours = pack_demo(sample_class=flavor, max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}).shards
+    copy = tmp_path / "copy"
+    shutil.copytree(ours, copy)
+    for index in copy.glob("*.idx"):
+        index.unlink()
+    (copy / ".nv-meta" / "index.sqlite").unlink()
+    done = energon("prepare", "--non-interactive", "--tar-index-only", "--num-workers", "2", copy)
+    assert done.returncode == 0, done.stderr
+    assert len(list(ours.glob("*.tar"))) > 1
+    for index in ours.glob("*.tar.idx"):
+        assert index.read_bytes() == (copy / index.name).read_bytes()
+    for query in (
+        "SELECT * FROM samples ORDER BY tar_file_id, sample_index",
+        "SELECT * FROM sample_parts ORDER BY tar_file_id, sample_index, content_byte_offset",
+    ):
+        rows = [_rows(folder, query) for folder in (ours, copy)]
+        assert rows[0]
+        assert rows[0] == rows[1]
+    # The same tables and indexes, however the statements are laid out.
+    names = "SELECT type, name, tbl_name FROM sqlite_master ORDER BY name"
+    assert _rows(ours, names) == _rows(copy, names)
+    for table in ("samples", "sample_parts"):
+        assert _rows(ours, f"PRAGMA table_info({table})") == _rows(copy, f"PRAGMA table_info({table})")
+
+
+def test_full_prepare_finds_the_same_shards(pack_demo: Packer, tmp_path: Path) -> None:
+    ours = pack_demo(max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}).shards
+    copy = tmp_path / "copy"
+    shutil.copytree(ours, copy, ignore=shutil.ignore_patterns(".nv-meta", "*.idx"))
+    done = energon("prepare", "--non-interactive", "--split-ratio", "1,0,0", copy)
+    assert done.returncode == 0, done.stderr + done.stdout
+    info = [yaml.safe_load((folder / ".nv-meta" / ".info.json").read_text()) for folder in (ours, copy)]
+    assert info[0] == info[1]
+
+
+def test_steps_equal_what_energon_deals() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        packs, world, workers = rng.randint(0, 300), rng.randint(1, 7), rng.randint(1, 5)
+        dealt = []
+        for rank in range(world):
+            config = WorkerConfig(rank=rank, world_size=world, num_workers=workers)
+            offsets = Sharder.split_samples_to_workers(0, packs, config)
+            dealt += [stop - start for start, stop in itertools.pairwise(offsets)]
+        assert packs_per_worker(packs, world * workers) == dealt
+
+
+def test_steps_per_epoch_by_hand(pack_demo: Packer) -> None:
+    result = pack_demo()
+    packs = result.manifest.packs
+    assert steps_per_epoch(result.shards) == [packs]
+    assert steps_per_epoch(result.shards.parent, micro_batch_size=packs) == [1]
+    assert sum(steps_per_epoch(result.manifest, world_size=3, num_workers=2)) == packs
+    dropped = steps_per_epoch(result.manifest, micro_batch_size=packs + 1, drop_last=True)
+    assert dropped == [0]
+    with pytest.raises(ValueError, match="world_size is 0; it must be at least 1"):
+        steps_per_epoch(result.manifest, world_size=0)
+
+
+def test_the_manifest_reads_back(pack_demo: Packer, tmp_path: Path) -> None:
+    result = pack_demo()
+    assert PackingManifest.load(result.shards) == result.manifest
+    with pytest.raises(ValueError, match=r"has no .nv-meta/packing\.json"):
+        PackingManifest.load(tmp_path)
+    (tmp_path / ".nv-meta").mkdir()
+    file = tmp_path / ".nv-meta" / "packing.json"
+    for content, message in (
+        ('{"format_version": 99}', "format version 99"),
+        ("{}", "not a packing manifest"),
+        ("{", "not a packing manifest"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            PackingManifest.load(tmp_path)
+
+
+def _rows(folder: Path, query: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(folder / ".nv-meta" / "index.sqlite") as database:
+        return database.execute(query).fetchall()

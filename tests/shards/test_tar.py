@@ -1,0 +1,54 @@
+"""Tars are deterministic, whole or absent, and plain."""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from energon_packed.errors import FormatError
+from energon_packed.shards.tar import ShardRows, TarShardWriter
+
+
+def write(path: Path, packs: int = 3) -> ShardRows:
+    with TarShardWriter(path) as shard:
+        for pack in range(packs):
+            shard.add(f"a_{pack:08d}", [("json", b"{}" * pack), ("img0_0.jpg", bytes(600 * pack))])
+    return shard.rows
+
+
+def test_the_same_parts_give_the_same_bytes(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a.tar"), write(tmp_path / "b.tar")
+    assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
+    assert first.sha256 == second.sha256
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        for member in tar:
+            assert (member.mtime, member.uid, member.gid, member.uname, member.gname) == (0, 0, 0, "", "")
+            assert member.isreg()
+
+
+def test_rows_say_where_everything_is(tmp_path: Path) -> None:
+    rows = write(tmp_path / "a.tar")
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        members = tar.getmembers()
+        assert [(rows.keys[i] + "." + name, start, size) for i, name, start, size in rows.parts] == [
+            (m.name, m.offset_data, m.size) for m in members
+        ]
+        assert rows.offsets == [m.offset for m in members[::2]] + [tar.offset]
+    assert rows.size == (tmp_path / "a.tar").stat().st_size
+    assert ShardRows.from_dict(rows.as_dict()) == rows
+
+
+def test_a_failed_shard_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="stop"), TarShardWriter(tmp_path / "a.tar") as shard:
+        shard.add("a_0", [("json", b"{}")])
+        assert not (tmp_path / "a.tar").exists()
+        raise RuntimeError("stop")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "message"), [("a.b", "without dots"), ("a/b", "slashes"), ("", "name"), ("x" * 99, "100 bytes")]
+)
+def test_bad_keys_are_refused(tmp_path: Path, key: str, message: str) -> None:
+    with pytest.raises(FormatError, match=message), TarShardWriter(tmp_path / "a.tar") as shard:
+        shard.add(key, [("json", b"{}")])

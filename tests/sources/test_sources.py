@@ -1,0 +1,161 @@
+"""Every format gives the same records, in order and one by one."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packed.errors import RecordError, SourceError
+from energon_packed.sources import JsonlSource, Source, open_sources
+
+RECORDS = [
+    {
+        "id": f"r{i}",
+        "messages": [
+            {"role": "user", "content": f"Line\nbreak ü {i}"},
+            {"role": "assistant", "content": "x" * (i % 50)},
+        ],
+        "images": [],
+    }
+    for i in range(700)
+]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
+
+
+def write(folder: Path, name: str) -> Path:
+    """RECORDS in the format that the name says."""
+    path = folder / name
+    table = pa.Table.from_pylist(RECORDS)
+    if name.endswith(".jsonl"):
+        path.write_text(LINES)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(LINES.encode()))
+    elif name.endswith(".zst"):
+        half = len(LINES) // 2
+        path.write_bytes(b"".join(zstandard.compress(part.encode()) for part in (LINES[:half], LINES[half:])))
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(RECORDS, indent=1))
+    elif name.endswith(".parquet"):
+        pa.parquet.write_table(table, path, row_group_size=100)
+    elif name.endswith(".feather"):
+        pa.feather.write_feather(table, path, compression="lz4")
+    elif name.endswith(".arrow"):
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=33)
+    elif name.endswith(".csv"):
+        cells = {key: [json.dumps(r[key]) if key != "id" else r[key] for r in RECORDS] for key in RECORDS[0]}
+        pa.csv.write_csv(pa.table(cells), path)
+    else:
+        datasets.Dataset.from_list(RECORDS).save_to_disk(str(path), num_shards=3)
+    return path
+
+
+def read_all(sources: list[Source]) -> list[Any]:
+    return [row.record for source in sources for chunk in source.chunks() for row in source.scan(*chunk)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.parquet", "a.feather", "a.arrow", "a.csv", "saved"],
+)
+def test_formats_read_in_order_and_one_by_one(tmp_path: Path, name: str) -> None:
+    sources = open_sources([write(tmp_path, name)], work_dir=tmp_path / "work")
+    assert read_all(sources) == RECORDS
+    for source in sources:
+        rows = [row for chunk in source.chunks() for row in source.scan(*chunk)]
+        for row in rows[::97]:
+            assert source.read(row.address, row.size) == row.record
+
+
+@given(
+    lines=st.lists(st.sampled_from(["", " ", '{"a": 1}', '{"b": "' + "x" * 40 + '"}', "broken"]), max_size=30),
+    step=st.integers(1, 90),
+    newline_at_end=st.booleans(),
+)
+@settings(max_examples=200)
+def test_any_cut_into_ranges_gives_every_line_once(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], step: int, newline_at_end: bool
+) -> None:
+    path = tmp_path_factory.mktemp("ranges") / "a.jsonl"
+    path.write_text("\n".join(lines) + ("\n" if newline_at_end and lines else ""))
+    source = JsonlSource(path)
+    end = source.extent()
+    rows = [row for start in range(0, end, step) for row in source.scan(start, min(start + step, end))]
+    assert len(rows) == sum(bool(line.strip()) for line in lines)
+    assert [row.address for row in rows] == sorted({row.address for row in rows})
+    assert sum(isinstance(row.record, RecordError) for row in rows) == lines.count("broken")
+
+
+def test_globs_and_several_inputs(tmp_path: Path) -> None:
+    for part in (2, 1, 10):
+        (tmp_path / f"part-{part:02d}.jsonl").write_text(f'{{"n": {part}}}\n')
+    (tmp_path / "more.jsonl").write_text('{"n": 0}\n')
+    sources = open_sources([tmp_path / "more.jsonl", str(tmp_path / "part-*.jsonl")], work_dir=tmp_path)
+    assert [record["n"] for record in read_all(sources)] == [0, 1, 2, 10]
+
+
+def test_image_bytes_of_a_parquet_file(tmp_path: Path) -> None:
+    images = [[{"bytes": bytes([i] * 20), "path": None}] for i in range(5)]
+    pa.parquet.write_table(pa.table({"images": images, "captions": [["c"]] * 5}), tmp_path / "a.parquet")
+    records = read_all(open_sources([tmp_path / "a.parquet"], work_dir=tmp_path))
+    assert [record["images"] for record in records] == images
+
+
+def test_a_converted_copy_is_made_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.parquet")
+    copies = []
+    for _ in range(2):
+        source = open_sources([path], work_dir=tmp_path)[0]
+        copies.append((source.data, source.data.stat().st_ino))
+    assert copies[0] == copies[1]
+
+
+def test_a_copy_elsewhere_has_the_same_fingerprint(tmp_path: Path) -> None:
+    first = write(tmp_path, "a.jsonl")
+    (tmp_path / "b.jsonl").write_bytes(first.read_bytes())
+    (tmp_path / "c.jsonl").write_bytes(first.read_bytes()[:-2] + b" \n")
+    prints = [JsonlSource(tmp_path / f"{name}.jsonl").fingerprint() for name in "abc"]
+    assert prints[0] == prints[1] != prints[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"x", "unknown format; known are .jsonl"),
+        ("a.json", b'[{"a": 1}, {"a"', "not a whole JSON array"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 1000)[:-9], "cannot be decompressed"),
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x00bad", "cannot be decompressed"),
+        ("a.parquet", b"PAR1 nothing", "not a Parquet file"),
+        ("a.arrow", b"nothing", "not an Arrow file"),
+    ],
+)
+def test_broken_files_are_named_in_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SourceError, match=message) as caught:
+        read_all(open_sources([tmp_path / name], work_dir=tmp_path / "work"))
+    assert name in str(caught.value)
+
+
+def test_what_cannot_be_an_input(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    with pytest.raises(SourceError, match="named twice"):
+        open_sources([tmp_path / "a.jsonl", str(tmp_path / "*.jsonl")], work_dir=tmp_path)
+    with pytest.raises(SourceError, match="no such file matches"):
+        open_sources([str(tmp_path / "*.parquet")], work_dir=tmp_path)
+    with pytest.raises(SourceError, match=r"without a Hugging Face state\.json"):
+        open_sources([tmp_path], work_dir=tmp_path)
+    with pytest.raises(SourceError, match="no input file"):
+        open_sources([], work_dir=tmp_path)
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(RECORDS[:3])}).save_to_disk(str(tmp_path / "dict"))
+    with pytest.raises(SourceError, match="holds the splits train; name one"):
+        open_sources([tmp_path / "dict"], work_dir=tmp_path)
