@@ -5,11 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from energon_packed import ChatEncoder, EncoderOptions, PackOptions, PackResult, pack
 from energon_packed.demo import DemoDataset, write_dataset, write_tokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+torch.set_num_threads(1)  # tests run side by side
 
 FLAVORS = ("PackedCaptioningSample", "PackedMultiMixQASample", "PackedTokensSample", "MultiMixQASample")
 Packer = Callable[..., PackResult]

@@ -6,6 +6,7 @@ import torch
 from megatron.energon import Batch, edataclass
 
 from energon_packed.encoding import IGNORE_INDEX
+from energon_packed.errors import BatchError
 
 
 @edataclass
@@ -20,7 +21,7 @@ class PackedBatch(Batch):
         input_ids: int64 (1, T).
         labels: int64 (1, T), unshifted, -100 where not supervised; the first token of a sub-sample is never a
             target, since no token of its own sub-sample predicts it.
-        loss_mask: float32 (1, T), 1 where `labels` is a target.
+        loss_mask: float32 (1, T), weight of each target (1 unless the collator weighs samples), 0 elsewhere.
         position_ids: int64 (1, T), restarting at 0 in each sub-sample; (4, 1, T) for M-RoPE models: the text row,
             then t, h and w.
         cu_seqlens: int32 (S+1,), real tokens only; a tail that pads the row counts as one more segment.
@@ -64,6 +65,9 @@ class PackedBatch(Batch):
         Labels are unshifted, as Transformers shifts them itself. There is no attention mask and no cache: only then
         does Transformers build a block-diagonal mask from positions that restart. The `cu_seq_lens_*` and
         `max_length_*` serve flash attention.
+
+        The loss that Transformers makes of `labels` weighs every target the same; with another `loss_weighting`,
+        take `batch.loss(model(...).logits)`.
         """
         bounds = self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
         inputs: dict[str, Any] = {
@@ -81,30 +85,72 @@ class PackedBatch(Batch):
             optional["patch_positions"] = self.patch_positions
         return inputs | {name: value for name, value in optional.items() if value is not None}
 
-    def megatron_inputs(self) -> dict[str, Any]:
+    def loss(self, logits: torch.Tensor) -> torch.Tensor:
+        """Cross entropy weighted by `loss_mask`: sum(loss * loss_mask) / sum(loss_mask), a scalar.
+
+        Args:
+            logits: (1, T, vocabulary), as the model gives them for this row.
+        """
+        targets, weights = self.labels[0, 1:], self.loss_mask[0, 1:].to(logits.device)
+        losses = torch.nn.functional.cross_entropy(
+            logits[0, :-1].float(), targets.to(logits.device), ignore_index=IGNORE_INDEX, reduction="none"
+        )
+        return (losses * weights).sum() / weights.sum()
+
+    def megatron_inputs(self, *, metadata_only: bool = False) -> dict[str, Any]:
         """The batch as Megatron takes it: labels and loss mask shifted inside each sub-sample.
 
-        Token t gets the label of token t + 1 of the same sub-sample; the last token of each gets none.
+        Token t gets the label and the weight of token t + 1 of the same sub-sample; the last token of each gets none.
+
+        Args:
+            metadata_only: leave out tokens, labels and pixels, for the middle stages of a pipeline.
         """
-        labels = torch.full_like(self.labels, IGNORE_INDEX)
-        labels[:, :-1] = self.labels[:, 1:]  # the first token of a sub-sample is no target, so none crosses over
         inputs: dict[str, Any] = {
-            "tokens": self.input_ids,
-            "labels": labels,
-            "loss_mask": (labels != IGNORE_INDEX).to(self.loss_mask.dtype),
             "position_ids": self.position_ids,
             "cu_seqlens_q": self.cu_seqlens,
             "cu_seqlens_kv": self.cu_seqlens,
+            "cu_seqlens_q_padded": self.cu_seqlens_padded,
+            "cu_seqlens_kv_padded": self.cu_seqlens_padded,
             "max_seqlen_q": self.max_seqlen,
             "max_seqlen_kv": self.max_seqlen,
             "total_tokens": self.input_ids.shape[1],
-        }
-        if self.cu_seqlens_padded is not None:
-            inputs |= {"cu_seqlens_q_padded": self.cu_seqlens_padded, "cu_seqlens_kv_padded": self.cu_seqlens_padded}
-        optional = {
             "padding_mask": self.padding_mask,
-            "pixel_values": self.pixel_values,
-            "image_grid_thw": self.image_grid_thw,
-            "patch_positions": self.patch_positions,
         }
-        return inputs | {name: value for name, value in optional.items() if value is not None}
+        if not metadata_only:
+            # The first token of a sub-sample is no target, so no label crosses over.
+            inputs |= {
+                "tokens": self.input_ids,
+                "labels": _shifted(self.labels, IGNORE_INDEX),
+                "loss_mask": _shifted(self.loss_mask, 0),
+                "pixel_values": self.pixel_values,
+                "image_grid_thw": self.image_grid_thw,
+                "patch_positions": self.patch_positions,
+            }
+        return {name: value for name, value in inputs.items() if value is not None}
+
+    def packed_seq_params(self) -> Any:
+        """`megatron.core.packed_seq_params.PackedSeqParams` of this row, `qkv_format="thd"`.
+
+        Raises:
+            BatchError: megatron-core is not installed.
+        """
+        try:
+            from megatron.core.packed_seq_params import PackedSeqParams
+        except ImportError as error:
+            raise BatchError(
+                "packed_seq_params needs megatron-core; run pip install 'energon-packed[megatron]'"
+            ) from error
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_kv=self.cu_seqlens,
+            cu_seqlens_q_padded=self.cu_seqlens_padded,
+            cu_seqlens_kv_padded=self.cu_seqlens_padded,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_kv=self.max_seqlen,
+        )
+
+
+def _shifted(row: torch.Tensor, last: float) -> torch.Tensor:
+    """A row (1, T) moved one place to the left, with `last` at its end."""
+    return torch.cat([row[:, 1:], torch.full_like(row[:, :1], last)], dim=1)

@@ -2,15 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
+
+LossWeighting = Literal["token", "sample", "sqrt"]
+_EXPONENT: dict[str, float] = {"token": 0.0, "sample": 1.0, "sqrt": 0.5}
 
 
 class Collator(ABC):
@@ -37,15 +41,30 @@ class PaddingFreeCollator(Collator):
             `lcm(2 * cp, cp * tp)` with sequence parallelism too.
         pad_to: the row is padded to this many tokens by one tail segment; None leaves it as long as it is.
         pad_token_id: token at padding; it is masked from the loss and never seen by real tokens.
+        loss_weighting: how sub-samples share the loss of a row. With n_i targets in sub-sample i and N in the row,
+            each target of i weighs N * f(n_i) / sum_j(n_j * f(n_j)), where f(n) is 1 for `token` (every target
+            counts the same), 1/n for `sample` (every sub-sample counts the same) and 1/sqrt(n) for `sqrt` (between
+            the two; "square averaging" in Z. Chen et al., InternVL 2.5, 2024). Weights stand in `loss_mask` and add
+            up to N, so the loss is sum(loss * loss_mask) / sum(loss_mask).
 
     Raises:
         ConfigError: a number below its least value.
     """
 
-    def __init__(self, *, pad_multiple: int = 1, pad_to: int | None = None, pad_token_id: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        pad_multiple: int = 1,
+        pad_to: int | None = None,
+        pad_token_id: int = 0,
+        loss_weighting: LossWeighting = "token",
+    ) -> None:
         for name, value, least in (("pad_multiple", pad_multiple, 1), ("pad_to", pad_to, 1)):
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        if loss_weighting not in _EXPONENT:
+            raise ConfigError(f"loss_weighting is {loss_weighting!r}; use one of {', '.join(_EXPONENT)}")
+        self.loss_weighting = loss_weighting
         self.pad_multiple = pad_multiple
         self.pad_to = pad_to
         self.pad_token_id = pad_token_id
@@ -85,7 +104,7 @@ class PaddingFreeCollator(Collator):
             __restore_key__=(),
             input_ids=_row(input_ids),
             labels=_row(labels),
-            loss_mask=_row((labels != IGNORE_INDEX).astype(np.float32)),
+            loss_mask=_row(self._weights(labels, bounds)),
             position_ids=self._positions(samples, bounds),
             cu_seqlens=torch.from_numpy(cu_seqlens_from_lengths(real)),
             cu_seqlens_padded=torch.from_numpy(bounds) if between else None,
@@ -98,6 +117,17 @@ class PaddingFreeCollator(Collator):
             ),
             ids=[sample.id for sample in samples],
         )
+
+    def _weights(self, labels: npt.NDArray[np.int64], bounds: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        """Weight of each target, float32 (T,), 0 elsewhere; they add up to the number of targets."""
+        is_target = labels != IGNORE_INDEX
+        exponent = _EXPONENT[self.loss_weighting]
+        if exponent == 0:
+            return np.asarray(is_target, dtype=np.float32)
+        targets = np.add.reduceat(is_target, bounds[:-1], dtype=np.float64)
+        weight = np.where(targets > 0, np.maximum(targets, 1.0) ** -exponent, 0.0)
+        weight *= targets.sum() / (targets * weight).sum()
+        return np.asarray(np.repeat(weight, np.diff(bounds)) * is_target, dtype=np.float32)
 
     def _tail(self, total: int) -> int:
         if self.pad_to is None:

@@ -77,7 +77,7 @@ class EnergonDistributor(Distributor):
         return get_train_dataset(
             self.path,
             **common,
-            shuffle_buffer_size=self.shuffle_buffer_size,
+            shuffle_buffer_size=None if task_encoder.one_pass else self.shuffle_buffer_size,
             max_samples_per_sequence=None,
             repeat=self.epochs is None,
         )

@@ -1,42 +1,138 @@
-"""`get_packed_loader`: padding-free batches from a packed data set, in one call."""
+"""PackedLoader and `get_packed_loader`: padding-free batches from a packed data set, in one call."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.energon import WorkerConfig, get_savable_loader
-from megatron.energon.errors import reraise_exception
 
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.distributor import EnergonDistributor
+from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.packer import Packer, PoolPacker
+from energon_packed.dataflow.ranks import EvenRanks, epoch_steps
+from energon_packed.dataflow.state import STATE_VERSION, LoaderState, dataset_fingerprint
 from energon_packed.dataflow.task_encoder import PackedTaskEncoder
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.shards import PackingManifest
 
+_SEEDS_PER_EPOCH = 1_000_003  # far apart, so that neighbouring seeds do not share epochs
+
 
 class PackedLoader:
     """An Energon savable loader of PackedBatch objects.
 
-    Iterating twice goes on where the first iteration stopped, as Energon does; after a full epoch it starts anew.
+    Iterating again goes on where the last iteration stopped; after a full epoch the next one begins, in another order.
+    The iterator has `save_state_rank` too.
+
+    Attributes:
+        failures: samples that failed to load, by reason.
+        energon_loader: the Energon loader inside.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self.energon_loader = loader
+    def __init__(
+        self,
+        build: Callable[[int], Any],
+        failures: FailureLog,
+        *,
+        micro_batch_size: int,
+        epoch_steps: int | None = None,
+    ) -> None:
+        """Use `get_packed_loader`.
 
-    def __iter__(self) -> Iterator[PackedBatch]:
-        yield from self.energon_loader
+        Args:
+            build: makes Energon's dataset for an epoch.
+            failures: handles the errors of that dataset.
+            micro_batch_size: packs in one batch.
+            epoch_steps: batches in one epoch, None for as many as there are.
+        """
+        self.failures = failures
+        self._build = build
+        self._micro_batch_size = micro_batch_size
+        self._epoch_steps = epoch_steps
+        self._start(0)
+        dataset = build(0)
+        self._worker_config = dataset.worker_config
+        self._fingerprint = dataset_fingerprint(dataset.config())
 
-    def save_state_rank(self) -> Any:
-        """State of this rank, to be saved with a checkpoint."""
-        return self.energon_loader.save_state_rank()
+    def _start(self, epoch: int) -> None:
+        """Begin an epoch with a loader of its own, so that each is shuffled differently and ends for good."""
+        self._epoch = epoch
+        self._steps = 0
+        self._last_restore_key: tuple[Any, ...] | None = None
+        self.energon_loader = get_savable_loader(self._build(epoch))
+        # Energon always asks for pinned memory; without a GPU torch only warns.
+        self.energon_loader.pin_memory = torch.cuda.is_available()
 
-    def restore_state_rank(self, state: Any) -> None:
-        """Go on from a saved state; call it before iterating."""
-        self.energon_loader.restore_state_rank(state)
+    def __iter__(self) -> "PackedIterator":
+        return PackedIterator(self, self._batches())
+
+    def save_state_rank(self) -> LoaderState:
+        """State of this rank after the last batch given out, to be saved with a checkpoint."""
+        return self._state(self.energon_loader.save_state_rank())
+
+    def restore_state_rank(self, state: LoaderState) -> None:
+        """Go on after the batch at which `state` was saved; call it before iterating.
+
+        Raises:
+            BatchError: the state is of another world size, rank, number of workers, batch size, data set or version.
+        """
+        state.check_against(self._state(None))
+        self._start(state.epoch)
+        self.energon_loader.restore_state_rank(state.energon)
+        self._steps = state.steps
+        self._last_restore_key = state.last_restore_key
+
+    def _state(self, energon: Any) -> LoaderState:
+        return LoaderState(
+            format_version=STATE_VERSION,
+            world_size=self._worker_config.world_size,
+            rank=self._worker_config.rank,
+            num_workers=self._worker_config.num_workers,
+            micro_batch_size=self._micro_batch_size,
+            dataset=self._fingerprint,
+            epoch=self._epoch,
+            steps=self._steps,
+            last_restore_key=self._last_restore_key,
+            energon=energon,
+        )
+
+    def _batches(self) -> Iterator[PackedBatch]:
+        """Batches of one epoch, as many as `epoch_steps` says."""
+        limit = self._epoch_steps
+        for batch in self.energon_loader:
+            if limit is not None and self._steps >= limit:
+                break
+            self._count(batch)
+            yield batch
+        while limit is not None and self._steps < limit and self._last_restore_key is not None:
+            batch = self.energon_loader.restore_sample(self._last_restore_key)
+            self._count(batch)
+            yield batch
+        self._start(self._epoch + 1)
+
+    def _count(self, batch: PackedBatch) -> None:
+        self._steps += 1
+        self._last_restore_key = batch.__restore_key__
+
+
+class PackedIterator(Iterator[PackedBatch]):
+    """Iterates a PackedLoader; its state can be saved from here as well."""
+
+    def __init__(self, loader: PackedLoader, batches: Iterator[PackedBatch]) -> None:
+        self._loader = loader
+        self._batches = batches
+
+    def __next__(self) -> PackedBatch:
+        return next(self._batches)
+
+    def save_state_rank(self) -> LoaderState:
+        """As `PackedLoader.save_state_rank`."""
+        return self._loader.save_state_rank()
 
 
 def get_packed_loader(
@@ -54,14 +150,16 @@ def get_packed_loader(
     packer: Packer | None = None,
     collator: Collator | None = None,
     drop_last: bool = False,
+    even_ranks: EvenRanks = "auto",
     check_lengths: bool = True,
+    max_failures: int = 0,
     rank: int | None = None,
     world_size: int | None = None,
     seed: int = 0,
 ) -> PackedLoader:
     """A loader of padding-free batches.
 
-        loader = get_packed_loader("out/webdataset", encoder, micro_batch_size=2, epochs=1)
+        loader = get_packed_loader("out", encoder, micro_batch_size=2, epochs=1)
         for batch in loader:
             loss = model(**batch.transformers_inputs()).loss
 
@@ -79,7 +177,11 @@ def get_packed_loader(
         packer: how samples are grouped on the fly; by default best fit decreasing.
         collator: how samples are laid in a row; by default without padding.
         drop_last: leave out the short batch at the end of each worker's data.
+        even_ranks: with epochs=1, what ranks do whose data ends before that of others: `repeat` their last batch,
+            `drop` what others have more, `off` end anyway; `auto` is `repeat` in a torch.distributed process group
+            and `off` outside of one.
         check_lengths: raise where a sample's length differs from the recorded one.
+        max_failures: samples of this rank that may fail to load and are skipped; 0 raises the first failure.
         rank, world_size: data-parallel place of this process; by default from torch.distributed, else 0 and 1.
         seed: offset of the shuffle seed.
 
@@ -94,12 +196,12 @@ def get_packed_loader(
             raise ConfigError(
                 f"{path} was packed with seq_len {manifest.seq_len}, more than seq_len {seq_len}; raise it"
             )
+    if max_failures < 0:
+        raise ConfigError(f"max_failures is {max_failures}; it must be at least 0")
     if packing_buffer_size is not None:
-        if packing_buffer_size < 1:
-            raise ConfigError(f"packing_buffer_size is {packing_buffer_size}; it must be at least 1, or None")
-        if packer is None and seq_len is None:
-            raise ConfigError("packing on the fly needs seq_len: the data set has no packing.json")
-        packer = packer or PoolPacker(seq_len or 0)
+        packer = packer or _default_packer(packing_buffer_size, seq_len)
+    failures = FailureLog(max_failures)
+    worker_config = _worker_config(rank, world_size, num_workers, seed, failures)
     distributor = EnergonDistributor(
         folder,
         split=split,
@@ -111,12 +213,32 @@ def get_packed_loader(
         drop_last=drop_last,
     )
     task_encoder = PackedTaskEncoder(
-        encoder, collator=collator or PaddingFreeCollator(), packer=packer, check_lengths=check_lengths
+        encoder,
+        collator=collator or PaddingFreeCollator(),
+        packer=packer,
+        one_pass=epochs is not None,
+        shuffle_buffer_size=shuffle_buffer_size if shuffle else 1,
+        check_lengths=check_lengths,
     )
-    dataset = distributor.dataset(task_encoder, _worker_config(rank, world_size, num_workers, seed))
-    loader = get_savable_loader(dataset)
-    loader.pin_memory = torch.cuda.is_available()  # Energon always asks for it; without a GPU torch only warns
-    return PackedLoader(loader)
+
+    def build(epoch: int) -> Any:
+        config = replace(worker_config, seed_offset=seed + _SEEDS_PER_EPOCH * epoch)
+        return distributor.dataset(task_encoder, config)
+
+    steps = None
+    if epochs is not None:
+        steps = epoch_steps(
+            even_ranks,
+            manifest=manifest if packing_buffer_size is None else None,
+            split=split,
+            dataset=build,
+            world_size=worker_config.world_size,
+            rank=worker_config.rank,
+            micro_batch_size=micro_batch_size,
+            num_workers=num_workers,
+            drop_last=drop_last,
+        )
+    return PackedLoader(build, failures, micro_batch_size=micro_batch_size, epoch_steps=steps)
 
 
 def _resolve(path: Path) -> tuple[Path, PackingManifest | None]:
@@ -134,8 +256,20 @@ def _resolve(path: Path) -> tuple[Path, PackingManifest | None]:
         return folder, None
 
 
-def _worker_config(rank: int | None, world_size: int | None, num_workers: int, seed: int) -> WorkerConfig:
-    """Place of this process among the data-parallel ranks; a sample that fails to load raises."""
+def _default_packer(packing_buffer_size: int, seq_len: int | None) -> Packer:
+    if packing_buffer_size < 1:
+        raise ConfigError(f"packing_buffer_size is {packing_buffer_size}; it must be at least 1, or None")
+    if seq_len is None:
+        raise ConfigError("packing on the fly needs seq_len: the data set has no packing.json")
+    return PoolPacker(seq_len)
+
+
+def _worker_config(
+    rank: int | None, world_size: int | None, num_workers: int, seed: int, failures: FailureLog
+) -> WorkerConfig:
+    """Place of this process among the data-parallel ranks."""
+    if num_workers < 0:
+        raise ConfigError(f"num_workers is {num_workers}; it must be at least 0")
     if (rank is None) != (world_size is None):
         raise ConfigError("give both rank and world_size, or neither")
     if rank is None or world_size is None:
@@ -149,5 +283,5 @@ def _worker_config(rank: int | None, world_size: int | None, num_workers: int, s
         world_size=world_size,
         num_workers=num_workers,
         seed_offset=seed,
-        global_error_handler=reraise_exception,
+        global_error_handler=failures.handle,
     )

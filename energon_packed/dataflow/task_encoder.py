@@ -3,10 +3,21 @@
 from collections.abc import Sequence
 
 import numpy as np
-from megatron.energon import DefaultTaskEncoder, Sample, edataclass, stateless
+from megatron.energon import (
+    Cooker,
+    Sample,
+    SavableDataset,
+    ShuffleBufferDataset,
+    TaskEncoder,
+    WorkerConfig,
+    edataclass,
+    stateless,
+)
 
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
+from energon_packed.dataflow.cookers import cook_pack
+from energon_packed.dataflow.one_pass import OnePass
 from energon_packed.dataflow.packer import Packer
 from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.errors import FormatError
@@ -24,18 +35,22 @@ class EncodedPack(Sample):
     samples: list[EncodedSample]
 
 
-class PackedTaskEncoder(DefaultTaskEncoder):
+class PackedTaskEncoder(TaskEncoder):
     """Encodes packs of any flavor and joins a micro batch of them into one row.
 
     Args:
         encoder: makes tokens; the one that the data was packed with.
         collator: lays samples in a row.
         packer: groups samples when Energon is given a `packing_buffer_size`.
+        one_pass: the data is read once, shuffled by `shuffle_buffer_size` here, and a state saved anywhere in that
+            pass restores to the rest of it; otherwise Energon shuffles and repeats.
+        shuffle_buffer_size: packs in the shuffle buffer of `one_pass`.
         check_lengths: a sample whose length differs from the recorded one raises, since its tokenizer, template or
             image settings are not those that it was packed with.
     """
 
     decoder = None
+    cookers = (Cooker(cook_pack),)
 
     def __init__(
         self,
@@ -43,13 +58,28 @@ class PackedTaskEncoder(DefaultTaskEncoder):
         *,
         collator: Collator | None = None,
         packer: Packer | None = None,
+        one_pass: bool = False,
+        shuffle_buffer_size: int = 1,
         check_lengths: bool = True,
     ) -> None:
-        super().__init__()
         self.encoder = encoder
         self.collator = collator or PaddingFreeCollator()
         self.packer = packer
+        self.one_pass = one_pass
+        self.shuffle_buffer_size = shuffle_buffer_size
         self.check_lengths = check_lengths
+
+    def build_encode_sample(
+        self, dataset: "SavableDataset[PackSample]", *, worker_config: WorkerConfig
+    ) -> "SavableDataset[PackSample]":
+        """Energon's hook between blending and packing: where one pass begins and is shuffled."""
+        dataset = super().build_encode_sample(dataset, worker_config=worker_config)
+        if not self.one_pass:
+            return dataset
+        dataset = OnePass(dataset, worker_config=worker_config)
+        if self.shuffle_buffer_size <= 1:
+            return dataset
+        return ShuffleBufferDataset(dataset, size=self.shuffle_buffer_size, worker_config=worker_config)
 
     @stateless
     def postencode_sample(self, sample: PackSample) -> EncodedPack:
@@ -75,7 +105,6 @@ class PackedTaskEncoder(DefaultTaskEncoder):
         """One row of all sub-samples of a micro batch."""
         batch = self.collator.collate([encoded for sample in samples for encoded in sample.samples])
         batch.__key__ = [sample.__key__ for sample in samples]
-        batch.__restore_key__ = tuple(sample.__restore_key__ for sample in samples)
         return batch
 
     def _encode(self, sample: PackSample) -> list[EncodedSample]:

@@ -27,6 +27,7 @@ from energon_packed.errors import ConfigError, Reason, RecordError, TemplateErro
 Int64 = npt.NDArray[np.int64]
 LossOn = Literal["assistant", "last", "all"]
 LOSS_ON: tuple[LossOn, ...] = ("assistant", "last", "all")
+_BATCH = 256  # texts in one call of the tokenizer, whose results take 100 bytes a token
 _VERSION = 1  # raise it when the same input gives other tokens
 
 
@@ -180,9 +181,10 @@ class ChatEncoder(Processor):
             texts[is_document][0].append(place)
             texts[is_document][1].append(text)
         for is_document, (places, batch) in texts.items():
-            if batch:
-                encodings = self._backend.encode_batch_fast(batch, add_special_tokens=is_document)
-                ids.update(zip(places, (encoding.ids for encoding in encodings), strict=True))
+            for start in range(0, len(batch), _BATCH):
+                part = slice(start, start + _BATCH)
+                encodings = self._backend.encode_batch_fast(batch[part], add_special_tokens=is_document)
+                ids.update(zip(places[part], (encoding.ids for encoding in encodings), strict=True))
         for place, tokens in ids.items():
             try:
                 results[place] = self._measured(conversations[place], tokens, *media[place])

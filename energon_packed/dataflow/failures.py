@@ -1,0 +1,73 @@
+"""FailureLog: what happens to samples that fail while loading. Energon would skip them and only print a trace.
+
+Counts are shared with the worker processes, so the main process sees them, and the limit holds for all of a rank.
+"""
+
+import logging
+import multiprocessing
+from typing import Any
+
+from energon_packed.errors import BatchError, FormatError, Reason, RecordError
+
+_log = logging.getLogger(__name__)
+_REASONS = (*(reason.value for reason in Reason), "bad_format", "bad_batch", "other")
+
+
+class FailureLog:
+    """Counts failures by reason, logs each with its key and source, and stops the run past a limit.
+
+    Args:
+        limit: failures of one rank that are skipped; the next one raises. 0 raises the first one as it is.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        self.limit = limit
+        self._counts = multiprocessing.get_context("fork").Array("q", len(_REASONS))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Failures so far by reason; only reasons that occur."""
+        return {name: count for name, count in zip(_REASONS, self._counts[:], strict=True) if count}
+
+    def handle(self, error: Exception, sample: Any, sources: Any = None) -> None:
+        """Energon's `global_error_handler`: count, log, and let the sample be skipped or stop.
+
+        Raises:
+            BatchError: more than `limit` failures; with a limit of 0, the error itself.
+        """
+        with self._counts.get_lock():
+            self._counts[_REASONS.index(_reason(error))] += 1
+            total = sum(self._counts[:])
+        key = _key(sample)
+        _log.error("sample %s of %s failed to load: %s: %s", key, _source(sources), type(error).__name__, error)
+        if self.limit == 0:
+            raise error
+        if total > self.limit:
+            by_reason = ", ".join(f"{name} {count}" for name, count in self.counts.items())
+            raise BatchError(
+                f"{total} samples failed to load, more than max_failures {self.limit} ({by_reason}); "
+                f"the last is {key}: {error}; mend the data or raise max_failures"
+            ) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecordError):
+        return error.reason.value
+    if isinstance(error, FormatError):
+        return "bad_format"
+    return "bad_batch" if isinstance(error, BatchError) else "other"
+
+
+def _key(sample: Any) -> str:
+    """Key of a sample, of a raw sample, or of the first of several."""
+    if isinstance(sample, list | tuple) and sample:
+        return _key(sample[0])
+    data = getattr(sample, "data", None)
+    if isinstance(data, tuple) and data:
+        return _key(data[0])
+    return str(sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", "?"))
+
+
+def _source(sources: Any) -> str:
+    names = sorted({f"{s.dataset_path}/{s.shard_name}" for s in sources or () if hasattr(s, "shard_name")})
+    return ", ".join(names) or "an unknown source"

@@ -1,0 +1,84 @@
+"""LoaderState: what a loader needs to go on exactly, and the check that it goes on with the same data."""
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from energon_packed.errors import BatchError, FormatError
+from energon_packed.shards import PackingManifest
+
+STATE_VERSION = 1
+_NOT_DATA = ("worker_config", "slice_offsets", "batcher", "map_fn", "pre_packer", "final_packer", "sample_loader")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderState:
+    """State of one rank.
+
+    Attributes:
+        format_version: layout of this state.
+        world_size, rank, num_workers, micro_batch_size: how the data is dealt.
+        dataset: fingerprint of the data and of what shuffles and packs it.
+        epoch: number of the epoch, 0 where the data repeats without end.
+        steps: batches of the current epoch that were given out.
+        last_restore_key: where the last batch came from, None before the first.
+        energon: state of Energon's own loader.
+    """
+
+    format_version: int
+    world_size: int
+    rank: int
+    num_workers: int
+    micro_batch_size: int
+    dataset: str
+    epoch: int
+    steps: int
+    last_restore_key: tuple[Any, ...] | None
+    energon: Any
+
+    def check_against(self, other: "LoaderState") -> None:
+        """Refuse to go on in a loader that would give other batches.
+
+        Args:
+            other: a state of the loader that shall go on.
+
+        Raises:
+            BatchError: the message names every field that differs, saved and now.
+        """
+        skipped = ("epoch", "steps", "last_restore_key", "energon")
+        differ = [
+            f"{field.name} {getattr(self, field.name)} saved, {getattr(other, field.name)} now"
+            for field in fields(self)
+            if field.name not in skipped and getattr(self, field.name) != getattr(other, field.name)
+        ]
+        if differ:
+            raise BatchError(
+                f"the saved state is of another loader: {'; '.join(differ)}; "
+                "restore it with the same settings and data, or start without it"
+            )
+
+
+def dataset_fingerprint(config: dict[str, Any]) -> str:
+    """Digest of an Energon dataset's `config()` without what names functions, ranks and places.
+
+    A folder counts by its content where it has a packing.json, so a copy elsewhere is the same data.
+    """
+    return hashlib.sha256(json.dumps(_data_only(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _data_only(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {k: _data_only(v) for k, v in value.items() if not k.startswith("_") and k not in _NOT_DATA}
+        if "shards" in value and "_path" in value:
+            kept["packing"] = _packing(value["_path"])
+        return kept
+    return [_data_only(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _packing(path: str) -> str | None:
+    try:
+        return PackingManifest.load(Path(path)).fingerprint
+    except FormatError:
+        return None

@@ -1,0 +1,83 @@
+"""Samples that fail while loading are counted, logged and bounded; good data counts zero."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from energon_packed import ChatEncoder, get_packed_loader
+from energon_packed.errors import BatchError, FormatError
+from tests.conftest import FLAVORS, Packer
+
+
+@pytest.fixture
+def damaged(pack_demo: Packer, tmp_path: Path) -> Path:
+    """A data set in which two packs name an image that is not there."""
+    shards = pack_demo(max_packs_per_shard=1000).shards
+    copy = tmp_path / "damaged"
+    shutil.copytree(shards, copy)
+    tar = next(copy.glob("*.tar"))
+    data = tar.read_bytes()
+    done, place = 0, 0
+    while done < 2:
+        place = data.index(b'"images":[["img0_0', place) + 1
+        data = data[: place + 11] + b'"imgX_0' + data[place + 18 :]
+        done += 1
+    tar.write_bytes(data)
+    return copy
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_failures_are_counted_by_reason_and_logged(
+    damaged: Path, encoder: ChatEncoder, num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = get_packed_loader(damaged, encoder, epochs=1, num_workers=num_workers, max_failures=2)
+    packs = json.loads((damaged / ".nv-meta" / "packing.json").read_text())["packs"]
+    with caplog.at_level(logging.ERROR):
+        assert len(list(loader)) == packs - 2
+    assert loader.failures.counts == {"bad_format": 2}
+    if num_workers == 0:  # what workers log goes to their own standard error
+        assert caplog.text.count("failed to load: FormatError: pack_") == 2
+        assert "names imgX_0" in caplog.text
+        assert "damaged/pack-000000.tar" in caplog.text
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_past_the_limit_the_run_stops(damaged: Path, encoder: ChatEncoder, num_workers: int) -> None:
+    loader = get_packed_loader(damaged, encoder, epochs=1, num_workers=num_workers, max_failures=1)
+    with pytest.raises(BatchError, match=r"2 samples failed to load, more than max_failures 1 \(bad_format 2\)"):
+        list(loader)
+
+
+def test_by_default_the_first_failure_is_raised(damaged: Path, encoder: ChatEncoder) -> None:
+    with pytest.raises(FormatError, match="names imgX_0.*, which is not in the tar"):
+        list(get_packed_loader(damaged, encoder, epochs=1, num_workers=0))
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_good_data_counts_zero(pack_demo: Packer, encoder: ChatEncoder, flavor: str) -> None:
+    loader = get_packed_loader(
+        pack_demo(sample_class=flavor).shards, encoder, epochs=1, num_workers=0, max_failures=10
+    )
+    list(loader)
+    assert loader.failures.counts == {}
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+@pytest.mark.parametrize("named", [True, False])
+def test_the_same_shards_as_crude_data(
+    pack_demo: Packer, encoder: ChatEncoder, flavor: str, named: bool, tmp_path: Path
+) -> None:
+    shards = pack_demo(sample_class=flavor).shards
+    crude = tmp_path / "crude"
+    shutil.copytree(shards, crude)
+    lines = ["__module__: megatron.energon", "__class__: CrudeWebdataset"]
+    lines += [f"subflavors: {{sample_class: {flavor}}}"] if named else []
+    (crude / ".nv-meta" / "dataset.yaml").write_text("\n".join(lines) + "\n")
+    options: dict[str, Any] = {"epochs": 1, "num_workers": 0, "shuffle": False}
+    expected, found = (list(get_packed_loader(path, encoder, **options)) for path in (shards, crude))
+    assert [b.ids for b in found] == [b.ids for b in expected]
+    assert all(a.input_ids.equal(b.input_ids) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,179 @@
+"""Exact resume: restored at EVERY step of an epoch, in a new loader, the rest is identical."""
+
+import collections
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from energon_packed import ChatEncoder, get_packed_loader
+from energon_packed.errors import BatchError
+from tests.conftest import Packer
+
+CASES = [
+    ("PackedTokensSample", 0, {}),
+    ("PackedTokensSample", 1, {}),
+    ("PackedTokensSample", 2, {}),
+    ("PackedCaptioningSample", 2, {"micro_batch_size": 2}),
+    ("MultiMixQASample", 0, {"packing_buffer_size": 24}),
+    ("MultiMixQASample", 2, {"packing_buffer_size": 24}),
+]
+
+
+def signature(batch: Any) -> tuple[Any, ...]:
+    """Everything of a batch that a model sees, small enough to compare."""
+    return (tuple(batch.__key__), tuple(batch.ids), tuple(batch.cu_seqlens.tolist()), int(batch.input_ids.sum()))
+
+
+def saved(state: Any) -> Any:
+    """A state as a checkpoint keeps it: through a file."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(("flavor", "num_workers", "options"), CASES)
+def test_the_rest_of_the_epoch_is_identical_from_every_step(
+    pack_demo: Packer, encoder: ChatEncoder, flavor: str, num_workers: int, options: dict[str, Any]
+) -> None:
+    shards = pack_demo(sample_class=flavor, max_packs_per_shard=4).shards
+
+    def new_loader() -> Any:
+        return get_packed_loader(
+            shards, encoder, epochs=1, num_workers=num_workers, shuffle_buffer_size=5, seed=3, **options
+        )
+
+    loader = new_loader()
+    iterator = iter(loader)
+    states, expected = [loader.save_state_rank()], []
+    for batch in iterator:
+        expected.append(signature(batch))
+        states.append(saved(iterator.save_state_rank()))
+    assert len(set(expected)) == len(expected) > 4
+    for step, state in enumerate(states):
+        resumed = new_loader()
+        resumed.restore_state_rank(state)
+        assert [signature(batch) for batch in resumed] == expected[step:], f"after step {step}"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_saved_right_after_a_restore_is_as_good(
+    pack_demo: Packer, encoder: ChatEncoder, num_workers: int
+) -> None:
+    shards = pack_demo(sample_class="PackedTokensSample").shards
+    loaders = [get_packed_loader(shards, encoder, epochs=1, num_workers=num_workers) for _ in range(3)]
+    iterator = iter(loaders[0])
+    for _ in range(3):
+        next(iterator)
+    loaders[1].restore_state_rank(saved(loaders[0].save_state_rank()))
+    loaders[2].restore_state_rank(saved(loaders[1].save_state_rank()))
+    assert [signature(b) for b in loaders[2]] == [signature(b) for b in iterator]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_endless_loaders_resume_over_epochs(pack_demo: Packer, encoder: ChatEncoder, num_workers: int) -> None:
+    result = pack_demo(sample_class="PackedTokensSample")
+    steps = result.manifest.packs + 3
+    loaders = [get_packed_loader(result.shards, encoder, num_workers=num_workers) for _ in range(2)]
+    iterator = iter(loaders[0])
+    for _ in range(steps):
+        next(iterator)
+    loaders[1].restore_state_rank(saved(loaders[0].save_state_rank()))
+    resumed = iter(loaders[1])
+    for _ in range(steps):
+        assert signature(next(resumed)) == signature(next(iterator))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_workers": 1}, "num_workers 0 saved, 1 now"),
+        ({"micro_batch_size": 2}, "micro_batch_size 1 saved, 2 now"),
+        ({"rank": 0, "world_size": 2}, "world_size 1 saved, 2 now"),
+        ({"shuffle_buffer_size": 7}, "dataset .* saved, .* now"),
+    ],
+)
+def test_another_loader_is_refused(
+    pack_demo: Packer, encoder: ChatEncoder, change: dict[str, Any], message: str
+) -> None:
+    shards = pack_demo(sample_class="PackedTokensSample").shards
+    state = get_packed_loader(shards, encoder, epochs=1, num_workers=0).save_state_rank()
+    other = get_packed_loader(shards, encoder, **{"epochs": 1, "num_workers": 0, **change})
+    with pytest.raises(BatchError, match=message):
+        other.restore_state_rank(state)
+
+
+def test_other_data_and_other_versions_are_refused(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    loader = get_packed_loader(pack_demo(sample_class="PackedTokensSample").shards, encoder, num_workers=0)
+    state = loader.save_state_rank()
+    other = pack_demo(sample_class="PackedTokensSample", seed=5).shards
+    with pytest.raises(BatchError, match="dataset .* saved"):
+        get_packed_loader(other, encoder, num_workers=0).restore_state_rank(state)
+    with pytest.raises(BatchError, match="format_version 99 saved, 1 now"):
+        loader.restore_state_rank(replace(state, format_version=99))
+
+
+def test_a_copy_elsewhere_is_the_same_data(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Any) -> None:
+    import shutil
+
+    shards = pack_demo(sample_class="PackedTokensSample").shards
+    shutil.copytree(shards, tmp_path / "copy")
+    state = get_packed_loader(shards, encoder, num_workers=0).save_state_rank()
+    get_packed_loader(tmp_path / "copy", encoder, num_workers=0).restore_state_rank(state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_one_epoch_gives_every_pack_to_one_rank(
+    pack_demo: Packer, encoder: ChatEncoder, world_size: int, num_workers: int
+) -> None:
+    result = pack_demo(sample_class="PackedTokensSample", max_packs_per_shard=4)
+    keys: collections.Counter[str] = collections.Counter()
+    for rank in range(world_size):
+        loader = get_packed_loader(
+            result.shards, encoder, epochs=1, num_workers=num_workers, rank=rank, world_size=world_size
+        )
+        keys.update(key for batch in loader for key in batch.__key__)
+    assert set(keys.values()) == {1}
+    assert len(keys) == result.manifest.packs
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("choice", ["repeat", "drop"])
+def test_ranks_can_end_together(pack_demo: Packer, encoder: ChatEncoder, choice: Any, num_workers: int) -> None:
+    result = pack_demo(sample_class="PackedTokensSample", max_packs_per_shard=4)
+    world_size = next(n for n in range(2, 9) if result.manifest.packs % n)
+    options = {"epochs": 1, "num_workers": num_workers, "world_size": world_size}
+    plain, even = [
+        [
+            [signature(b) for b in get_packed_loader(result.shards, encoder, rank=r, even_ranks=c, **options)]
+            for r in range(world_size)
+        ]
+        for c in ("off", choice)
+    ]
+    counts = [len(batches) for batches in plain]
+    target = max(counts) if choice == "repeat" else min(counts)
+    for before, after in zip(plain, even, strict=True):
+        assert len(after) == target
+        assert after == (before + [before[-1]] * target)[:target]
+
+
+def test_a_repeating_rank_resumes_at_its_end(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    result = pack_demo(sample_class="PackedTokensSample", max_packs_per_shard=4)
+    world_size = next(n for n in range(2, 9) if result.manifest.packs % n)
+
+    def loader(rank: int) -> Any:
+        return get_packed_loader(
+            result.shards, encoder, epochs=1, num_workers=0, rank=rank, world_size=world_size, even_ranks="repeat"
+        )
+
+    short = max(range(world_size), key=lambda r: len(list(loader(r))) - len({signature(b) for b in loader(r)}))
+    first = loader(short)
+    iterator = iter(first)
+    batches = [signature(next(iterator)) for _ in range(result.manifest.packs // world_size)]
+    resumed = loader(short)
+    resumed.restore_state_rank(saved(first.save_state_rank()))
+    assert [signature(b) for b in resumed] == [batches[-1]]
