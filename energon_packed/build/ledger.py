@@ -1,6 +1,6 @@
 """The account of every record: lengths.parquet and rejects.jsonl, streamed chunk by chunk."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ _SCHEMA = pa.schema(
 def write_ledger(
     table: RecordTable,
     status: npt.NDArray[np.int8],
-    details: Mapping[int, str],
+    detail_of: Callable[[int], str],
     reader: RecordReader,
     *,
     lengths: Path,
@@ -39,7 +39,7 @@ def write_ledger(
     Args:
         table: measured records.
         status: int8 (n,), index into STATUSES, plan-time rejects included.
-        details: detail of plan-time rejects by record number.
+        detail_of: detail of a plan-time reject by record number.
         reader: names sources and records.
         lengths: path of lengths.parquet: source, row, id, length (tokens, null where unknown), num_images, status.
         rejects: path of rejects.jsonl: source, row, id, reason, detail.
@@ -79,7 +79,7 @@ def write_ledger(
                     "row": int(local[place]),
                     "id": names[place],
                     "reason": STATUSES[int(status[start + place])],
-                    "detail": details.get(start + place) or chunk_details[place],
+                    "detail": chunk_details[place] or detail_of(start + place),
                 }
                 out.write(orjson.dumps(reject, option=orjson.OPT_APPEND_NEWLINE))
 

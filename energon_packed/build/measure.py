@@ -1,10 +1,12 @@
 """Stage 1, measure: the length of every record, in chunks of the input that run side by side.
 
-Each chunk leaves one Parquet file with a row per record; the driver keeps only numbers of them, 30 bytes a record.
+Each chunk leaves one Parquet file with a row per record; the driver keeps only numbers of them, 34 bytes a record.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from energon_packed.encoding import Measured
 from energon_packed.errors import Reason, RecordError
 from energon_packed.shards.files import aside
 from energon_packed.shards.layouts import layout_for
-from energon_packed.sources import Source
+from energon_packed.sources import Row, Source
 
 KINDS = ("text", "image", "video")
 PACKED = "packed"
@@ -29,6 +31,7 @@ _SCHEMA = pa.schema(
         "address": pa.int64(),
         "size": pa.int32(),
         "length": pa.int32(),
+        "text_bytes": pa.int32(),
         "media_bytes": pa.int64(),
         "num_images": pa.int32(),
         "kind": pa.int8(),
@@ -38,7 +41,17 @@ _SCHEMA = pa.schema(
     }
 )
 _NUMBERS = [name for name in _SCHEMA.names if name not in ("id", "detail")]
-_UNSEEN = Measured(-1, 0)
+_MENDABLE = [
+    STATUSES.index(reason.value)
+    for reason in (
+        Reason.MISSING_IMAGE,
+        Reason.CORRUPT_IMAGE,
+        Reason.IMAGE_OUTSIDE_ROOT,
+        Reason.MISSING_PATCH_POSITIONS,
+    )
+]
+_BATCH = 256  # records held at a time
+_JSON_OVERHEAD = 200  # bytes of keys, id and length of one sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +87,7 @@ class ChunkReport:
     first_reject: tuple[int, str | None, str, str] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordReader:
     """Reads records of all sources as conversations, the same way in every stage.
 
@@ -103,8 +116,14 @@ class RecordReader:
         return conversation
 
     def default_id(self, source: int, row: int) -> str:
-        """Name of a record that has none: the stem of its file and its number there."""
-        return f"{self.sources[source].path.name.split('.')[0]}:{row}"
+        """Name of a record that has none: its file and its number there."""
+        return f"{self._names[source]}:{row}"
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """Stems of the files; their paths, where two have the same stem."""
+        stems = [source.path.name.split(".")[0] for source in self.sources]
+        return stems if len(set(stems)) == len(stems) else [str(source.path) for source in self.sources]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,53 +134,61 @@ class Measurer:
     encoder: EncoderOptions
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
-        """Measure a chunk and write its Parquet file."""
-        rows = list(self.reader.sources[chunk.source].scan(chunk.start, chunk.stop))
-        conversations: list[Conversation] = []
-        outcome: list[Measured | RecordError] = [_UNSEEN] * len(rows)
-        places: list[int] = []
-        for place, row in enumerate(rows):
-            try:
-                conversations.append(self.reader.conversation(chunk.source, row.record))
-                places.append(place)
-            except RecordError as error:
-                outcome[place] = error
-        measured = self.encoder.load().measure(conversations)
-        by_place: dict[int, Conversation] = dict(zip(places, conversations, strict=True))
-        for place, result in zip(places, measured, strict=True):
-            outcome[place] = result
+        """Measure a chunk and write its Parquet file; few records are held at a time, as they may hold images."""
         columns: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
         first: tuple[int, str | None, str, str] | None = None
-        for place, (row, result) in enumerate(zip(rows, outcome, strict=True)):
-            reject = result if isinstance(result, RecordError) else None
-            conversation = by_place.get(place)
-            ident = conversation.id if conversation is not None else _raw_id(row.record)
-            if reject is not None and first is None:
-                first = (place, ident, reject.reason.value, reject.detail)
-            columns["address"].append(row.address)
-            columns["size"].append(row.size)
-            columns["length"].append(result.length if isinstance(result, Measured) else -1)
-            columns["media_bytes"].append(result.media_bytes if isinstance(result, Measured) else 0)
-            columns["num_images"].append(len(conversation.images) if conversation else 0)
-            columns["kind"].append(KINDS.index(conversation.kind) if conversation else 0)
-            columns["status"].append(STATUSES.index(reject.reason.value) if reject else 0)
-            columns["id"].append(ident)
-            columns["detail"].append(reject.detail[:500] if reject else None)
+        tokenized = 0
+        rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
+        while batch := list(islice(rows, _BATCH)):
+            for row, conversation, result in self._measure(chunk.source, batch):
+                reject = result if isinstance(result, RecordError) else None
+                ident = conversation.id if conversation is not None else _raw_id(row.record)
+                if reject is not None and first is None:
+                    first = (len(columns["id"]), ident, reject.reason.value, reject.detail)
+                columns["address"].append(row.address)
+                columns["size"].append(row.size)
+                columns["length"].append(result.length if isinstance(result, Measured) else -1)
+                columns["text_bytes"].append(_text_bytes(conversation) if conversation else 0)
+                columns["media_bytes"].append(result.media_bytes if isinstance(result, Measured) else 0)
+                columns["num_images"].append(len(conversation.images) if conversation else 0)
+                columns["kind"].append(KINDS.index(conversation.kind) if conversation else 0)
+                columns["status"].append(STATUSES.index(reject.reason.value) if reject else 0)
+                columns["id"].append(ident)
+                columns["detail"].append(reject.detail[:500] if reject else None)
+                tokenized += conversation is not None and conversation.input_ids is None
         with aside(chunk.file) as temporary:
             pq.write_table(pa.table(columns, schema=_SCHEMA), temporary)
-        tokenized = sum(c.input_ids is None for c in conversations)
-        return ChunkReport(chunk=chunk, records=len(rows), tokenized=tokenized, first_reject=first)
+        return ChunkReport(chunk=chunk, records=len(columns["id"]), tokenized=tokenized, first_reject=first)
+
+    def _measure(
+        self, source: int, rows: Sequence[Row]
+    ) -> Iterator[tuple[Row, Conversation | None, Measured | RecordError]]:
+        """(row, its conversation where it has one, its length or why it is left out)."""
+        read = [self._read(source, row) for row in rows]
+        measured = iter(self.encoder.load().measure([c for c in read if not isinstance(c, RecordError)]))
+        for row, found in zip(rows, read, strict=True):
+            if isinstance(found, RecordError):
+                yield row, None, found
+            else:
+                yield row, found, next(measured)
+
+    def _read(self, source: int, row: Row) -> Conversation | RecordError:
+        try:
+            return self.reader.conversation(source, row.record)
+        except RecordError as error:
+            return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """Numbers of all n records, in input order; 30 bytes a record.
+    """Numbers of all n records, in input order; 34 bytes a record.
 
     Attributes:
         address: int64 (n,), where each record lies in its source.
         size: int32 (n,), bytes of the record, 0 where unknown.
         length: int32 (n,), tokens, -1 where the record is left out.
-        media_bytes: int64 (n,).
+        text_bytes: int32 (n,), bytes of the texts with their JSON, about.
+        media_bytes: int64 (n,), bytes of images and .npy files.
         num_images: int32 (n,).
         kind: int8 (n,), index into KINDS.
         status: int8 (n,), index into STATUSES; 0 means packed.
@@ -172,6 +199,7 @@ class RecordTable:
     address: npt.NDArray[np.int64]
     size: npt.NDArray[np.int32]
     length: npt.NDArray[np.int32]
+    text_bytes: npt.NDArray[np.int32]
     media_bytes: npt.NDArray[np.int64]
     num_images: npt.NDArray[np.int32]
     kind: npt.NDArray[np.int8]
@@ -207,6 +235,27 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
 def measured_records(chunk: Chunk) -> int:
     """Rows in the file of a measured chunk."""
     return int(pq.read_metadata(chunk.file).num_rows)
+
+
+def is_measured(chunk: Chunk) -> bool:
+    """Whether an earlier run has measured a chunk, and nothing outside its file may have been mended since."""
+    if not chunk.file.exists():
+        return False
+    try:
+        status = pq.read_table(chunk.file, columns=["status"])["status"].to_numpy()
+    except (pa.ArrowInvalid, OSError):
+        return False
+    return not np.isin(status, _MENDABLE).any()
+
+
+def _text_bytes(conversation: Conversation) -> int:
+    """Bytes of a conversation in JSON, about: UTF-8 and some escapes."""
+    if conversation.input_ids is not None:
+        return 14 * len(conversation.input_ids) + _JSON_OVERHEAD
+    texts = [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
+    extra = sum(len(str(m.extra)) for m in conversation.messages if m.extra) + len(str(conversation.tools or ""))
+    size = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
+    return size + size // 20 + extra + _JSON_OVERHEAD + 40 * len(texts) + 40 * len(conversation.images)
 
 
 def _raw_id(record: Any) -> str | None:

@@ -1,7 +1,9 @@
 """PackOptions: everything that decides a build, checked when it is made."""
 
+import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -38,15 +40,23 @@ class EncoderOptions:
 
     def load(self) -> ChatEncoder:
         """The encoder, loaded once in each process; forked workers inherit it."""
-        return _load_encoder(self)
+        return _load_encoder(self, tuple(_stamps(self.tokenizer)), tuple(_stamps(self.processor)))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, for the manifest."""
         return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items() if v is not None}
 
 
+def _stamps(folder: Path | None) -> Iterator[tuple[str, int, int]]:
+    """Name, size and time of the files in a folder, so that a changed one is loaded again."""
+    if folder is not None and folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            stat = path.stat()
+            yield path.name, stat.st_size, stat.st_mtime_ns
+
+
 @lru_cache(maxsize=2)
-def _load_encoder(options: EncoderOptions) -> ChatEncoder:
+def _load_encoder(options: EncoderOptions, *stamps: object) -> ChatEncoder:
     return ChatEncoder.from_pretrained(
         options.tokenizer,
         options.processor,
@@ -126,12 +136,14 @@ class PackOptions:
             )
         if not 0 <= self.max_reject_rate <= 1:
             raise ConfigError(f"max_reject_rate is {self.max_reject_rate}; it must be between 0 and 1")
-        if not self.split or any(share < 0 for share in self.split.values()):
+        if not self.split or not all(math.isfinite(share) and share >= 0 for share in self.split.values()):
             raise ConfigError("split must name shares >= 0, such as train=0.98,val=0.02")
         if unknown := set(self.split) - set(SPLITS):
             raise ConfigError(f"unknown split {', '.join(sorted(unknown))}; use {', '.join(SPLITS)}")
         if abs(sum(self.split.values()) - 1) > 1e-6:
             raise ConfigError(f"the shares of split add up to {sum(self.split.values()):g}; they must add up to 1")
+        # One order, so that the same shares always make the same shards.
+        object.__setattr__(self, "split", {name: self.split[name] for name in SPLITS if name in self.split})
 
     @property
     def processes(self) -> int:

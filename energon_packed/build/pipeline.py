@@ -20,6 +20,7 @@ from energon_packed.build.measure import (
     Measurer,
     RecordReader,
     RecordTable,
+    is_measured,
     load_table,
     measured_records,
 )
@@ -27,13 +28,13 @@ from energon_packed.build.options import PackOptions
 from energon_packed.build.planning import OVERLONG, ShardPlan, plan_packs, plan_shards, reject_counts
 from energon_packed.build.progress import Progress
 from energon_packed.build.workspace import Workspace
-from energon_packed.build.write import RecordRefs, ShardTask, ShardWriter, TruncationCheck, finished_shard
+from energon_packed.build.write import RecordRefs, ShardTask, ShardWriter, TruncationCheck, finished_shard, shard_rows
 from energon_packed.errors import RejectLimitError
 from energon_packed.packing import PackPlan
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.layouts import layout_for
 from energon_packed.shards.nv_meta import write_nv_meta
-from energon_packed.shards.tar import ShardRows
+from energon_packed.shards.tar import ShardSummary
 from energon_packed.sources import open_sources
 from energon_packed.sources.base import changed_at
 from energon_packed.version import FORMAT_VERSION
@@ -123,7 +124,7 @@ class _Build:
         write_key = _digest(measure_key, build_key)
         if not options.resume:
             self.space.forget(measure_key, write_key)
-        self.space.claim(build_key, overwrite=options.overwrite)
+        self.space.check_owner(write_key, overwrite=options.overwrite)
 
         with self._stage("measure"):
             table = self._measure(self.space.measure_folder(measure_key))
@@ -131,8 +132,12 @@ class _Build:
             status = self._account(table)
             plan = plan_packs(table, status, options)
             shard_plans = plan_shards(plan, table, options)
+            if sum(len(shard.rows) for shard in shard_plans) != len(plan.indices):
+                raise AssertionError("the shards do not hold every packed sample")
         with self._stage("write"):
-            shards = self._write(table, shard_plans, self.space.write_folder(write_key))
+            self.space.claim(write_key)
+            folder = self.space.write_folder(write_key)
+            shards = self._write(table, shard_plans, folder)
         with self._stage("index"):
             entries = _entries(table, shard_plans, shards, options)
             layout = layout_for(options.sample_class)
@@ -141,6 +146,7 @@ class _Build:
                 sample_class=layout.sample_class,
                 loader_module=layout.loader_module,
                 shards=shards,
+                rows=(shard_rows(_state_file(folder, shard.name)) for shard in shards),
                 splits={name: [e.name for e in entries if e.split == name] for name in options.split},
             )
             manifest = self._manifest(
@@ -152,7 +158,7 @@ class _Build:
             shards=self.space.shards,
             lengths=self.space.lengths,
             rejects=self.space.rejects,
-            bytes=sum(rows.size for rows in shards),
+            bytes=sum(shard.size for shard in shards),
             seconds=self.seconds,
         )
 
@@ -175,7 +181,7 @@ class _Build:
         todo = []
         self.progress.start("measure", sum(chunk.stop - chunk.start for chunk in chunks), "records")
         for chunk in chunks:
-            if chunk.file.exists():
+            if is_measured(chunk):
                 records = measured_records(chunk)
                 self.counters["reused"] += records
                 self.progress.advance(chunk.stop - chunk.start, records)
@@ -203,23 +209,27 @@ class _Build:
         options = self.options
         self.progress.start("plan", len(table), "records")
         status = table.status.copy()
-        details: dict[int, str] = {}
+        uncut: dict[int, str] = {}
         overlong = np.flatnonzero((status == 0) & (table.length > options.usable_len))
         if options.overlong == "truncate":
             check = TruncationCheck(reader=self.reader, encoder=options.encoder, max_length=options.usable_len)
             batches = [overlong[i : i + _TRUNCATION_BATCH] for i in range(0, len(overlong), _TRUNCATION_BATCH)]
-            tasks = [(batch, _refs(table, batch)) for batch in batches]
-            for failures in self.engine.run(check, tasks):
+            for failures in self.engine.run(check, ((batch, _refs(table, batch)) for batch in batches)):
                 for row, reason, detail in failures:
                     status[row] = STATUSES.index(reason)
-                    details[row] = detail
+                    uncut[row] = detail
         else:
             status[overlong] = OVERLONG
-            limit = f"more than --seq-len {options.seq_len}"
+
+        def detail_of(row: int) -> str:
+            if row in uncut:
+                return uncut[row]
+            limit = f"{table.length[row]} tokens, more than --seq-len {options.seq_len}"
             if options.usable_len != options.seq_len:
                 limit += f" down to a multiple of --pad-multiple {options.pad_multiple}, {options.usable_len}"
-            details = {int(row): f"{table.length[row]} tokens, {limit}" for row in overlong}
-        write_ledger(table, status, details, self.reader, lengths=self.space.lengths, rejects=self.space.rejects)
+            return limit
+
+        write_ledger(table, status, detail_of, self.reader, lengths=self.space.lengths, rejects=self.space.rejects)
         self.progress.advance(len(table), len(table))
         self._check_limits(table, status, overlong)
         return status
@@ -252,26 +262,24 @@ class _Build:
 
     # --- write -----------------------------------------------------------------------------------------------------
 
-    def _write(self, table: RecordTable, plans: list[ShardPlan], folder: Path) -> list[ShardRows]:
+    def _write(self, table: RecordTable, plans: list[ShardPlan], folder: Path) -> list[ShardSummary]:
         folder.mkdir(parents=True, exist_ok=True)
-        options, space = self.options, self.space
-        names = {plan.number: f"{options.shard_prefix}-{plan.number:06d}" for plan in plans}
-        done: dict[str, ShardRows] = {}
+        options, shards = self.options, self.space.shards
+        names = [f"{options.shard_prefix}-{plan.number:06d}.tar" for plan in plans]
+        done: dict[str, ShardSummary] = {}
         todo: list[ShardPlan] = []
         self.progress.start("write", sum(len(plan.rows) for plan in plans), "samples")
-        samples = {f"{names[plan.number]}.tar": len(plan.rows) for plan in plans}
-        for plan in plans:
-            name = names[plan.number]
-            rows = finished_shard(space.shards / f"{name}.tar", folder / f"{name}.json")
-            if rows is None:
+        for plan, name in zip(plans, names, strict=True):
+            finished = finished_shard(shards / name, _state_file(folder, name))
+            if finished is None:
                 todo.append(plan)
             else:
-                done[rows.name] = rows
-                self.progress.advance(samples[rows.name], samples[rows.name])
+                done[name] = finished
+                self.progress.advance(len(plan.rows), len(plan.rows))
         tasks = (
             ShardTask(
-                tar=space.shards / f"{names[plan.number]}.tar",
-                state=folder / f"{names[plan.number]}.json",
+                tar=shards / names[plan.number],
+                state=_state_file(folder, names[plan.number]),
                 prefix=options.shard_prefix,
                 first_pack=plan.first_pack,
                 records=_refs(table, plan.rows),
@@ -279,12 +287,16 @@ class _Build:
             )
             for plan in todo
         )
+        if todo:
+            self.space.open_shards()
         truncate = options.usable_len if options.overlong == "truncate" else None
         writer = ShardWriter(reader=self.reader, encoder=options.encoder, truncate=truncate)
-        for rows in self.engine.run(writer, tasks):
-            done[rows.name] = rows
-            self.progress.advance(samples[rows.name], samples[rows.name])
-        return [done[f"{names[plan.number]}.tar"] for plan in plans]
+        samples = {name: len(plan.rows) for plan, name in zip(plans, names, strict=True)}
+        for shard in self.engine.run(writer, tasks):
+            done[shard.name] = shard
+            self.progress.advance(samples[shard.name], samples[shard.name])
+        self.space.remove_strays(set(names))
+        return [done[name] for name in names]
 
     def _manifest(
         self,
@@ -325,13 +337,13 @@ class _Build:
 
 
 def _entries(
-    table: RecordTable, plans: list[ShardPlan], shards: list[ShardRows], options: PackOptions
+    table: RecordTable, plans: list[ShardPlan], shards: list[ShardSummary], options: PackOptions
 ) -> list[ShardEntry]:
     return [
         ShardEntry(
             name=rows.name,
             split=plan.split,
-            packs=len(rows.keys),
+            packs=rows.packs,
             samples=len(plan.rows),
             tokens=int(np.minimum(table.length[plan.rows], options.usable_len).sum(dtype=np.int64)),
             bytes=rows.size,
@@ -341,10 +353,19 @@ def _entries(
     ]
 
 
+def _state_file(folder: Path, shard: str) -> Path:
+    return folder / Path(shard).with_suffix(".json").name
+
+
 def _refs(table: RecordTable, rows: npt.NDArray[np.int64]) -> RecordRefs:
     source, local = table.locate(rows)
     return RecordRefs(
-        source=source, row=local, address=table.address[rows], size=table.size[rows], length=table.length[rows]
+        source=source,
+        row=local,
+        address=table.address[rows],
+        size=table.size[rows],
+        length=table.length[rows],
+        media_bytes=table.media_bytes[rows],
     )
 
 

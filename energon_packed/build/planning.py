@@ -14,7 +14,8 @@ from energon_packed.shards.layouts import layout_for
 
 Int64 = npt.NDArray[np.int64]
 OVERLONG = STATUSES.index(Reason.OVERLONG.value)
-_MEMBER_OVERHEAD = 1024  # bytes of header and padding per tar member, about
+_MEMBER_OVERHEAD = 1024  # bytes of header and padding of a tar member, at most
+_TOKENS_JSON = 200  # bytes of JSON for one sample of tokens, about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,10 +78,13 @@ def _plan_group(lengths: npt.NDArray[np.int32], options: PackOptions) -> PackPla
 
 def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> list[ShardPlan]:
     """Cut the packs into splits, and each split into shards of even size within the limits."""
-    content = table.size.astype(np.int64) + table.media_bytes
-    content += _MEMBER_OVERHEAD * table.num_images
+    content = table.media_bytes + _MEMBER_OVERHEAD * table.num_images
+    if layout_for(options.sample_class).stores_tokens:
+        content += 4 * table.length.astype(np.int64) + _TOKENS_JSON
+    else:
+        content += table.text_bytes
     sizes = np.add.reduceat(content[plan.indices], plan.offsets[:-1]) if plan.num_packs else np.zeros(0, np.int64)
-    sizes += _MEMBER_OVERHEAD
+    sizes += _MEMBER_OVERHEAD * (4 if layout_for(options.sample_class).stores_tokens else 1)
     shards: list[ShardPlan] = []
     for split, (start, stop) in _split_ranges(plan.num_packs, options.split).items():
         for first, last in _cut(sizes[start:stop], options.max_packs_per_shard, options.max_shard_bytes):
@@ -101,6 +105,7 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
 def _split_ranges(packs: int, split: Mapping[str, float]) -> dict[str, tuple[int, int]]:
     """Ranges of packs per split, by rounding the running total of the shares."""
     ends = np.rint(np.cumsum(list(split.values())) * packs).astype(int).tolist()
+    ends[-1] = packs  # whatever the rounding of the shares
     return {name: (start, end) for name, start, end in zip(split, [0, *ends], ends, strict=False)}
 
 

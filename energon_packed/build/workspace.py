@@ -5,8 +5,7 @@ from pathlib import Path
 
 import orjson
 
-from energon_packed.errors import ConfigError, FormatError
-from energon_packed.shards import PackingManifest
+from energon_packed.errors import ConfigError
 from energon_packed.shards.files import write_whole
 
 
@@ -36,26 +35,38 @@ class Workspace:
         """Folder of index rows of finished shards."""
         return self.work / f"write-{fingerprint[:16]}"
 
-    def claim(self, fingerprint: str, *, overwrite: bool) -> None:
-        """Make the shard folder ours: leftovers of a killed run go, shards of another build are refused.
+    def check_owner(self, key: str, *, overwrite: bool) -> None:
+        """Refuse an output folder that holds shards of another build.
 
         Raises:
-            ConfigError: there are shards of another build and `overwrite` is off.
+            ConfigError: there are such shards and `overwrite` is off.
         """
-        owner = self._owner()
-        if owner != fingerprint and any(self.shards.glob("*.tar")):
-            if not overwrite:
-                raise ConfigError(
-                    f"{self.shards} holds shards of another build (input or options differ); "
-                    "use --overwrite to replace them, or another --output-dir"
-                )
-            shutil.rmtree(self.shards)
-        self.shards.mkdir(parents=True, exist_ok=True)
+        if not overwrite and not self._is_owner(key) and any(self.shards.glob("*.tar")):
+            raise ConfigError(
+                f"{self.shards} holds shards of another build (input, options or image root differ, or its .work is "
+                "gone); use --overwrite to replace them, or another --output-dir"
+            )
         self.work.mkdir(parents=True, exist_ok=True)
-        for folder in (self.root, self.shards, self.shards / ".nv-meta", self.work):
-            for leftover in folder.glob(".*.tmp"):
-                leftover.unlink()
-        write_whole(self.work / "run.json", orjson.dumps({"fingerprint": fingerprint}))
+        for leftover in self.root.rglob(".*.tmp"):
+            leftover.unlink()
+
+    def claim(self, key: str) -> None:
+        """Make the shard folder ours before the first shard is written; shards of another build go."""
+        if not self._is_owner(key):
+            shutil.rmtree(self.shards, ignore_errors=True)
+        self.shards.mkdir(parents=True, exist_ok=True)
+        write_whole(self.work / "run.json", orjson.dumps({"key": key}))
+
+    def open_shards(self) -> None:
+        """Before a shard is written or rewritten: without `.nv-meta` nobody takes a half-written folder for whole."""
+        shutil.rmtree(self.shards / ".nv-meta", ignore_errors=True)
+
+    def remove_strays(self, names: set[str]) -> None:
+        """Remove shards that are not in the plan, left by an earlier run over other data."""
+        for tar in self.shards.glob("*.tar"):
+            if tar.name not in names:
+                tar.unlink()
+                tar.with_suffix(".tar.idx").unlink(missing_ok=True)
 
     def forget(self, *fingerprints: str) -> None:
         """Drop the restart state of these fingerprints."""
@@ -63,13 +74,9 @@ class Workspace:
             for folder in (self.measure_folder(fingerprint), self.write_folder(fingerprint)):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _owner(self) -> str | None:
-        """Fingerprint of the build that the shards belong to."""
+    def _is_owner(self, key: str) -> bool:
+        """Whether the shards were written by the build with this key."""
         try:
-            return PackingManifest.load(self.shards).fingerprint
-        except FormatError:
-            pass
-        try:
-            return str(orjson.loads((self.work / "run.json").read_bytes())["fingerprint"])
+            return bool(orjson.loads((self.work / "run.json").read_bytes())["key"] == key)
         except (OSError, orjson.JSONDecodeError, KeyError):
-            return None
+            return False

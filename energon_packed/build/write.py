@@ -16,7 +16,8 @@ from energon_packed.errors import EnergonPackedError, RecordError, SourceError
 from energon_packed.shards.files import write_whole
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.layouts import StoredSample, layout_for
-from energon_packed.shards.tar import ShardRows, TarShardWriter
+from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
+from energon_packed.sources.base import changed_at
 
 Int64 = npt.NDArray[np.int64]
 
@@ -30,6 +31,7 @@ class RecordRefs:
         row: int64 (k,), number of the record in its source.
         address, size: int64 (k,), int32 (k,), place in the source.
         length: int32 (k,), tokens as measured.
+        media_bytes: int64 (k,), bytes of its media as measured.
     """
 
     source: Int64
@@ -37,6 +39,7 @@ class RecordRefs:
     address: Int64
     size: npt.NDArray[np.int32]
     length: npt.NDArray[np.int32]
+    media_bytes: Int64
 
     def __len__(self) -> int:
         return len(self.source)
@@ -77,7 +80,7 @@ class ShardWriter:
     encoder: EncoderOptions
     truncate: int | None
 
-    def __call__(self, task: ShardTask) -> ShardRows:
+    def __call__(self, task: ShardTask) -> ShardSummary:
         """Write the tar, its index and its state file."""
         layout = layout_for(self.reader.sample_class)
         bounds = task.offsets.tolist()
@@ -86,8 +89,8 @@ class ShardWriter:
                 samples = [self.stored_sample(task.records, place) for place in range(start, stop)]
                 shard.add(f"{task.prefix}_{pack:08d}", layout.write(samples, self.truncate))
         write_tar_index(task.tar, shard.rows)
-        write_whole(task.state, orjson.dumps(shard.rows.as_dict()))
-        return shard.rows
+        write_whole(task.state, orjson.dumps({"mtime_ns": changed_at(task.tar), "rows": shard.rows.as_dict()}))
+        return shard.rows.summary
 
     def stored_sample(self, records: RecordRefs, place: int) -> StoredSample:
         """Read one record and its media again.
@@ -109,10 +112,13 @@ class ShardWriter:
                 images=images,
                 patch_positions=tuple(p.read() for p in conversation.patch_positions),
             )
+            found = sum(len(data) for _, data in images) + sum(len(data) for data in sample.patch_positions)
+            if found != int(records.media_bytes[place]):
+                raise self._changed(source, row, f"its media has {found} bytes, not {records.media_bytes[place]}")
             if layout_for(self.reader.sample_class).stores_tokens:
                 sample = self._with_tokens(sample, int(records.length[place]))
         except (RecordError, OSError) as error:
-            raise self._changed(source, row, error) from error
+            raise self._changed(source, row, str(error)) from error
         return sample
 
     def _with_tokens(self, sample: StoredSample, measured: int) -> StoredSample:
@@ -124,19 +130,27 @@ class ShardWriter:
             )
         return replace(sample, tokens=encoded.truncated(self.truncate) if self.truncate else encoded)
 
-    def _changed(self, source: int, row: int, error: Exception) -> EnergonPackedError:
+    def _changed(self, source: int, row: int, what: str) -> EnergonPackedError:
         path = self.reader.sources[source].path
         return SourceError(
-            f"record {row} of {path} changed since it was measured ({error}); run again with --no-resume"
+            f"record {row} of {path} changed since it was measured ({what}); run again with --no-resume"
         )
 
 
-def finished_shard(tar: Path, state: Path) -> ShardRows | None:
-    """Index rows of a shard that an earlier run has finished, or None."""
-    if not (tar.is_file() and state.is_file() and tar.with_suffix(".tar.idx").is_file()):
+def finished_shard(tar: Path, state: Path) -> ShardSummary | None:
+    """A shard that an earlier run has finished and nobody has touched since, or None."""
+    try:
+        value = orjson.loads(state.read_bytes())
+        rows = ShardRows.from_dict(value["rows"])
+        whole = (rows.size, value["mtime_ns"]) == (tar.stat().st_size, changed_at(tar))
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
         return None
-    rows = ShardRows.from_dict(orjson.loads(state.read_bytes()))
-    return rows if rows.size == tar.stat().st_size else None
+    return rows.summary if whole and tar.with_suffix(".tar.idx").is_file() else None
+
+
+def shard_rows(state: Path) -> ShardRows:
+    """Index rows of a finished shard."""
+    return ShardRows.from_dict(orjson.loads(state.read_bytes())["rows"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

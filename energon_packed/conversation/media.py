@@ -53,7 +53,7 @@ class MediaReference:
         if value.startswith("data:"):
             return cls(data=_data_url(value))
         if value.startswith("file://"):
-            return cls(path=unquote(urlparse(value).path), root=root)
+            return cls(path=_file_url(value), root=root)
         if value.startswith(("http://", "https://", "s3://", "gs://")):
             raise RecordError(
                 Reason.MISSING_IMAGE,
@@ -127,8 +127,15 @@ def _data_url(value: str) -> bytes:
         raise RecordError(Reason.MISSING_IMAGE, f"{_short(value)} is not a base64 data URL")
     try:
         return base64.b64decode(body, validate=True)
-    except binascii.Error as error:
+    except (binascii.Error, ValueError) as error:
         raise RecordError(Reason.CORRUPT_IMAGE, f"{_short(value)}: {error}") from error
+
+
+def _file_url(value: str) -> str:
+    try:
+        return unquote(urlparse(value).path)
+    except ValueError as error:
+        raise RecordError(Reason.MISSING_IMAGE, f"{_short(value)}: {error}") from error
 
 
 def _reason(error: Exception) -> str:

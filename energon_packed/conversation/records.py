@@ -10,6 +10,7 @@
 Optional in each: `system`, `tools`, `id`, `image` for one image, `patch_positions`, `fps`, `timestamp_decimal`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -251,6 +252,8 @@ def _token_array(value: Any, what: str) -> npt.NDArray[np.int64]:
         raise RecordError(Reason.MISSING_FIELD, f"{what} is not a flat list of numbers") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
         raise RecordError(Reason.MISSING_FIELD, f"{what} must be a flat list of whole numbers")
+    if array.size and (array.min() < -(2**63) or array.max() >= 2**63):
+        raise RecordError(Reason.MISSING_FIELD, f"{what} holds a number over 64 bits")
     return array.astype(np.int64)
 
 
@@ -265,9 +268,13 @@ def _json_list(value: Any, what: str) -> list[Any] | None:
 def _number(value: Any, what: str, kind: type[Any]) -> Any:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    try:
+        number = float(value) if not isinstance(value, bool | list | tuple | dict) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
         raise RecordError(Reason.MISSING_FIELD, f"{what} must be a number, not {value!r}")
-    return kind(value)
+    return kind(number)
 
 
 def _keys(record: Record) -> str:

@@ -97,6 +97,9 @@ class PaddingFreeCollator(Collator):
                 f"no token of {', '.join(str(sample.id) for sample in samples)} is a target; "
                 "pack with another --loss-on or leave these samples out"
             )
+        with_images = [s for s in samples if s.image_grid_thw is not None]
+        if len({sample.patch_positions is None for sample in with_images}) > 1:
+            raise BatchError("some samples with images carry patch positions and some do not; encode all alike")
         between = bool((padded != lengths).any())
         real = np.append(lengths, tail) if tail else lengths
         return PackedBatch(

@@ -38,8 +38,8 @@ class FailureLog:
         with self._counts.get_lock():
             self._counts[_REASONS.index(_reason(error))] += 1
             total = sum(self._counts[:])
-        key = _key(sample)
-        _log.error("sample %s of %s failed to load: %s: %s", key, _source(sources), type(error).__name__, error)
+        key, source = _key(sample), _source(sources or _field(sample, "__sources__"))
+        _log.error("sample %s of %s failed to load: %s: %s", key, source, type(error).__name__, error)
         if self.limit == 0:
             raise error
         if total > self.limit:
@@ -60,12 +60,16 @@ def _reason(error: Exception) -> str:
 
 def _key(sample: Any) -> str:
     """Key of a sample, of a raw sample, or of the first of several."""
-    if isinstance(sample, list | tuple) and sample:
-        return _key(sample[0])
-    data = getattr(sample, "data", None)
-    if isinstance(data, tuple) and data:
-        return _key(data[0])
-    return str(sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", "?"))
+    return str(_field(sample, "__key__"))
+
+
+def _field(sample: Any, name: str) -> Any:
+    """A field of a sample, of a raw sample, or of the first of several."""
+    if isinstance(sample, list | tuple):
+        return _field(sample[0], name) if sample else None
+    if isinstance(getattr(sample, "data", None), tuple):  # Energon's RawSampleData
+        return _field(sample.data, name)
+    return sample.get(name) if isinstance(sample, dict) else getattr(sample, name, None)
 
 
 def _source(sources: Any) -> str:

@@ -151,6 +151,7 @@ def get_packed_loader(
     collator: Collator | None = None,
     drop_last: bool = False,
     even_ranks: EvenRanks = "auto",
+    check_encoder: bool = True,
     check_lengths: bool = True,
     max_failures: int = 0,
     rank: int | None = None,
@@ -180,6 +181,8 @@ def get_packed_loader(
         even_ranks: with epochs=1, what ranks do whose data ends before that of others: `repeat` their last batch,
             `drop` what others have more, `off` end anyway; `auto` is `repeat` in a torch.distributed process group
             and `off` outside of one.
+        check_encoder: refuse an encoder whose tokenizer, template, image settings or `loss_on` are not those that the
+            data was packed with.
         check_lengths: raise where a sample's length differs from the recorded one.
         max_failures: samples of this rank that may fail to load and are skipped; 0 raises the first failure.
         rank, world_size: data-parallel place of this process; by default from torch.distributed, else 0 and 1.
@@ -196,6 +199,7 @@ def get_packed_loader(
             raise ConfigError(
                 f"{path} was packed with seq_len {manifest.seq_len}, more than seq_len {seq_len}; raise it"
             )
+        _check_manifest(manifest, split, encoder if check_encoder else None, path)
     if max_failures < 0:
         raise ConfigError(f"max_failures is {max_failures}; it must be at least 0")
     if packing_buffer_size is not None:
@@ -217,6 +221,7 @@ def get_packed_loader(
         collator=collator or PaddingFreeCollator(),
         packer=packer,
         one_pass=epochs is not None,
+        on_failure=failures.handle,
         shuffle_buffer_size=shuffle_buffer_size if shuffle else 1,
         check_lengths=check_lengths,
     )
@@ -254,6 +259,18 @@ def _resolve(path: Path) -> tuple[Path, PackingManifest | None]:
         return folder, PackingManifest.load(folder)
     except FormatError:
         return folder, None
+
+
+def _check_manifest(manifest: PackingManifest, split: str, encoder: Processor | None, path: str | Path) -> None:
+    if not manifest.packs_in(split):
+        there = ", ".join(sorted({shard.split for shard in manifest.shards}))
+        raise ConfigError(f"{path} has no packs in split {split!r}; it has {there}")
+    found = encoder.fingerprint() if encoder is not None else ""
+    if found and manifest.tokenizer_fingerprint and found != manifest.tokenizer_fingerprint:
+        raise ConfigError(
+            f"{path} was packed with another tokenizer, chat template, image settings or loss_on than this encoder; "
+            f"packing.json names {manifest.encoder}; use those, or check_encoder=False if the difference is meant"
+        )
 
 
 def _default_packer(packing_buffer_size: int, seq_len: int | None) -> Packer:

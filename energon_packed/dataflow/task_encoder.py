@@ -1,6 +1,7 @@
 """PackedTaskEncoder: Energon's hooks, each a call of one role."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from megatron.energon import (
@@ -8,6 +9,7 @@ from megatron.energon import (
     Sample,
     SavableDataset,
     ShuffleBufferDataset,
+    SkipSample,
     TaskEncoder,
     WorkerConfig,
     edataclass,
@@ -20,7 +22,7 @@ from energon_packed.dataflow.cookers import cook_pack
 from energon_packed.dataflow.one_pass import OnePass
 from energon_packed.dataflow.packer import Packer
 from energon_packed.encoding import EncodedSample, Processor
-from energon_packed.errors import FormatError
+from energon_packed.errors import EnergonPackedError, FormatError
 from energon_packed.flavors import PackSample
 
 
@@ -45,6 +47,8 @@ class PackedTaskEncoder(TaskEncoder):
         one_pass: the data is read once, shuffled by `shuffle_buffer_size` here, and a state saved anywhere in that
             pass restores to the rest of it; otherwise Energon shuffles and repeats.
         shuffle_buffer_size: packs in the shuffle buffer of `one_pass`.
+        on_failure: called with the error and the pack when one of its samples cannot be encoded; when it returns,
+            that sample is left out and the others of the pack stay. None raises.
         check_lengths: a sample whose length differs from the recorded one raises, since its tokenizer, template or
             image settings are not those that it was packed with.
     """
@@ -60,6 +64,7 @@ class PackedTaskEncoder(TaskEncoder):
         packer: Packer | None = None,
         one_pass: bool = False,
         shuffle_buffer_size: int = 1,
+        on_failure: Callable[[Exception, Any], None] | None = None,
         check_lengths: bool = True,
     ) -> None:
         self.encoder = encoder
@@ -67,6 +72,7 @@ class PackedTaskEncoder(TaskEncoder):
         self.packer = packer
         self.one_pass = one_pass
         self.shuffle_buffer_size = shuffle_buffer_size
+        self.on_failure = on_failure
         self.check_lengths = check_lengths
 
     def build_encode_sample(
@@ -108,12 +114,18 @@ class PackedTaskEncoder(TaskEncoder):
         return batch
 
     def _encode(self, sample: PackSample) -> list[EncodedSample]:
-        encoded = [self.encoder.encode(conversation) for conversation in sample.conversations()]
         limit = sample.truncate_to()
-        if limit is not None:
-            encoded = [one.truncated(limit) for one in encoded]
-        if self.check_lengths:
-            self._check(sample.__key__, encoded, sample.expected_lengths())
+        encoded = []
+        for conversation, length in zip(sample.conversations(), sample.expected_lengths(), strict=True):
+            try:
+                one = self.encoder.encode(conversation)
+                encoded.append(self._checked(sample, one if limit is None else one.truncated(limit), length))
+            except EnergonPackedError as error:  # one bad sample costs one sample, not its pack
+                if self.on_failure is None:
+                    raise
+                self.on_failure(error, sample)
+        if not encoded:
+            raise SkipSample
         return encoded
 
     def _length(self, sample: PackSample) -> int:
@@ -124,11 +136,10 @@ class PackedTaskEncoder(TaskEncoder):
             for conversation, length in zip(sample.conversations(), recorded, strict=True)
         )
 
-    @staticmethod
-    def _check(key: str, encoded: Sequence[EncodedSample], expected: Sequence[int | None]) -> None:
-        for place, (one, length) in enumerate(zip(encoded, expected, strict=True)):
-            if length is not None and len(one) != length:
-                raise FormatError(
-                    f"sample {place} of pack {key} ({one.id}) has {len(one)} tokens, but {length} were recorded: use "
-                    "the tokenizer, chat template and image settings that it was packed with (see packing.json)"
-                )
+    def _checked(self, sample: PackSample, one: EncodedSample, length: int | None) -> EncodedSample:
+        if self.check_lengths and length is not None and len(one) != length:
+            raise FormatError(
+                f"sample {one.id} of pack {sample.__key__} has {len(one)} tokens, but {length} were recorded: use the "
+                "tokenizer, chat template and image settings that it was packed with (see packing.json)"
+            )
+        return one

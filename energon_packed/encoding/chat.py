@@ -9,6 +9,8 @@ Measuring and encoding share one path up to the token ids:
 import hashlib
 import io
 import json
+import struct
+import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,13 +24,13 @@ from energon_packed.encoding.processor import Measured, Processor
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
 from energon_packed.encoding.template import ChatTemplate, Span
 from energon_packed.encoding.vision import VisionFamily, load_vision
-from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
+from energon_packed.errors import ConfigError, Reason, RecordError
 
 Int64 = npt.NDArray[np.int64]
 LossOn = Literal["assistant", "last", "all"]
 LOSS_ON: tuple[LossOn, ...] = ("assistant", "last", "all")
 _BATCH = 256  # texts in one call of the tokenizer, whose results take 100 bytes a token
-_VERSION = 1  # raise it when the same input gives other tokens
+_VERSION = 2  # raise it when the same input gives other tokens
 
 
 class ChatEncoder(Processor):
@@ -61,6 +63,8 @@ class ChatEncoder(Processor):
         self._backend.no_padding()
         self._backend.no_truncation()
         self._checked: set[tuple[str, ...]] = set()
+        ends = self._backend.encode("a", add_special_tokens=True).ids[-1:]
+        self._adds_end = ends == [tokenizer.eos_token_id]
         self.image_token_id: int | None = None
         self._reserved: Int64 = np.zeros(0, dtype=np.int64)
         if vision is not None:
@@ -146,6 +150,7 @@ class ChatEncoder(Processor):
             ids, supervised = np.repeat(ids, repeats), np.repeat(supervised, repeats)
         else:
             self._check_placeholders(ids, int(counts.sum()))
+        default = vision.patch_positions(grid)
         given = [self._patch_positions(p, int(n)) for p, n in self._with_patches(conversation, grid.prod(axis=1))]
         return self._finish(
             conversation,
@@ -153,14 +158,14 @@ class ChatEncoder(Processor):
             supervised,
             pixel_values=pixel_values,
             grids=grids,
-            patch_positions=np.concatenate(given) if given else vision.patch_positions(grid),
+            patch_positions=np.concatenate(given) if given and vision.takes_patch_positions else default,
         )
 
     def measure(self, conversations: Sequence[Conversation]) -> list[Measured | RecordError]:
         """Length and media size of each conversation, without decoding pixels; texts are tokenized in one batch.
 
         Raises:
-            TemplateError, ConfigError: as `encode`, for the first conversation of each sequence of roles.
+            TemplateError, ConfigError: as `encode`.
         """
         results: list[Measured | RecordError | None] = [None] * len(conversations)
         texts: dict[bool, tuple[list[int], list[str]]] = {True: ([], []), False: ([], [])}
@@ -221,7 +226,7 @@ class ChatEncoder(Processor):
         if conversation.images:
             text = text.replace(IMAGE_PLACEHOLDER, self._vision().placeholder)
         end = self.tokenizer.eos_token
-        return text + end if end and not text.endswith(end) else text
+        return text + end if end and not self._adds_end and not text.endswith(end) else text
 
     def _tokens(self, conversation: Conversation) -> tuple[Int64, npt.NDArray[np.bool_]]:
         """Token ids int64 (L,) before image tokens are repeated, and which are supervised, bool (L,)."""
@@ -237,7 +242,8 @@ class ChatEncoder(Processor):
             spans = [(0, len(text))]
         else:
             text, spans = self.template.render_with_spans(messages, conversation.tools)
-            spans = spans[-1:] if self.loss_on == "last" else spans
+            if self.loss_on == "last":
+                spans = self.template.last_turn(text, spans, messages, conversation.tools)
         encoding = self._backend.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64), _covered(encoding.offsets, spans)
 
@@ -253,8 +259,8 @@ class ChatEncoder(Processor):
     ) -> EncodedSample:
         if self.image_token_id is not None:
             supervised = supervised & (ids != self.image_token_id)
-        if not supervised.any():
-            raise _unsupervised("no token is supervised")
+        if not supervised[1:].any():
+            raise _unsupervised("no token after the first is supervised")
         targets = ids if conversation.labels is None else conversation.labels
         positions = None
         if self.vision is not None and self.image_token_id is not None:
@@ -274,26 +280,49 @@ class ChatEncoder(Processor):
     # --- measuring -------------------------------------------------------------------------------------------------
 
     def _check_supervision(self, conversation: Conversation) -> None:
-        """A supervised token must come out; and the template must be able to tell, tried once per kind of turns."""
+        """A supervised token must come out, and the template must be able to tell which.
+
+        Where the template only joins contents, that is tried once for each sequence of roles.
+        """
         if conversation.input_ids is not None:
-            if conversation.labels is not None and not (conversation.labels != IGNORE_INDEX).any():
-                raise _unsupervised("every label is -100")
+            self._check_token_ids(conversation)
             return
         if conversation.text is not None or self.loss_on == "all":
             return
         roles = tuple(message.role for message in conversation.messages)
         if "assistant" not in roles:
             raise _unsupervised(f"no assistant turn among {', '.join(roles)}")
-        kind = (*roles, "tools") if conversation.tools else roles
-        if kind not in self._checked:
-            _, spans = self.template.render_with_spans(self._messages(conversation), conversation.tools)
-            if not spans:
-                raise TemplateError(
-                    "the chat template's {% generation %} tags mark nothing in a conversation of " + " ".join(roles)
+        simple = not conversation.tools and not any(message.extra for message in conversation.messages)
+        if simple and roles in self._checked:
+            return
+        messages = self._messages(conversation)
+        text, spans = self.template.render_with_spans(messages, conversation.tools)
+        if self.loss_on == "last":
+            spans = self.template.last_turn(text, spans, messages, conversation.tools)
+        if not spans:
+            raise _unsupervised("the chat template's {% generation %} tags mark no text of it")
+        if simple and self.template.is_plain and not self.template.is_tagged:
+            self._checked.add(roles)  # what holds for one conversation of these roles holds for all
+
+    def _check_token_ids(self, conversation: Conversation) -> None:
+        ids, labels = conversation.input_ids, conversation.labels
+        assert ids is not None
+        known = len(self.tokenizer)
+        for name, values in (("input_ids", ids), ("labels", ids if labels is None else labels)):
+            wrong = values[(values < 0) | (values >= known)]
+            wrong = wrong[wrong != IGNORE_INDEX] if name == "labels" else wrong
+            if len(wrong):
+                raise RecordError(
+                    Reason.MISSING_FIELD, f"{name} holds {wrong[0]}, which is no token of the {known} in the tokenizer"
                 )
-            self._checked.add(kind)
+        if not ((ids if labels is None else labels)[1:] != IGNORE_INDEX).any():
+            raise _unsupervised("no label after the first is a target")
 
     def _measured(self, conversation: Conversation, ids: Any, image_tokens: int, media_bytes: int) -> Measured:
+        if len(ids) == 0:
+            raise RecordError(Reason.EMPTY, "its text gives no token")
+        if len(ids) == 1:
+            raise _unsupervised("it is one token, which nothing predicts")
         if self.vision is None and not conversation.images:
             return Measured(len(ids), media_bytes)
         array = np.asarray(ids, dtype=np.int64)
@@ -368,11 +397,11 @@ def _check_npy_header(reference: MediaReference, patches: int) -> int:
         with reference.open() as stream:
             version = np.lib.format.read_magic(stream)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(stream)
+            shape, _, dtype = read(stream)  # a literal, never evaluated code
             start, size = stream.tell(), stream.seek(0, 2)
     except RecordError as error:
         raise RecordError(Reason.MISSING_PATCH_POSITIONS, error.detail) from error
-    except ValueError as error:
+    except _HEADER_ERRORS as error:
         raise RecordError(Reason.MISSING_PATCH_POSITIONS, f"{reference.label}: {error}") from error
     if shape != (patches, 3) or dtype.kind not in "iu" or size - start != patches * 3 * dtype.itemsize:
         raise RecordError(
@@ -380,6 +409,10 @@ def _check_npy_header(reference: MediaReference, patches: int) -> int:
             f"{reference.label} holds {dtype} of shape {shape}; the image needs whole numbers of shape ({patches}, 3)",
         )
     return size
+
+
+# What numpy's reader of a mutilated header raises.
+_HEADER_ERRORS = (ValueError, SyntaxError, TypeError, EOFError, LookupError, struct.error, tokenize.TokenError)
 
 
 def _unsupervised(detail: str) -> RecordError:

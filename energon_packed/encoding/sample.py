@@ -44,8 +44,8 @@ class EncodedSample:
 
     @property
     def num_supervised(self) -> int:
-        """Labels that are targets."""
-        return int(np.count_nonzero(self.labels != IGNORE_INDEX))
+        """Labels that are targets; the first token of a sample never is, since nothing predicts it."""
+        return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
 
     def truncated(self, max_length: int) -> "EncodedSample":
         """The first `max_length` tokens; the sample itself when it is short enough.

@@ -2,13 +2,19 @@
 
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
+from energon_packed.encoding.purity import only_joins_content
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
 
 Messages = Sequence[dict[str, Any]]
 Span = tuple[int, int]
 """Characters [start, end) of the rendered text."""
+
+TODAY = datetime(2024, 7, 26)
+"""The date that templates are told, so that the same data gives the same tokens on any day; it is the one that
+Llama 3 templates fall back to."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -24,10 +30,14 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._template: str | None = None
         if tokenizer.chat_template is not None:
-            self._template = tokenizer.get_chat_template()
-        self._variables = dict(tokenizer.special_tokens_map)
+            try:
+                self._template = tokenizer.get_chat_template()
+            except ValueError as error:
+                raise ConfigError(f"the tokenizer has no default chat template: {error}") from error
+        self._variables = dict(tokenizer.special_tokens_map) | {"date_string": TODAY.strftime("%d %b %Y")}
         self._special = tuple(sorted(tokenizer.added_tokens_encoder, key=len, reverse=True))
-        self._tagged = bool(self._template and _GENERATION.search(self._template))
+        self.is_tagged = bool(self._template and _GENERATION.search(self._template))
+        self.is_plain = bool(self._template) and only_joins_content(self._template or "")
 
     @property
     def source(self) -> str | None:
@@ -50,8 +60,9 @@ class ChatTemplate:
             ConfigError: the tokenizer has no chat template.
             TemplateError: prefixes of the rendered text do not nest.
         """
-        if self._tagged:
-            return self._render(messages, tools, return_assistant_tokens_mask=True)
+        if self.is_tagged:
+            text, tagged = self._render(messages, tools, return_assistant_tokens_mask=True)
+            return text, [self._with_end_of_turn(text, span) for span in tagged if span[1] > span[0]]
         text = self.render(messages, tools)
         spans = []
         for turn, message in enumerate(messages):
@@ -59,13 +70,35 @@ class ChatTemplate:
                 continue
             until = text if turn == len(messages) - 1 else self.render(messages[: turn + 1], tools)
             before = self._prompt_before(messages, turn, until, tools)
-            if not (text.startswith(until) and until.startswith(before)):
+            if not text.startswith(until):
                 raise TemplateError(
                     f"the chat template renders turn {turn} differently once later turns are known, so the text of "
                     "the assistant cannot be told apart; use a template with {% generation %} tags"
                 )
+            if not until.startswith(before):
+                raise TemplateError(
+                    f"the chat template asks for turn {turn} with a prompt that the turn itself does not begin with, "
+                    "so the text of the assistant cannot be told apart; use a template with {% generation %} tags"
+                )
             spans.append((len(before), self._end_of_turn(until, len(before))))
         return text, spans
+
+    def last_turn(self, text: str, spans: list[Span], messages: Messages, tools: Sequence[Any] | None) -> list[Span]:
+        """The spans of the last assistant turn, of which a tagged template may mark several."""
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) <= 1 or len(spans) == len(turns) or not turns[-1]:
+            return spans[-1:]
+        earlier = self.render(messages[: turns[-1]], tools)
+        begin = next((i for i, (a, b) in enumerate(zip(text, earlier, strict=False)) if a != b), len(earlier))
+        return [span for span in spans if span[0] >= begin]
+
+    def _with_end_of_turn(self, text: str, span: Span) -> Span:
+        """A tagged span with the end-of-turn token that directly follows, where the tags leave it out."""
+        start, end = span
+        if text[start:end].rstrip().endswith(self._special):
+            return span
+        following = next((token for token in self._special if text.startswith(token, end)), "")
+        return start, end + len(following)
 
     def _prompt_before(self, messages: Messages, turn: int, until: str, tools: Sequence[Any] | None) -> str:
         if turn:
@@ -99,10 +132,11 @@ class ChatTemplate:
                 chat_template=self._template,
                 **options,
                 **self._variables,
+                strftime_now=TODAY.strftime,
             )
         except TemplateSyntaxError as error:
             raise TemplateError(f"the chat template is not valid Jinja: {error}; mend it in the tokenizer") from error
-        except (UndefinedError, TypeError) as error:
+        except (UndefinedError, TypeError, ValueError, LookupError) as error:
             raise RecordError(Reason.MISSING_FIELD, f"the chat template cannot render it: {error}") from error
         except JinjaError as error:  # what `raise_exception` in a template raises
             roles = " ".join(message["role"] for message in messages)

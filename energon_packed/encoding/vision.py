@@ -35,6 +35,7 @@ class VisionFamily(ABC):
         image_token: token whose run stands for an image.
         placeholder: text of one image in a conversation, with one `image_token`.
         reserved: tokens that text must not hold.
+        takes_patch_positions: the vision tower takes positions; those of other families' records are only checked.
         patch_size, image_mean, image_std: used when there is a factor but no processor folder.
     """
 
@@ -42,6 +43,7 @@ class VisionFamily(ABC):
     image_token: ClassVar[str] = "<|image_pad|>"
     placeholder: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
     reserved: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>")
+    takes_patch_positions: ClassVar[bool] = False
     patch_size: ClassVar[int] = 14
     image_mean: ClassVar[tuple[float, float, float]] = (0.48145466, 0.4578275, 0.40821073)  # CLIP
     image_std: ClassVar[tuple[float, float, float]] = (0.26862954, 0.26130258, 0.27577711)
@@ -121,6 +123,7 @@ class LlavaOnevision2Vision(VisionFamily):
     """LLaVA-OneVision-1.5 and -2: plain positions for text, and (t, h, w) per patch for the vision tower."""
 
     names = ("llavaonevision2", "llavaonevision15", "llavaov")
+    takes_patch_positions = True
 
     def patch_positions(self, grids: Int64) -> Int64:
         """Positions int64 (patches, 3), in the order of `pixel_values`: merged blocks row by row."""
@@ -204,7 +207,10 @@ def _processor_settings(folder: Path) -> dict[str, Any]:
     for name in ("config.json", "processor_config.json", "preprocessor_config.json"):
         path = folder / name
         if path.is_file():
-            found[name] = json.loads(path.read_text(encoding="utf-8"))
+            try:
+                found[name] = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ConfigError(f"{path} is not JSON: {error}; mend or remove it") from error
     nested = "image_processor" in found.get("processor_config.json", {})
     return found if "preprocessor_config.json" in found or nested else {}
 
@@ -213,7 +219,7 @@ def _family(name: str | None, settings: dict[str, Any]) -> type[VisionFamily]:
     """By the explicit name, else by what the folder says, the most specific first."""
     candidates = [name] if name else []
     if not name:
-        for key in ("processor_class", "model_type", "image_processor_type"):
+        for key in ("model_type", "processor_class", "image_processor_type"):
             candidates += [part[key] for part in settings.values() if part.get(key)]
     for candidate in candidates:
         plain = "".join(c for c in str(candidate).lower() if c.isalnum())

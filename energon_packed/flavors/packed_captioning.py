@@ -56,7 +56,7 @@ class PackedCaptioningSample(PackSample):
 
     def _conversation(self, i: int) -> Conversation:
         prompts, captions = list(self.prompts[i]), self.captions[i]
-        if self.images[i] and prompts and not any(IMAGE_PLACEHOLDER in text for text in (*prompts, *captions)):
+        if self.lengths is None and prompts and not any(IMAGE_PLACEHOLDER in t for t in (*prompts, *captions)):
             prompts[0] = IMAGE_PLACEHOLDER * len(self.images[i]) + prompts[0]  # as other packers leave it out
         turns = [("user", prompts, 0), ("assistant", captions, 1)]
         ordered = sorted((2 * j + shift, role, text) for role, texts, shift in turns for j, text in enumerate(texts))

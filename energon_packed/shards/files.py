@@ -15,9 +15,19 @@ def aside(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
-        temporary.rename(path)
+        rename_whole(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def rename_whole(temporary: Path, path: Path) -> None:
+    """Give a finished, synced file its name, and sync the folder, so that the name survives a power cut too."""
+    temporary.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import yaml
 
 from energon_packed.shards.files import write_whole
 from energon_packed.shards.index import write_sqlite_index
-from energon_packed.shards.tar import ShardRows
+from energon_packed.shards.tar import ShardRows, ShardSummary
 
 NV_META = ".nv-meta"
 SPLITS = ("train", "val", "test")
@@ -23,7 +23,8 @@ def write_nv_meta(
     *,
     sample_class: str,
     loader_module: str,
-    shards: Sequence[ShardRows],
+    shards: Sequence[ShardSummary],
+    rows: Iterable[ShardRows],
     splits: Mapping[str, list[str]],
 ) -> None:
     """Write everything in `.nv-meta` but the manifest.
@@ -33,6 +34,7 @@ def write_nv_meta(
         sample_class: class in `energon_packed.flavors`.
         loader_module: module with its `sample_loader` and `part_filter`.
         shards: finished shards, in order.
+        rows: the index rows of each, in the same order; one shard is held at a time.
         splits: shard names of `train`, `val` and `test`; all three are always written, as Energon's tools ask for
             all three.
     """
@@ -45,14 +47,14 @@ def write_nv_meta(
         "decoder": None,
     }
     parts = {name: list(splits.get(name, [])) for name in SPLITS}
-    info = {"energon_version": _energon_version(), "shard_counts": {rows.name: len(rows.keys) for rows in shards}}
+    info = {"energon_version": _energon_version(), "shard_counts": {shard.name: shard.packs for shard in shards}}
     loader = _HEADER + "".join(f"from {loader_module} import {n} as {n}\n" for n in ("part_filter", "sample_loader"))
     write_whole(meta / "sample_loader.py", loader.encode())
     write_whole(meta / "dataset.yaml", (_HEADER + yaml.safe_dump(dataset, sort_keys=False)).encode())
     write_whole(meta / "split.yaml", yaml.safe_dump({"split_parts": parts, "exclude": []}, sort_keys=False).encode())
     write_whole(meta / ".info.json", json.dumps(info, indent=2).encode())
-    write_whole(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(rows.sha256 for rows in shards))).encode())
-    write_sqlite_index(meta / "index.sqlite", shards)
+    write_whole(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode())
+    write_sqlite_index(meta / "index.sqlite", rows)
 
 
 def _energon_version() -> str:

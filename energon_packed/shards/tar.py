@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from energon_packed.errors import FormatError
+from energon_packed.shards.files import rename_whole
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)  # POSIX.1-1988: an archive ends with two zero blocks
@@ -40,6 +41,11 @@ class ShardRows:
     offsets: list[int]
     parts: list[tuple[int, str, int, int]]
 
+    @property
+    def summary(self) -> "ShardSummary":
+        """What is kept of a shard once its rows are on disk."""
+        return ShardSummary(self.name, self.size, self.sha256, len(self.keys))
+
     def as_dict(self) -> dict[str, Any]:
         """Plain types, for JSON."""
         return {name: getattr(self, name) for name in self.__slots__}
@@ -48,6 +54,23 @@ class ShardRows:
     def from_dict(cls, value: dict[str, Any]) -> "ShardRows":
         """The inverse of `as_dict`."""
         return cls(**{**value, "parts": [(int(a), str(b), int(c), int(d)) for a, b, c, d in value["parts"]]})
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSummary:
+    """One finished shard, in a few bytes.
+
+    Attributes:
+        name: file name.
+        size: bytes of the file.
+        sha256: hex digest of the file.
+        packs: samples in it.
+    """
+
+    name: str
+    size: int
+    sha256: str
+    packs: int
 
 
 class TarShardWriter:
@@ -116,7 +139,7 @@ class TarShardWriter:
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
-        self._aside.rename(self.path)
+        rename_whole(self._aside, self.path)
         self.rows = ShardRows(
             name=self.path.name,
             size=self._offset,

@@ -11,7 +11,7 @@ import orjson
 import pyarrow as pa
 
 from energon_packed.errors import SourceError
-from energon_packed.sources.base import Row, Source
+from energon_packed.sources.base import Row, Source, changed_at
 
 
 class ArrowSource(Source):
@@ -39,18 +39,21 @@ class ArrowSource(Source):
 
     def extent(self) -> int:
         """Number of rows."""
-        return _open_batches(self.data).rows
+        return self._batches().rows
 
     def scan(self, start: int, stop: int) -> Iterator[Row]:
         """Rows [start, stop)."""
-        batches = _open_batches(self.data)
+        batches = self._batches()
         for begin in range(start, stop, 64):
             for number, record in enumerate(batches.rows_between(begin, min(begin + 64, stop)), start=begin):
                 yield Row(number, 0, self._record(record))
 
     def read(self, address: int, size: int) -> Any:
         """The row with that number."""
-        return self._record(next(iter(_open_batches(self.data).rows_between(address, address + 1))))
+        return self._record(next(iter(self._batches().rows_between(address, address + 1))))
+
+    def _batches(self) -> "_Batches":
+        return _open_batches(self.data, self.data.stat().st_size, changed_at(self.data))
 
     def _record(self, record: dict[str, Any]) -> dict[str, Any]:
         if not self.json_cells:
@@ -87,7 +90,8 @@ class _Batches:
 
 
 @lru_cache(maxsize=64)
-def _open_batches(path: Path) -> _Batches:
+def _open_batches(path: Path, size: int, changed: int) -> _Batches:
+    """One mapping per file and version of it."""
     return _Batches(path)
 
 

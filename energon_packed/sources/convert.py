@@ -3,7 +3,9 @@
 The copy is named after the content of the input, so an unchanged input is not converted again.
 """
 
+import codecs
 import gzip
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from energon_packed.errors import SourceError
 from energon_packed.sources.base import changed_at, file_fingerprint
 
 _BATCH_ROWS = 256
+_CSV_BLOCK = 64 << 20  # bytes; a row must fit
 
 
 def converted(path: Path, folder: Path, suffix: str, convert: Callable[[Path, BinaryIO], None]) -> Path:
@@ -29,15 +32,15 @@ def converted(path: Path, folder: Path, suffix: str, convert: Callable[[Path, Bi
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f".{target.name}.{os.getpid()}"
+    temporary = folder / f".{target.name}.{os.getpid()}.tmp"
     try:
-        with aside.open("wb") as out:
+        with temporary.open("wb") as out:
             convert(path, out)
             out.flush()
             os.fsync(out.fileno())
-        aside.rename(target)
+        temporary.rename(target)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return target
 
 
@@ -61,8 +64,12 @@ def json_array_to_jsonl(path: Path, out: BinaryIO) -> None:
 
     try:
         with path.open("rb") as stream:
+            stream.seek(len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
             for element in ijson.items(stream, "item", use_float=True):
-                out.write(orjson.dumps(element, option=orjson.OPT_APPEND_NEWLINE))
+                try:
+                    out.write(orjson.dumps(element, option=orjson.OPT_APPEND_NEWLINE))
+                except TypeError:  # a number over 64 bits
+                    out.write(json.dumps(element).encode() + b"\n")
     except (ijson.JSONError, UnicodeDecodeError) as error:
         raise SourceError(f"{path} is not a whole JSON array: {' '.join(str(error).split())}") from error
 
@@ -73,7 +80,10 @@ def parquet_to_arrow(path: Path, out: BinaryIO) -> None:
 
     try:
         with pq.ParquetFile(path) as table:
-            _write_batches(table.schema_arrow, table.iter_batches(batch_size=_BATCH_ROWS), out)
+            plain = [f.with_type(f.type.value_type) if _is_coded(f.type) else f for f in table.schema_arrow]
+            schema = pa.schema(plain)
+            batches = table.iter_batches(batch_size=_BATCH_ROWS)
+            _write_batches(schema, (_without_dictionaries(batch, schema) for batch in batches), out)
     except (pa.ArrowInvalid, OSError) as error:
         raise SourceError(f"{path} is not a Parquet file: {error}") from error
 
@@ -83,15 +93,29 @@ def csv_to_arrow(path: Path, out: BinaryIO) -> None:
     from pyarrow import csv
 
     try:
-        names = csv.open_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True)).schema.names
+        options = {
+            "read_options": csv.ReadOptions(block_size=_CSV_BLOCK),
+            "parse_options": csv.ParseOptions(newlines_in_values=True),
+        }
+        names = csv.open_csv(path, **options).schema.names
         reader = csv.open_csv(
             path,
-            parse_options=csv.ParseOptions(newlines_in_values=True),
+            **options,
             convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
         )
         _write_batches(reader.schema, iter(reader), out)
     except (pa.ArrowInvalid, OSError) as error:
         raise SourceError(f"{path} is not a CSV file with a header: {error}") from error
+
+
+def _is_coded(kind: Any) -> bool:
+    return bool(pa.types.is_dictionary(kind))
+
+
+def _without_dictionaries(batch: Any, schema: Any) -> Any:
+    """Dictionary-encoded columns as plain ones: an Arrow file cannot hold a dictionary that changes."""
+    columns = [column.dictionary_decode() if _is_coded(column.type) else column for column in batch.columns]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _write_batches(schema: Any, batches: Iterator[Any], out: BinaryIO) -> None:

@@ -1,5 +1,6 @@
 """From what a user names (files, folders, globs) to Sources."""
 
+import codecs
 import glob
 import json
 from collections.abc import Iterable
@@ -82,13 +83,16 @@ def _open_folder(path: Path, root: Path | None) -> list[Source]:
         raise SourceError(f"{path} holds the splits {', '.join(splits)}; name one, such as {path / str(splits[0])}")
     if not (path / "state.json").is_file():
         raise SourceError(f"{path} is a folder without a Hugging Face state.json; give files or a glob")
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        files = [path / entry["filename"] for entry in state["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{path / 'state.json'} is not that of a Hugging Face data set: {error!r}") from error
     if state.get("_indices_data_files"):
         raise SourceError(f"{path} holds an indices mapping; save it again after dataset.flatten_indices()")
-    files = [path / entry["filename"] for entry in state["_data_files"]]
     return [ArrowSource(file, image_root=root if root is not None else path) for file in files]
 
 
 def _starts_with(path: Path) -> bytes:
     with path.open("rb") as stream:
-        return stream.read(4096).lstrip()[:1]
+        return stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1]

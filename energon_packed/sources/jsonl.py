@@ -1,5 +1,6 @@
 """JsonlSource: one JSON object a line, read by byte ranges; memory does not grow with the file."""
 
+import codecs
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,6 +57,6 @@ class JsonlSource(Source):
 
 def _parse(line: bytes) -> Any:
     try:
-        return orjson.loads(line)
+        return orjson.loads(line.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as error:
         return RecordError(Reason.BAD_JSON, str(error))

@@ -21,11 +21,10 @@ def damaged(pack_demo: Packer, tmp_path: Path) -> Path:
     shutil.copytree(shards, copy)
     tar = next(copy.glob("*.tar"))
     data = tar.read_bytes()
-    done, place = 0, 0
-    while done < 2:
-        place = data.index(b'"images":[["img0_0', place) + 1
-        data = data[: place + 11] + b'"imgX_0' + data[place + 18 :]
-        done += 1
+    head = b'{"images":[["img'
+    for _ in range(2):
+        place = data.index(head + b"0_0") + len(head)
+        data = data[:place] + b"X" + data[place + 1 :]
     tar.write_bytes(data)
     return copy
 
@@ -46,6 +45,23 @@ def test_failures_are_counted_by_reason_and_logged(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
+def test_one_bad_image_costs_one_sample_and_not_its_pack(
+    pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    result = pack_demo()
+    copy = tmp_path / "copy"
+    shutil.copytree(result.shards, copy)
+    tar = next(copy.glob("*.tar"))
+    data = tar.read_bytes()
+    place = data.index(b"\x89PNG\r\n\x1a\n") + 8  # the first chunk of the first PNG
+    tar.write_bytes(data[:place] + bytes(40) + data[place + 40 :])
+    loader = get_packed_loader(copy, encoder, epochs=1, num_workers=0, max_failures=1)
+    batches = list(loader)
+    assert loader.failures.counts == {"corrupt_image": 1}
+    assert len(batches) == result.manifest.packs
+    assert sum(batch.num_samples for batch in batches) == result.manifest.packed - 1
+
+
 def test_past_the_limit_the_run_stops(damaged: Path, encoder: ChatEncoder, num_workers: int) -> None:
     loader = get_packed_loader(damaged, encoder, epochs=1, num_workers=num_workers, max_failures=1)
     with pytest.raises(BatchError, match=r"2 samples failed to load, more than max_failures 1 \(bad_format 2\)"):

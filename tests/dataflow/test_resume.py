@@ -39,7 +39,7 @@ def saved(state: Any) -> Any:
 def test_the_rest_of_the_epoch_is_identical_from_every_step(
     pack_demo: Packer, encoder: ChatEncoder, flavor: str, num_workers: int, options: dict[str, Any]
 ) -> None:
-    shards = pack_demo(sample_class=flavor, max_packs_per_shard=4).shards
+    shards = pack_demo(sample_class=flavor, max_packs_per_shard=4, seq_len=2048).shards
 
     def new_loader() -> Any:
         return get_packed_loader(
@@ -52,7 +52,7 @@ def test_the_rest_of_the_epoch_is_identical_from_every_step(
     for batch in iterator:
         expected.append(signature(batch))
         states.append(saved(iterator.save_state_rank()))
-    assert len(set(expected)) == len(expected) > 4
+    assert len(set(expected)) == len(expected) > 3
     for step, state in enumerate(states):
         resumed = new_loader()
         resumed.restore_state_rank(state)

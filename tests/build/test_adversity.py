@@ -1,0 +1,239 @@
+"""What must not go wrong when data, options or files change between runs, or are not what they seem."""
+
+import base64
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from energon_packed import (
+    ChatEncoder,
+    EncoderOptions,
+    PackingManifest,
+    PackOptions,
+    PackResult,
+    get_packed_loader,
+    pack,
+)
+from energon_packed.demo.tokenizer import CHATML_TEMPLATE
+from energon_packed.errors import ConfigError, RejectLimitError, SourceError
+from tests.encoding.test_spans import FORGETTING
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    out = io.BytesIO()
+    noise = random.Random(seed).randbytes(width * height * 3)
+    Image.frombytes("RGB", (width, height), noise).save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.fixture
+def build(tmp_path: Path, tokenizer_dir: Path) -> Any:
+    def run(records: list[Any] | None = None, **options: Any) -> PackResult:
+        if records is not None:
+            (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        settings = {
+            "inputs": (str(tmp_path / "data.jsonl"),),
+            "output_dir": tmp_path / "out",
+            "encoder": EncoderOptions(tokenizer=tokenizer_dir),
+            "seq_len": 256,
+            "workers": 1,
+            "max_reject_rate": 1,
+        }
+        return pack(PackOptions(**{**settings, **options}))
+
+    return run
+
+
+def with_template(tokenizer_dir: Path, folder: Path, template: str) -> EncoderOptions:
+    tokenizer = ChatEncoder.from_pretrained(tokenizer_dir).tokenizer
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(str(folder))
+    return EncoderOptions(tokenizer=folder)
+
+
+def test_the_order_of_split_shares_does_not_matter(build: Any) -> None:
+    records = [{"messages": TURNS}] * 120
+    first = build(records, split={"train": 0.9, "val": 0.1}, max_packs_per_shard=5)
+    again = build(split={"val": 0.1, "train": 0.9}, max_packs_per_shard=5)
+    assert again.manifest.shards == first.manifest.shards
+    assert sum(shard.packs for shard in first.manifest.shards) == first.manifest.packs
+
+
+@pytest.mark.parametrize("share", [float("nan"), float("inf")])
+def test_shares_that_are_no_numbers_are_refused(build: Any, share: float) -> None:
+    with pytest.raises(ConfigError, match="split must name shares"):
+        build([{"messages": TURNS}], split={"train": share})
+
+
+def test_shares_that_round_lose_no_pack(build: Any) -> None:
+    third = 1 / 3 - 1e-7
+    result = build([{"messages": TURNS}] * 31, split={"train": third, "val": third, "test": third})
+    assert sum(shard.packs for shard in result.manifest.shards) == result.manifest.packs
+
+
+def test_another_image_root_is_another_build(build: Any, tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(png(60, 40, number))
+    records = [{"images": ["x.png"], "captions": ["c"]}]
+    first = build(records, image_root=tmp_path / "a")
+    with pytest.raises(ConfigError, match="holds shards of another build"):
+        build(image_root=tmp_path / "b")
+    second = build(image_root=tmp_path / "b", overwrite=True)
+    third = build(image_root=tmp_path / "a", overwrite=True)
+    assert first.manifest.shards == third.manifest.shards != second.manifest.shards
+    for entry in third.manifest.shards:
+        import hashlib
+
+        assert hashlib.sha256((third.shards / entry.name).read_bytes()).hexdigest() == entry.sha256
+
+
+def test_stray_shards_of_an_earlier_run_go(build: Any, tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number}.png").write_bytes(png(200, 200, number))
+    records = [{"images": [f"{number}.png"], "captions": ["c"]} for number in range(20)]
+    assert len(build(records, max_packs_per_shard=2).manifest.shards) > 3
+    for number in range(14):
+        (tmp_path / f"{number}.png").unlink()
+    result = build(max_packs_per_shard=2, resume=False)
+    assert {p.name for p in result.shards.glob("*.tar")} == {shard.name for shard in result.manifest.shards}
+    assert len(list(result.shards.glob("*.idx"))) == len(result.manifest.shards)
+
+
+def test_a_mended_image_is_measured_again(build: Any, tmp_path: Path) -> None:
+    records = [{"images": ["x.png"], "captions": ["c"]}, {"messages": TURNS}]
+    assert build(records).manifest.rejects == {"missing_image": 1}
+    (tmp_path / "x.png").write_bytes(png(60, 40))
+    assert build(overwrite=True).manifest.rejects == {}
+
+
+def test_an_image_that_changed_is_noticed(build: Any, tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(png(60, 40))
+    build([{"images": ["x.png"], "captions": ["c"]}])
+    (tmp_path / "x.png").write_bytes(png(200, 100))
+    with pytest.raises(SourceError, match="changed since it was measured .its media has .*--no-resume"):
+        build(seq_len=300, overwrite=True)
+    assert build(seq_len=300, resume=False, overwrite=True).manifest.packed == 1
+
+
+def test_overwrite_keeps_the_old_data_until_the_new_is_sure(build: Any) -> None:
+    good = build([{"messages": TURNS}] * 5)
+    before = next(good.shards.glob("*.tar")).read_bytes()
+    with pytest.raises(RejectLimitError):
+        build([{"messages": TURNS}, {"x": 1}], max_reject_rate=0, overwrite=True)
+    assert next(good.shards.glob("*.tar")).read_bytes() == before
+    assert PackingManifest.load(good.shards) == good.manifest
+
+
+def test_a_template_that_refuses_some_texts_rejects_just_those(
+    build: Any, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    template = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}" + CHATML_TEMPLATE
+    encoder = with_template(tokenizer_dir, tmp_path / "t", template)
+    records = [{"prompts": ["x"], "captions": ["bad" if n % 6 == 5 else "good"]} for n in range(300)]
+    shards = []
+    for workers in (1, 2):
+        result = build(records, encoder=encoder, workers=workers, output_dir=tmp_path / str(workers))
+        assert result.manifest.rejects == {"bad_role": 50}
+        shards.append(result.manifest.shards)
+    assert shards[0] == shards[1]
+
+
+def test_a_template_that_rewrites_some_texts_stops_the_build(build: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
+    encoder = with_template(tokenizer_dir, tmp_path / "t", FORGETTING)
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    plain = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    thinking = json.loads(json.dumps(plain).replace('"b"', '"<think>t</think>b"'))
+    assert build([plain], encoder=encoder).manifest.packed == 1
+    with pytest.raises(ConfigError.__mro__[1], match="once later turns are known"):
+        build([plain, thinking], encoder=encoder, overwrite=True)
+
+
+def test_a_template_with_a_date_gives_the_same_tokens_every_day(
+    build: Any, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    template = "{{ strftime_now('%d %b %Y') }}{{ date_string }}" + CHATML_TEMPLATE
+    encoder = with_template(tokenizer_dir, tmp_path / "t", template)
+    result = build([{"messages": TURNS}], encoder=encoder, sample_class="PackedTokensSample")
+    batch = next(iter(get_packed_loader(result.shards, encoder.load(), epochs=1, num_workers=0)))
+    assert encoder.load().tokenizer.decode(batch.input_ids[0]).startswith("26 Jul 202426 Jul 2024<|im_start|>user")
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"input_ids": [50]}, "no_supervised_tokens"),
+        ({"input_ids": [50, 51, 52], "loss_mask": [1, 0, 0]}, "no_supervised_tokens"),
+        ({"input_ids": [50, -7]}, "missing_field"),
+        ({"input_ids": [50, 10**12]}, "missing_field"),
+        ({"input_ids": [50, 51], "labels": [-100, 10**6]}, "missing_field"),
+        ({"messages": TURNS, "tools": ["f"]}, "missing_field"),
+    ],
+)
+def test_what_would_fail_in_training_is_rejected_while_packing(build: Any, record: Any, reason: str) -> None:
+    result = build([record, {"messages": TURNS}], sample_class="PackedTokensSample")
+    assert result.manifest.rejects == {reason: 1}
+
+
+def test_an_image_in_the_system_message_loads(build: Any, encoder: ChatEncoder) -> None:
+    image = "data:image/png;base64," + base64.b64encode(png(60, 40)).decode()
+    record = {"messages": [{"role": "system", "content": "Look: <image>"}, *TURNS], "images": [image]}
+    result = build([record])
+    batch = next(iter(get_packed_loader(result.shards, encoder, epochs=1, num_workers=0)))
+    assert len(batch.image_grid_thw) == 1
+
+
+def test_damaged_pixels_are_found_while_packing(build: Any, tmp_path: Path) -> None:
+    data = bytearray(png(200, 100))
+    data[500:600] = bytes(100)
+    (tmp_path / "x.png").write_bytes(data)
+    result = build([{"images": ["x.png"], "captions": ["c"]}, {"messages": TURNS}])
+    assert result.manifest.rejects == {"corrupt_image": 1}
+
+
+@pytest.mark.parametrize("flavor", ["PackedCaptioningSample", "PackedTokensSample", "PackedMultiMixQASample"])
+def test_shards_keep_to_their_size(build: Any, tmp_path: Path, flavor: str) -> None:
+    records = [{"prompts": ["x"], "captions": ['ü word "q" ' * (n % 40 + 1)]} for n in range(600)]
+    result = build(records, sample_class=flavor, max_shard_bytes=60_000)
+    assert len(result.manifest.shards) > 2
+    # A tar ends with up to 10 KiB of zeros, which no plan can spare.
+    assert all(shard.bytes <= 60_000 + 11_264 for shard in result.manifest.shards)
+    assert sum(shard.bytes for shard in result.manifest.shards) > 0.4 * 60_000 * len(result.manifest.shards)
+
+
+def test_a_changed_file_is_read_anew_in_the_same_process(build: Any, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.feather
+
+    for rows in (3, 5):
+        pa.feather.write_feather(pa.table({"text": ["Once upon a time."] * rows}), tmp_path / "a.feather")
+        result = build(inputs=(str(tmp_path / "a.feather"),), overwrite=True)
+        assert result.manifest.records == rows
+
+
+def test_a_byte_order_mark_costs_no_record(build: Any, tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", '{"text": "Once upon."}\r\n'), ("b.json", '[{"text": "Twice upon."}]')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    result = build(inputs=(str(tmp_path / "a.jsonl"), str(tmp_path / "b.json")))
+    assert (result.manifest.packed, result.manifest.rejects) == (2, {})
+
+
+def test_categorical_parquet_and_long_csv_cells(build: Any, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.csv
+    import pyarrow.parquet as pq
+
+    column = pa.array(["One text.", "Two texts."] * 4).dictionary_encode()
+    with pq.ParquetWriter(tmp_path / "a.parquet", pa.schema({"text": column.type})) as writer:
+        writer.write_table(pa.table({"text": column}))
+        writer.write_table(pa.table({"text": pa.array(["Three texts."] * 3).dictionary_encode()}))
+    pa.csv.write_csv(pa.table({"text": ["word " * 600_000, "short text"], "fps": ["2", "3"]}), tmp_path / "b.csv")
+    result = build(inputs=(str(tmp_path / "a.parquet"), str(tmp_path / "b.csv")))
+    assert (result.manifest.packed, result.manifest.rejects) == (12, {"overlong": 1})
