@@ -1,10 +1,15 @@
-"""Does a chat template only join contents? Then one conversation of some roles tells of all others."""
+"""What a chat template may depend on: made blind to the clock, and asked whether it looks at contents."""
 
+import contextlib
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 from energon_packed.conversation import EXTRA_FIELDS
 
+TODAY = datetime(2024, 7, 26)
+"""The date that templates are told, so that the same data gives the same tokens on any day; it is the one that
+Llama 3 templates fall back to."""
 _CONSTANT_TESTS = ("string", "defined", "none", "undefined")  # of a content, which is always a string
 
 
@@ -17,13 +22,30 @@ def only_joins_content(source: str) -> bool:
     over, sliced and asked for their role. Anything else, a filter or a comparison of contents say, gives False.
     """
     from jinja2.exceptions import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        tree = _compile_jinja_template(source).environment.parse(source)
+        return _Purity(_compiled(source).environment.parse(source)).holds()
     except TemplateSyntaxError:
         return False
-    return _Purity(tree).holds()
+
+
+def with_fixed_date(source: str) -> str:
+    """The same template under a name of its own, whose `strftime_now` always tells `TODAY`.
+
+    Transformers compiles each source once in a process and gives it a clock; the comment makes this one ours alone.
+    """
+    from jinja2.exceptions import TemplateSyntaxError
+
+    source += "{# energon-packed: always the same date #}"
+    with contextlib.suppress(TemplateSyntaxError):  # rendering will say so
+        _compiled(source).globals["strftime_now"] = TODAY.strftime
+    return source
+
+
+def _compiled(source: str) -> Any:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(source)
 
 
 class _Purity:

@@ -2,19 +2,14 @@
 
 import re
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 
-from energon_packed.encoding.purity import only_joins_content
+from energon_packed.encoding.purity import TODAY, only_joins_content, with_fixed_date
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
 
 Messages = Sequence[dict[str, Any]]
 Span = tuple[int, int]
 """Characters [start, end) of the rendered text."""
-
-TODAY = datetime(2024, 7, 26)
-"""The date that templates are told, so that the same data gives the same tokens on any day; it is the one that
-Llama 3 templates fall back to."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -34,6 +29,7 @@ class ChatTemplate:
                 self._template = tokenizer.get_chat_template()
             except ValueError as error:
                 raise ConfigError(f"the tokenizer has no default chat template: {error}") from error
+            self._template = with_fixed_date(self._template)
         self._variables = dict(tokenizer.special_tokens_map) | {"date_string": TODAY.strftime("%d %b %Y")}
         self._special = tuple(sorted(tokenizer.added_tokens_encoder, key=len, reverse=True))
         self.is_tagged = bool(self._template and _GENERATION.search(self._template))
@@ -132,7 +128,6 @@ class ChatTemplate:
                 chat_template=self._template,
                 **options,
                 **self._variables,
-                strftime_now=TODAY.strftime,
             )
         except TemplateSyntaxError as error:
             raise TemplateError(f"the chat template is not valid Jinja: {error}; mend it in the tokenizer") from error

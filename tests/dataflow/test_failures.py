@@ -44,7 +44,6 @@ def test_failures_are_counted_by_reason_and_logged(
         assert "damaged/pack-000000.tar" in caplog.text
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 def test_one_bad_image_costs_one_sample_and_not_its_pack(
     pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path
 ) -> None:
@@ -62,6 +61,7 @@ def test_one_bad_image_costs_one_sample_and_not_its_pack(
     assert sum(batch.num_samples for batch in batches) == result.manifest.packed - 1
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_past_the_limit_the_run_stops(damaged: Path, encoder: ChatEncoder, num_workers: int) -> None:
     loader = get_packed_loader(damaged, encoder, epochs=1, num_workers=num_workers, max_failures=1)
     with pytest.raises(BatchError, match=r"2 samples failed to load, more than max_failures 1 \(bad_format 2\)"):
