@@ -21,7 +21,7 @@ def test_commands_and_code_print_what_the_readme_says(tmp_path: Path) -> None:
         elif language == "python":
             ran += 1
             assert _plain(_run([sys.executable, "-c", body], tmp_path)) == _plain(blocks[number + 1][1])
-    assert ran >= 7
+    assert ran >= 8
 
 
 def _commands(body: str) -> list[tuple[str, str]]:

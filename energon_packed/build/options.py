@@ -9,6 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.chat import LOSS_ON
 from energon_packed.errors import ConfigError
@@ -34,6 +36,9 @@ class EncoderOptions:
     loss_on: Literal["assistant", "last", "all"] = "assistant"
 
     def __post_init__(self) -> None:
+        for folder in ("tokenizer", "processor"):
+            if getattr(self, folder) is not None:
+                object.__setattr__(self, folder, Path(getattr(self, folder)))
         _one_of("loss_on", self.loss_on, LOSS_ON)
         for name in ("factor", "min_pixels", "max_pixels"):
             _at_least(name, getattr(self, name), 1)
@@ -120,6 +125,16 @@ class PackOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("output_dir", "image_root"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
+        object.__setattr__(self, "inputs", tuple(str(given) for given in self.inputs))
+        if self.image_root is not None and not self.image_root.is_dir():
+            raise ConfigError(
+                f"image_root {self.image_root} is not a folder; give the folder that image paths start from"
+            )
+        if self.seq_len > np.iinfo(np.int32).max:
+            raise ConfigError(f"seq_len is {self.seq_len}; it must be at most {np.iinfo(np.int32).max}")
         layout_for(self.sample_class)
         pack_lengths([], 1, algorithm=self.algorithm)
         for name in ("seq_len", "max_packs_per_shard", "max_shard_bytes", "pad_multiple", "max_samples_per_pack"):

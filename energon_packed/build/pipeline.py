@@ -67,6 +67,7 @@ class PackResult:
         shards: folder of the tars.
         lengths, rejects: files with a row per record, and per record left out.
         bytes: size of all tars.
+        splits: splits that were asked for; one may have got no pack.
         seconds: wall time of each stage.
     """
 
@@ -75,6 +76,7 @@ class PackResult:
     lengths: Path
     rejects: Path
     bytes: int
+    splits: tuple[str, ...]
     seconds: dict[str, float]
 
 
@@ -159,6 +161,7 @@ class _Build:
             lengths=self.space.lengths,
             rejects=self.space.rejects,
             bytes=sum(shard.size for shard in shards),
+            splits=tuple(options.split),
             seconds=self.seconds,
         )
 

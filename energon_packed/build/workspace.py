@@ -53,7 +53,8 @@ class Workspace:
     def claim(self, key: str) -> None:
         """Make the shard folder ours before the first shard is written; shards of another build go."""
         if not self._is_owner(key):
-            shutil.rmtree(self.shards, ignore_errors=True)
+            self.open_shards()
+            self.remove_strays(set())
         self.shards.mkdir(parents=True, exist_ok=True)
         write_whole(self.work / "run.json", orjson.dumps({"key": key}))
 

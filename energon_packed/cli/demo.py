@@ -1,5 +1,6 @@
 """`energon-packed demo`."""
 
+import shlex
 import time
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from energon_packed.build.options import EncoderOptions
 from energon_packed.cli.pack import show_build
 from energon_packed.demo import write_dataset, write_tokenizer
 
+_MAX_REJECT_RATE = 0.5  # some of the generated records are broken on purpose
+
 
 @click.command()
 @click.option("--output-dir", "-o", type=click.Path(path_type=Path, file_okay=False), default="demo-out",
               show_default=True, help="Folder for everything that the demo makes.")  # fmt: skip
-@click.option("--records", type=click.IntRange(min=120), default=400, show_default=True, help="Records to generate.")
+@click.option("--records", type=click.IntRange(min=20), default=400, show_default=True, help="Records to generate.")
 @click.option("--seq-len", type=int, default=2048, show_default=True, help="Tokens in one row.")
 def command(output_dir: Path, records: int, seq_len: int) -> None:
     """Make a small data set and a tokenizer, pack it, load one epoch of padding-free batches.
@@ -27,14 +30,16 @@ def command(output_dir: Path, records: int, seq_len: int) -> None:
     console.print(f"Drawing pictures and writing {records} conversations to {source} ...", soft_wrap=True)
     data = write_dataset(source, records=records)
     tokenizer = write_tokenizer(source / "tokenizer", data.texts)
-    options = f"-o {output_dir} --seq-len {seq_len} --tokenizer {tokenizer}"
-    console.print(f"\n$ energon-packed pack {data.jsonl} {options}\n", soft_wrap=True)
+    words = ["pack", data.jsonl, "-o", output_dir, "--seq-len", seq_len, "--tokenizer", tokenizer]
+    words += ["--max-reject-rate", _MAX_REJECT_RATE]
+    console.print(f"\n$ energon-packed {shlex.join(map(str, words))}\n", soft_wrap=True)
     show_build(
         PackOptions(
             inputs=(str(data.jsonl),),
             output_dir=output_dir,
             encoder=EncoderOptions(tokenizer=tokenizer),
             seq_len=seq_len,
+            max_reject_rate=_MAX_REJECT_RATE,
             overwrite=True,
         )
     )

@@ -7,6 +7,7 @@ from rich.table import Table
 from energon_packed.build import PackResult
 from energon_packed.build.progress import Progress as BuildProgress
 from energon_packed.shards import steps_per_epoch
+from energon_packed.shards.nv_meta import SPLITS
 
 
 class TerminalProgress(BuildProgress):
@@ -86,6 +87,10 @@ def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, 
         table.add_row("utilization", f"{manifest.utilization:.2%}")
         table.add_row("samples per pack", f"{manifest.samples_per_pack:.2f}")
     table.add_section()
+    splits = {shard.split for shard in manifest.shards} | set(result.splits)
+    if splits != {"train"}:
+        for split in (name for name in SPLITS if name in splits):
+            table.add_row(f"packs in {split}", f"{manifest.packs_in(split):,}")
     table.add_row("shards", f"{len(manifest.shards):,}")
     table.add_row("size", format_bytes(result.bytes))
     for stage, seconds in result.seconds.items():

@@ -53,9 +53,15 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option("--strict", is_flag=True, help="Stop at the first record that is left out.")
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Take up what an earlier run has done.")
 @click.option("--overwrite", is_flag=True, help="Replace shards of another build in the output folder.")
-@click.option("--world-size", type=int, default=1, show_default=True, help="Ranks, for the steps in the table.")
-@click.option("--micro-batch-size", type=int, default=1, show_default=True, help="Packs a step, for the table.")
-@click.option("--loader-workers", type=int, default=2, show_default=True, help="Loader workers, for the table.")
+@click.option(
+    "--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks, for the steps in the table."
+)
+@click.option(
+    "--micro-batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Packs a step, for the table."
+)
+@click.option(
+    "--loader-workers", type=click.IntRange(min=0), default=2, show_default=True, help="Loader workers, for the table."
+)
 def command(**options: Any) -> None:
     """Pack conversations with images into an Energon data set.
 

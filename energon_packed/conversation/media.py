@@ -76,7 +76,9 @@ class MediaReference:
         real = os.path.realpath(os.path.join(root, self.path))
         if real != root and not real.startswith(root.rstrip("/") + "/"):
             raise RecordError(
-                Reason.IMAGE_OUTSIDE_ROOT, f"{self.path} resolves to {real}, outside --image-root {self.root}"
+                Reason.IMAGE_OUTSIDE_ROOT,
+                f"{self.path} resolves to {real}, outside --image-root {self.root}; "
+                "give the folder that holds all images",
             )
         return real
 

@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from energon_packed.conversation.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, Conversation, Message
 from energon_packed.conversation.media import MediaReference
 from energon_packed.errors import Reason, RecordError
 
 Record = Mapping[str, Any]
+_LARGEST_NUMBER = 1e9  # of fps and timestamp_decimal
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -29,6 +31,7 @@ _SHAREGPT_ROLES = {
     "assistant": "assistant",
     "system": "system",
     "tool": "tool",
+    "function_call": "assistant",
     "observation": "tool",
 }
 
@@ -108,12 +111,10 @@ class _Draft:
         )
 
     def _media(self, keys: Iterable[str]) -> list[MediaReference]:
-        for key in keys:
-            value = self.record.get(key)
-            if value is None:
-                continue
-            return [MediaReference.from_value(item, self.root) for item in _flat(value)]
-        return []
+        given = [key for key in keys if self.record.get(key) is not None and _flat(self.record[key])]
+        if len(given) > 1:
+            raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(given)} are given; use one")
+        return [MediaReference.from_value(item, self.root) for key in given for item in _flat(self.record[key])]
 
     def add_parts(self, parts: Iterable[Any]) -> str:
         """Text of typed content parts; their media go to `inline`."""
@@ -153,7 +154,7 @@ def _from_messages(draft: _Draft) -> None:
         role, content = message.get("role"), message.get("content")
         if role is None:
             raise RecordError(Reason.MISSING_FIELD, f"a message has no role; its keys are {_keys(message)}")
-        extra = {key: message[key] for key in EXTRA_FIELDS if message.get(key) is not None}
+        extra = {key: message[key] for key in EXTRA_FIELDS if message.get(key)}
         if content is None and not extra:
             raise RecordError(Reason.MISSING_FIELD, f"the {role} message has no content")
         if isinstance(content, list | tuple):
@@ -258,7 +259,12 @@ def _token_array(value: Any, what: str) -> npt.NDArray[np.int64]:
 
 
 def _json_list(value: Any, what: str) -> list[Any] | None:
-    if value is None or (isinstance(value, list | tuple) and not value):
+    if isinstance(value, str) and value.strip():
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise RecordError(Reason.MISSING_FIELD, f"{what} is no JSON list: {error}") from error
+    if not value:
         return None
     if not isinstance(value, list | tuple):
         raise RecordError(Reason.MISSING_FIELD, f"{what} must be a list, not {type(value).__name__}")
@@ -272,7 +278,7 @@ def _number(value: Any, what: str, kind: type[Any]) -> Any:
         number = float(value) if not isinstance(value, bool | list | tuple | dict) else math.nan
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
+    if not math.isfinite(number) or abs(number) > _LARGEST_NUMBER:
         raise RecordError(Reason.MISSING_FIELD, f"{what} must be a number, not {value!r}")
     return kind(number)
 

@@ -100,13 +100,14 @@ class PackedBatch(Batch):
     def megatron_inputs(self, *, metadata_only: bool = False) -> dict[str, Any]:
         """The batch as Megatron takes it: labels and loss mask shifted inside each sub-sample.
 
+        Boundaries are in `cu_seqlens_*`, so M-RoPE positions are (3, 1, T), without the text row.
         Token t gets the label and the weight of token t + 1 of the same sub-sample; the last token of each gets none.
 
         Args:
             metadata_only: leave out tokens, labels and pixels, for the middle stages of a pipeline.
         """
         inputs: dict[str, Any] = {
-            "position_ids": self.position_ids,
+            "position_ids": self.position_ids[-3:] if self.position_ids.ndim == 3 else self.position_ids,
             "cu_seqlens_q": self.cu_seqlens,
             "cu_seqlens_kv": self.cu_seqlens,
             "cu_seqlens_q_padded": self.cu_seqlens_padded,

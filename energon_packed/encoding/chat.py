@@ -293,14 +293,14 @@ class ChatEncoder(Processor):
         if "assistant" not in roles:
             raise _unsupervised(f"no assistant turn among {', '.join(roles)}")
         simple = not conversation.tools and not any(message.extra for message in conversation.messages)
-        if simple and roles in self._checked:
+        if simple and roles in self._checked and conversation.messages[-1].content:
             return
         messages = self._messages(conversation)
         text, spans = self.template.render_with_spans(messages, conversation.tools)
         if self.loss_on == "last":
             spans = self.template.last_turn(text, spans, messages, conversation.tools)
-        if not spans:
-            raise _unsupervised("the chat template's {% generation %} tags mark no text of it")
+        if not any(end > start for start, end in spans):
+            raise _unsupervised("the chat template renders or marks no text of the assistant")
         if simple and self.template.is_plain and not self.template.is_tagged:
             self._checked.add(roles)  # what holds for one conversation of these roles holds for all
 

@@ -1,6 +1,7 @@
 """PackingManifest: `packing.json`, what was packed, with what settings, and the hashes of the shards.
 
-It holds no clock, host or path that differs between two runs over the same input.
+It holds no clock or host. Two builds of the same input differ at most in `counters`, which tell what each run did
+itself, and in the paths of `encoder`.
 """
 
 from dataclasses import asdict, dataclass, field

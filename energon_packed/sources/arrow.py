@@ -18,7 +18,7 @@ class ArrowSource(Source):
     """An Arrow IPC file (.arrow, .feather) or stream (as Hugging Face datasets writes).
 
     Args:
-        json_cells: text cells that look like JSON arrays or objects are parsed: for tables that come from CSV.
+        json_cells: cells of columns that hold lists are parsed as JSON: for tables that come from CSV.
     """
 
     def __init__(
@@ -58,7 +58,10 @@ class ArrowSource(Source):
     def _record(self, record: dict[str, Any]) -> dict[str, Any]:
         if not self.json_cells:
             return record
-        return {name: _json_cell(value) for name, value in record.items()}
+        return {name: _json_cell(value) if name in _STRUCTURED else value or None for name, value in record.items()}
+
+
+_STRUCTURED = ("messages", "conversations", "images", "tools", "input_ids", "labels", "loss_mask", "patch_positions")
 
 
 class _Batches:

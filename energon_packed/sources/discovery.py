@@ -51,7 +51,7 @@ def _expand(pattern: str) -> list[Path]:
         return [Path(pattern)]
     matches = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
     if not matches:
-        raise SourceError(f"{pattern}: no such file" + (" matches" if glob.has_magic(pattern) else ""))
+        raise SourceError(f"nothing matches {pattern}" if glob.has_magic(pattern) else f"{pattern}: no such file")
     return matches
 
 

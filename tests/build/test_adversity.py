@@ -95,6 +95,31 @@ def test_another_image_root_is_another_build(build: Any, tmp_path: Path) -> None
         assert hashlib.sha256((third.shards / entry.name).read_bytes()).hexdigest() == entry.sha256
 
 
+def test_overwrite_touches_nothing_but_its_own_files(build: Any) -> None:
+    first = build([{"messages": TURNS}])
+    (first.shards / "notes.txt").write_text("mine")
+    build(seq_len=300, overwrite=True)
+    assert (first.shards / "notes.txt").read_text() == "mine"
+
+
+def test_paths_may_be_texts(build: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
+    encoder = EncoderOptions(tokenizer=str(tokenizer_dir))  # type: ignore[arg-type]
+    result = build([{"messages": TURNS}], encoder=encoder, output_dir=str(tmp_path / "text"))
+    assert result.manifest.packed == 1
+
+
+def test_an_image_root_that_is_not_there_is_named(build: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="image_root .*nowhere is not a folder"):
+        build([{"messages": TURNS}], image_root=tmp_path / "nowhere")
+
+
+def test_csv_texts_stay_texts(build: Any, encoder: ChatEncoder, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('prompts,captions\nSay it.,"[""a""]"\n')
+    result = build(inputs=(str(tmp_path / "a.csv"),))
+    batch = next(iter(get_packed_loader(result.shards, encoder, epochs=1, num_workers=0)))
+    assert '["a"]<|im_end|>' in encoder.tokenizer.decode(batch.input_ids[0])
+
+
 def test_stray_shards_of_an_earlier_run_go(build: Any, tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number}.png").write_bytes(png(200, 200, number))

@@ -94,6 +94,21 @@ def test_text_and_tokens() -> None:
     assert normalize({"input_ids": np.array([5, 6])}).labels.tolist() == [5, 6]  # type: ignore[union-attr]
 
 
+def test_fields_that_a_table_leaves_empty_are_not_there() -> None:
+    record = {"images": [], "image": "a.png", "prompts": "q", "captions": "c", "tools": [], "fps": None}
+    assert [image.path for image in normalize(record).images] == ["a.png"]
+    message = {**USER, "tool_calls": [], "name": None}
+    assert normalize({"messages": [message, ANSWER]}).messages[0].extra == {}
+
+
+def test_sharegpt_tool_data() -> None:
+    turns = [("human", "Sunny?"), ("function_call", '{"name": "f"}'), ("observation", "yes"), ("gpt", "Yes.")]
+    record = {"conversations": [{"from": f, "value": v} for f, v in turns], "tools": '[{"name": "f"}]'}
+    conversation = normalize(record)
+    assert [m.role for m in conversation.messages] == ["user", "assistant", "tool", "assistant"]
+    assert conversation.tools == [{"name": "f"}]
+
+
 def test_tools_calls_and_metadata_are_kept() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     record = {"id": 7, "messages": [USER, call], "tools": [{"name": "f"}], "fps": 2, "timestamp_decimal": 1}
@@ -119,7 +134,14 @@ def test_tools_calls_and_metadata_are_kept() -> None:
         ({"input_ids": [1, 2], "loss_mask": [1]}, "missing_field", "loss_mask has 1 entries"),
         ({"input_ids": ["a"]}, "missing_field", "flat list of whole numbers"),
         ({"input_ids": [[1], [2, 3]]}, "missing_field", "flat list"),
-        ({"messages": [USER], "tools": "f"}, "missing_field", "tools must be a list"),
+        ({"messages": [USER], "tools": "f"}, "missing_field", "tools is no JSON list"),
+        ({"messages": [USER], "tools": {"f": 1}}, "missing_field", "tools must be a list"),
+        (
+            {"captions": ["c"], "images": ["a"], "image": "b"},
+            "image_count_mismatch",
+            "both images and image are given",
+        ),
+        ({"messages": [USER], "fps": 1e30}, "missing_field", "fps must be a number"),
         ({"messages": [USER], "fps": "fast"}, "missing_field", "fps must be a number"),
         ({"messages": [USER], "timestamp_decimal": float("nan")}, "missing_field", "must be a number, not nan"),
         ({"captions": ["c"], "images": ["data:image/png;base64,é"]}, "corrupt_image", "data:image"),

@@ -150,7 +150,7 @@ def test_what_cannot_be_an_input(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     with pytest.raises(SourceError, match="named twice"):
         open_sources([tmp_path / "a.jsonl", str(tmp_path / "*.jsonl")], work_dir=tmp_path)
-    with pytest.raises(SourceError, match="no such file matches"):
+    with pytest.raises(SourceError, match="nothing matches"):
         open_sources([str(tmp_path / "*.parquet")], work_dir=tmp_path)
     with pytest.raises(SourceError, match=r"without a Hugging Face state\.json"):
         open_sources([tmp_path], work_dir=tmp_path)

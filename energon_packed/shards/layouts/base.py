@@ -81,8 +81,8 @@ def media_parts(samples: Sequence[StoredSample]) -> tuple[list[Part], list[list[
 
 
 def dump_json(value: Any) -> bytes:
-    """Compact JSON, keys in the order given."""
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    """Compact JSON, keys in the order given; what JSON has no type for, such as a decimal, as text."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY, default=str)
 
 
 def read_json(raw: Mapping[str, Any]) -> dict[str, Any]:
