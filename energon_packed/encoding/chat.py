@@ -7,10 +7,7 @@ Measuring and encoding share one path up to the token ids:
 """
 
 import hashlib
-import io
 import json
-import struct
-import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +17,7 @@ import numpy.typing as npt
 
 from energon_packed.conversation import IMAGE_PLACEHOLDER, Conversation, MediaReference
 from energon_packed.encoding.images import load_image, read_header
+from energon_packed.encoding.patch_positions import check_patch_positions, load_patch_positions
 from energon_packed.encoding.processor import Measured, Processor
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
 from energon_packed.encoding.template import ChatTemplate, Span
@@ -151,7 +149,7 @@ class ChatEncoder(Processor):
         else:
             self._check_placeholders(ids, int(counts.sum()))
         default = vision.patch_positions(grid)
-        given = [self._patch_positions(p, int(n)) for p, n in self._with_patches(conversation, grid.prod(axis=1))]
+        given = [load_patch_positions(p, int(n)) for p, n in self._with_patches(conversation, grid.prod(axis=1))]
         return self._finish(
             conversation,
             ids,
@@ -341,7 +339,7 @@ class ChatEncoder(Processor):
         patches = [vision.num_patches(header.height, header.width) for header in headers]
         num_bytes = sum(header.num_bytes for header in headers)
         for positions, count in self._with_patches(conversation, patches):
-            num_bytes += _check_npy_header(positions, count)
+            num_bytes += check_patch_positions(positions, count)
         return sum(vision.num_tokens(count) for count in patches), num_bytes
 
     def _check_placeholders(self, ids: Int64, expected: int) -> None:
@@ -372,15 +370,6 @@ class ChatEncoder(Processor):
     def _with_patches(conversation: Conversation, patches: Any) -> list[tuple[MediaReference, int]]:
         return list(zip(conversation.patch_positions, patches, strict=True)) if conversation.patch_positions else []
 
-    @staticmethod
-    def _patch_positions(reference: MediaReference, patches: int) -> Int64:
-        _check_npy_header(reference, patches)
-        try:
-            array = np.lib.format.read_array(io.BytesIO(reference.read()), allow_pickle=False)
-        except ValueError as error:
-            raise RecordError(Reason.MISSING_PATCH_POSITIONS, f"{reference.label}: {error}") from error
-        return array.astype(np.int64)
-
 
 def _covered(offsets: Sequence[Span], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
     """Tokens that hold at least one character of a span: bool (L,), from offsets (start, end) per token."""
@@ -389,30 +378,6 @@ def _covered(offsets: Sequence[Span], spans: Sequence[Span]) -> npt.NDArray[np.b
     for start, end in spans:
         covered |= (starts < end) & (ends > start)
     return covered
-
-
-def _check_npy_header(reference: MediaReference, patches: int) -> int:
-    """Size in bytes of a patch positions file, after a look at its header."""
-    try:
-        with reference.open() as stream:
-            version = np.lib.format.read_magic(stream)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(stream)  # a literal, never evaluated code
-            start, size = stream.tell(), stream.seek(0, 2)
-    except RecordError as error:
-        raise RecordError(Reason.MISSING_PATCH_POSITIONS, error.detail) from error
-    except _HEADER_ERRORS as error:
-        raise RecordError(Reason.MISSING_PATCH_POSITIONS, f"{reference.label}: {error}") from error
-    if shape != (patches, 3) or dtype.kind not in "iu" or size - start != patches * 3 * dtype.itemsize:
-        raise RecordError(
-            Reason.MISSING_PATCH_POSITIONS,
-            f"{reference.label} holds {dtype} of shape {shape}; the image needs whole numbers of shape ({patches}, 3)",
-        )
-    return size
-
-
-# What numpy's reader of a mutilated header raises.
-_HEADER_ERRORS = (ValueError, SyntaxError, TypeError, EOFError, LookupError, struct.error, tokenize.TokenError)
 
 
 def _unsupervised(detail: str) -> RecordError:

@@ -1,14 +1,18 @@
 """Packs of every flavor come out as padding-free batches, every one exactly once."""
 
 import collections
+import io
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
-from energon_packed import ChatEncoder, PaddingFreeCollator, get_packed_loader, steps_per_epoch
+from energon_packed import ChatEncoder, PaddingFreeCollator, get_packed_loader, normalize, steps_per_epoch
 from energon_packed.errors import ConfigError, FormatError
 from tests.conftest import FLAVORS, Packer
 
@@ -161,3 +165,56 @@ def test_each_epoch_is_another_order_of_all_packs(pack_demo: Packer, encoder: Ch
     first, second = ([batch.__key__[0] for batch in loader] for _ in range(2))
     assert first != second
     assert sorted(first) == sorted(second)
+
+
+def test_images_at_the_very_start_and_end_of_samples(encoder: ChatEncoder) -> None:
+    out = io.BytesIO()
+    Image.new("RGB", (112, 56)).save(out, "PNG")
+    run = [encoder.image_token_id] * 8  # 4 x 8 patches, merged 2 x 2
+    samples = [
+        encoder.encode(normalize({"id": name, "input_ids": ids, "images": [out.getvalue()]}))
+        for name, ids in (("start", [*run, 50, 51]), ("end", [50, 51, *run]), ("both sides", [50, *run, 51]))
+    ]
+    one = encoder.encode(normalize({"input_ids": [50, 51]}))
+    batch = PaddingFreeCollator().collate([*samples, one])
+    assert batch.cu_seqlens.tolist() == [0, 10, 20, 30, 32]
+    assert batch.position_ids[1, 0, :10].tolist() == [0] * 8 + [4, 5]
+    assert batch.position_ids[3, 0, 10:20].tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
+    assert batch.image_grid_thw.tolist() == [[1, 4, 8]] * 3
+    assert (batch.labels == encoder.image_token_id).sum() == 0
+
+
+RANK = """
+import sys, torch
+from energon_packed import ChatEncoder, get_packed_loader
+rank, store, shards, tokenizer = sys.argv[1:]
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
+loader = get_packed_loader(shards, ChatEncoder.from_pretrained(tokenizer), epochs=1, num_workers=0)
+steps = 0
+for batch in loader:
+    total = torch.tensor([batch.num_samples])
+    torch.distributed.all_reduce(total)  # hangs where one rank has a batch more than the other
+    steps += 1
+print(steps)
+"""
+
+
+def test_ranks_of_a_process_group_do_not_hang(pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path) -> None:
+    result = next(
+        r
+        for seq_len in (1024, 900, 800, 700)
+        if (r := pack_demo(sample_class="PackedTokensSample", seq_len=seq_len)).manifest.packs % 2
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), str(result.shards), str(tokenizer_dir)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error[-2000:]
+        assert int(out.split()[-1]) == result.manifest.packs // 2 + 1
