@@ -122,7 +122,7 @@ class ShardWriter:
         return sample
 
     def _with_tokens(self, sample: StoredSample, measured: int) -> StoredSample:
-        encoded = self.encoder.load().encode(sample.conversation)
+        encoded = self.encoder.load().encode_tokens(sample.conversation)
         if len(encoded) != measured:
             raise SourceError(
                 f"sample {sample.conversation.id} has {len(encoded)} tokens and was measured with {measured}; "
@@ -174,7 +174,7 @@ class TruncationCheck:
             source = int(records.source[place])
             record = self.reader.sources[source].read(int(records.address[place]), int(records.size[place]))
             try:
-                self.encoder.load().encode(self.reader.conversation(source, record)).truncated(self.max_length)
+                self.encoder.load().encode_tokens(self.reader.conversation(source, record)).truncated(self.max_length)
             except RecordError as error:
                 failures.append((row, error.reason.value, error.detail))
         return failures

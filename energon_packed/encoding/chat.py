@@ -2,13 +2,15 @@
 
 Measuring and encoding share one path up to the token ids:
 
-    _text ──► tokenizer ──► ids with ONE image token per image ──┬─► count and add the image sizes     (measure)
-                                                                 └─► repeat image tokens, labels, pixels (encode)
+    _text ──► tokenizer ──► ids with ONE image token per image ──┬─► count and add the image sizes   (measure)
+                                                                 ├─► repeat image tokens, labels    (encode_tokens)
+                                                                 └─► and pixels                     (encode)
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,34 +132,34 @@ class ChatEncoder(Processor):
             TemplateError: the chat template cannot tell what the assistant wrote.
             ConfigError: images without a vision family, or messages without a chat template.
         """
-        ids, supervised = self._tokens(conversation)
         if not conversation.images:
-            self._check_placeholders(ids, 0)
-            return self._finish(conversation, ids, supervised)
+            return self.encode_tokens(conversation)
         vision = self._vision()
         images = [load_image(image) for image in conversation.images]
         for image in images:
             vision.num_patches(image.height, image.width)  # refuses shapes that the processor would crash on
         pixel_values, grids = vision.pixels(images)
         grid = grids.numpy().astype(np.int64)
-        counts = np.array([vision.num_tokens(int(p)) for p in grid.prod(axis=1)], dtype=np.int64)
-        if conversation.input_ids is None:
-            self._check_placeholders(ids, len(conversation.images))
-            repeats = np.ones(len(ids), dtype=np.int64)
-            repeats[ids == self.image_token_id] = counts
-            ids, supervised = np.repeat(ids, repeats), np.repeat(supervised, repeats)
-        else:
-            self._check_placeholders(ids, int(counts.sum()))
+        patches = grid.prod(axis=1)
+        ids, supervised = self._with_images(conversation, patches)
+        given = [load_patch_positions(p, int(n)) for p, n in self._with_patches(conversation, patches)]
         default = vision.patch_positions(grid)
-        given = [load_patch_positions(p, int(n)) for p, n in self._with_patches(conversation, grid.prod(axis=1))]
-        return self._finish(
-            conversation,
-            ids,
-            supervised,
+        return replace(
+            self._finish(conversation, ids, supervised, grid),
             pixel_values=pixel_values,
-            grids=grids,
+            image_grid_thw=grids,
             patch_positions=np.concatenate(given) if given and vision.takes_patch_positions else default,
         )
+
+    def encode_tokens(self, conversation: Conversation) -> EncodedSample:
+        """Tokens and labels as `encode` gives them, without pixels; image sizes come from headers."""
+        if not conversation.images:
+            ids, supervised = self._tokens(conversation)
+            self._check_placeholders(ids, 0)
+            return self._finish(conversation, ids, supervised, np.zeros((0, 3), dtype=np.int64))
+        headers = [read_header(image) for image in conversation.images]
+        patches = [self._vision().num_patches(header.height, header.width) for header in headers]
+        return self._finish(conversation, *self._with_images(conversation, patches), None)
 
     def measure(self, conversations: Sequence[Conversation]) -> list[Measured | RecordError]:
         """Length and media size of each conversation, without decoding pixels; texts are tokenized in one batch.
@@ -245,34 +247,36 @@ class ChatEncoder(Processor):
         encoding = self._backend.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64), _covered(encoding.offsets, spans)
 
+    def _with_images(self, conversation: Conversation, patches: Any) -> tuple[Int64, npt.NDArray[np.bool_]]:
+        """Token ids int64 (L,) with a run of image tokens for each image, and which are supervised, bool (L,)."""
+        counts = np.array([self._vision().num_tokens(int(count)) for count in patches], dtype=np.int64)
+        ids, supervised = self._tokens(conversation)
+        if conversation.input_ids is not None:
+            self._check_placeholders(ids, int(counts.sum()))
+            return ids, supervised
+        self._check_placeholders(ids, len(conversation.images))
+        repeats = np.ones(len(ids), dtype=np.int64)
+        repeats[ids == self.image_token_id] = counts
+        return np.repeat(ids, repeats), np.repeat(supervised, repeats)
+
     def _finish(
-        self,
-        conversation: Conversation,
-        ids: Int64,
-        supervised: npt.NDArray[np.bool_],
-        *,
-        pixel_values: Any = None,
-        grids: Any = None,
-        patch_positions: Int64 | None = None,
+        self, conversation: Conversation, ids: Int64, supervised: npt.NDArray[np.bool_], grids: Int64 | None
     ) -> EncodedSample:
+        """A sample without pixels; M-RoPE positions where the family has them and the grids are known."""
         if self.image_token_id is not None:
             supervised = supervised & (ids != self.image_token_id)
         if not supervised[1:].any():
             raise _unsupervised("no token after the first is supervised")
         targets = ids if conversation.labels is None else conversation.labels
         positions = None
-        if self.vision is not None and self.image_token_id is not None:
-            grid = np.zeros((0, 3), dtype=np.int64) if grids is None else grids.numpy().astype(np.int64)
-            positions = self.vision.position_ids(ids, self.image_token_id, grid)
+        if self.vision is not None and self.image_token_id is not None and grids is not None:
+            positions = self.vision.position_ids(ids, self.image_token_id, grids)
         return EncodedSample(
             id=conversation.id,
             input_ids=ids,
             labels=np.where(supervised, targets, IGNORE_INDEX),
             image_token_id=self.image_token_id,
-            pixel_values=pixel_values,
-            image_grid_thw=grids,
             position_ids=positions,
-            patch_positions=patch_positions,
         )
 
     # --- measuring -------------------------------------------------------------------------------------------------
@@ -313,7 +317,10 @@ class ChatEncoder(Processor):
                 raise RecordError(
                     Reason.MISSING_FIELD, f"{name} holds {wrong[0]}, which is no token of the {known} in the tokenizer"
                 )
-        if not ((ids if labels is None else labels)[1:] != IGNORE_INDEX).any():
+        targets = (ids if labels is None else labels) != IGNORE_INDEX
+        if self.image_token_id is not None:
+            targets &= ids != self.image_token_id
+        if not targets[1:].any():
             raise _unsupervised("no label after the first is a target")
 
     def _measured(self, conversation: Conversation, ids: Any, image_tokens: int, media_bytes: int) -> Measured:

@@ -37,6 +37,10 @@ class Processor(ABC):
             RecordError: the conversation cannot be used; `reason` says why.
         """
 
+    def encode_tokens(self, conversation: Conversation) -> EncodedSample:
+        """Tokens and labels as `encode` gives them; pixels may be missing. Override it where that is cheaper."""
+        return self.encode(conversation)
+
     def length(self, conversation: Conversation) -> int:
         """Tokens of the encoded conversation. Raises as `encode` does."""
         result = self.measure([conversation])[0]

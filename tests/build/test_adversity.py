@@ -196,6 +196,7 @@ def test_a_template_with_a_date_gives_the_same_tokens_every_day(
     [
         ({"input_ids": [50]}, "no_supervised_tokens"),
         ({"input_ids": [50, 51, 52], "loss_mask": [1, 0, 0]}, "no_supervised_tokens"),
+        ({"input_ids": [50, 51, 52], "labels": [-100, -100, -100]}, "no_supervised_tokens"),
         ({"input_ids": [50, -7]}, "missing_field"),
         ({"input_ids": [50, 10**12]}, "missing_field"),
         ({"input_ids": [50, 51], "labels": [-100, 10**6]}, "missing_field"),

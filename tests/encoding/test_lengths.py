@@ -81,6 +81,9 @@ def test_length_is_the_length_of_the_encoding(
             assert caught.value.reason == error.reason
         return
     assert encoder.length(conversation) == len(encoded.input_ids)
+    tokens_only = encoder.encode_tokens(conversation)
+    assert tokens_only.input_ids.tolist() == encoded.input_ids.tolist()
+    assert tokens_only.labels.tolist() == encoded.labels.tolist()
     assert len(encoded.labels) == len(encoded.input_ids)
     if pictures:
         assert encoded.image_grid_thw is not None
