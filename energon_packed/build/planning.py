@@ -86,7 +86,7 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
     sizes = np.add.reduceat(content[plan.indices], plan.offsets[:-1]) if plan.num_packs else np.zeros(0, np.int64)
     sizes += _MEMBER_OVERHEAD * (4 if layout_for(options.sample_class).stores_tokens else 1)
     shards: list[ShardPlan] = []
-    for split, (start, stop) in _split_ranges(plan.num_packs, options.split).items():
+    for split, (start, stop) in split_ranges(plan.num_packs, options.split).items():
         for first, last in _cut(sizes[start:stop], options.max_packs_per_shard, options.max_shard_bytes):
             begin, end = start + first, start + last
             offsets = plan.offsets[begin : end + 1]
@@ -102,7 +102,7 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
     return shards
 
 
-def _split_ranges(packs: int, split: Mapping[str, float]) -> dict[str, tuple[int, int]]:
+def split_ranges(packs: int, split: Mapping[str, float]) -> dict[str, tuple[int, int]]:
     """Ranges of packs per split, by rounding the running total of the shares."""
     ends = np.rint(np.cumsum(list(split.values())) * packs).astype(int).tolist()
     ends[-1] = packs  # whatever the rounding of the shares
