@@ -65,11 +65,11 @@ def json_array_to_jsonl(path: Path, out: BinaryIO) -> None:
     try:
         with path.open("rb") as stream:
             stream.seek(len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
-            for element in ijson.items(stream, "item", use_float=True):
+            for element in ijson.items(stream, "item"):  # numbers as Decimal: a huge one stops nothing
                 try:
-                    out.write(orjson.dumps(element, option=orjson.OPT_APPEND_NEWLINE))
-                except TypeError:  # a number over 64 bits
-                    out.write(json.dumps(element).encode() + b"\n")
+                    out.write(orjson.dumps(element, default=float, option=orjson.OPT_APPEND_NEWLINE))
+                except TypeError:  # a whole number over 64 bits
+                    out.write(json.dumps(element, default=float).encode() + b"\n")
     except (ijson.JSONError, UnicodeDecodeError) as error:
         raise SourceError(f"{path} is not a whole JSON array: {' '.join(str(error).split())}") from error
 
@@ -105,7 +105,7 @@ def csv_to_arrow(path: Path, out: BinaryIO) -> None:
         )
         _write_batches(reader.schema, iter(reader), out)
     except (pa.ArrowInvalid, OSError) as error:
-        raise SourceError(f"{path} is not a CSV file with a header: {error}") from error
+        raise SourceError(f"{path} cannot be read as CSV in UTF-8 with a header line: {error}") from error
 
 
 def _is_coded(kind: Any) -> bool:

@@ -111,6 +111,14 @@ def test_image_bytes_of_a_parquet_file(tmp_path: Path) -> None:
     assert [record["images"] for record in records] == images
 
 
+def test_huge_numbers_in_a_json_array_stop_nothing(tmp_path: Path) -> None:
+    huge = 10**40
+    (tmp_path / "a.json").write_text(f'[{{"id": {huge}, "fps": 1.5}}, {{"fps": 1e400}}, {{"id": 1}}]')
+    records = read_all(open_sources([tmp_path / "a.json"], work_dir=tmp_path))
+    assert len(records) == 3
+    assert (records[0]["fps"], records[2]) == (1.5, {"id": 1})
+
+
 def test_a_converted_copy_is_made_once(tmp_path: Path) -> None:
     path = write(tmp_path, "a.parquet")
     copies = []
