@@ -47,8 +47,7 @@ class Workspace:
                 "gone); use --overwrite to replace them, or another --output-dir"
             )
         self.work.mkdir(parents=True, exist_ok=True)
-        for leftover in self.root.rglob(".*.tmp"):
-            leftover.unlink()
+        self._remove_leftovers()
 
     def claim(self, key: str) -> None:
         """Make the shard folder ours before the first shard is written; shards of another build go."""
@@ -68,6 +67,18 @@ class Workspace:
             if tar.name not in names:
                 tar.unlink()
                 tar.with_suffix(".tar.idx").unlink(missing_ok=True)
+
+    def _remove_leftovers(self) -> None:
+        """Files that a killed run was writing aside: only those with names that we give."""
+        own = [
+            *self.work.rglob(".*.tmp"),
+            *(self.shards / ".nv-meta").glob(".*.tmp"),
+            *self.shards.glob(".*.tar.*tmp"),
+            *self.root.glob(f".{self.lengths.name}.*.tmp"),
+            *self.root.glob(f".{self.rejects.name}.*.tmp"),
+        ]
+        for leftover in own:
+            leftover.unlink()
 
     def forget(self, *fingerprints: str) -> None:
         """Drop the restart state of these fingerprints."""

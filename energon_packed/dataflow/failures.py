@@ -22,6 +22,7 @@ class FailureLog:
 
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit
+        self._last_word: Exception | None = None
         self._counts = multiprocessing.get_context("fork").Array("q", len(_REASONS))
 
     @property
@@ -35,19 +36,23 @@ class FailureLog:
         Raises:
             BatchError: more than `limit` failures; with a limit of 0, the error itself.
         """
+        if error is self._last_word:  # raised below, inside the pack that Energon now reports as failed
+            raise error
         with self._counts.get_lock():
             self._counts[_REASONS.index(_reason(error))] += 1
             total = sum(self._counts[:])
         key, source = _key(sample), _source(sources or _field(sample, "__sources__"))
         _log.error("sample %s of %s failed to load: %s: %s", key, source, type(error).__name__, error)
         if self.limit == 0:
+            self._last_word = error
             raise error
         if total > self.limit:
             by_reason = ", ".join(f"{name} {count}" for name, count in self.counts.items())
-            raise BatchError(
+            self._last_word = BatchError(
                 f"{total} samples failed to load, more than max_failures {self.limit} ({by_reason}); "
                 f"the last is {key}: {error}; mend the data or raise max_failures"
-            ) from error
+            )
+            raise self._last_word from error
 
 
 def _reason(error: Exception) -> str:

@@ -1,12 +1,14 @@
 """What must not go wrong when data, options or files change between runs, or are not what they seem."""
 
 import base64
+import hashlib
 import io
 import json
 import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -14,14 +16,11 @@ from energon_packed import (
     ChatEncoder,
     EncoderOptions,
     PackingManifest,
-    PackOptions,
-    PackResult,
     get_packed_loader,
-    pack,
 )
 from energon_packed.build.planning import split_ranges
 from energon_packed.demo.tokenizer import CHATML_TEMPLATE
-from energon_packed.errors import ConfigError, RejectLimitError, SourceError
+from energon_packed.errors import ConfigError, RejectLimitError, SourceError, TemplateError
 from tests.encoding.test_spans import FORGETTING
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
@@ -32,24 +31,6 @@ def png(width: int, height: int, seed: int = 0) -> bytes:
     noise = random.Random(seed).randbytes(width * height * 3)
     Image.frombytes("RGB", (width, height), noise).save(out, "PNG")
     return out.getvalue()
-
-
-@pytest.fixture
-def build(tmp_path: Path, tokenizer_dir: Path) -> Any:
-    def run(records: list[Any] | None = None, **options: Any) -> PackResult:
-        if records is not None:
-            (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        settings = {
-            "inputs": (str(tmp_path / "data.jsonl"),),
-            "output_dir": tmp_path / "out",
-            "encoder": EncoderOptions(tokenizer=tokenizer_dir),
-            "seq_len": 256,
-            "workers": 1,
-            "max_reject_rate": 1,
-        }
-        return pack(PackOptions(**{**settings, **options}))
-
-    return run
 
 
 def with_template(tokenizer_dir: Path, folder: Path, template: str) -> EncoderOptions:
@@ -92,8 +73,6 @@ def test_another_image_root_is_another_build(build: Any, tmp_path: Path) -> None
     third = build(image_root=tmp_path / "a", overwrite=True)
     assert first.manifest.shards == third.manifest.shards != second.manifest.shards
     for entry in third.manifest.shards:
-        import hashlib
-
         assert hashlib.sha256((third.shards / entry.name).read_bytes()).hexdigest() == entry.sha256
 
 
@@ -102,6 +81,36 @@ def test_overwrite_touches_nothing_but_its_own_files(build: Any) -> None:
     (first.shards / "notes.txt").write_text("mine")
     build(seq_len=300, overwrite=True)
     assert (first.shards / "notes.txt").read_text() == "mine"
+
+
+def test_hidden_files_of_others_are_left_alone(build: Any, tmp_path: Path) -> None:
+    theirs = [tmp_path / "out" / name for name in (".mine.tmp", "sub/.mine.tmp", "webdataset/.mine.tmp")]
+    ours = [
+        tmp_path / "out" / name
+        for name in (".lengths.parquet.7.tmp", "webdataset/.pack-000000.tar.7.tmp", ".work/measure-x/.a.parquet.7.tmp")
+    ]
+    for file in (*theirs, *ours):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
+    build([{"messages": TURNS}])
+    assert all(file.exists() for file in theirs)
+    assert not any(file.exists() for file in ours)
+
+
+def test_default_ids_of_files_with_one_name_differ(build: Any, tmp_path: Path) -> None:
+    for folder in "pq":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "part.jsonl").write_text(json.dumps({"messages": TURNS, "n": folder}) + "\n")
+    result = build(inputs=tuple(str(tmp_path / folder / "part.jsonl") for folder in "pq"))
+    assert len(set(pq.read_table(result.lengths)["id"].to_pylist())) == 2
+
+
+def test_a_changed_tokenizer_folder_is_loaded_anew(build: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
+    fingerprints = set()
+    for template in (CHATML_TEMPLATE, "Once. " + CHATML_TEMPLATE):
+        encoder = with_template(tokenizer_dir, tmp_path / "t", template)
+        fingerprints.add(build([{"messages": TURNS}], encoder=encoder, overwrite=True).manifest.tokenizer_fingerprint)
+    assert len(fingerprints) == 2
 
 
 def test_paths_may_be_texts(build: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
@@ -179,7 +188,7 @@ def test_a_template_that_rewrites_some_texts_stops_the_build(build: Any, tokeniz
     plain = {"messages": [{"role": role, "content": text} for role, text in turns]}
     thinking = json.loads(json.dumps(plain).replace('"b"', '"<think>t</think>b"'))
     assert build([plain], encoder=encoder).manifest.packed == 1
-    with pytest.raises(ConfigError.__mro__[1], match="once later turns are known"):
+    with pytest.raises(TemplateError, match="once later turns are known"):
         build([plain, thinking], encoder=encoder, overwrite=True)
 
 
@@ -256,7 +265,6 @@ def test_a_byte_order_mark_costs_no_record(build: Any, tmp_path: Path) -> None:
 def test_categorical_parquet_and_long_csv_cells(build: Any, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.csv
-    import pyarrow.parquet as pq
 
     column = pa.array(["One text.", "Two texts."] * 4).dictionary_encode()
     with pq.ParquetWriter(tmp_path / "a.parquet", pa.schema({"text": column.type})) as writer:

@@ -7,34 +7,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from energon_packed import ChatEncoder, EncoderOptions, PackOptions, PackResult, pack
+from energon_packed import ChatEncoder, PackResult
 from energon_packed.demo import DemoDataset
 from energon_packed.errors import ConfigError, RejectLimitError, SourceError
 from tests.build.test_conservation import packed_samples
 from tests.conftest import Packer
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
-
-
-@pytest.fixture
-def build(tmp_path: Path, tokenizer_dir: Path) -> Any:
-    """Packs a list of records."""
-
-    def run(records: list[Any], **options: Any) -> PackResult:
-        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
-        data, text = tmp_path / "data.jsonl", "\n".join(lines) + "\n"
-        if not data.exists() or data.read_text() != text:
-            data.write_text(text)
-        settings = {
-            "inputs": (str(tmp_path / "data.jsonl"),),
-            "output_dir": tmp_path / "out",
-            "encoder": EncoderOptions(tokenizer=tokenizer_dir),
-            "seq_len": 256,
-            "workers": 1,
-        }
-        return pack(PackOptions(**{**settings, **options}))
-
-    return run
 
 
 def rejects(result: PackResult) -> list[tuple[str, str]]:
@@ -146,7 +125,7 @@ def test_what_a_flavor_cannot_hold_is_rejected_with_the_remedy(build: Any) -> No
 def test_too_many_rejects_stop_before_writing(build: Any, tmp_path: Path) -> None:
     records = [{"messages": TURNS}] * 8 + ["{broken"] * 2
     with pytest.raises(RejectLimitError, match=r"2 of 10 records \(20.0%\) .* --max-reject-rate 0.05 \(bad_json 2\)"):
-        build(records)
+        build(records, max_reject_rate=0.05)
     assert not list((tmp_path / "out" / "webdataset").glob("*"))
     assert len((tmp_path / "out" / "rejects.jsonl").read_text().splitlines()) == 2
     assert build(records, max_reject_rate=0.2).manifest.packed == 8

@@ -1,5 +1,7 @@
 """Batches laid out by hand, and what must hold for any of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -112,6 +114,17 @@ def test_padding_can_be_taken_off_again(lengths: list[int], multiple: int, spare
 def test_what_makes_no_batch_is_refused(samples: list[EncodedSample], options: dict[str, int], message: str) -> None:
     with pytest.raises(BatchError, match=message):
         PaddingFreeCollator(**options).collate(samples)
+
+
+def test_patch_positions_of_some_images_only_are_refused() -> None:
+    grid = torch.tensor([[1, 2, 2]])
+    plain = replace(sample([1, 2]), image_grid_thw=grid, pixel_values=torch.zeros(4, 3))
+    placed = replace(plain, patch_positions=np.zeros((4, 3), dtype=np.int64))
+    with pytest.raises(BatchError, match="carry patch positions and some do not"):
+        PaddingFreeCollator().collate([plain, placed])
+    batch = PaddingFreeCollator().collate([placed, sample([3, 4]), placed])
+    assert batch.patch_positions is not None
+    assert batch.patch_positions.shape == (8, 3)
 
 
 def test_options_are_checked() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from energon_packed import ChatEncoder, get_packed_loader
-from energon_packed.errors import BatchError, FormatError
+from energon_packed.errors import BatchError, FormatError, RecordError
 from tests.conftest import FLAVORS, Packer
 
 
@@ -59,6 +59,26 @@ def test_one_bad_image_costs_one_sample_and_not_its_pack(
     assert loader.failures.counts == {"corrupt_image": 1}
     assert len(batches) == result.manifest.packs
     assert sum(batch.num_samples for batch in batches) == result.manifest.packed - 1
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_failing_sample_inside_a_pack_is_counted_once(
+    pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path, limit: int
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(pack_demo().shards, copy)
+    tar = next(copy.glob("*.tar"))
+    data = tar.read_bytes()
+    place = 0
+    for _ in range(limit + 1):
+        place = data.index(b"\x89PNG\r\n\x1a\n", place) + 8
+        data = data[:place] + bytes(40) + data[place + 40 :]
+    tar.write_bytes(data)
+    loader = get_packed_loader(copy, encoder, epochs=1, num_workers=0, max_failures=limit)
+    message = "corrupt_image: " if limit == 0 else r"2 samples failed to load, .* \(corrupt_image 2\)"
+    with pytest.raises((RecordError, BatchError), match=message):
+        list(loader)
+    assert loader.failures.counts == {"corrupt_image": limit + 1}
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -2,7 +2,10 @@
 
 import collections
 import io
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ CASES = [
     ("PackedTokensSample", 2, {}),
     ("PackedCaptioningSample", 2, {"micro_batch_size": 2}),
     ("MultiMixQASample", 0, {"packing_buffer_size": 24}),
+    ("MultiMixQASample", 1, {"packing_buffer_size": 24}),
     ("MultiMixQASample", 2, {"packing_buffer_size": 24}),
 ]
 
@@ -57,6 +61,38 @@ def test_the_rest_of_the_epoch_is_identical_from_every_step(
         resumed = new_loader()
         resumed.restore_state_rank(state)
         assert [signature(batch) for batch in resumed] == expected[step:], f"after step {step}"
+
+
+RESTORE = """
+import sys, torch
+from energon_packed import ChatEncoder, get_packed_loader
+states, shards, tokenizer, num_workers = sys.argv[1:]
+encoder = ChatEncoder.from_pretrained(tokenizer)
+for state in torch.load(states, weights_only=False):
+    loader = get_packed_loader(shards, encoder, epochs=1, num_workers=int(num_workers), shuffle_buffer_size=5)
+    loader.restore_state_rank(state)
+    print(*(f"{b.__key__[0]}:{int(b.input_ids.sum())}" for b in loader))
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_state_restores_in_a_new_process(
+    pack_demo: Packer, encoder: ChatEncoder, tokenizer_dir: Path, tmp_path: Path, num_workers: int
+) -> None:
+    shards = pack_demo(sample_class="PackedTokensSample", seq_len=2048).shards
+    loader = get_packed_loader(shards, encoder, epochs=1, num_workers=num_workers, shuffle_buffer_size=5)
+    iterator = iter(loader)
+    states, expected = [loader.save_state_rank()], []
+    for batch in iterator:
+        expected.append(f"{batch.__key__[0]}:{int(batch.input_ids.sum())}")
+        states.append(iterator.save_state_rank())
+    torch.save(states, tmp_path / "states.pt")
+    arguments = [tmp_path / "states.pt", shards, tokenizer_dir, num_workers]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RESTORE, *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split() for line in done.stdout.splitlines()] == [expected[step:] for step in range(len(states))]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -156,6 +156,11 @@ def test_patch_positions_are_read_and_checked(tokenizer_dir: Path, tmp_path: Pat
         for call in (encoder.length, encoder.encode):
             with pytest.raises(RecordError, match="missing_patch_positions: .*p.npy holds"):
                 call(normalize(record))
+    whole = (tmp_path / "p.npy").read_bytes()
+    for junk in (b"", b"\x93NUMPY", whole[:40], whole.replace(b"descr", b"de(cr"), whole.replace(b"}", b"'")):
+        (tmp_path / "p.npy").write_bytes(junk)
+        with pytest.raises(RecordError, match="missing_patch_positions"):
+            encoder.length(normalize(record))
     (tmp_path / "p.npy").unlink()
     with pytest.raises(RecordError, match="missing_patch_positions"):
         encoder.length(normalize(record))

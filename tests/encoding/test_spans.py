@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 from energon_packed import ChatEncoder, normalize
 from energon_packed.demo.tokenizer import CHATML_TEMPLATE
@@ -69,6 +70,55 @@ def test_loss_on_the_last_turn_or_on_all_text(tokenizer_dir: Path, template: str
     assert len(everything) == 1
     assert everything[0].startswith("<|im_start|>system\nBe brief.")
     assert everything[0].endswith("Nine.\n<|im_end|>\n")
+
+
+def test_tags_around_the_content_alone_still_supervise_the_end_of_turn(tokenizer_dir: Path) -> None:
+    template = TAGGED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    assert template != TAGGED
+    assert supervised(encoder_with(tokenizer_dir, template), CONVERSATION) == [
+        "It is 5.<|im_end|>",
+        "Nine.\n<|im_end|>",
+    ]
+
+
+def test_the_last_turn_has_all_of_its_tagged_parts(tokenizer_dir: Path) -> None:
+    block = "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    template = TAGGED.replace(block, "{% generation %}Hm. {% endgeneration %}So: " + block)
+    assert template != TAGGED
+    found = supervised(encoder_with(tokenizer_dir, template, loss_on="last"), CONVERSATION)
+    assert [text.strip() for text in found] == ["Hm.", "Nine.\n<|im_end|>"]
+
+
+def test_a_prompt_that_the_turn_does_not_begin_with_is_named(tokenizer_dir: Path) -> None:
+    template = CHATML_TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+    assert template != CHATML_TEMPLATE
+    with pytest.raises(TemplateError, match="a prompt that the turn itself does not begin with"):
+        encoder_with(tokenizer_dir, template).length(normalize(CONVERSATION))
+
+
+def test_documents_end_once(tokenizer_dir: Path) -> None:
+    encoder = ChatEncoder.from_pretrained(tokenizer_dir)
+    end = encoder.tokenizer.eos_token_id
+    assert encoder.encode(normalize({"text": "Once."})).input_ids.tolist().count(end) == 1
+    encoder.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|im_end|>", special_tokens=[("<|im_end|>", end)]
+    )
+    adding = ChatEncoder(encoder.tokenizer)
+    assert adding.encode(normalize({"text": "Once."})).input_ids.tolist().count(end) == 1
+
+
+def test_broken_image_settings_are_named(tokenizer_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"preprocessor_config.json is not JSON"):
+        ChatEncoder.from_pretrained(tokenizer_dir, tmp_path)
+
+
+def test_the_model_type_decides_the_family(tokenizer_dir: Path, tmp_path: Path) -> None:
+    settings = json.loads((tokenizer_dir / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"model_type": "llava_onevision1_5"}')
+    vision = ChatEncoder.from_pretrained(tokenizer_dir, tmp_path).vision
+    assert type(vision).__name__ == "LlavaOnevision2Vision"
 
 
 def test_images_are_never_supervised(tokenizer_dir: Path, demo: Any) -> None:
