@@ -14,7 +14,7 @@ import numpy as np
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.chat import LOSS_ON
 from energon_packed.errors import ConfigError
-from energon_packed.packing import algorithm_names, pack_lengths
+from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.shards.layouts import layout_for
 from energon_packed.shards.nv_meta import SPLITS
 
@@ -136,7 +136,7 @@ class PackOptions:
         if self.seq_len > np.iinfo(np.int32).max:
             raise ConfigError(f"seq_len is {self.seq_len}; it must be at most {np.iinfo(np.int32).max}")
         layout_for(self.sample_class)
-        pack_lengths([], 1, algorithm=self.algorithm)
+        check_algorithm(self.algorithm)
         for name in ("seq_len", "max_packs_per_shard", "max_shard_bytes", "pad_multiple", "max_samples_per_pack"):
             _at_least(name, getattr(self, name), 1)
         _at_least("workers", self.workers, 0)

@@ -23,6 +23,7 @@ from energon_packed.conversation.media import MediaReference
 from energon_packed.errors import Reason, RecordError
 
 Record = Mapping[str, Any]
+_OBJECT = (dict, Mapping)  # dict first: asking it is five times as fast
 _LARGEST_NUMBER = 1e9  # of fps and timestamp_decimal
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -52,7 +53,7 @@ def normalize(record: Any, *, image_root: str | None = None, default_id: str | N
     Raises:
         RecordError: the record cannot be used; `reason` says why.
     """
-    if not isinstance(record, Mapping):
+    if not isinstance(record, _OBJECT):
         raise RecordError(Reason.BAD_JSON, f"a record must be an object, not {type(record).__name__}")
     for key, build in _SHAPES.items():
         if record.get(key) is not None:
@@ -111,7 +112,10 @@ class _Draft:
         )
 
     def _media(self, keys: Iterable[str]) -> list[MediaReference]:
-        given = [key for key in keys if self.record.get(key) is not None and _flat(self.record[key])]
+        given = [key for key in keys if self.record.get(key) is not None]
+        if not given:
+            return []
+        given = [key for key in given if _flat(self.record[key])]
         if len(given) > 1:
             raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(given)} are given; use one")
         return [MediaReference.from_value(item, self.root) for key in given for item in _flat(self.record[key])]
@@ -154,7 +158,9 @@ def _from_messages(draft: _Draft) -> None:
         role, content = message.get("role"), message.get("content")
         if role is None:
             raise RecordError(Reason.MISSING_FIELD, f"a message has no role; its keys are {_keys(message)}")
-        extra = {key: message[key] for key in EXTRA_FIELDS if message.get(key)}
+        extra = {}
+        if content is None or len(message) > 2:  # most messages have a role and a content, and nothing else
+            extra = {key: message[key] for key in EXTRA_FIELDS if message.get(key)}
         if content is None and not extra:
             raise RecordError(Reason.MISSING_FIELD, f"the {role} message has no content")
         if isinstance(content, list | tuple):
@@ -228,7 +234,7 @@ def _turns(record: Record, key: str) -> list[Record]:
     if not turns:
         raise RecordError(Reason.EMPTY, f"{key} is an empty list")
     for turn in turns:
-        if not isinstance(turn, Mapping):
+        if not isinstance(turn, _OBJECT):
             raise RecordError(Reason.MISSING_FIELD, f"an entry of {key} is {type(turn).__name__}, not an object")
     return list(turns)
 

@@ -22,14 +22,15 @@ from energon_packed.encoding.images import load_image, read_header
 from energon_packed.encoding.patch_positions import check_patch_positions, load_patch_positions
 from energon_packed.encoding.processor import Measured, Processor
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
-from energon_packed.encoding.template import ChatTemplate, Span
+from energon_packed.encoding.skeleton import Skeleton, Span
+from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.vision import VisionFamily, load_vision
 from energon_packed.errors import ConfigError, Reason, RecordError
 
 Int64 = npt.NDArray[np.int64]
 LossOn = Literal["assistant", "last", "all"]
 LOSS_ON: tuple[LossOn, ...] = ("assistant", "last", "all")
-_BATCH = 256  # texts in one call of the tokenizer, whose results take 100 bytes a token
+_BATCH = 64  # texts in one call of the tokenizer, whose results take 100 bytes a token: this many stay in the cache
 _VERSION = 2  # raise it when the same input gives other tokens
 
 
@@ -62,11 +63,10 @@ class ChatEncoder(Processor):
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_padding()
         self._backend.no_truncation()
-        self._checked: set[tuple[str, ...]] = set()
         ends = self._backend.encode("a", add_special_tokens=True).ids[-1:]
         self._adds_end = ends == [tokenizer.eos_token_id]
         self.image_token_id: int | None = None
-        self._reserved: Int64 = np.zeros(0, dtype=np.int64)
+        self._reserved: frozenset[int] = frozenset()
         if vision is not None:
             self.image_token_id = self._backend.token_to_id(vision.image_token)
             if self.image_token_id is None:
@@ -74,8 +74,8 @@ class ChatEncoder(Processor):
                     f"the tokenizer has no {vision.image_token} token, which {type(vision).__name__} needs; "
                     "use the tokenizer of the vision model"
                 )
-            ids = [self._backend.token_to_id(token) for token in vision.reserved]
-            self._reserved = np.array([i for i in ids if i is not None and i != self.image_token_id], dtype=np.int64)
+            reserved = {self._backend.token_to_id(token) for token in vision.reserved}
+            self._reserved = frozenset(reserved - {None, self.image_token_id})
 
     @classmethod
     def from_pretrained(
@@ -155,7 +155,7 @@ class ChatEncoder(Processor):
         """Tokens and labels as `encode` gives them, without pixels; image sizes come from headers."""
         if not conversation.images:
             ids, supervised = self._tokens(conversation)
-            self._check_placeholders(ids, 0)
+            self._check_placeholders(ids.tolist(), 0)
             return self._finish(conversation, ids, supervised, np.zeros((0, 3), dtype=np.int64))
         headers = [read_header(image) for image in conversation.images]
         patches = [self._vision().num_patches(header.height, header.width) for header in headers]
@@ -169,14 +169,13 @@ class ChatEncoder(Processor):
         """
         results: list[Measured | RecordError | None] = [None] * len(conversations)
         texts: dict[bool, tuple[list[int], list[str]]] = {True: ([], []), False: ([], [])}
-        ids: dict[int, Any] = {}
         media: dict[int, tuple[int, int]] = {}
         for place, conversation in enumerate(conversations):
             try:
                 self._check_supervision(conversation)
                 media[place] = self._measure_media(conversation)
                 if conversation.input_ids is not None:
-                    ids[place] = conversation.input_ids
+                    results[place] = self._measured(conversation, None, *media[place])
                     continue
                 text = self._text(conversation)
             except RecordError as error:
@@ -189,12 +188,8 @@ class ChatEncoder(Processor):
             for start in range(0, len(batch), _BATCH):
                 part = slice(start, start + _BATCH)
                 encodings = self._backend.encode_batch_fast(batch[part], add_special_tokens=is_document)
-                ids.update(zip(places[part], (encoding.ids for encoding in encodings), strict=True))
-        for place, tokens in ids.items():
-            try:
-                results[place] = self._measured(conversations[place], tokens, *media[place])
-            except RecordError as error:
-                results[place] = error
+                for place, encoding in zip(places[part], encodings, strict=True):
+                    results[place] = self._measured(conversations[place], encoding, *media[place])
         return [result for result in results if result is not None]
 
     def fingerprint(self) -> str:
@@ -212,15 +207,27 @@ class ChatEncoder(Processor):
     # --- text and tokens -------------------------------------------------------------------------------------------
 
     def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
-        messages = [message.as_dict() for message in conversation.messages]
+        columns = zip(conversation.messages, self._contents(conversation), strict=True)
+        return [{**message.as_dict(), "content": content} for message, content in columns]
+
+    def _skeleton(self, conversation: Conversation) -> Skeleton | None:
+        """The fixed text around the contents, where that is all there is to rendering this conversation."""
+        messages = conversation.messages
+        if conversation.tools or any([message.extra for message in messages]):
+            return None
+        return self.template.skeleton(tuple([message.role for message in messages]))
+
+    def _contents(self, conversation: Conversation) -> list[str]:
+        contents = [message.content for message in conversation.messages]
         if conversation.images:
             placeholder = self._vision().placeholder
-            for message in messages:
-                message["content"] = message["content"].replace(IMAGE_PLACEHOLDER, placeholder)
-        return messages
+            contents = [content.replace(IMAGE_PLACEHOLDER, placeholder) for content in contents]
+        return contents
 
     def _text(self, conversation: Conversation) -> str:
         if conversation.text is None:
+            if skeleton := self._skeleton(conversation):
+                return skeleton.join(self._contents(conversation))
             return self.template.render(self._messages(conversation), conversation.tools)
         text = conversation.text
         if conversation.images:
@@ -236,25 +243,33 @@ class ChatEncoder(Processor):
         if conversation.text is not None:
             encoding = self._backend.encode(self._text(conversation), add_special_tokens=True)
             return np.array(encoding.ids, dtype=np.int64), np.ones(len(encoding.ids), dtype=bool)
-        messages = self._messages(conversation)
-        if self.loss_on == "all":
-            text = self.template.render(messages, conversation.tools)
-            spans = [(0, len(text))]
-        else:
-            text, spans = self.template.render_with_spans(messages, conversation.tools)
-            if self.loss_on == "last":
-                spans = self.template.last_turn(text, spans, messages, conversation.tools)
+        text, spans = self._text_and_spans(conversation)
         encoding = self._backend.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64), _covered(encoding.offsets, spans)
+
+    def _text_and_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """The rendered messages and the supervised characters."""
+        if self.loss_on == "all":
+            text = self._text(conversation)
+            return text, [(0, len(text))]
+        if skeleton := self._skeleton(conversation):
+            contents = self._contents(conversation)
+            spans = skeleton.spans(contents)
+            return skeleton.join(contents), spans[-1:] if self.loss_on == "last" else spans
+        messages = self._messages(conversation)
+        text, spans = self.template.render_with_spans(messages, conversation.tools)
+        if self.loss_on == "last":
+            spans = self.template.last_turn(text, spans, messages, conversation.tools)
+        return text, spans
 
     def _with_images(self, conversation: Conversation, patches: Any) -> tuple[Int64, npt.NDArray[np.bool_]]:
         """Token ids int64 (L,) with a run of image tokens for each image, and which are supervised, bool (L,)."""
         counts = np.array([self._vision().num_tokens(int(count)) for count in patches], dtype=np.int64)
         ids, supervised = self._tokens(conversation)
         if conversation.input_ids is not None:
-            self._check_placeholders(ids, int(counts.sum()))
+            self._check_placeholders(ids.tolist(), int(counts.sum()))
             return ids, supervised
-        self._check_placeholders(ids, len(conversation.images))
+        self._check_placeholders(ids.tolist(), len(conversation.images))
         repeats = np.ones(len(ids), dtype=np.int64)
         repeats[ids == self.image_token_id] = counts
         return np.repeat(ids, repeats), np.repeat(supervised, repeats)
@@ -282,29 +297,19 @@ class ChatEncoder(Processor):
     # --- measuring -------------------------------------------------------------------------------------------------
 
     def _check_supervision(self, conversation: Conversation) -> None:
-        """A supervised token must come out, and the template must be able to tell which.
-
-        Where the template only joins contents, that is tried once for each sequence of roles.
-        """
+        """A supervised token must come out, and the template must be able to tell which; a skeleton always can."""
         if conversation.input_ids is not None:
             self._check_token_ids(conversation)
             return
         if conversation.text is not None or self.loss_on == "all":
             return
-        roles = tuple(message.role for message in conversation.messages)
-        if "assistant" not in roles:
-            raise _unsupervised(f"no assistant turn among {', '.join(roles)}")
-        simple = not conversation.tools and not any(message.extra for message in conversation.messages)
-        if simple and roles in self._checked and conversation.messages[-1].content:
+        if not any([message.role == "assistant" for message in conversation.messages]):
+            roles = ", ".join(message.role for message in conversation.messages)
+            raise _unsupervised(f"no assistant turn among {roles}")
+        if conversation.messages[-1].content and self._skeleton(conversation):
             return
-        messages = self._messages(conversation)
-        text, spans = self.template.render_with_spans(messages, conversation.tools)
-        if self.loss_on == "last":
-            spans = self.template.last_turn(text, spans, messages, conversation.tools)
-        if not any(end > start for start, end in spans):
+        if not any(end > start for start, end in self._text_and_spans(conversation)[1]):
             raise _unsupervised("the chat template renders or marks no text of the assistant")
-        if simple and self.template.is_plain and not self.template.is_tagged:
-            self._checked.add(roles)  # what holds for one conversation of these roles holds for all
 
     def _check_token_ids(self, conversation: Conversation) -> None:
         ids, labels = conversation.input_ids, conversation.labels
@@ -323,19 +328,27 @@ class ChatEncoder(Processor):
         if not targets[1:].any():
             raise _unsupervised("no label after the first is a target")
 
-    def _measured(self, conversation: Conversation, ids: Any, image_tokens: int, media_bytes: int) -> Measured:
+    def _measured(
+        self, conversation: Conversation, encoding: Any, image_tokens: int, media_bytes: int
+    ) -> Measured | RecordError:
+        """What planning needs, from the tokenizer's result before image tokens are repeated (None for `input_ids`)."""
+        ids = conversation.input_ids if encoding is None else encoding
+        assert ids is not None
         if len(ids) == 0:
-            raise RecordError(Reason.EMPTY, "its text gives no token")
+            return RecordError(Reason.EMPTY, "its text gives no token")
         if len(ids) == 1:
-            raise _unsupervised("it is one token, which nothing predicts")
-        if self.vision is None and not conversation.images:
-            return Measured(len(ids), media_bytes)
-        array = np.asarray(ids, dtype=np.int64)
-        if conversation.input_ids is not None:
-            self._check_placeholders(array, image_tokens)
-            return Measured(len(array), media_bytes)
-        self._check_placeholders(array, len(conversation.images))
-        return Measured(len(array) + image_tokens - len(conversation.images), media_bytes)
+            return _unsupervised("it is one token, which nothing predicts")
+        repeated = 0
+        try:
+            if encoding is None:
+                self._check_placeholders(ids.tolist(), image_tokens)
+            else:
+                repeated = image_tokens - len(conversation.images)
+                if self.vision is not None:
+                    self._check_placeholders(encoding.ids, len(conversation.images))
+        except RecordError as error:
+            return error
+        return Measured(len(ids) + repeated, media_bytes)
 
     def _measure_media(self, conversation: Conversation) -> tuple[int, int]:
         """(image tokens, bytes of images and .npy files), from headers alone."""
@@ -349,16 +362,16 @@ class ChatEncoder(Processor):
             num_bytes += check_patch_positions(positions, count)
         return sum(vision.num_tokens(count) for count in patches), num_bytes
 
-    def _check_placeholders(self, ids: Int64, expected: int) -> None:
+    def _check_placeholders(self, ids: list[int], expected: int) -> None:
         if self.vision is None:
             return
-        found = int(np.count_nonzero(ids == self.image_token_id))
+        found = ids.count(self.image_token_id)  # type: ignore[arg-type]
         if found != expected:
             raise RecordError(
                 Reason.IMAGE_COUNT_MISMATCH,
                 f"{found} {self.vision.image_token} tokens where the images need {expected}",
             )
-        if np.isin(ids, self._reserved).any():
+        if not self._reserved.isdisjoint(ids):
             raise RecordError(
                 Reason.IMAGE_COUNT_MISMATCH,
                 f"the text holds one of the tokens {' '.join(self.vision.reserved)}",

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from energon_packed.encoding.purity import TODAY, only_joins_content, with_fixed_date
+from energon_packed.encoding.skeleton import Skeleton, Span, marker
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
 
 Messages = Sequence[dict[str, Any]]
-Span = tuple[int, int]
-"""Characters [start, end) of the rendered text."""
-
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -33,12 +31,32 @@ class ChatTemplate:
         self._variables = dict(tokenizer.special_tokens_map) | {"date_string": TODAY.strftime("%d %b %Y")}
         self._special = tuple(sorted(tokenizer.added_tokens_encoder, key=len, reverse=True))
         self.is_tagged = bool(self._template and _GENERATION.search(self._template))
-        self.is_plain = bool(self._template) and only_joins_content(self._template or "")
+        self._only_joins = bool(self._template) and not self.is_tagged and only_joins_content(self._template or "")
+        self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
 
     @property
     def source(self) -> str | None:
         """The Jinja source, or None."""
         return self._template
+
+    def skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
+        """The fixed text around the contents of these roles, for messages with nothing but a role and a content.
+
+        None where the template does more than join contents, does not take these roles, or leaves open what the
+        assistant wrote; `render` and `render_with_spans` then say what is wrong with each conversation.
+        """
+        if roles not in self._skeletons:
+            self._skeletons[roles] = self._make_skeleton(roles)
+        return self._skeletons[roles]
+
+    def _make_skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
+        if not self._only_joins or roles[0] == "assistant":
+            return None
+        try:
+            marked = [{"role": role, "content": marker(number)} for number, role in enumerate(roles)]
+            return Skeleton.from_marked(*self.render_with_spans(marked), self._special)
+        except (TemplateError, RecordError):
+            return None
 
     def render(self, messages: Messages, tools: Sequence[Any] | None = None, *, prompt: bool = False) -> str:
         """The text of a conversation; with `prompt`, followed by what asks the assistant to speak.

@@ -1,9 +1,9 @@
 """The planner: which samples share a row. Arrays in, arrays out; no files, no torch.
 
-lengths (n,) ──► algorithm ──► pack_of (n,) ──► PackPlan(indices (n,), offsets (P+1,))
+lengths (n,) ──► algorithm ──► Placement(order, pack_at) ──► PackPlan(indices (n,), offsets (P+1,))
 """
 
 from energon_packed.packing.plan import PackPlan
-from energon_packed.packing.planner import algorithm_names, pack_lengths
+from energon_packed.packing.planner import algorithm_names, check_algorithm, load_kernels, pack_lengths
 
-__all__ = ["PackPlan", "algorithm_names", "pack_lengths"]
+__all__ = ["PackPlan", "algorithm_names", "check_algorithm", "load_kernels", "pack_lengths"]

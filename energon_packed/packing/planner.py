@@ -1,21 +1,20 @@
-"""`pack_lengths`: check the input, choose an algorithm by name, return a PackPlan."""
+"""`pack_lengths`: check the input, choose an algorithm by name, return a PackPlan.
+
+Numba and the kernels are loaded when the first plan is made, so that naming an algorithm costs nothing.
+"""
 
 import re
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
-from energon_packed.packing import kernels
+from energon_packed.packing.placement import Algorithm
 from energon_packed.packing.plan import PackPlan
 
 Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Algorithm = Callable[[Int32, int, int], tuple[Int32, Int64, int]]
-"""(lengths int32 (n,), capacity, max_samples) -> (pack_of int32 (n,), placing order int64, packs); samples
-longer than `capacity` are in no pack and not in the order."""
-
+_MOST_SAMPLES = 2**31 - 1
+_NAMES = ("bfd", "ffd", "sequential", "best")
 _WINDOW = re.compile(r"window_([1-9][0-9]*)")
 
 
@@ -38,10 +37,13 @@ def pack_lengths(
         lengths: tokens of each sample, whole numbers >= 1, shape (n,).
         capacity: tokens that fit in one row.
         algorithm: `bfd` (best fit decreasing), `ffd` (first fit decreasing), `sequential` (the order is kept) or
-            `window_N` (best fit decreasing inside consecutive windows of N samples).
+            `window_N` (best fit decreasing inside consecutive windows of N samples) or `best` (several heuristics, the
+            one with the fewest packs; takes longer).
         max_samples: most samples in one pack; None for no limit.
         multiple: each sample is rounded up to a multiple of this many tokens when its space is counted.
         seed: shuffles the order of the packs; None keeps the order in which they were opened.
+
+    Compiled code does the work and releases the GIL; it takes about 24 bytes a sample beside the lengths.
 
     Raises:
         ConfigError: an argument out of range, or an unknown algorithm (the message lists the valid names).
@@ -52,14 +54,16 @@ def pack_lengths(
             raise ConfigError(f"{name} must be a whole number >= 1, not {value!r}")
     if capacity > np.iinfo(np.int32).max:
         raise ConfigError(f"capacity {capacity} does not fit int32; use at most {np.iinfo(np.int32).max}")
-    place = _algorithm(algorithm)
+    check_algorithm(algorithm)
+    from energon_packed.packing.kernels import group_by_pack
+
     array = _checked_lengths(lengths)
     cost = array
     usable = int(capacity) // multiple * multiple
     if multiple > 1:
         cost = ((array.astype(np.int64) + multiple - 1) // multiple * multiple).clip(max=2**31 - 1).astype(np.int32)
-    pack_of, order, packs = place(cost, usable, max_samples or len(array) or 1)
-    indices, offsets = kernels.group_by_pack(pack_of, order, packs)
+    placement = _algorithm(algorithm)(cost, usable, max_samples or len(array) or 1)
+    indices, offsets = group_by_pack(*placement)
     overlong = np.flatnonzero(cost > usable).astype(np.int64)
     plan = PackPlan(
         indices=indices,
@@ -75,13 +79,33 @@ def pack_lengths(
 
 def algorithm_names() -> list[str]:
     """Names that `pack_lengths` accepts; N in `window_N` stands for any whole number >= 1."""
-    return [*_ALGORITHMS, "window_N"]
+    return [*_NAMES, "window_N"]
+
+
+def check_algorithm(name: str) -> None:
+    """Raise ConfigError, which lists the valid names, for an unknown algorithm."""
+    if name not in _NAMES and not _WINDOW.fullmatch(name):
+        raise ConfigError(f"unknown algorithm {name!r}; use one of {', '.join(algorithm_names())}")
+
+
+def load_kernels() -> None:
+    """Load the compiled code, or compile it, before it is needed: half a second, or some seconds the first time."""
+    pack_lengths([1, 2], 2)
+
+
+def _algorithm(name: str) -> Algorithm:
+    from energon_packed.packing.algorithms import ALGORITHMS, windowed
+
+    match = _WINDOW.fullmatch(name)
+    return windowed(int(match.group(1))) if match else ALGORITHMS[name]
 
 
 def _checked_lengths(lengths: npt.ArrayLike) -> Int32:
     array = np.asarray(lengths)
     if array.size == 0:
         return np.zeros(0, dtype=np.int32)
+    if len(array) > _MOST_SAMPLES:
+        raise ValueError(f"{len(array)} lengths; at most {_MOST_SAMPLES} can be planned at once, plan them in parts")
     if array.ndim != 1:
         raise ValueError(f"lengths must have one dimension, not shape {array.shape}")
     if array.dtype.kind not in "iu":
@@ -93,53 +117,3 @@ def _checked_lengths(lengths: npt.ArrayLike) -> Int32:
     if longest > np.iinfo(np.int32).max:
         raise ValueError(f"lengths[{int(np.argmax(array))}] is {longest}, more than int32 holds")
     return np.ascontiguousarray(array, dtype=np.int32)
-
-
-def _best_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> tuple[Int32, Int64, int]:
-    order = kernels.descending_order(lengths, capacity)
-    pack_of, packs = kernels.best_fit(lengths, order, capacity, max_samples)
-    return pack_of, order, packs
-
-
-def _first_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> tuple[Int32, Int64, int]:
-    order = kernels.descending_order(lengths, capacity)
-    pack_of, packs = kernels.first_fit(lengths, order, capacity, max_samples)
-    return pack_of, order, packs
-
-
-def _sequential(lengths: Int32, capacity: int, max_samples: int) -> tuple[Int32, Int64, int]:
-    order = np.flatnonzero(lengths <= capacity).astype(np.int64)
-    pack_of, packs = kernels.next_fit(lengths, order, capacity, max_samples)
-    return pack_of, order, packs
-
-
-def _windowed(window: int) -> Algorithm:
-    """Best fit decreasing inside consecutive windows of `window` samples; no pack spans two windows."""
-
-    def place(lengths: Int32, capacity: int, max_samples: int) -> tuple[Int32, Int64, int]:
-        pack_of = np.empty(len(lengths), dtype=np.int32)
-        orders = [np.zeros(0, dtype=np.int64)]
-        packs = 0
-        for start in range(0, len(lengths), window):
-            part, order, opened = _best_fit_decreasing(lengths[start : start + window], capacity, max_samples)
-            pack_of[start : start + window] = part + packs
-            orders.append(order + start)
-            packs += opened
-        return pack_of, np.concatenate(orders), packs
-
-    return place
-
-
-_ALGORITHMS: dict[str, Algorithm] = {
-    "bfd": _best_fit_decreasing,
-    "ffd": _first_fit_decreasing,
-    "sequential": _sequential,
-}
-
-
-def _algorithm(name: str) -> Algorithm:
-    if name in _ALGORITHMS:
-        return _ALGORITHMS[name]
-    if match := _WINDOW.fullmatch(name):
-        return _windowed(int(match.group(1)))
-    raise ConfigError(f"unknown algorithm {name!r}; use one of {', '.join(algorithm_names())}")

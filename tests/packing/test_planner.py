@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from energon_packed import pack_lengths
 from energon_packed.errors import ConfigError
 
-ALGORITHMS = ["bfd", "ffd", "sequential", "window_7"]
+ALGORITHMS = ["bfd", "ffd", "sequential", "window_7", "best"]
 
 
 def reference_best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:

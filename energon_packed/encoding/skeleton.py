@@ -1,0 +1,84 @@
+"""Skeleton: the fixed text that a chat template puts around the contents of one sequence of roles.
+
+A template that only joins contents (`purity.only_joins_content`) renders every conversation of the same roles alike.
+So it is rendered once, with a marker for each content, and from then on text is joined without Jinja:
+
+    pieces    "<|im_start|>user\n"     "<|im_end|>\n<|im_start|>assistant\n"    "<|im_end|>\n"
+    contents                      [0]                                       [1]
+    spans                                                               (1, 33) .. (2, 10)
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+Span = tuple[int, int]
+"""Characters [start, end) of the rendered text."""
+_Place = tuple[int, int]
+"""(piece, characters into it)."""
+_MARKER = re.compile("\ue0fe([0-9]+)\ue0ff")  # private-use characters, which no template holds
+
+
+def marker(number: int) -> str:
+    """What stands for content `number` while a skeleton is made."""
+    return f"\ue0fe{number}\ue0ff"
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """Fixed text around n places for contents.
+
+    Attributes:
+        pieces: n + 1 texts.
+        order: which content follows each piece but the last.
+        places: start and end of each assistant turn.
+    """
+
+    pieces: tuple[str, ...]
+    order: tuple[int, ...]
+    places: tuple[tuple[_Place, _Place], ...]
+
+    @classmethod
+    def from_marked(cls, text: str, spans: Sequence[Span], ends: tuple[str, ...]) -> "Skeleton | None":
+        """Take apart a text that was rendered with markers.
+
+        Args:
+            text: rendered with `marker(i)` as content i.
+            spans: assistant turns in it.
+            ends: end-of-turn tokens. A turn must end with one that the template wrote: where else it ends may depend
+                on its content.
+
+        Returns:
+            The skeleton, or None where a span starts or ends in a content or without such a token.
+        """
+        split = _MARKER.split(text)
+        pieces, order = split[0::2], split[1::2]
+        starts = [match.end() for match in _MARKER.finditer(text)]
+
+        def place(at: int) -> _Place | None:
+            for number, (start, piece) in enumerate(zip([0, *starts], pieces, strict=True)):
+                if start <= at <= start + len(piece):
+                    return number, at - start
+            return None
+
+        places = []
+        for start, end in spans:
+            first, last = place(start), place(end)
+            if first is None or last is None or not pieces[last[0]][: last[1]].endswith(ends):
+                return None
+            places.append((first, last))
+        return cls(tuple(pieces), tuple(int(number) for number in order), tuple(places))
+
+    def join(self, contents: Sequence[str]) -> str:
+        """The rendered text."""
+        parts = [self.pieces[0]]
+        for number, piece in zip(self.order, self.pieces[1:], strict=True):
+            parts += (contents[number], piece)
+        return "".join(parts)
+
+    def spans(self, contents: Sequence[str]) -> list[Span]:
+        """Characters of each assistant turn in `join(contents)`."""
+        sizes = [len(piece) + len(contents[number]) for number, piece in zip(self.order, self.pieces, strict=False)]
+        starts = list(accumulate(sizes, initial=0))
+        return [(starts[a] + i, starts[b] + j) for (a, i), (b, j) in self.places]

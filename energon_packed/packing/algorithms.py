@@ -1,0 +1,51 @@
+"""The algorithms that `pack_lengths` knows by name."""
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.packing import kernels
+from energon_packed.packing.placement import Algorithm, Placement
+from energon_packed.packing.search import best
+
+Int32 = npt.NDArray[np.int32]
+
+
+def best_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
+    """Longest first, each to the fullest pack that still holds it."""
+    order, placed = kernels.descending_order(lengths, capacity)
+    return Placement(order, *kernels.best_fit(placed, capacity, max_samples))
+
+
+def first_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
+    """Longest first, each to the oldest pack that still holds it."""
+    order, placed = kernels.descending_order(lengths, capacity)
+    return Placement(order, *kernels.first_fit(placed, capacity, max_samples))
+
+
+def sequential(lengths: Int32, capacity: int, max_samples: int) -> Placement:
+    """In the order given, a new pack whenever the current one is full."""
+    order = np.flatnonzero(lengths <= capacity).astype(np.int32)
+    return Placement(order, *kernels.next_fit(lengths[order], capacity, max_samples))
+
+
+def windowed(window: int) -> Algorithm:
+    """Best fit decreasing inside consecutive windows of `window` samples; no pack spans two windows."""
+
+    def place(lengths: Int32, capacity: int, max_samples: int) -> Placement:
+        orders, packs_at, packs = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)], 0
+        for start in range(0, len(lengths), window):
+            part = best_fit_decreasing(lengths[start : start + window], capacity, max_samples)
+            orders.append(part.order + np.int32(start))
+            packs_at.append(part.pack_at + np.int32(packs))
+            packs += part.packs
+        return Placement(np.concatenate(orders), np.concatenate(packs_at), packs)
+
+    return place
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "bfd": best_fit_decreasing,
+    "ffd": first_fit_decreasing,
+    "sequential": sequential,
+    "best": best,
+}

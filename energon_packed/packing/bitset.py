@@ -1,0 +1,89 @@
+"""A set of whole numbers as a 64-ary tree of words, compiled with Numba: the least or largest member in a few steps.
+
+    words   uint64 (levels[-1],)   level 0 has a bit for each number, level k + 1 a bit for each word of level k
+    levels  int64 (L+1,)           first word of each level, and the number of words
+
+262,144 numbers take three levels. All functions change `words` in place.
+"""
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros
+
+Int64 = npt.NDArray[np.int64]
+
+
+@njit(cache=True, nogil=True)
+def bitset_levels(size: int) -> Int64:
+    """First word of each level of a 64-ary bitset over `size` keys, and the total at the end."""
+    offsets = np.zeros(8, dtype=np.int64)
+    level = 0
+    words = size
+    while True:
+        words = (words + 63) >> 6
+        offsets[level + 1] = offsets[level] + words
+        level += 1
+        if words == 1:
+            return offsets[: level + 1]
+
+
+@njit(cache=True, nogil=True)
+def bitset_add(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
+    """Put `key` in the set."""
+    for level in range(levels.size - 1):
+        slot = levels[level] + (key >> 6)
+        before = words[slot]
+        words[slot] = before | (np.uint64(1) << np.uint64(key & 63))
+        if before != 0:
+            return
+        key >>= 6
+
+
+@njit(cache=True, nogil=True)
+def bitset_remove(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
+    """Take `key`, which is in the set, out of it."""
+    for level in range(levels.size - 1):
+        slot = levels[level] + (key >> 6)
+        words[slot] &= ~(np.uint64(1) << np.uint64(key & 63))
+        if words[slot] != 0:
+            return
+        key >>= 6
+
+
+@njit(cache=True, nogil=True)
+def bitset_next(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
+    """Least key >= `key` in the set, or -1."""
+    top = levels.size - 1
+    level = 0
+    while level < top:
+        word_index = key >> 6
+        if levels[level] + word_index >= levels[level + 1]:
+            return -1
+        masked = words[levels[level] + word_index] & (~np.uint64(0) << np.uint64(key & 63))
+        if masked != 0:
+            found = (word_index << 6) + trailing_zeros(masked)
+            while level > 0:
+                level -= 1
+                found = (found << 6) + trailing_zeros(words[levels[level] + found])
+            return int(found)
+        key = word_index + 1
+        level += 1
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def bitset_previous(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
+    """Largest number <= `key` in the set, or -1."""
+    for level in range(levels.size - 1):
+        word = key >> 6
+        masked = words[levels[level] + word] & (~np.uint64(0) >> np.uint64(63 - (key & 63)))
+        if masked != 0:
+            found = (word << 6) + 63 - leading_zeros(masked)
+            for below in range(level - 1, -1, -1):
+                found = (found << 6) + 63 - leading_zeros(words[levels[below] + found])
+            return int(found)
+        if word == 0:
+            return -1
+        key = word - 1
+    return -1

@@ -1,0 +1,27 @@
+"""Placement: what an algorithm gives back."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+
+
+class Placement(NamedTuple):
+    """Samples in the order in which they were placed.
+
+    Attributes:
+        order: int32 (m,), sample numbers; samples longer than the capacity are missing.
+        pack_at: int32 (m,), pack of each.
+        packs: number of packs.
+    """
+
+    order: Int32
+    pack_at: Int32
+    packs: int
+
+
+Algorithm = Callable[[Int32, int, int], Placement]
+"""(lengths int32 (n,), capacity, max_samples) -> Placement."""

@@ -1,0 +1,168 @@
+"""What the benchmarks share: data made from text that Python itself brings along, timing, and tables.
+
+The texts are English prose (the help topics of the standard library) and Python code (its modules), cut into
+paragraphs and mixed anew for each conversation: real words, so that a tokenizer has real work.
+"""
+
+import argparse
+import ast
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from energon_packed.demo import write_tokenizer
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+_QUESTIONS = ("What does this mean?", "Explain it step by step.", "Go on.", "Write a shorter version.", "Why?")
+
+
+class Report:
+    """Collects measured rows, prints them as a table with their targets, and writes them as JSON."""
+
+    def __init__(self, title: str, json_path: Path | None) -> None:
+        self.title = title
+        self.json_path = json_path
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, what: str, value: float, unit: str = "", target: str = "", **details: Any) -> None:
+        """One figure; `target` such as ">= 0.85" is compared with it."""
+        row: dict[str, Any] = {"what": what, "value": value, "unit": unit, "target": target, **details}
+        if target:
+            sign, limit = target.split()
+            row["met"] = value >= float(limit) if sign == ">=" else value <= float(limit)
+        self.rows.append(row)
+        print(f"  {what}: {value:.4g} {unit} {target}", file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """Print the table and write the JSON."""
+        table = Table("what", "value", "target", "", title=self.title)
+        for row in self.rows:
+            met = {True: "met", False: "MISSED"}.get(row.get("met", ""), "")
+            table.add_row(row["what"], f"{row['value']:.4g} {row['unit']}", row["target"], met)
+        Console(width=150).print(table)
+        if self.json_path:
+            machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+            value = {"title": self.title, "machine": machine, "rows": self.rows}
+            self.json_path.parent.mkdir(parents=True, exist_ok=True)
+            self.json_path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def arguments(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """The options of all benchmarks: where work files and the JSON go."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("bench-results") / f"{name}.json", help="figures go here")
+    parser.add_argument("--work", type=Path, default=Path("bench-work"), help="data and peers; kept between runs")
+    return parser
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def median_seconds(function: Callable[[], object], runs: int = 3) -> float:
+    """Median wall time of several calls."""
+    return statistics.median(seconds(function) for _ in range(runs))
+
+
+def peer_python(work: Path) -> str:
+    """A Python with the peers, in a virtual environment of their own that is made when missing."""
+    folder = work / "peers"
+    python = folder / "bin" / "python"
+    done = folder / ".installed"
+    if not done.exists():
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        constraints = Path(__file__).resolve().parents[1] / "constraints.txt"
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([*install, "-c", str(constraints), "torch"], check=True)
+        subprocess.run([*install, "-c", str(constraints), "trl", "datasets", "webdataset"], check=True)
+        done.touch()
+    return str(python)
+
+
+def run_peer(work: Path, code: str, *args: object) -> dict[str, Any]:
+    """Run code in the peers' Python; it prints one line of JSON last."""
+    command = [peer_python(work), "-c", code, *map(str, args)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def paragraphs() -> tuple[list[str], list[str]]:
+    """(prose, code): paragraphs of 40 to 2000 characters."""
+    prose = [part for text in topics.topics.values() for part in text.split("\n\n")]
+    code = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        source = path.read_text(encoding="utf-8", errors="replace")
+        tree = ast.parse(source)
+        lines = source.splitlines()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                (prose if (doc := ast.get_docstring(node)) else []).append(doc or "")
+                code.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+    return tuple([t for t in texts if 40 <= len(t) <= 2000] for texts in (prose, code))  # type: ignore[return-value]
+
+
+def text_records(count: int, *, mean_chars: int = 1000, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Conversations of one to three exchanges whose lengths are lognormal."""
+    prose, code = paragraphs()
+    rng = np.random.default_rng(seed)
+    budgets = rng.lognormal(np.log(mean_chars) - 0.32, 0.8, count)
+    turns = rng.integers(1, 4, count)
+    for number, (budget, exchanges) in enumerate(zip(budgets.tolist(), turns.tolist(), strict=True)):
+        messages = []
+        for _ in range(exchanges):
+            answer = ""
+            while len(answer) < budget / exchanges:
+                pool = code if rng.random() < 0.3 else prose
+                answer += pool[int(rng.integers(len(pool)))] + "\n\n"
+            answer = answer[: max(20, int(budget / exchanges))]
+            question = f"{_QUESTIONS[int(rng.integers(len(_QUESTIONS)))]} ({int(rng.integers(10**6))})"
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        yield {"id": f"bench-{number:08d}", "messages": messages}
+
+
+def write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> Path:
+    """The records as JSONL; an existing file is kept."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".tmp")
+        with aside.open("w", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(record) + "\n" for record in records)
+        aside.rename(path)
+    return path
+
+
+def bench_tokenizer(work: Path) -> Path:
+    """A byte-level BPE tokenizer of 32,000 tokens, trained on the paragraphs, with Qwen2.5-VL image settings."""
+    folder = work / "tokenizer"
+    if not (folder / "tokenizer.json").exists():
+        prose, code = paragraphs()
+        write_tokenizer(folder, [*prose, *code], vocab_size=32_000)
+    return folder
+
+
+def cli(*args: object) -> subprocess.CompletedProcess[str]:
+    """`energon-packed` with these arguments, in a process of its own."""
+    command = [sys.executable, "-m", "energon_packed", *map(str, args)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+
+
+def shares(values: Sequence[float]) -> str:
+    """Values as a short list."""
+    return ", ".join(f"{value:.3g}" for value in values)
