@@ -1,89 +1,139 @@
-"""How fast and how good the planner is: against a numpy sort of the same lengths, and against the lower bound.
+"""How fast and how good the planner is.
 
-    python tools/bench_planner.py [--lengths 1000000] [--json planner.json]
+    python tools/bench_planner.py [--json planner.json]
 
-`time / sort` is the time of the whole plan over that of numpy's stable argsort of the same int32 array, both the
-median of three runs. `over bound` is packs over ceil(tokens / capacity).
+200,000 lengths against the loop of TRL's best-fit-decreasing packing on the same lengths, 10 million against numpy's
+stable argsort of the same int32 array; packs over the lower bound ceil(tokens / capacity) for each algorithm.
 """
 
-import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from benchlib import Report, arguments, median_seconds, run_peer
 
 from energon_packed import pack_lengths
 
+_FEW, _MANY = 200_000, 10_000_000
+CAPACITIES = (4096, 32768)
 
-def mixtures(count: int, capacity: int) -> dict[str, np.ndarray]:
-    """Length distributions that are met in practice, and two that are hard."""
+# Times what `_pack_bfd` does between making its segment tree and taking the rows: its loop. The lists themselves are
+# empty and their lengths are told, since 200,000 rows of up to 32,768 tokens would not fit in memory.
+_TRL = """
+import json, sys, time
+import numpy as np, pyarrow as pa, pyarrow.compute as pc
+import trl.data_utils as trl
+
+class Stop(Exception): pass
+
+class Compute:
+    def __getattr__(self, name):
+        return getattr(pc, name)
+    def list_value_length(self, column):
+        return pa.array(lengths, pa.int32())
+    def filter(self, column, mask):
+        return column
+    def list_slice(self, column, start, stop):
+        return column
+    @property
+    def take(self):
+        marks.append(time.perf_counter())
+        raise Stop(len(sys._getframe(1).f_locals["bins"]))
+
+tree = trl._SegmentTree.__init__
+def started(self, *args):
+    tree(self, *args)
+    marks.append(time.perf_counter())
+trl._SegmentTree.__init__ = started
+trl.pc = Compute()
+results = {}
+for name, lengths in np.load(sys.argv[1]).items():
+    marks = []
+    column = pa.ListArray.from_arrays(np.zeros(len(lengths) + 1, np.int32), pa.array([], pa.int32()))
+    try:
+        trl._pack_bfd(pa.table({"input_ids": column}), int(name.rsplit("@")[1]))
+    except Stop as stop:
+        results[name] = {"seconds": marks[1] - marks[0], "packs": stop.args[0]}
+print(json.dumps(results))
+"""
+
+# The whole plan in a process of its own: peak resident memory after minus before, per length.
+_MEMORY = """
+import resource, sys
+import numpy as np
+from energon_packed import pack_lengths
+sys.path.insert(0, sys.argv[1])
+from bench_planner import mixtures
+pack_lengths([1, 2], 4)
+lengths = mixtures(int(sys.argv[2]), 4096, only="lognormal")["lognormal"]
+with open("/proc/self/clear_refs", "w") as stream:
+    stream.write("5")
+resident = lambda key: int(next(l for l in open("/proc/self/status") if l.startswith(key)).split()[1]) * 1024
+before = resident("VmRSS")
+plan = pack_lengths(lengths, 4096)
+print((resident("VmHWM") - before) / len(lengths))
+"""
+
+
+def mixtures(count: int, capacity: int, only: str | None = None) -> dict[str, np.ndarray]:
+    """Length distributions that are met in practice, and two that are hard: int32 (count,) each."""
     rng = np.random.default_rng(0)
-    shares = {
-        "lognormal": rng.lognormal(5.5, 0.9, count),
-        "VLM mixture": np.where(rng.random(count) < 0.6, rng.normal(900, 250, count), rng.lognormal(4.8, 0.7, count)),
-        "near half": rng.normal(capacity / 2, capacity / 40, count),
-        "long tail": capacity * rng.beta(0.4, 2.5, count),
+    makers = {
+        "lognormal": lambda: rng.lognormal(5.5, 0.9, count),
+        "VLM mixture": lambda: np.where(
+            rng.random(count) < 0.6, rng.normal(900, 250, count), rng.lognormal(4.8, 0.7, count)
+        ),
+        "near half": lambda: rng.normal(capacity / 2, capacity / 40, count),
+        "long tail": lambda: capacity * rng.beta(0.4, 2.5, count),
     }
-    return {name: np.clip(values, 1, capacity).astype(np.int32) for name, values in shares.items()}
+    names = makers if only is None else [only]
+    return {name: np.clip(makers[name](), 1, capacity).astype(np.int32) for name in names}
 
 
-def median_seconds(function: Callable[[], object], runs: int = 3) -> float:
-    """Median wall time of several runs."""
-    times = []
-    for _ in range(runs):
-        begin = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+def against_trl(report: Report, work: Path) -> None:
+    """Speed against TRL's loop, packs against TRL's and against the bound."""
+    cases = {f"{name}@{c}": values for c in CAPACITIES for name, values in mixtures(_FEW, c).items()}
+    work.mkdir(parents=True, exist_ok=True)
+    np.savez(work / "lengths.npz", **cases)
+    peer = run_peer(work, _TRL, work / "lengths.npz")
+    for name, lengths in cases.items():
+        capacity = int(name.rsplit("@")[1])
+        seconds = median_seconds(lambda lengths=lengths, c=capacity: pack_lengths(lengths, c), 5)
+        plan = pack_lengths(lengths, capacity)
+        best = pack_lengths(lengths, capacity, algorithm="best")
+        bound = -(-plan.tokens // capacity)
+        hard = name.startswith(("near half", "long tail"))
+        report.add(f"{name}: times as fast as TRL", peer[name]["seconds"] / seconds, "x", ">= 80", seconds=seconds)
+        report.add(f"{name}: packs beyond TRL's", plan.num_packs - peer[name]["packs"], "", "<= 0")
+        report.add(f"{name}: over the bound", 100 * (plan.num_packs / bound - 1), "%", "" if hard else "<= 0.02")
+        report.add(f"{name}: packs of `best` beyond bfd", best.num_packs - plan.num_packs, "", "<= 0")
+
+
+def against_sort(report: Report) -> None:
+    """Ten million lengths against a sort of them, and the memory they take."""
+    for capacity in CAPACITIES:
+        for name, lengths in mixtures(_MANY, capacity).items():
+            sort = median_seconds(lambda lengths=lengths: np.argsort(lengths, kind="stable"))
+            plan = median_seconds(lambda lengths=lengths, c=capacity: pack_lengths(lengths, c))
+            what = f"{name}@{capacity}, 10 million: time over argsort"
+            report.add(what, plan / sort, "", "<= 1", seconds=plan, argsort_seconds=sort)
+    here = str(Path(__file__).resolve().parent)
+    command = [sys.executable, "-c", _MEMORY, here, str(_MANY)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    report.add("10 million: memory per length", json.loads(done.stdout), "bytes", "<= 40")
 
 
 def main() -> None:
-    """Run all mixtures and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, default=1_000_000)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    """Measure and print."""
+    options = arguments(__doc__, "planner").parse_args()
+    report = Report("planner", options.json)
     pack_lengths([1, 2], 4)  # compile
-    table = Table("lengths", "capacity", "algorithm", "seconds", "time / sort", "packs", "over bound")
-    rows = []
-    for capacity in (4096, 32768):
-        for name, lengths in mixtures(options.lengths, capacity).items():
-            sort = median_seconds(lambda lengths=lengths: np.argsort(lengths, kind="stable"))
-            for algorithm in ("bfd", "ffd"):
-                seconds = median_seconds(
-                    lambda lengths=lengths, c=capacity, a=algorithm: pack_lengths(lengths, c, algorithm=a)
-                )
-                plan = pack_lengths(lengths, capacity, algorithm=algorithm)
-                bound = -(-plan.tokens // capacity)
-                over = plan.num_packs / bound - 1
-                rows.append(
-                    {
-                        "lengths": name,
-                        "capacity": capacity,
-                        "algorithm": algorithm,
-                        "seconds": seconds,
-                        "time_over_sort": seconds / sort,
-                        "packs": plan.num_packs,
-                        "over_bound": over,
-                    }
-                )
-                table.add_row(
-                    name,
-                    str(capacity),
-                    algorithm,
-                    f"{seconds:.3f}",
-                    f"{seconds / sort:.2f}",
-                    f"{plan.num_packs:,}",
-                    f"{over:.3%}",
-                )
-    Console().print(table)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    pack_lengths([1, 2], 4, algorithm="best")
+    against_trl(report, options.work)
+    against_sort(report)
+    report.finish()
 
 
 if __name__ == "__main__":

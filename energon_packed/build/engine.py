@@ -1,6 +1,7 @@
 """Engine: runs one function over many tasks and gives the results as they come, in any order."""
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -74,6 +75,7 @@ def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
     """Keep the stage's function, and end with the parent: a killed run leaves no writer behind."""
     global _function
     _function = function
+    gc.freeze()  # what was inherited stays: the collector need not walk it, nor touch (and so copy) its pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
     libc = ctypes.CDLL(None, use_errno=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +9,8 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from energon_packed.build.measure import STATUSES, RecordReader, RecordTable
+from energon_packed.build.columns import named, numbers, texts
+from energon_packed.build.measure import STATUSES, RecordReader, RecordTable, read_rows
 from energon_packed.shards.files import aside
 
 _SCHEMA = pa.schema(
@@ -44,8 +44,7 @@ def write_ledger(
         lengths: path of lengths.parquet: source, row, id, length (tokens, null where unknown), num_images, status.
         rejects: path of rejects.jsonl: source, row, id, reason, detail.
     """
-    paths = pa.array([str(source.path) for source in reader.sources], pa.string())
-    statuses = pa.array(STATUSES, pa.string())
+    paths = [str(source.path) for source in reader.sources]
     with (
         aside(lengths) as lengths_aside,
         aside(rejects) as rejects_aside,
@@ -60,22 +59,19 @@ def write_ledger(
                 for ident, s, r in zip(ids, source, local, strict=True)
             ]
             part = slice(start, start + len(ids))
-            writer.write_table(
-                pa.table(
-                    {
-                        "source": pa.DictionaryArray.from_arrays(pa.array(source, pa.int32()), paths),
-                        "row": local,
-                        "id": pa.array(names, pa.string()),
-                        "length": pa.array(table.length[part], mask=table.length[part] < 0),
-                        "num_images": table.num_images[part],
-                        "status": pa.DictionaryArray.from_arrays(pa.array(status[part], pa.int8()), statuses),
-                    },
-                    schema=_SCHEMA,
-                )
-            )
+            measured = table.length[part]
+            columns = [
+                named(source, paths, np.int32),
+                numbers(local, np.int64),
+                texts(names),
+                numbers(measured, np.int32, valid=measured >= 0),
+                numbers(table.num_images[part], np.int32),
+                named(status[part], STATUSES, np.int8),
+            ]
+            writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA))
             for place in np.flatnonzero(status[part]).tolist():
                 reject = {
-                    "source": paths[int(source[place])].as_py(),
+                    "source": paths[int(source[place])],
                     "row": int(local[place]),
                     "id": names[place],
                     "reason": STATUSES[int(status[start + place])],
@@ -88,7 +84,7 @@ def _chunks(table: RecordTable) -> Iterator[tuple[int, list[str | None], list[st
     """(first row, ids, details) of each chunk file."""
     start = 0
     for file in table.files:
-        part: Any = pq.read_table(file, columns=["id", "detail"])
+        part = read_rows(file)
         if part.num_rows:
             yield start, part["id"].to_pylist(), part["detail"].to_pylist()
         start += part.num_rows

@@ -1,6 +1,6 @@
 """Stage 1, measure: the length of every record, in chunks of the input that run side by side.
 
-Each chunk leaves one Parquet file with a row per record; the driver keeps only numbers of them, 34 bytes a record.
+Each chunk leaves one Arrow file with a row per record; the driver keeps only numbers of them, 34 bytes a record.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from energon_packed.build.columns import as_numpy, numbers, texts
 from energon_packed.build.options import EncoderOptions
 from energon_packed.conversation import Conversation, normalize
 from energon_packed.encoding import Measured
@@ -40,7 +40,7 @@ _SCHEMA = pa.schema(
         "detail": pa.string(),
     }
 )
-_NUMBERS = [name for name in _SCHEMA.names if name not in ("id", "detail")]
+_NUMBERS = {name: _SCHEMA.field(name).type.to_pandas_dtype() for name in _SCHEMA.names if name not in ("id", "detail")}
 _MENDABLE = [
     STATUSES.index(reason.value)
     for reason in (
@@ -134,7 +134,7 @@ class Measurer:
     encoder: EncoderOptions
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
-        """Measure a chunk and write its Parquet file; few records are held at a time, as they may hold images."""
+        """Measure a chunk and write its file; few records are held at a time, as they may hold images."""
         columns: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
         first: tuple[int, str | None, str, str] | None = None
         tokenized = 0
@@ -156,8 +156,7 @@ class Measurer:
                 columns["id"].append(ident)
                 columns["detail"].append(reject.detail[:500] if reject else None)
                 tokenized += conversation is not None and conversation.input_ids is None
-        with aside(chunk.file) as temporary:
-            pq.write_table(pa.table(columns, schema=_SCHEMA), temporary)
+        _write_rows(chunk.file, columns)
         return ChunkReport(chunk=chunk, records=len(columns["id"]), tokenized=tokenized, first_reject=first)
 
     def _measure(
@@ -220,21 +219,26 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
     """Join the chunk files, which are all there."""
     counts = [measured_records(chunk) for chunk in chunks]
     total = sum(counts)
-    columns = {name: np.empty(total, dtype=_SCHEMA.field(name).type.to_pandas_dtype()) for name in _NUMBERS}
+    columns = {name: np.empty(total, dtype=dtype) for name, dtype in _NUMBERS.items()}
     per_source = np.zeros(sources + 1, dtype=np.int64)
     start = 0
     for chunk, count in zip(chunks, counts, strict=True):
-        table = pq.read_table(chunk.file, columns=_NUMBERS)
+        table = read_rows(chunk.file)
         for name, column in columns.items():
-            column[start : start + count] = table[name].to_numpy()
+            column[start : start + count] = as_numpy(table[name], column.dtype)
         per_source[chunk.source + 1] += count
         start += count
     return RecordTable(**columns, source_starts=np.cumsum(per_source), files=[chunk.file for chunk in chunks])
 
 
+def read_rows(file: Path) -> Any:
+    """The Arrow table of one chunk file, mapped into memory."""
+    return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+
+
 def measured_records(chunk: Chunk) -> int:
     """Rows in the file of a measured chunk."""
-    return int(pq.read_metadata(chunk.file).num_rows)
+    return int(read_rows(chunk.file).num_rows)
 
 
 def is_measured(chunk: Chunk) -> bool:
@@ -242,10 +246,16 @@ def is_measured(chunk: Chunk) -> bool:
     if not chunk.file.exists():
         return False
     try:
-        status = pq.read_table(chunk.file, columns=["status"])["status"].to_numpy()
+        status = as_numpy(read_rows(chunk.file)["status"], np.int8)
     except (pa.ArrowInvalid, OSError):
         return False
     return not np.isin(status, _MENDABLE).any()
+
+
+def _write_rows(file: Path, columns: dict[str, list[Any]]) -> None:
+    arrays = [numbers(columns[n], _NUMBERS[n]) if n in _NUMBERS else texts(columns[n]) for n in _SCHEMA.names]
+    with aside(file) as temporary, pa.OSFile(str(temporary), "wb") as out, pa.ipc.new_file(out, _SCHEMA) as writer:
+        writer.write_table(pa.Table.from_arrays(arrays, schema=_SCHEMA))
 
 
 def _text_bytes(conversation: Conversation) -> int:

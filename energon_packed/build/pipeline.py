@@ -30,7 +30,7 @@ from energon_packed.build.progress import Progress
 from energon_packed.build.workspace import Workspace
 from energon_packed.build.write import RecordRefs, ShardTask, ShardWriter, TruncationCheck, finished_shard, shard_rows
 from energon_packed.errors import RejectLimitError
-from energon_packed.packing import PackPlan
+from energon_packed.packing import PackPlan, load_kernels
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.layouts import layout_for
 from energon_packed.shards.nv_meta import write_nv_meta
@@ -177,7 +177,7 @@ class _Build:
     def _measure(self, folder: Path) -> RecordTable:
         folder.mkdir(parents=True, exist_ok=True)
         chunks = [
-            Chunk(source=number, start=start, stop=stop, file=folder / f"{number:05d}-{place:07d}.parquet")
+            Chunk(source=number, start=start, stop=stop, file=folder / f"{number:05d}-{place:07d}.arrow")
             for number, source in enumerate(self.reader.sources)
             for place, (start, stop) in enumerate(source.chunks())
         ]
@@ -196,6 +196,7 @@ class _Build:
             self.counters["tokenized"] += report.tokenized
             self.progress.advance(report.chunk.stop - report.chunk.start, report.records)
             self._stop_if_strict(report)
+            load_kernels()  # while the workers are busy
         return load_table(chunks, len(self.reader.sources))
 
     def _stop_if_strict(self, report: ChunkReport) -> None:

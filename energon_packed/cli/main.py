@@ -1,5 +1,6 @@
 """Entry point: finds the subcommand, and turns every user error into one line and exit status 1."""
 
+import gc
 import importlib
 import os
 import sys
@@ -52,6 +53,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notices on missing backends mean nothing here
     try:
         cli(standalone_mode=False)
+        gc.freeze()  # the process ends now: without this, half a second goes into walking what torch has loaded
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -87,7 +87,7 @@ def test_hidden_files_of_others_are_left_alone(build: Any, tmp_path: Path) -> No
     theirs = [tmp_path / "out" / name for name in (".mine.tmp", "sub/.mine.tmp", "webdataset/.mine.tmp")]
     ours = [
         tmp_path / "out" / name
-        for name in (".lengths.parquet.7.tmp", "webdataset/.pack-000000.tar.7.tmp", ".work/measure-x/.a.parquet.7.tmp")
+        for name in (".lengths.parquet.7.tmp", "webdataset/.pack-000000.tar.7.tmp", ".work/measure-x/.a.arrow.7.tmp")
     ]
     for file in (*theirs, *ours):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -181,7 +181,7 @@ def test_an_image_that_vanishes_while_packing_is_named(build: Any, tmp_path: Pat
     [
         ({"seq_len": 0}, "seq_len is 0; it must be at least 1"),
         ({"sample_class": "Sample"}, "unknown sample class 'Sample'; use one of PackedCaptioningSample"),
-        ({"algorithm": "best"}, "unknown algorithm 'best'"),
+        ({"algorithm": "magic"}, "unknown algorithm 'magic'"),
         ({"shard_prefix": "a.b"}, "keys have no dots"),
         ({"split": {"train": 0.5}}, "add up to 0.5"),
         ({"split": {"dev": 1.0}}, "unknown split dev"),

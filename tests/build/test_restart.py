@@ -118,7 +118,7 @@ def test_ten_kills_change_nothing(records: Path, tokenizer_dir: Path, tmp_path: 
         time.sleep(rng.uniform(0.02, 0.14) * whole)
         process.send_signal(signal.SIGKILL)
         finished = process.communicate()[0] == "done\n"
-        chunks = len(list(out.glob(".work/measure-*/*.parquet")))
+        chunks = len(list(out.glob(".work/measure-*/*.arrow")))
         progress.append((chunks, len(list(out.glob("webdataset/*.tar")))))
         if finished:  # too late: from the beginning again
             shutil.rmtree(out)
