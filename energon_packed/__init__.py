@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from energon_packed.conversation import Conversation, MediaReference, Message, normalize
     from energon_packed.dataflow import (
         PackedBatch,
+        PackedDataset,
         PackedLoader,
         PackedTaskEncoder,
         PaddingFreeCollator,
@@ -46,6 +47,7 @@ _MODULES = {
     "PackResult": "build",
     "PackedBatch": "dataflow",
     "PackedCaptioningSample": "flavors",
+    "PackedDataset": "dataflow",
     "PackedLoader": "dataflow",
     "PackedMultiMixQASample": "flavors",
     "PackedTaskEncoder": "dataflow",
@@ -75,6 +77,7 @@ __all__ = [
     "PackResult",
     "PackedBatch",
     "PackedCaptioningSample",
+    "PackedDataset",
     "PackedLoader",
     "PackedMultiMixQASample",
     "PackedTaskEncoder",

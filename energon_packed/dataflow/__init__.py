@@ -7,6 +7,7 @@ Four roles, each a small class with one required method; the same Processor meas
 
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
+from energon_packed.dataflow.dataset import PackedDataset
 from energon_packed.dataflow.distributor import Distributor, EnergonDistributor
 from energon_packed.dataflow.loader import PackedLoader, get_packed_loader
 from energon_packed.dataflow.packer import Packer, PoolPacker
@@ -17,6 +18,7 @@ __all__ = [
     "Distributor",
     "EnergonDistributor",
     "PackedBatch",
+    "PackedDataset",
     "PackedLoader",
     "PackedTaskEncoder",
     "Packer",

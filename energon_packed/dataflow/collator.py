@@ -28,9 +28,14 @@ class Collator(ABC):
             BatchError: they do not make a batch.
         """
 
-    def __call__(self, samples: Sequence[EncodedSample]) -> PackedBatch:
-        """`collate`, so that a collator serves as `collate_fn` of a torch DataLoader."""
-        return self.collate(samples)
+    def __call__(self, features: Sequence[Any]) -> Any:
+        """For torch's `collate_fn` and the `data_collator` of transformers.Trainer.
+
+        Packs of a `PackedDataset` become one row as `transformers_inputs()`, a dict; samples become a PackedBatch.
+        """
+        if features and isinstance(features[0], list):
+            return self.collate([sample for pack in features for sample in pack]).transformers_inputs()
+        return self.collate(features)
 
 
 class PaddingFreeCollator(Collator):

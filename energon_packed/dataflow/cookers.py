@@ -3,6 +3,7 @@
 The flavor is taken from the subflavor `sample_class` where there is one, else from the parts of the sample.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.energon import CrudeSample, basic_sample_keys, stateless
@@ -21,7 +22,7 @@ from energon_packed.flavors import (
 )
 from energon_packed.shards.layouts.base import read_json
 
-_FLAVORS: dict[str, tuple[type[PackSample], Any]] = {
+FLAVORS: dict[str, tuple[type[PackSample], Any]] = {
     "PackedCaptioningSample": (PackedCaptioningSample, packed_captioning.sample_loader),
     "PackedMultiMixQASample": (PackedMultiMixQASample, packed_multi_mix_qa.sample_loader),
     "PackedTokensSample": (PackedTokensSample, packed_tokens.sample_loader),
@@ -37,14 +38,19 @@ def cook_pack(sample: CrudeSample) -> PackSample:
         FormatError: the parts are those of no flavor.
     """
     subflavors = sample.get("__subflavors__") or {}
-    name = subflavors.get("sample_class") or _flavor_of(sample)
-    if name not in _FLAVORS:
-        raise FormatError(f"subflavor sample_class is {name!r}; use one of {', '.join(_FLAVORS)}")
-    flavor, load = _FLAVORS[name]
+    name = subflavors.get("sample_class") or flavor_of(sample)
+    if name not in FLAVORS:
+        raise FormatError(f"subflavor sample_class is {name!r}; use one of {', '.join(FLAVORS)}")
+    flavor, load = FLAVORS[name]
     return flavor(**basic_sample_keys(sample), **load(sample))
 
 
-def _flavor_of(sample: CrudeSample) -> str:
+def flavor_of(sample: Mapping[str, Any]) -> str:
+    """Name of the flavor that has these parts.
+
+    Raises:
+        FormatError: there is none.
+    """
     if "input_ids.npy" in sample:
         return "PackedTokensSample"
     value = read_json(sample)

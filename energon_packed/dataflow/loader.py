@@ -199,7 +199,7 @@ def get_packed_loader(
             raise ConfigError(
                 f"{path} was packed with seq_len {manifest.seq_len}, more than seq_len {seq_len}; raise it"
             )
-        _check_manifest(manifest, split, encoder if check_encoder else None, path)
+        check_manifest(manifest, split, encoder if check_encoder else None, path)
     if max_failures < 0:
         raise ConfigError(f"max_failures is {max_failures}; it must be at least 0")
     if packing_buffer_size is not None:
@@ -261,7 +261,8 @@ def _resolve(path: Path) -> tuple[Path, PackingManifest | None]:
         return folder, None
 
 
-def _check_manifest(manifest: PackingManifest, split: str, encoder: Processor | None, path: str | Path) -> None:
+def check_manifest(manifest: PackingManifest, split: str, encoder: Processor | None, path: str | Path) -> None:
+    """Raise ConfigError for an empty split, or an encoder other than the one that the data was packed with."""
     if not manifest.packs_in(split):
         there = ", ".join(sorted({shard.split for shard in manifest.shards}))
         raise ConfigError(f"{path} has no packs in split {split!r}; it has {there}")

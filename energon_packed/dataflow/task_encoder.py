@@ -19,10 +19,10 @@ from megatron.energon import (
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.cookers import cook_pack
+from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.one_pass import OnePass
 from energon_packed.dataflow.packer import Packer
 from energon_packed.encoding import EncodedSample, Processor
-from energon_packed.errors import EnergonPackedError, FormatError
 from energon_packed.flavors import PackSample
 
 
@@ -90,7 +90,10 @@ class PackedTaskEncoder(TaskEncoder):
     @stateless
     def postencode_sample(self, sample: PackSample) -> EncodedPack:
         """Encode every sub-sample; with packing on the fly, after the samples of a row are chosen."""
-        pack: EncodedPack = EncodedPack.derive_from(sample, samples=self._encode(sample))
+        encoded = encode_pack(sample, self.encoder, check_lengths=self.check_lengths, on_failure=self.on_failure)
+        if not encoded:
+            raise SkipSample
+        pack: EncodedPack = EncodedPack.derive_from(sample, samples=encoded)
         return pack
 
     def select_samples_to_pack(self, samples: list[PackSample]) -> list[list[PackSample]]:
@@ -113,21 +116,6 @@ class PackedTaskEncoder(TaskEncoder):
         batch.__key__ = [sample.__key__ for sample in samples]
         return batch
 
-    def _encode(self, sample: PackSample) -> list[EncodedSample]:
-        limit = sample.truncate_to()
-        encoded = []
-        for conversation, length in zip(sample.conversations(), sample.expected_lengths(), strict=True):
-            try:
-                one = self.encoder.encode(conversation)
-                encoded.append(self._checked(sample, one if limit is None else one.truncated(limit), length))
-            except EnergonPackedError as error:  # one bad sample costs one sample, not its pack
-                if self.on_failure is None:
-                    raise
-                self.on_failure(error, sample)
-        if not encoded:
-            raise SkipSample
-        return encoded
-
     def _length(self, sample: PackSample) -> int:
         """Recorded tokens, or measured where none are recorded."""
         recorded = sample.expected_lengths()
@@ -135,11 +123,3 @@ class PackedTaskEncoder(TaskEncoder):
             self.encoder.length(conversation) if length is None else length
             for conversation, length in zip(sample.conversations(), recorded, strict=True)
         )
-
-    def _checked(self, sample: PackSample, one: EncodedSample, length: int | None) -> EncodedSample:
-        if self.check_lengths and length is not None and len(one) != length:
-            raise FormatError(
-                f"sample {one.id} of pack {sample.__key__} has {len(one)} tokens, but {length} were recorded: use the "
-                "tokenizer, chat template and image settings that it was packed with (see packing.json)"
-            )
-        return one

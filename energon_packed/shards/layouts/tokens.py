@@ -9,6 +9,8 @@
 """
 
 import io
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +33,11 @@ from energon_packed.shards.tar import Part
 
 Int32 = npt.NDArray[np.int32]
 _IGNORE = -100
+_HEADER_SIZE = 128
+# .npy 1.0 of int32 with its header padded to 128 bytes: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
+_OUR_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00\x76\x00\{'descr': '<i4', 'fortran_order': False, 'shape': \(([0-9, ]*)\), \} *\n"
+)
 
 
 def check(conversation: Conversation) -> None:
@@ -104,6 +111,10 @@ def _load(raw: Mapping[str, Any], name: str) -> Int32:
     if value is None:
         raise FormatError(f"{raw.get('__key__')} has no {name}; is this a PackedTokensSample?")
     try:
+        header = _OUR_HEADER.match(value)
+        if header and header.end() == _HEADER_SIZE:  # ten times as fast as numpy, which parses it as Python
+            shape = [int(size) for size in header[1].split(b",") if size.strip()]
+            return np.frombuffer(value, dtype="<i4", count=math.prod(shape), offset=_HEADER_SIZE).reshape(shape)
         array = np.lib.format.read_array(io.BytesIO(value), allow_pickle=False)
     except ValueError as error:
         raise FormatError(f"{raw.get('__key__')}.{name}: {error}") from error

@@ -1,0 +1,128 @@
+"""ShardReader: any pack by its number, from memory-mapped tars and their `.tar.idx`."""
+
+import io
+import mmap
+import os
+import tarfile
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.errors import FormatError
+
+_BLOCK = tarfile.BLOCKSIZE
+_MOST_OPEN = 128  # shards mapped at a time: each holds a file descriptor
+
+
+class ShardReader:
+    """Parts of pack i of a list of shards.
+
+    Offsets are held in one array, 8 bytes a pack. Shards are mapped when first read, by each process for itself, so a
+    reader can be pickled and used after a fork.
+    """
+
+    def __init__(self, tars: Sequence[Path]) -> None:
+        """Read the `.tar.idx` of each shard.
+
+        Raises:
+            FormatError: a shard or its index is missing, or the two do not belong together.
+        """
+        self.tars = list(tars)
+        offsets = [_read_offsets(tar) for tar in self.tars]
+        self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]
+        self._ends = np.concatenate([[0], *(index[1:] for index in offsets)])[1:]
+        self._first = np.cumsum([0, *(len(index) - 1 for index in offsets)])
+        self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
+        self._process = os.getpid()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": OrderedDict()}
+
+    def __getitem__(self, pack: int) -> dict[str, Any]:
+        """All parts of a pack: `__key__`, and the content of each member by what follows its first dot, as bytes.
+
+        Raises:
+            IndexError: there is no such pack.
+            FormatError: the tar does not hold what its index says.
+        """
+        raw: dict[str, Any] = {}
+        for name, content in self.members(pack):
+            folder, _, base = name.rpartition("/")
+            stem, _, part = base.partition(".")
+            raw.setdefault("__key__", f"{folder}/{stem}" if folder else stem)
+            raw[part] = content
+        return raw
+
+    def members(self, pack: int) -> Iterator[tuple[str, bytes]]:
+        """(member name, content) of each member of a pack. Raises as `[i]` does."""
+        shard, start, end = self.locate(pack)
+        data = self._map(shard)
+        at = start
+        while at < end:
+            header = data[at : at + _BLOCK]
+            if header[156:157] not in (b"0", b"\0"):
+                yield from self._others(shard, at, end)
+                return
+            try:
+                size = int(header[124:136].rstrip(b" \0"), 8)
+                name = header[:100].rstrip(b"\0").decode()
+            except ValueError as error:
+                raise FormatError(f"{self.tars[shard]} has no tar header at byte {at}: {error}") from error
+            content = data[at + _BLOCK : at + _BLOCK + size]
+            if len(content) != size or not name:
+                raise FormatError(f"{self.tars[shard]} is cut or damaged at byte {at}; pack it again")
+            yield name, content
+            at += _BLOCK + size + (-size % _BLOCK)
+
+    def locate(self, pack: int) -> tuple[int, int, int]:
+        """(shard number, first byte, byte after the last) of a pack."""
+        if not 0 <= pack < len(self):
+            raise IndexError(f"pack {pack} is not among the {len(self)} packs")
+        shard = int(np.searchsorted(self._first, pack, side="right")) - 1
+        return shard, int(self._starts[pack]), int(self._ends[pack])
+
+    def _others(self, shard: int, start: int, end: int) -> Iterator[tuple[str, bytes]]:
+        """Members with long names and the like, which other tools write."""
+        data = io.BytesIO(self._map(shard)[start:end] + bytes(2 * _BLOCK))
+        try:
+            with tarfile.open(fileobj=data) as tar:
+                for member in tar:
+                    stream = tar.extractfile(member)
+                    if stream is not None:
+                        yield member.name, stream.read()
+        except tarfile.TarError as error:
+            raise FormatError(f"{self.tars[shard]} is damaged after byte {start}: {error}") from error
+
+    def _map(self, shard: int) -> mmap.mmap:
+        if self._process != os.getpid():  # a fork: leave the parent's maps alone, and open our own
+            self._maps, self._process = OrderedDict(), os.getpid()
+        if shard in self._maps:
+            self._maps.move_to_end(shard)
+            return self._maps[shard]
+        with self.tars[shard].open("rb") as stream:
+            self._maps[shard] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        if len(self._maps) > _MOST_OPEN:
+            self._maps.popitem(last=False)
+        return self._maps[shard]
+
+
+def _read_offsets(tar: Path) -> npt.NDArray[np.int64]:
+    """Offset of each sample and the end of the last: int64 (packs + 1,)."""
+    index = tar.with_suffix(".tar.idx")
+    try:
+        offsets = np.fromfile(index, dtype="<u8").astype(np.int64)
+        size = tar.stat().st_size
+    except OSError as error:
+        raise FormatError(
+            f"{error.filename}: {error.strerror}; copy the whole folder, or run energon-packed nv-meta to index it"
+        ) from error
+    if len(offsets) == 0 or (np.diff(offsets) <= 0).any() or offsets[-1] > size:
+        raise FormatError(f"{index} does not fit {tar.name} ({size} bytes); pack again or run energon-packed nv-meta")
+    return offsets
