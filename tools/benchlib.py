@@ -14,13 +14,15 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from energon_packed.demo import write_tokenizer
@@ -51,7 +53,7 @@ class Report:
         table = Table("what", "value", "target", "", title=self.title)
         for row in self.rows:
             met = {True: "met", False: "MISSED"}.get(row.get("met", ""), "")
-            table.add_row(row["what"], f"{row['value']:.4g} {row['unit']}", row["target"], met)
+            table.add_row(escape(row["what"]), f"{row['value']:.4g} {row['unit']}", row["target"], met)
         Console(width=150).print(table)
         if self.json_path:
             machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
@@ -95,12 +97,11 @@ def peer_python(work: Path) -> str:
     return str(python)
 
 
-def run_peer(work: Path, code: str, *args: object) -> dict[str, Any]:
+def run_peer(work: Path, code: str, *args: object) -> Any:
     """Run code in the peers' Python; it prints one line of JSON last."""
     command = [peer_python(work), "-c", code, *map(str, args)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def paragraphs() -> tuple[list[str], list[str]]:
@@ -148,12 +149,28 @@ def write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> Path:
     return path
 
 
-def bench_tokenizer(work: Path) -> Path:
-    """A byte-level BPE tokenizer of 32,000 tokens, trained on the paragraphs, with Qwen2.5-VL image settings."""
-    folder = work / "tokenizer"
+def image_records(folder: Path, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Short conversations about JPEGs of 300 to 900 pixels a side, which are written to `folder`."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, record in enumerate(text_records(count, mean_chars=400, seed=seed)):
+        width, height = (int(side) for side in rng.integers(300, 900, 2))
+        path = folder / f"{number:06d}.jpg"
+        if not path.exists():
+            small = rng.integers(0, 255, (height // 16 + 1, width // 16 + 1, 3), dtype=np.uint8)
+            image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+            grain = rng.normal(0, 12, (height, width, 3))
+            Image.fromarray((np.asarray(image) + grain).clip(0, 255).astype(np.uint8)).save(path, quality=90)
+        record["messages"][0]["content"] = "<image>" + record["messages"][0]["content"]
+        yield {**record, "images": [str(path.resolve())]}
+
+
+def bench_tokenizer(work: Path, *, vision: bool) -> Path:
+    """A byte-level BPE tokenizer of 32,000 tokens, trained on the paragraphs; with Qwen2.5-VL image settings."""
+    folder = work / ("tokenizer-vision" if vision else "tokenizer")
     if not (folder / "tokenizer.json").exists():
         prose, code = paragraphs()
-        write_tokenizer(folder, [*prose, *code], vocab_size=32_000)
+        write_tokenizer(folder, [*prose, *code], vocab_size=32_000, vision=vision)
     return folder
 
 
@@ -161,8 +178,3 @@ def cli(*args: object) -> subprocess.CompletedProcess[str]:
     """`energon-packed` with these arguments, in a process of its own."""
     command = [sys.executable, "-m", "energon_packed", *map(str, args)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-
-
-def shares(values: Sequence[float]) -> str:
-    """Values as a short list."""
-    return ", ".join(f"{value:.3g}" for value in values)

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.errors import EnergonPackedError, FormatError
-from energon_packed.flavors import PackSample
+from energon_packed.flavors import PackedTokensSample, PackSample
 
 
 def encode_pack(
@@ -27,6 +29,12 @@ def encode_pack(
     Raises:
         RecordError, FormatError: a sample that cannot be encoded, without `on_failure`.
     """
+    if isinstance(pack, PackedTokensSample) and not any(pack.images):
+        try:
+            input_ids, labels = pack.input_ids.astype(np.int64), pack.labels.astype(np.int64)
+            return encoder.adopt_tokens(pack.ids, input_ids, labels, pack.cu_seqlens.tolist())
+        except EnergonPackedError:  # find the sample, one by one
+            pass
     limit = pack.truncate_to()
     encoded = []
     for conversation, length in zip(pack.conversations(), pack.expected_lengths(), strict=True):

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +27,13 @@ from energon_packed.encoding.skeleton import Skeleton, Span
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.vision import VisionFamily, load_vision
 from energon_packed.errors import ConfigError, Reason, RecordError
+from energon_packed.seqlens import position_ids_from_cu_seqlens
 
 Int64 = npt.NDArray[np.int64]
 LossOn = Literal["assistant", "last", "all"]
 LOSS_ON: tuple[LossOn, ...] = ("assistant", "last", "all")
 _BATCH = 64  # texts in one call of the tokenizer, whose results take 100 bytes a token: this many stay in the cache
+_NO_IMAGES: Int64 = np.zeros((0, 3), dtype=np.int64)
 _VERSION = 2  # raise it when the same input gives other tokens
 
 
@@ -151,12 +154,37 @@ class ChatEncoder(Processor):
             patch_positions=np.concatenate(given) if given and vision.takes_patch_positions else default,
         )
 
+    def adopt_tokens(
+        self, ids: Sequence[str | None], input_ids: Int64, labels: Int64, cu_seqlens: Sequence[int]
+    ) -> list[EncodedSample]:
+        """As `encode` of each tokenized text, with the checks made on the whole row."""
+        if self.vision is not None:
+            self._check_placeholders(input_ids.tolist(), 0)
+        supervised = labels != IGNORE_INDEX
+        supervised[np.asarray(cu_seqlens[:-1])] = False  # the first token of a sample is predicted by nothing
+        if not np.logical_or.reduceat(supervised, cu_seqlens[:-1]).all():
+            return super().adopt_tokens(ids, input_ids, labels, cu_seqlens)  # says which
+        positions: Int64 | None = None
+        if self.vision is not None and self.vision.position_ids(input_ids[:1], -1, _NO_IMAGES) is not None:
+            # M-RoPE counts text alike in all three: 0, 1, 2 .. in each sample.
+            positions = np.broadcast_to(position_ids_from_cu_seqlens(np.asarray(cu_seqlens)), (3, len(input_ids)))
+        return [
+            EncodedSample(
+                id=ident,
+                input_ids=input_ids[start:end],
+                labels=labels[start:end],
+                image_token_id=self.image_token_id,
+                position_ids=None if positions is None else positions[:, start:end],
+            )
+            for ident, (start, end) in zip(ids, pairwise(cu_seqlens), strict=True)
+        ]
+
     def encode_tokens(self, conversation: Conversation) -> EncodedSample:
         """Tokens and labels as `encode` gives them, without pixels; image sizes come from headers."""
         if not conversation.images:
             ids, supervised = self._tokens(conversation)
             self._check_placeholders(ids.tolist(), 0)
-            return self._finish(conversation, ids, supervised, np.zeros((0, 3), dtype=np.int64))
+            return self._finish(conversation, ids, supervised, _NO_IMAGES)
         headers = [read_header(image) for image in conversation.images]
         patches = [self._vision().num_patches(header.height, header.width) for header in headers]
         return self._finish(conversation, *self._with_images(conversation, patches), None)
@@ -245,7 +273,7 @@ class ChatEncoder(Processor):
             return np.array(encoding.ids, dtype=np.int64), np.ones(len(encoding.ids), dtype=bool)
         text, spans = self._text_and_spans(conversation)
         encoding = self._backend.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.int64), _covered(encoding.offsets, spans)
+        return np.array(encoding.ids, dtype=np.int64), _covered(encoding, spans, len(text))
 
     def _text_and_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """The rendered messages and the supervised characters."""
@@ -391,12 +419,20 @@ class ChatEncoder(Processor):
         return list(zip(conversation.patch_positions, patches, strict=True)) if conversation.patch_positions else []
 
 
-def _covered(offsets: Sequence[Span], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
-    """Tokens that hold at least one character of a span: bool (L,), from offsets (start, end) per token."""
-    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    covered = np.zeros(len(starts), dtype=bool)
+def _covered(encoding: Any, spans: Sequence[Span], size: int) -> npt.NDArray[np.bool_]:
+    """Tokens that hold at least one character of a span of a text of `size` characters: bool (L,)."""
+    covered = np.zeros(len(encoding), dtype=bool)
     for start, end in spans:
-        covered |= (starts < end) & (ends > start)
+        # Asking for the ends of a span is much cheaper than taking the offsets of all tokens out of the tokenizer.
+        first = encoding.char_to_token(start)
+        after = encoding.char_to_token(end) if end < size else len(covered)
+        if first is None or after is None or start >= end:  # a character in no token: dropped white space
+            starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+            covered |= (starts < end) & (ends > start)
+            continue
+        while after < len(covered) and encoding.token_to_chars(after)[0] < end:  # tokens across the end
+            after += 1
+        covered[first:after] = True
     return covered
 
 

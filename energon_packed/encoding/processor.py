@@ -3,10 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from energon_packed.conversation import Conversation
 from energon_packed.encoding.sample import EncodedSample
 from energon_packed.errors import RecordError
+
+Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,22 @@ class Processor(ABC):
     def encode_tokens(self, conversation: Conversation) -> EncodedSample:
         """Tokens and labels as `encode` gives them; pixels may be missing. Override it where that is cheaper."""
         return self.encode(conversation)
+
+    def adopt_tokens(
+        self, ids: Sequence[str | None], input_ids: Int64, labels: Int64, cu_seqlens: Sequence[int]
+    ) -> list[EncodedSample]:
+        """Samples of a row of text that is tokenized already; the same as `encode` of each.
+
+        Args:
+            ids: names of the S samples.
+            input_ids: int64 (T,).
+            labels: int64 (T,), -100 where not supervised.
+            cu_seqlens: S + 1 boundaries.
+        """
+        return [
+            self.encode(Conversation(id=ident, input_ids=input_ids[start:end], labels=labels[start:end]))
+            for ident, (start, end) in zip(ids, pairwise(cu_seqlens), strict=True)
+        ]
 
     def length(self, conversation: Conversation) -> int:
         """Tokens of the encoded conversation. Raises as `encode` does."""

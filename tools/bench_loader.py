@@ -1,0 +1,158 @@
+"""How close loading comes to its limits.
+
+    python tools/bench_loader.py [--json loader.json]
+
+Packs per second of the loader against a bare Energon loader over the same tars, of `PackedDataset[i]` in random order
+against `datasets` memory-mapped rows of the same packs, and of raw text with images against the tokenizer and the
+image processor alone on the same samples. Medians of interleaved runs, one thread.
+"""
+
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from benchlib import Report, arguments, bench_tokenizer, cli, image_records, run_peer, text_records, write_jsonl
+from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_train_dataset
+
+from energon_packed import ChatEncoder, PackedDataset, get_packed_loader
+from energon_packed.encoding.images import load_image
+
+_SEQ_LEN = 4096
+
+# The same packs as rows of an Arrow file, read in random order: what a Hugging Face user would do.
+_DATASETS = """
+import json, random, sys, time
+import numpy as np, pyarrow as pa
+from datasets import Dataset, load_from_disk
+arrays = np.load(sys.argv[1])
+rows = len(arrays["offsets"]) - 1
+columns = {"input_ids": "offsets", "labels": "offsets", "seq_lengths": "starts"}
+table = {name: pa.LargeListArray.from_arrays(arrays[ends], arrays[name]) for name, ends in columns.items()}
+Dataset(pa.table(table)).save_to_disk(sys.argv[2])
+dataset = load_from_disk(sys.argv[2]).with_format("numpy")
+order = list(range(rows))
+random.Random(0).shuffle(order)
+times = []
+for _ in range(5):
+    begin = time.perf_counter()
+    for i in order:
+        dataset[i]
+    times.append(time.perf_counter() - begin)
+print(json.dumps(sorted(times)[2]))
+"""
+
+
+class _Nothing(DefaultTaskEncoder):  # type: ignore[misc]
+    """Gives out what Energon read."""
+
+
+def bare(folder: Path) -> Iterator[Any]:
+    """Energon alone."""
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    dataset = get_train_dataset(
+        folder / "webdataset",
+        split_part="train",
+        worker_config=config,
+        batch_size=None,
+        shuffle_buffer_size=64,
+        max_samples_per_sequence=None,
+        repeat=False,
+        task_encoder=_Nothing(),
+    )
+    yield from get_loader(dataset)
+
+
+def spent(run: Callable[[], Any]) -> float:
+    """Seconds to use up an iterable."""
+    begin = time.perf_counter()
+    for _ in run():
+        pass
+    return time.perf_counter() - begin
+
+
+def interleaved(*runs: Callable[[], Any], times: int = 5) -> list[float]:
+    """Median seconds of each, taken in turns after one round to warm up."""
+    rounds = [[spent(run) for run in runs] for _ in range(times + 1)]
+    return [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
+
+
+def packed(work: Path, source: Path, sample_class: str) -> Path:
+    """Pack a JSONL, or take what an earlier run has packed."""
+    out = work / f"loader-{source.stem}-{sample_class}"
+    tokenizer = bench_tokenizer(work, vision="images" in source.stem)
+    cli("pack", source, "-o", out, "--seq-len", _SEQ_LEN, "--tokenizer", tokenizer, "--sample-class", sample_class)
+    return out
+
+
+def bench_tokens(report: Report, work: Path) -> None:
+    """Tokens: the loader against Energon, random access against `datasets`."""
+    source = write_jsonl(work / "text-20k.jsonl", text_records(20_000))
+    folder = packed(work, source, "PackedTokensSample")
+    encoder = ChatEncoder.from_pretrained(bench_tokenizer(work, vision=False))
+    loader = get_packed_loader(folder, encoder, epochs=1, num_workers=0)
+    ours, energon = interleaved(lambda: loader, lambda: bare(folder))
+    dataset = PackedDataset(folder)
+    packs = len(dataset)
+    report.add("tokens: packs/s over a bare Energon loader's", energon / ours, "", ">= 0.8", per_second=packs / ours)
+
+    samples = [dataset.sample(i) for i in range(packs)]
+    np.savez(
+        work / "packs.npz",
+        input_ids=np.concatenate([s.input_ids for s in samples]),
+        labels=np.concatenate([s.labels for s in samples]),
+        seq_lengths=np.concatenate([np.diff(s.cu_seqlens) for s in samples]),
+        offsets=np.cumsum([0, *(len(s.input_ids) for s in samples)]),
+        starts=np.cumsum([0, *(len(s.ids) for s in samples)]),
+    )
+    peer = run_peer(work, _DATASETS, work / "packs.npz", work / "packs.arrow")
+    order = np.random.default_rng(0).permutation(packs).tolist()
+    (ours,) = interleaved(lambda: (dataset[i] for i in order))
+    report.add(
+        "PackedDataset[i] in random order over datasets[i]", peer / ours, "x", ">= 1.5", per_second=packs / ours
+    )
+
+
+def bench_images(report: Report, work: Path) -> None:
+    """Raw text and images: the loader against the tokenizer and the image processor alone."""
+    source = write_jsonl(work / "images-800.jsonl", image_records(work / "images-800", 800))
+    folder = packed(work, source, "PackedCaptioningSample")
+    encoder = ChatEncoder.from_pretrained(bench_tokenizer(work, vision=True))
+    assert encoder.vision is not None
+    loader = get_packed_loader(folder, encoder, epochs=1, num_workers=0)
+    dataset = PackedDataset(folder, encoder)
+    conversations = [c for i in range(len(dataset)) for c in dataset.sample(i).conversations()]
+    messages = [[message.as_dict() for message in c.messages] for c in conversations]
+    texts = [encoder.tokenizer.apply_chat_template(m, tokenize=False) for m in messages]
+
+    def alone() -> Iterator[None]:
+        for conversation, text in zip(conversations, texts, strict=True):
+            encoder.tokenizer(text)
+            if conversation.images:
+                encoder.vision.pixels([load_image(image) for image in conversation.images])  # type: ignore[union-attr]
+            yield
+
+    ours, limit = interleaved(lambda: loader, alone, times=3)
+    what = "text and images: samples/s over tokenizer and image processor alone"
+    report.add(what, limit / ours, "", ">= 0.8", per_second=len(conversations) / ours)
+
+
+def main() -> None:
+    """Measure and print."""
+    options = arguments(__doc__, "loader").parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    report = Report("loader", options.json)
+    bench_tokens(report, options.work)
+    bench_images(report, options.work)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
