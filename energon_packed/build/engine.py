@@ -75,7 +75,10 @@ def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
     """Keep the stage's function, and end with the parent: a killed run leaves no writer behind."""
     global _function
     _function = function
-    gc.freeze()  # what was inherited stays: the collector need not walk it, nor touch (and so copy) its pages
+    # What was inherited stays: the collector need not walk it, nor touch (and so copy) its pages. Records make many
+    # objects and no cycles, so looking for those now and then is enough.
+    gc.freeze()
+    gc.set_threshold(100_000)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
     libc = ctypes.CDLL(None, use_errno=True)

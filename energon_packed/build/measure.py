@@ -3,7 +3,7 @@
 Each chunk leaves one Arrow file with a row per record; the driver keeps only numbers of them, 34 bytes a record.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -139,43 +139,61 @@ class Measurer:
         first: tuple[int, str | None, str, str] | None = None
         tokenized = 0
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
+        encoder = self.encoder.load()
         while batch := list(islice(rows, _BATCH)):
-            for row, conversation, result in self._measure(chunk.source, batch):
-                reject = result if isinstance(result, RecordError) else None
-                ident = conversation.id if conversation is not None else _raw_id(row.record)
-                if reject is not None and first is None:
-                    first = (len(columns["id"]), ident, reject.reason.value, reject.detail)
-                columns["address"].append(row.address)
-                columns["size"].append(row.size)
-                columns["length"].append(result.length if isinstance(result, Measured) else -1)
-                columns["text_bytes"].append(_text_bytes(conversation) if conversation else 0)
-                columns["media_bytes"].append(result.media_bytes if isinstance(result, Measured) else 0)
-                columns["num_images"].append(len(conversation.images) if conversation else 0)
-                columns["kind"].append(KINDS.index(conversation.kind) if conversation else 0)
-                columns["status"].append(STATUSES.index(reject.reason.value) if reject else 0)
-                columns["id"].append(ident)
-                columns["detail"].append(reject.detail[:500] if reject else None)
-                tokenized += conversation is not None and conversation.input_ids is None
+            read = [self._read(chunk.source, row) for row in batch]
+            conversations = [None if isinstance(found, RecordError) else found for found in read]
+            tokenized += sum([c is not None and c.input_ids is None for c in conversations])
+            measured = iter(encoder.measure([c for c in conversations if c is not None]))
+            results = [found if isinstance(found, RecordError) else next(measured) for found in read]
+            if first is None:
+                first = _first_reject(len(columns["id"]), batch, conversations, results)
+            for name, values in _columns(batch, conversations, results).items():
+                columns[name] += values
         _write_rows(chunk.file, columns)
         return ChunkReport(chunk=chunk, records=len(columns["id"]), tokenized=tokenized, first_reject=first)
-
-    def _measure(
-        self, source: int, rows: Sequence[Row]
-    ) -> Iterator[tuple[Row, Conversation | None, Measured | RecordError]]:
-        """(row, its conversation where it has one, its length or why it is left out)."""
-        read = [self._read(source, row) for row in rows]
-        measured = iter(self.encoder.load().measure([c for c in read if not isinstance(c, RecordError)]))
-        for row, found in zip(rows, read, strict=True):
-            if isinstance(found, RecordError):
-                yield row, None, found
-            else:
-                yield row, found, next(measured)
 
     def _read(self, source: int, row: Row) -> Conversation | RecordError:
         try:
             return self.reader.conversation(source, row.record)
         except RecordError as error:
             return error
+
+
+def _columns(
+    rows: Sequence[Row],
+    conversations: Sequence[Conversation | None],
+    results: Sequence[Measured | RecordError],
+) -> dict[str, list[Any]]:
+    """The columns of `_SCHEMA` for some rows, their conversations where they have one, and what measuring gave."""
+    pairs = list(zip(rows, conversations, strict=True))
+    lengths = [result.length if isinstance(result, Measured) else -1 for result in results]
+    return {
+        "address": [row.address for row in rows],
+        "size": [row.size for row in rows],
+        "length": lengths,
+        "text_bytes": [0 if c is None else _text_bytes(c) for c in conversations],
+        "media_bytes": [result.media_bytes if isinstance(result, Measured) else 0 for result in results],
+        "num_images": [0 if c is None else len(c.images) for c in conversations],
+        "kind": [0 if c is None else KINDS.index(c.kind) for c in conversations],
+        "status": [STATUSES.index(r.reason.value) if isinstance(r, RecordError) else 0 for r in results],
+        "id": [_raw_id(row.record) if c is None else c.id for row, c in pairs],
+        "detail": [result.detail[:500] if isinstance(result, RecordError) else None for result in results],
+    }
+
+
+def _first_reject(
+    start: int,
+    rows: Sequence[Row],
+    conversations: Sequence[Conversation | None],
+    results: Sequence[Measured | RecordError],
+) -> tuple[int, str | None, str, str] | None:
+    """(row in the chunk, id, reason, detail) of the first record left out of these, which begin at row `start`."""
+    for place, (row, conversation, result) in enumerate(zip(rows, conversations, results, strict=True), start=start):
+        if isinstance(result, RecordError):
+            ident = _raw_id(row.record) if conversation is None else conversation.id
+            return place, ident, result.reason.value, result.detail
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,6 +11,7 @@ import orjson
 from energon_packed.build.measure import RecordReader
 from energon_packed.build.options import EncoderOptions
 from energon_packed.conversation import Conversation
+from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.images import sniff_extension
 from energon_packed.errors import EnergonPackedError, RecordError, SourceError
 from energon_packed.shards.files import write_whole
@@ -83,17 +84,18 @@ class ShardWriter:
     def __call__(self, task: ShardTask) -> ShardSummary:
         """Write the tar, its index and its state file."""
         layout = layout_for(self.reader.sample_class)
+        encoder = self.encoder.load() if layout.stores_tokens else None
         bounds = task.offsets.tolist()
         with TarShardWriter(task.tar) as shard:
             for pack, (start, stop) in enumerate(itertools.pairwise(bounds), start=task.first_pack):
-                samples = [self.stored_sample(task.records, place) for place in range(start, stop)]
+                samples = [self.stored_sample(task.records, place, encoder) for place in range(start, stop)]
                 shard.add(f"{task.prefix}_{pack:08d}", layout.write(samples, self.truncate))
         write_tar_index(task.tar, shard.rows)
         write_whole(task.state, orjson.dumps({"mtime_ns": changed_at(task.tar), "rows": shard.rows.as_dict()}))
         return shard.rows.summary
 
-    def stored_sample(self, records: RecordRefs, place: int) -> StoredSample:
-        """Read one record and its media again.
+    def stored_sample(self, records: RecordRefs, place: int, encoder: ChatEncoder | None) -> StoredSample:
+        """Read one record and its media again; with an encoder, tokenize it too.
 
         Raises:
             SourceError: the record or its media changed since it was measured.
@@ -105,24 +107,24 @@ class ShardWriter:
             conversation = self.reader.conversation(source, record)
             if conversation.id is None:
                 conversation = replace(conversation, id=self.reader.default_id(source, row))
-            images = tuple((sniff_extension(data), data) for data in (i.read() for i in conversation.images))
+            images = tuple([(sniff_extension(data), data) for data in [i.read() for i in conversation.images]])
             sample = StoredSample(
                 conversation=conversation,
                 length=min(int(records.length[place]), self.truncate or 1 << 31),
                 images=images,
-                patch_positions=tuple(p.read() for p in conversation.patch_positions),
+                patch_positions=tuple([p.read() for p in conversation.patch_positions]),
             )
-            found = sum(len(data) for _, data in images) + sum(len(data) for data in sample.patch_positions)
+            found = sum([len(data) for _, data in images]) + sum([len(data) for data in sample.patch_positions])
             if found != int(records.media_bytes[place]):
                 raise self._changed(source, row, f"its media has {found} bytes, not {records.media_bytes[place]}")
-            if layout_for(self.reader.sample_class).stores_tokens:
-                sample = self._with_tokens(sample, int(records.length[place]))
+            if encoder is not None:
+                sample = self._with_tokens(sample, int(records.length[place]), encoder)
         except (RecordError, OSError) as error:
             raise self._changed(source, row, str(error)) from error
         return sample
 
-    def _with_tokens(self, sample: StoredSample, measured: int) -> StoredSample:
-        encoded = self.encoder.load().encode_tokens(sample.conversation)
+    def _with_tokens(self, sample: StoredSample, measured: int, encoder: ChatEncoder) -> StoredSample:
+        encoded = encoder.encode_tokens(sample.conversation)
         if len(encoded) != measured:
             raise SourceError(
                 f"sample {sample.conversation.id} has {len(encoded)} tokens and was measured with {measured}; "
@@ -169,12 +171,13 @@ class TruncationCheck:
     def __call__(self, task: tuple[Int64, RecordRefs]) -> list[tuple[int, str, str]]:
         """(record number, reason, detail) of those records that cannot be cut."""
         rows, records = task
+        encoder = self.encoder.load()
         failures = []
         for place, row in enumerate(rows.tolist()):
             source = int(records.source[place])
             record = self.reader.sources[source].read(int(records.address[place]), int(records.size[place]))
             try:
-                self.encoder.load().encode_tokens(self.reader.conversation(source, record)).truncated(self.max_length)
+                encoder.encode_tokens(self.reader.conversation(source, record)).truncated(self.max_length)
             except RecordError as error:
                 failures.append((row, error.reason.value, error.detail))
         return failures

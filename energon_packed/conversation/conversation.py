@@ -94,16 +94,24 @@ class Conversation:
 
     def _check_messages(self) -> None:
         placeholders = 0
-        for place, message in enumerate(self.messages):
-            if message.role not in ROLES:
-                raise RecordError(Reason.BAD_ROLE, f"role {message.role!r}; use one of {', '.join(ROLES)}")
-            if message.role == "system" and place > 0:
+        answers = 0
+        has_answer = has_text = False
+        for message in self.messages:
+            role, content = message.role, message.content
+            if role not in ROLES:
+                raise RecordError(Reason.BAD_ROLE, f"role {role!r}; use one of {', '.join(ROLES)}")
+            if role == "system" and message is not self.messages[0]:
+                place = self.messages.index(message)
                 raise RecordError(Reason.BAD_ROLE, f"a system message stands at place {place}; only the first may")
-            placeholders += message.content.count(IMAGE_PLACEHOLDER)
+            placeholders += content.count(IMAGE_PLACEHOLDER)
+            says = bool(content and not content.isspace()) or bool(message.extra.get("tool_calls"))
+            has_text = has_text or says
+            if role == "assistant":
+                answers += 1
+                has_answer = has_answer or says
         if placeholders != len(self.images):
             raise _count_mismatch(placeholders, len(self.images))
-        answers = [m for m in self.messages if m.role == "assistant"]
-        if not any(m.content.strip() or m.extra.get("tool_calls") for m in answers or self.messages):
+        if not (has_answer if answers else has_text):
             raise RecordError(Reason.EMPTY, "every assistant turn is empty" if answers else "every turn is empty")
 
 

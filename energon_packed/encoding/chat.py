@@ -200,12 +200,12 @@ class ChatEncoder(Processor):
         media: dict[int, tuple[int, int]] = {}
         for place, conversation in enumerate(conversations):
             try:
-                self._check_supervision(conversation)
                 media[place] = self._measure_media(conversation)
                 if conversation.input_ids is not None:
+                    self._check_token_ids(conversation)
                     results[place] = self._measured(conversation, None, *media[place])
                     continue
-                text = self._text(conversation)
+                text = self._supervised_text(conversation)
             except RecordError as error:
                 results[place] = error
                 continue
@@ -324,20 +324,23 @@ class ChatEncoder(Processor):
 
     # --- measuring -------------------------------------------------------------------------------------------------
 
-    def _check_supervision(self, conversation: Conversation) -> None:
-        """A supervised token must come out, and the template must be able to tell which; a skeleton always can."""
-        if conversation.input_ids is not None:
-            self._check_token_ids(conversation)
-            return
+    def _supervised_text(self, conversation: Conversation) -> str:
+        """The text, where the template can tell what of it the assistant wrote; a skeleton always can.
+
+        Raises:
+            RecordError: nothing is supervised.
+        """
         if conversation.text is not None or self.loss_on == "all":
-            return
+            return self._text(conversation)
         if not any([message.role == "assistant" for message in conversation.messages]):
             roles = ", ".join(message.role for message in conversation.messages)
             raise _unsupervised(f"no assistant turn among {roles}")
-        if conversation.messages[-1].content and self._skeleton(conversation):
-            return
-        if not any(end > start for start, end in self._text_and_spans(conversation)[1]):
+        if conversation.messages[-1].content and (skeleton := self._skeleton(conversation)):
+            return skeleton.join(self._contents(conversation))
+        text, spans = self._text_and_spans(conversation)
+        if not any(end > start for start, end in spans):
             raise _unsupervised("the chat template renders or marks no text of the assistant")
+        return text
 
     def _check_token_ids(self, conversation: Conversation) -> None:
         ids, labels = conversation.input_ids, conversation.labels

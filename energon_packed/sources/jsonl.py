@@ -1,6 +1,7 @@
 """JsonlSource: one JSON object a line, read by byte ranges; memory does not grow with the file."""
 
 import codecs
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,7 +36,7 @@ class JsonlSource(Source):
 
     def scan(self, start: int, stop: int) -> Iterator[Row]:
         """Lines that begin in bytes [start, stop)."""
-        with self.data.open("rb") as stream:
+        with self.data.open("rb", buffering=1 << 20) as stream:
             offset = start
             if start > 0:
                 stream.seek(start - 1)
@@ -50,9 +51,8 @@ class JsonlSource(Source):
     def read(self, address: int, size: int) -> Any:
         """The record in bytes [address, address + size)."""
         if self._stream is None:
-            self._stream = self.data.open("rb")
-        self._stream.seek(address)
-        return parsed_or_raise(_parse(self._stream.read(size)))
+            self._stream = self.data.open("rb", buffering=0)
+        return parsed_or_raise(_parse(os.pread(self._stream.fileno(), size, address)))
 
 
 def _parse(line: bytes) -> Any:

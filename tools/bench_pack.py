@@ -1,0 +1,231 @@
+"""How close packing comes to its limits.
+
+    python tools/bench_pack.py [--json pack.json] [--records 200000] [--slopes]
+
+The whole `energon-packed pack`, from start-up to indexed shards, against the tokenizer alone on the same rendered
+texts, against `datasets` and TRL doing what they do of the same job, and with JPEGs against a plain copy of them. Then
+what another --seq-len costs, what `--help` costs, what --group-by media costs in utilization, and the memory of a
+million records. `--slopes` adds the cost per million records, from 10 thousand, 100 thousand and a million.
+"""
+
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from benchlib import Report, arguments, bench_tokenizer, image_records, run_peer, seconds, text_records, write_jsonl
+
+from energon_packed import PackingManifest
+
+_CORES = len(os.sched_getaffinity(0))
+_SEQ_LEN = 4096
+
+# The limit: the rendered texts are in memory, and nothing is kept of the tokens.
+_TOKENIZER = """
+import sys, time, orjson
+from tokenizers import Tokenizer
+tokenizer = Tokenizer.from_file(sys.argv[1])
+render = lambda r: "".join(f"<|im_start|>{m['role']}\\n{m['content']}<|im_end|>\\n" for m in r["messages"])
+texts = [render(orjson.loads(line)) for line in open(sys.argv[2], "rb")]
+begin = time.perf_counter()
+tokens = 0
+for start in range(0, len(texts), 1000):
+    tokens += sum(map(len, tokenizer.encode_batch_fast(texts[start : start + 1000], add_special_tokens=False)))
+print(time.perf_counter() - begin, tokens)
+"""
+
+_TRL = """
+import json, sys, time
+begin = time.perf_counter()
+from datasets import load_dataset
+from transformers import AutoTokenizer
+from trl import pack_dataset
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+data = load_dataset("json", data_files=sys.argv[2], split="train", cache_dir=sys.argv[3])
+def tokenize(rows):
+    return {"input_ids": tokenizer.apply_chat_template(rows["messages"], tokenize=True, return_dict=False)}
+data = data.map(tokenize, batched=True, num_proc=int(sys.argv[4]), remove_columns=data.column_names)
+packed = pack_dataset(data, 4096, "bfd", map_kwargs={"batch_size": len(data)})
+print(json.dumps({"seconds": time.perf_counter() - begin, "packs": len(packed)}))
+"""
+
+
+def pack(out: Path, source: Path, tokenizer: Path, *options: object, fresh: bool = True) -> tuple[float, Path]:
+    """(seconds of the whole command, output folder)."""
+    if fresh:
+        shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, "-m", "energon_packed", "pack", source, "-o", out, "--seq-len", _SEQ_LEN]
+    command += ["--tokenizer", tokenizer, *options]
+    run = list(map(str, command))
+    return seconds(lambda: subprocess.run(run, check=True, stdout=subprocess.DEVNULL)), out
+
+
+def tokenizer_alone(tokenizer: Path, source: Path) -> float:
+    """Seconds of `encode_batch_fast` on one thread a core."""
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(_CORES)}
+    command = [sys.executable, "-c", _TOKENIZER, str(tokenizer / "tokenizer.json"), str(source)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return float(done.stdout.split()[0])
+
+
+def bench_text(report: Report, work: Path, records: int) -> float:
+    """Text: against the tokenizer, and against TRL; the seconds of one whole run."""
+    source = write_jsonl(work / f"text-{records}.jsonl", text_records(records))
+    tokenizer = bench_tokenizer(work, vision=False)
+    rounds = [(tokenizer_alone(tokenizer, source), pack(work / "out-text", source, tokenizer)[0]) for _ in range(3)]
+    limit, ours = (statistics.median(column) for column in zip(*rounds, strict=True))
+    what = "text: records/s over encode_batch_fast alone"
+    report.add(what, limit / ours, "", ">= 0.85", seconds=ours, tokenizer_seconds=limit, per_second=records / ours)
+    shutil.rmtree(work / "hf-cache", ignore_errors=True)
+    peer = run_peer(work, _TRL, tokenizer, source, work / "hf-cache", _CORES)
+    report.add("text: times as fast as datasets and TRL", peer["seconds"] / ours, "x", ">= 1.3", peer=peer)
+
+    again, out = pack(work / "out-text", source, tokenizer, "--overwrite", "--seq-len", 8192, fresh=False)
+    counters = PackingManifest.load(out).counters
+    report.add("another --seq-len: texts tokenized", counters["tokenized"], "", "<= 0", seconds=again, **counters)
+    report.add("another --seq-len: share of the first run's time", again / ours)
+    return ours
+
+
+def bench_images(report: Report, work: Path) -> None:
+    """JPEGs: header reads and byte copies, against a plain copy plus the same records without images."""
+    source = write_jsonl(work / "images-3k.jsonl", image_records(work / "images-3k", 3000))
+    plain = write_jsonl(work / "images-3k-text.jsonl", text_records(3000, mean_chars=400))
+    tokenizer = bench_tokenizer(work, vision=True)
+    images = sorted((work / "images-3k").iterdir())
+
+    def copy() -> None:
+        with (work / "copy.bin").open("wb") as out:
+            for path in images:
+                with path.open("rb") as stream:
+                    shutil.copyfileobj(stream, out)
+            out.flush()
+            os.fsync(out.fileno())
+
+    rounds = []
+    for _ in range(3):
+        text, _ = pack(work / "out-plain", plain, tokenizer)
+        ours, _ = pack(work / "out-images", source, tokenizer, "--image-root", "/")
+        rounds.append((text + seconds(copy), ours))
+    (work / "copy.bin").unlink()
+    limit, ours = (statistics.median(column) for column in zip(*rounds, strict=True))
+    size = sum(path.stat().st_size for path in images)
+    report.add(
+        "JPEGs: speed over text-only time plus copyfileobj", limit / ours, "", ">= 0.6", seconds=ours, bytes=size
+    )
+
+
+def bench_groups(report: Report, work: Path) -> None:
+    """What keeping text and images apart costs."""
+    mixed = work / "mixed.jsonl"
+    mixed.write_bytes(b"".join((work / f"images-3k{kind}.jsonl").read_bytes() for kind in ("", "-text")))
+    tokenizer = bench_tokenizer(work, vision=True)
+    used = []
+    for group in ("none", "media"):
+        _, out = pack(work / f"out-{group}", mixed, tokenizer, "--image-root", "/", "--group-by", group)
+        used.append(PackingManifest.load(out).utilization)
+    report.add("--group-by media: utilization lost", 100 * (used[0] - used[1]), "points", none=used[0], media=used[1])
+
+
+def bench_help(report: Report) -> None:
+    """CPU of `energon-packed --help`."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "energon_packed", "--help"], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    report.add("--help: CPU", spent, "s", "<= 0.3")
+
+
+def bench_memory(report: Report, work: Path) -> None:
+    """Peak of a million short records, all processes added up."""
+    source = write_jsonl(work / "short-1m.jsonl", text_records(1_000_000, mean_chars=60))
+    command = [sys.executable, "-m", "energon_packed", "pack", source, "-o", work / "out-1m", "--seq-len", _SEQ_LEN]
+    command += ["--tokenizer", bench_tokenizer(work, vision=False), "--overwrite", "--no-resume"]
+    peak, spent = peak_memory(list(map(str, command)))
+    report.add("a million records: peak memory", peak / 2**30, "GiB", "<= 1.5", seconds=spent)
+
+
+def bench_slopes(report: Report, work: Path) -> None:
+    """Cost of each stage per million records."""
+    tokenizer = bench_tokenizer(work, vision=False)
+    for records in (10_000, 100_000, 1_000_000):
+        source = write_jsonl(work / f"text-{records}.jsonl", text_records(records))
+        shutil.rmtree(work / "out-slope", ignore_errors=True)
+        command = [sys.executable, "-m", "energon_packed", "pack", source, "-o", work / "out-slope"]
+        command += ["--seq-len", _SEQ_LEN, "--tokenizer", tokenizer]
+        begin = time.perf_counter()
+        done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
+        whole = time.perf_counter() - begin
+        stages: dict[str, float] = {}
+        for line in done.stdout.splitlines():
+            words = line.replace("│", " ").split()
+            if len(words) == 3 and words[1] == "seconds":
+                stages[words[0]] = float(words[2])
+        stages["start"] = whole - sum(stages.values())
+        for stage, spent in stages.items():
+            report.add(f"{records:,} records: {stage}", spent, "s")
+
+
+def peak_memory(command: list[str]) -> tuple[float, float]:
+    """(largest sum of proportional set sizes over a process and its children in bytes, seconds)."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    peak = 0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.2):
+            peak = max(peak, sum(_proportional(pid) for pid in _family(process.pid)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    spent = seconds(process.wait)
+    done.set()
+    watcher.join()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return peak, spent
+
+
+def _family(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *(member for child in children for member in _family(int(child)))]
+
+
+def _proportional(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = arguments(__doc__, "pack")
+    parser.add_argument("--records", type=int, default=200_000)
+    parser.add_argument("--slopes", action="store_true", help="measure the cost per million records instead")
+    options: Any = parser.parse_args()
+    report = Report("pack", options.json)
+    if options.slopes:
+        bench_slopes(report, options.work)
+    else:
+        bench_help(report)
+        bench_text(report, options.work, options.records)
+        bench_images(report, options.work)
+        bench_groups(report, options.work)
+        bench_memory(report, options.work)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
