@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from energon_packed import ChatEncoder, EncoderOptions, PackOptions, PackResult, pack
 from energon_packed.demo import DemoDataset, write_dataset, write_tokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # tests run side by side
+settings.register_profile("compiled", deadline=None)  # the first example may load compiled code
+settings.load_profile("compiled")
 
 FLAVORS = ("PackedCaptioningSample", "PackedMultiMixQASample", "PackedTokensSample", "MultiMixQASample")
 Packer = Callable[..., PackResult]

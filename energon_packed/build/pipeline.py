@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +69,7 @@ class PackResult:
         bytes: size of all tars.
         splits: splits that were asked for; one may have got no pack.
         seconds: wall time of each stage.
+        mixed_utilization: what `--group-by none` would reach, where the build groups.
     """
 
     manifest: PackingManifest
@@ -78,6 +79,7 @@ class PackResult:
     bytes: int
     splits: tuple[str, ...]
     seconds: dict[str, float]
+    mixed_utilization: float | None = None
 
 
 def pack(options: PackOptions, progress: Progress | None = None) -> PackResult:
@@ -133,6 +135,9 @@ class _Build:
         with self._stage("plan"):
             status = self._account(table)
             plan = plan_packs(table, status, options)
+            mixed = None
+            if options.group_by != "none":
+                mixed = plan_packs(table, status, replace(options, group_by="none")).utilization
             shard_plans = plan_shards(plan, table, options)
             if sum(len(shard.rows) for shard in shard_plans) != len(plan.indices):
                 raise AssertionError("the shards do not hold every packed sample")
@@ -163,6 +168,7 @@ class _Build:
             bytes=sum(shard.size for shard in shards),
             splits=tuple(options.split),
             seconds=self.seconds,
+            mixed_utilization=mixed,
         )
 
     @contextmanager

@@ -1,6 +1,7 @@
 """Stage 2, plan: which records share a row, and which packs make a shard. All lengths at once, in the driver."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +51,8 @@ def plan_packs(table: RecordTable, status: npt.NDArray[np.int8], options: PackOp
     groups = [rows]
     if options.group_by == "media":
         groups = [rows[table.kind[rows] == kind] for kind in range(len(KINDS))]
-    plans = [_plan_group(lengths[group], options) for group in groups]
+    with ThreadPoolExecutor(len(groups)) as pool:  # side by side: the kernels release the GIL
+        plans = list(pool.map(lambda group: _plan_group(lengths[group], options), groups))
     shift = np.cumsum([0, *(plan.offsets[-1] for plan in plans)])
     joined = PackPlan(
         indices=np.concatenate([group[plan.indices] for group, plan in zip(groups, plans, strict=True)]),

@@ -85,6 +85,9 @@ def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, 
     table.add_row("seq_len", f"{manifest.seq_len:,}")
     if manifest.algorithm != "none":
         table.add_row("utilization", f"{manifest.utilization:.2%}")
+        if result.mixed_utilization is not None:
+            lost = 100 * (result.mixed_utilization - manifest.utilization)
+            table.add_row(f"  lost by --group-by {manifest.group_by}", f"{lost:.2f} points")
         table.add_row("samples per pack", f"{manifest.samples_per_pack:.2f}")
     table.add_section()
     splits = {shard.split for shard in manifest.shards} | set(result.splits)

@@ -58,6 +58,8 @@ def _candidates(lengths: Int32, capacity: int, max_samples: int) -> Iterator[Pla
 def _lower_bound(lengths: Int32, capacity: int, max_samples: int) -> int:
     """Packs that no plan can do without: by tokens, by samples, and by those that cannot share with another."""
     kept = lengths[lengths <= capacity]
+    if len(kept) == 0:
+        return 0
     halves = int(np.count_nonzero(2 * kept.astype(np.int64) > capacity))
     return max(-(-int(kept.sum(dtype=np.int64)) // capacity), -(-len(kept) // max_samples), halves)
 

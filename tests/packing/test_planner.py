@@ -1,5 +1,8 @@
 """The planner: every sample in exactly one pack, no pack over capacity, and known packs for small input."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 
 from energon_packed import pack_lengths
 from energon_packed.errors import ConfigError
+from energon_packed.packing import bitset
 
 ALGORITHMS = ["bfd", "ffd", "sequential", "window_7", "best"]
 
@@ -140,3 +144,40 @@ def test_packs_by_number() -> None:
     assert plan[-1].tolist() == plan[1].tolist()
     with pytest.raises(IndexError, match="pack 2 is not in a plan of 2 packs"):
         plan[2]
+
+
+@given(lengths=st.lists(st.integers(1, 100), max_size=60), capacity=st.integers(50, 128))
+def test_best_is_never_worse_than_best_fit(lengths: list[int], capacity: int) -> None:
+    plan = pack_lengths(lengths, capacity, algorithm="best")
+    assert plan.num_packs <= pack_lengths(lengths, capacity).num_packs
+
+
+def test_best_finds_what_best_fit_misses() -> None:
+    # Best fit decreasing begins with 8 + 8, which leaves 2 of the row; 8 + 6 + 4 and 8 + 6 + 3 + 1 fill two of 18.
+    lengths = [4, 8, 1, 3, 6, 6, 8]
+    assert pack_lengths(lengths, 18).num_packs == 3
+    assert pack_lengths(lengths, 18, algorithm="best").num_packs == 2
+
+
+@given(members=st.sets(st.integers(0, 5000), max_size=40), key=st.integers(0, 5000))
+def test_the_bitset_finds_its_neighbours(members: set[int], key: int) -> None:
+    levels = bitset.bitset_levels(5001)
+    words = np.zeros(levels[-1], dtype=np.uint64)
+    for member in members | {key}:
+        bitset.bitset_add(words, levels, member)
+    if key not in members:
+        bitset.bitset_remove(words, levels, key)
+    assert bitset.bitset_next(words, levels, key) == min((m for m in members if m >= key), default=-1)
+    assert bitset.bitset_previous(words, levels, key) == max((m for m in members if m <= key), default=-1)
+
+
+def test_planning_does_not_hold_the_gil() -> None:
+    lengths = np.random.default_rng(0).integers(1, 4000, 3_000_000).astype(np.int32)
+    pack_lengths(lengths[:10], 4096)
+    planner = threading.Thread(target=pack_lengths, args=(lengths, 4096))
+    ticks = 0
+    planner.start()
+    while planner.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    assert ticks >= 10  # a held GIL would let this thread run a few times at most

@@ -1,0 +1,84 @@
+"""Text joined from a skeleton is the text that Jinja renders, and so are the supervised characters."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from energon_packed.demo.tokenizer import CHATML_TEMPLATE
+from energon_packed.encoding.skeleton import Skeleton, marker
+from energon_packed.encoding.template import ChatTemplate
+
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n\n' + m['content'] + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
+)
+# A system prompt of its own where none is given, and roles that choose the text.
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMMING = CHATML_TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] | trim }}")
+NO_END = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+CONTENTS = st.text(st.sampled_from("ab \n\t<|>é") | st.characters(codec="utf-8"), max_size=12) | st.sampled_from(
+    ["<|im_end|>", "<|im_end|>\n", " x ", "{{ messages }}", "\ue0fe1\ue0ff"]
+)
+
+
+@pytest.fixture(scope="module")
+def template_of(tokenizer_dir: Path) -> object:
+    def make(source: str) -> ChatTemplate:
+        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_dir))
+        tokenizer.bos_token = "<|endoftext|>"
+        tokenizer.chat_template = source
+        return ChatTemplate(tokenizer)
+
+    return make
+
+
+@pytest.mark.parametrize("source", [CHATML_TEMPLATE, LLAMA, DEFAULT_SYSTEM])
+def test_a_skeleton_joins_what_jinja_renders(template_of: object, source: str) -> None:
+    template = template_of(source)  # type: ignore[operator]
+
+    @settings(max_examples=60, deadline=None)
+    @given(system=st.booleans(), turns=st.lists(st.tuples(CONTENTS, CONTENTS), min_size=1, max_size=3), first=CONTENTS)
+    def check(system: bool, turns: list[tuple[str, str]], first: str) -> None:
+        messages = [{"role": "system", "content": first}] if system else []
+        for question, answer in turns:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        skeleton = template.skeleton(tuple(message["role"] for message in messages))
+        assert skeleton is not None
+        contents = [message["content"] for message in messages]
+        assert (skeleton.join(contents), skeleton.spans(contents)) == template.render_with_spans(messages)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("source", "roles"),
+    [
+        (TRIMMING, ("user", "assistant")),  # looks at contents
+        (NO_END, ("user", "assistant")),  # where a turn ends depends on what it ends with
+        (CHATML_TEMPLATE, ("assistant", "user")),  # nothing comes before the first turn
+    ],
+)
+def test_no_skeleton_where_text_depends_on_more_than_roles(
+    template_of: object, source: str, roles: tuple[str, ...]
+) -> None:
+    assert template_of(source).skeleton(roles) is None  # type: ignore[operator]
+
+
+def test_contents_may_be_left_out_and_repeated() -> None:
+    skeleton = Skeleton.from_marked(f"<{marker(1)}|{marker(0)}|{marker(1)}>.", [(1, 12)], (">.", "|"))
+    assert skeleton is None  # the span ends inside a content
+    text = f"<{marker(1)}|{marker(0)}|{marker(1)}>."
+    skeleton = Skeleton.from_marked(text, [(1, len(text))], (">.",))
+    assert skeleton is not None
+    assert skeleton.join(["a", "bb", "unused"]) == "<bb|a|bb>."
+    assert skeleton.spans(["a", "bb", "unused"]) == [(1, 10)]
