@@ -55,6 +55,41 @@ packed = pack_dataset(data, 4096, "bfd", map_kwargs={"batch_size": len(data)})
 print(json.dumps({"seconds": time.perf_counter() - begin, "packs": len(packed)}))
 """
 
+# The driver's share of a large build: plan made-up lengths of many records, and cut the packs into shards.
+_DRIVER = """
+import sys, time
+import numpy as np
+from energon_packed import EncoderOptions, PackOptions
+from energon_packed.build.measure import RecordTable
+from energon_packed.build.planning import plan_packs, plan_shards
+from energon_packed.packing import load_kernels
+
+load_kernels()
+count = int(sys.argv[1])
+peak = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
+before = peak()
+rng = np.random.default_rng(0)
+length = np.empty(count, np.int32)
+for start in range(0, count, 10**6):
+    length[start : start + 10**6] = np.clip(rng.lognormal(5.3, 0.8, min(10**6, count - start)), 1, 4096)
+table = RecordTable(
+    address=np.arange(count) * 1200,
+    size=np.full(count, 1200, np.int32),
+    length=length,
+    text_bytes=np.full(count, 1100, np.int32),
+    media_bytes=np.full(count, 0, np.int64),
+    num_images=np.full(count, 0, np.int32),
+    kind=np.full(count, 0, np.int8),
+    status=np.full(count, 0, np.int8),
+    source_starts=np.array([0, count]),
+    files=[],
+)
+options = PackOptions(inputs=("x",), output_dir="x", encoder=EncoderOptions(tokenizer="x"), seq_len=4096)
+begin = time.perf_counter()
+shards = plan_shards(plan_packs(table, table.status, options), table, options)
+print(time.perf_counter() - begin, (peak() - before) / count, len(shards))
+"""
+
 
 def pack(out: Path, source: Path, tokenizer: Path, *options: object, fresh: bool = True) -> tuple[float, Path]:
     """(seconds of the whole command, output folder)."""
@@ -170,6 +205,12 @@ def bench_slopes(report: Report, work: Path) -> None:
         stages["start"] = whole - sum(stages.values())
         for stage, spent in stages.items():
             report.add(f"{records:,} records: {stage}", spent, "s")
+    for records in (10_000_000, 100_000_000):
+        command = [sys.executable, "-c", _DRIVER, str(records)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        spent, memory, shards = map(float, done.stdout.split())
+        report.add(f"{records:,} made-up records: plan and shards in the driver", spent, "s", shards=shards)
+        report.add(f"{records:,} made-up records: memory of the driver per record", memory, "bytes")
 
 
 def peak_memory(command: list[str]) -> tuple[float, float]:
