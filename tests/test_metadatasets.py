@@ -1,25 +1,88 @@
 """The recipes in metadatasets/ load as they are, with data where they say it is."""
 
 import collections
+import itertools
 import shutil
 from pathlib import Path
+from typing import Any
 
-from energon_packed import ChatEncoder, get_packed_loader
+import pytest
+from megatron.energon import TaskEncoder, WorkerConfig, get_loader, get_train_dataset
+
+from energon_packed import ChatEncoder, PackedDataset, get_packed_loader
+from energon_packed.errors import ConfigError
 from tests.conftest import Packer
 
 RECIPES = Path(__file__).parents[1] / "metadatasets"
 
 
-def test_two_outputs(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:
-    shutil.copytree(RECIPES, tmp_path / "metadatasets")
-    for name in ("node_a", "node_b"):
+@pytest.fixture(scope="module")
+def recipes(pack_demo: Packer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the recipes, with out/node_a, node_b and node_c beside it."""
+    root = tmp_path_factory.mktemp("recipes")
+    shutil.copytree(RECIPES, root / "metadatasets")
+    for name in ("node_a", "node_b", "node_c"):
         options = {"split": {"train": 0.7, "val": 0.3}, "max_packs_per_shard": 4, "shard_prefix": name}
         shards = pack_demo(sample_class="PackedTokensSample", **options).shards
-        shutil.copytree(shards, tmp_path / "out" / name / "webdataset")
-    recipe = tmp_path / "metadatasets" / "two_outputs.yaml"
-    train = iter(get_packed_loader(recipe, encoder, num_workers=0))
-    drawn = collections.Counter(next(train).__key__[0].rpartition("_")[0] for _ in range(400))
-    assert 265 < drawn["node_a"] < 335  # three in four, within 4 standard deviations
-    val = [b.__key__[0] for b in get_packed_loader(recipe, encoder, split="val", epochs=1, num_workers=0)]
-    assert val
-    assert {key.rpartition("_")[0] for key in val} == {"node_a"}
+        shutil.copytree(shards, root / "out" / name / "webdataset")
+    return root / "metadatasets"
+
+
+def drawn(recipe: Path, encoder: ChatEncoder, count: int, **options: Any) -> collections.Counter[str]:
+    """How many packs come from each node."""
+    loader = get_packed_loader(recipe, encoder, num_workers=0, **options)
+    return collections.Counter(b.__key__[0].rpartition("_")[0] for b in itertools.islice(loader, count))
+
+
+def test_every_recipe_is_tested() -> None:
+    here = Path(__file__).read_text()
+    assert all(f'"{recipe.name}"' in here for recipe in RECIPES.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", ["two_outputs.yaml", "two_outputs_v1.yaml"])
+def test_two_outputs(recipes: Path, encoder: ChatEncoder, name: str) -> None:
+    assert 265 < drawn(recipes / name, encoder, 400)["node_a"] < 335  # three in four, within 4 standard deviations
+    val = drawn(recipes / name, encoder, 10_000, split="val", epochs=1, shuffle=False)
+    assert set(val) == {"node_a"}
+    packs = PackedDataset(recipes.parent / "out" / "node_a", encoder, split="val")
+    assert val["node_a"] == len(packs)
+
+
+def test_epochized(recipes: Path, encoder: ChatEncoder) -> None:
+    packs = len(PackedDataset(recipes.parent / "out" / "node_a", encoder))
+    seen = drawn(recipes / "epochized.yaml", encoder, 10_000, epochs=1)
+    assert seen == {"node_a": packs, "node_b": 2 * packs}
+
+
+def test_a_weighted_blend_has_no_epoch(recipes: Path, encoder: ChatEncoder) -> None:
+    with pytest.raises(ConfigError, match=r"nested.yaml draws by weight for ever, .*--epochized"):
+        get_packed_loader(recipes / "nested.yaml", encoder, num_workers=0, epochs=1)
+
+
+def test_nested(recipes: Path, encoder: ChatEncoder) -> None:
+    seen = drawn(recipes / "nested.yaml", encoder, 1000)
+    for name, share in (("node_a", 0.675), ("node_b", 0.225), ("node_c", 0.1)):
+        assert abs(seen[name] - 1000 * share) < 4 * (1000 * share * (1 - share)) ** 0.5
+
+
+def test_subflavors(recipes: Path) -> None:
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    dataset = get_train_dataset(
+        recipes / "subflavors.yaml",
+        worker_config=config,
+        batch_size=None,
+        shuffle_buffer_size=None,
+        max_samples_per_sequence=None,
+        task_encoder=_Nothing(),
+    )
+    found = {
+        (s.__key__.rpartition("_")[0], s.__subflavors__["source"]) for s in itertools.islice(get_loader(dataset), 60)
+    }
+    assert found == {("node_a", "captions"), ("node_b", "chats")}
+
+
+class _Nothing(TaskEncoder):  # type: ignore[misc]
+    decoder = None
+
+    def encode_sample(self, sample: Any) -> Any:
+        return sample

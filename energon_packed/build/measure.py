@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from energon_packed.build.columns import as_numpy, numbers, texts
-from energon_packed.build.options import EncoderOptions
+from energon_packed.build.options import EncoderOptions, part_suffix
 from energon_packed.conversation import Conversation, normalize
 from energon_packed.encoding import Measured
 from energon_packed.errors import Reason, RecordError
@@ -95,11 +95,13 @@ class RecordReader:
         sources: the input.
         sample_class: flavor that will hold the conversations; those it cannot hold are rejected.
         use_patch_positions: False ignores the .npy files that records name.
+        part: number of the part of the input, or None for the whole.
     """
 
     sources: Sequence[Source]
     sample_class: str
     use_patch_positions: bool
+    part: int | None = None
 
     def conversation(self, source: int, record: Any) -> Conversation:
         """A record as a conversation; `id` is None where the record has none.
@@ -116,8 +118,8 @@ class RecordReader:
         return conversation
 
     def default_id(self, source: int, row: int) -> str:
-        """Name of a record that has none: its file and its number there."""
-        return f"{self._names[source]}:{row}"
+        """Name of a record that has none: its file, the part of it, and its number there."""
+        return f"{self._names[source]}{part_suffix(self.part)}:{row}"
 
     @cached_property
     def _names(self) -> list[str]:

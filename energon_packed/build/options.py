@@ -86,6 +86,8 @@ class PackOptions:
         use_patch_positions: False ignores the .npy files that records name.
         sample_class: flavor to write.
         shard_prefix: start of shard names and keys; must differ between data sets that are blended.
+        part: (I, N) packs the I-th of N parts of the input, as one of N runs that know nothing of each other; each
+            needs an `output_dir` of its own, in which `{part}` stands for `p000` and so on.
         max_samples_per_pack: most samples in one pack, or None.
         max_packs_per_shard, max_shard_bytes: a shard ends at whichever comes first.
         algorithm: planner, as `pack_lengths` takes it.
@@ -94,7 +96,9 @@ class PackOptions:
         overlong: what happens to samples longer than `seq_len`.
         split: share of the packs that goes to each split.
         seed: order of the packs.
-        workers: processes.
+        engine: `local` for processes of this machine, `ray` for a Ray cluster.
+        ray_address: of the cluster; None for the running one, or else one on this machine.
+        workers: processes, or Ray tasks at a time; 0 for all cores.
         max_reject_rate: largest share of records that may be left out, 0 to 1.
         strict: stop at the first record that is left out.
         resume: take up what an earlier run of the same build has done.
@@ -109,6 +113,7 @@ class PackOptions:
     use_patch_positions: bool = True
     sample_class: str = "PackedCaptioningSample"
     shard_prefix: str = "pack"
+    part: tuple[int, int] | None = None
     max_samples_per_pack: int | None = None
     max_packs_per_shard: int = 1000
     max_shard_bytes: int = 1 << 30
@@ -118,6 +123,8 @@ class PackOptions:
     overlong: Overlong = "drop"
     split: dict[str, float] = field(default_factory=lambda: {"train": 1.0})
     seed: int = 0
+    engine: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
     workers: int = 0
     max_reject_rate: float = 0.05
     strict: bool = False
@@ -128,6 +135,13 @@ class PackOptions:
         for name in ("output_dir", "image_root"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
+        if self.part is not None:
+            number, count = self.part
+            if not 0 <= number < count:
+                raise ConfigError(f"part is {number}/{count}; the first number counts from 0 and is below the second")
+            folder = str(self.output_dir).replace("{part}", part_suffix(number)[1:])
+            object.__setattr__(self, "output_dir", Path(folder))
+        _one_of("engine", self.engine, ("local", "ray"))
         object.__setattr__(self, "inputs", tuple(str(given) for given in self.inputs))
         if self.image_root is not None and not self.image_root.is_dir():
             raise ConfigError(
@@ -166,9 +180,38 @@ class PackOptions:
         return self.workers or len(os.sched_getaffinity(0))
 
     @property
+    def prefix(self) -> str:
+        """Start of shard names and keys, with the number of the part."""
+        return self.shard_prefix + part_suffix(None if self.part is None else self.part[0])
+
+    @property
     def usable_len(self) -> int:
         """Tokens of the longest sample that fits: `seq_len` down to a multiple of `pad_multiple`."""
         return self.seq_len // self.pad_multiple * self.pad_multiple
+
+
+def part_suffix(number: int | None) -> str:
+    """`_p003` for part 3, nothing for the whole input."""
+    return "" if number is None else f"_p{number:03d}"
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """`2/8` as (2, 8); `auto` takes both numbers from SLURM.
+
+    Raises:
+        ConfigError: the text has another form, or there is no SLURM task.
+    """
+    if text == "auto":
+        try:
+            return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                "--part auto needs SLURM_PROCID and SLURM_NTASKS, which srun sets; give --part I/N"
+            ) from error
+    found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    if not found:
+        raise ConfigError(f"part {text!r} must look like 0/4, or be auto")
+    return int(found[1]), int(found[2])
 
 
 def parse_split(text: str) -> dict[str, float]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from energon_packed.build.engine import Engine, LocalEngine
 from energon_packed.build.ledger import write_ledger
+from energon_packed.build.lock import FolderLock
 from energon_packed.build.measure import (
     STATUSES,
     Chunk,
@@ -45,7 +46,7 @@ _DECIDES_TARS = (
     "sample_class",
     "use_patch_positions",
     "seq_len",
-    "shard_prefix",
+    "prefix",
     "max_samples_per_pack",
     "max_packs_per_shard",
     "max_shard_bytes",
@@ -108,17 +109,26 @@ class _Build:
     counters: dict[str, int] = field(default_factory=lambda: {"measured": 0, "tokenized": 0, "reused": 0})
 
     def run(self) -> PackResult:
+        self.space = Workspace(self.options.output_dir)
+        self.engine = _engine(self.options)
+        with FolderLock(self.options.output_dir):
+            return self._run()
+
+    def _run(self) -> PackResult:
         options = self.options
-        self.space = Workspace(options.output_dir)
-        self.engine = LocalEngine(options.processes)
-        sources = open_sources(options.inputs, work_dir=self.space.work, image_root=options.image_root)
+        sources = open_sources(
+            options.inputs, work_dir=self.space.work, image_root=options.image_root, part=options.part
+        )
         self.reader = RecordReader(
-            sources=sources, sample_class=options.sample_class, use_patch_positions=options.use_patch_positions
+            sources=sources,
+            sample_class=options.sample_class,
+            use_patch_positions=options.use_patch_positions,
+            part=options.part[0] if options.part else None,
         )
         tokenizer_fingerprint = options.encoder.load().fingerprint()
         input_fingerprint = _digest([source.fingerprint() for source in sources])
         # The same content anywhere makes the same data set; restart state also minds where and when.
-        content = [FORMAT_VERSION, input_fingerprint, tokenizer_fingerprint]
+        content = [FORMAT_VERSION, input_fingerprint, tokenizer_fingerprint, options.part]
         build_key = _digest(content, {name: getattr(options, name) for name in _DECIDES_TARS})
         measure_key = _digest(
             content,
@@ -275,7 +285,7 @@ class _Build:
     def _write(self, table: RecordTable, plans: list[ShardPlan], folder: Path) -> list[ShardSummary]:
         folder.mkdir(parents=True, exist_ok=True)
         options, shards = self.options, self.space.shards
-        names = [f"{options.shard_prefix}-{plan.number:06d}.tar" for plan in plans]
+        names = [f"{options.prefix}-{plan.number:06d}.tar" for plan in plans]
         done: dict[str, ShardSummary] = {}
         todo: list[ShardPlan] = []
         self.progress.start("write", sum(len(plan.rows) for plan in plans), "samples")
@@ -290,7 +300,7 @@ class _Build:
             ShardTask(
                 tar=shards / names[plan.number],
                 state=_state_file(folder, names[plan.number]),
-                prefix=options.shard_prefix,
+                prefix=options.prefix,
                 first_pack=plan.first_pack,
                 records=_refs(table, plan.rows),
                 offsets=plan.offsets,
@@ -323,7 +333,7 @@ class _Build:
         self.progress.advance(len(entries))
         return PackingManifest(
             sample_class=options.sample_class,
-            shard_prefix=options.shard_prefix,
+            shard_prefix=options.prefix,
             records=len(table),
             packed=len(plan.indices),
             rejects=reject_counts(status),
@@ -361,6 +371,14 @@ def _entries(
         )
         for plan, rows in zip(plans, shards, strict=True)
     ]
+
+
+def _engine(options: PackOptions) -> Engine:
+    if options.engine == "ray":
+        from energon_packed.build.ray_engine import RayEngine
+
+        return RayEngine(options.ray_address, options.workers)
+    return LocalEngine(options.processes)
 
 
 def _state_file(folder: Path, shard: str) -> Path:

@@ -62,7 +62,8 @@ class Workspace:
         shutil.rmtree(self.shards / ".nv-meta", ignore_errors=True)
 
     def remove_strays(self, names: set[str]) -> None:
-        """Remove shards that are not in the plan, left by an earlier run over other data."""
+        """Remove shards that are not in the plan, left by an earlier run, and what a lost worker was writing."""
+        self._remove_leftovers()
         for tar in self.shards.glob("*.tar"):
             if tar.name not in names:
                 tar.unlink()

@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 
 from energon_packed.build import PackOptions, pack
-from energon_packed.build.options import EncoderOptions, known_algorithms, parse_split
+from energon_packed.build.options import EncoderOptions, known_algorithms, parse_part, parse_split
 from energon_packed.cli.display import TerminalProgress, result_table
 from energon_packed.cli.parameters import ByteSize
 from energon_packed.shards.layouts import LAYOUTS
@@ -47,7 +47,11 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option("--split", default="train=1", show_default=True, help="Shares, such as train=0.98,val=0.02.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Order of the packs.")
 @click.option("--workers", type=int, default=0, help="Processes. [default: all cores]")
-@click.option("--engine", type=click.Choice(["local"]), default="local", show_default=True, help="Where tasks run.")
+@click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True,
+              help="Where tasks run: processes of this machine, or a Ray cluster.")  # fmt: skip
+@click.option("--ray-address", help="Address of the Ray cluster. [default: the running one, else one on this machine]")
+@click.option("--part", metavar="I/N|auto",
+              help="Pack the I-th of N parts of the input alone; auto takes both from SLURM.")  # fmt: skip
 @click.option("--max-reject-rate", type=float, default=0.05, show_default=True,
               help="Stop before writing when a larger share of the records is left out.")  # fmt: skip
 @click.option("--strict", is_flag=True, help="Stop at the first record that is left out.")
@@ -93,6 +97,7 @@ def command(**options: Any) -> None:
         use_patch_positions=not options["no_npy"],
         max_shard_bytes=options["max_shard_size"],
         split=parse_split(options["split"]),
+        part=parse_part(options["part"]) if options["part"] else None,
         **{
             name: options[name]
             for name in (
@@ -109,6 +114,8 @@ def command(**options: Any) -> None:
                 "overlong",
                 "seed",
                 "workers",
+                "engine",
+                "ray_address",
                 "max_reject_rate",
                 "strict",
                 "resume",

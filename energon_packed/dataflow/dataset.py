@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from energon_packed.dataflow.cookers import FLAVORS, flavor_of
+from energon_packed.dataflow.cookers import FLAVORS
 from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.loader import check_manifest
 from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.flavors import PackedTokensSample, PackSample
 from energon_packed.shards import PackingManifest
+from energon_packed.shards.layouts import sample_class_of
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.split import dataset_folder, shards_in_split
 
@@ -89,7 +90,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     def sample(self, index: int) -> PackSample:
         """The pack as its flavor, not encoded."""
         raw = self.reader[index]
-        flavor, load = FLAVORS[self._sample_class or flavor_of(raw)]
+        flavor, load = FLAVORS[self._sample_class or sample_class_of(raw)]
         return flavor(__key__=raw["__key__"], __restore_key__=(), __subflavors__={}, **load(raw))
 
     @cached_property

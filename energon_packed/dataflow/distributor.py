@@ -74,10 +74,18 @@ class EnergonDistributor(Distributor):
         }
         if not self.shuffle:
             return get_val_dataset(self.path, **common)
-        return get_train_dataset(
-            self.path,
-            **common,
-            shuffle_buffer_size=None if task_encoder.one_pass else self.shuffle_buffer_size,
-            max_samples_per_sequence=None,
-            repeat=self.epochs is None,
-        )
+        try:
+            return get_train_dataset(
+                self.path,
+                **common,
+                shuffle_buffer_size=None if task_encoder.one_pass else self.shuffle_buffer_size,
+                max_samples_per_sequence=None,
+                repeat=self.epochs is None,
+            )
+        except AssertionError as error:
+            if self.epochs is None or "weights" not in str(error):
+                raise
+            raise ConfigError(
+                f"{self.path} draws by weight for ever, so it has no epoch; use epochs=None, or make the blend with "
+                "energon-packed metadataset --epochized (shuffle=False reads each input once)"
+            ) from error

@@ -1,16 +1,22 @@
 """Files that appear under their final name only when they are whole: write aside, fsync, rename."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def aside_name(path: Path) -> Path:
+    """A name beside `path` that no other process gives: hosts that share a disk may share process numbers."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
 @contextmanager
 def aside(path: Path) -> Iterator[Path]:
     """A temporary name beside `path`; renamed to it when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = aside_name(path)
     try:
         yield temporary
         with temporary.open("rb") as stream:

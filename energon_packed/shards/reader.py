@@ -5,7 +5,7 @@ import mmap
 import os
 import tarfile
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,17 @@ class ShardReader:
         Raises:
             FormatError: a shard or its index is missing, or the two do not belong together.
         """
-        self.tars = list(tars)
-        offsets = [_read_offsets(tar) for tar in self.tars]
+        self._open(list(tars), [_read_offsets(tar) for tar in tars])
+
+    @classmethod
+    def from_offsets(cls, offsets: Mapping[Path, Sequence[int]]) -> "ShardReader":
+        """A reader of tars without `.tar.idx`, given what those would hold."""
+        reader = cls.__new__(cls)
+        reader._open(list(offsets), [np.asarray(index, dtype=np.int64) for index in offsets.values()])
+        return reader
+
+    def _open(self, tars: list[Path], offsets: list[npt.NDArray[np.int64]]) -> None:
+        self.tars = tars
         self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]
         self._ends = np.concatenate([[0], *(index[1:] for index in offsets)])[1:]
         self._first = np.cumsum([0, *(len(index) - 1 for index in offsets)])

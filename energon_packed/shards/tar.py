@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from energon_packed.errors import FormatError
-from energon_packed.shards.files import rename_whole
+from energon_packed.shards.files import aside_name, rename_whole
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)  # POSIX.1-1988: an archive ends with two zero blocks
@@ -85,7 +85,7 @@ class TarShardWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._aside = aside_name(path)
         self._stream = self._aside.open("wb", buffering=1 << 20)
         self._digest = hashlib.sha256()
         self._offset = 0

@@ -33,7 +33,10 @@ class Source(ABC):
         path: the file that the user named.
         data: the file that is read: `path`, or its converted copy.
         image_root: folder that relative media paths start from and must stay in.
+        share: part of the address space to read, as (start, stop, whole): from start / whole to stop / whole of it.
     """
+
+    share: tuple[int, int, int] = (0, 1, 1)
 
     def __init__(self, path: Path, *, data: Path | None = None, image_root: Path | None = None) -> None:
         self.path = path
@@ -62,11 +65,12 @@ class Source(ABC):
         """Least and largest part of the address space that makes one unit of work."""
 
     def chunks(self) -> list[tuple[int, int]]:
-        """The address space in units of work: [(start, stop), ...]; about 64, within the limits of the format."""
-        end = self.extent()
+        """Our share of the address space in units of work: [(start, stop), ...]; about 64, within `chunk_limits`."""
+        first, last, whole = self.share
+        begin, end = (self.extent() * edge // whole for edge in (first, last))
         least, largest = self.chunk_limits
-        step = min(max(end // 64, least), largest)
-        return [(start, min(start + step, end)) for start in range(0, end, step)]
+        step = min(max((end - begin) // 64, least), largest)
+        return [(start, min(start + step, end)) for start in range(begin, end, step)]
 
     def fingerprint(self) -> str:
         """Hex digest of the size of the file and of samples of its bytes: the same for a copy elsewhere."""

@@ -55,6 +55,7 @@ class Layout:
         loader_module: module of its `sample_loader` and `part_filter`.
         check: raises RecordError for a conversation that this layout cannot hold; called while measuring.
         write: parts of one pack; `truncate` is the row length when samples were cut to it.
+        read: fields of the flavor from the parts of a pack; raises FormatError.
         packed: a member holds a pack; False for one sample per member.
         stores_tokens: `StoredSample.tokens` is needed.
     """
@@ -63,6 +64,7 @@ class Layout:
     loader_module: str
     check: Callable[[Conversation], None]
     write: Callable[[Sequence[StoredSample], int | None], list[Part]]
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
     packed: bool = True
     stores_tokens: bool = False
 

@@ -108,4 +108,5 @@ PACKED = Layout(
     loader_module="energon_packed.flavors.packed_captioning",
     check=check,
     write=write,
+    read=read,
 )

@@ -94,11 +94,13 @@ PACKED = Layout(
     loader_module="energon_packed.flavors.packed_multi_mix_qa",
     check=check,
     write=write_packed,
+    read=read_packed,
 )
 SINGLE = Layout(
     sample_class="MultiMixQASample",
     loader_module="energon_packed.flavors.multi_mix_qa",
     check=check,
     write=write_single,
+    read=read_single,
     packed=False,
 )

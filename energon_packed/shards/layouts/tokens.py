@@ -126,5 +126,6 @@ PACKED = Layout(
     loader_module="energon_packed.flavors.packed_tokens",
     check=check,
     write=write,
+    read=read,
     stores_tokens=True,
 )

@@ -1,0 +1,85 @@
+"""`energon-packed metadataset`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from energon_packed.errors import ConfigError
+from energon_packed.metadataset import WEIGHT_BY, Blend, make_blend, write_metadataset
+
+
+@click.command(
+    name="metadataset",
+    short_help="Blend several data sets into one Metadataset.",
+)
+@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("inputs", nargs=-1, required=True, metavar="DIR[=WEIGHT]...")
+@click.option("--weight-by", type=click.Choice(WEIGHT_BY), default="samples", show_default=True,
+              help="What weights are proportional to where none are given.")  # fmt: skip
+@click.option("--schema", type=click.Choice(["v2", "v1"]), default="v2", show_default=True,
+              help="v1 for code that knows no MetadatasetV2.")  # fmt: skip
+@click.option("--split-from", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
+              help="Split of the inputs that is trained on.")  # fmt: skip
+@click.option("--epochized", is_flag=True,
+              help="Every pack WEIGHT times in an epoch (1 by default), instead of drawing for ever.")  # fmt: skip
+@click.option("--relative/--absolute", default=True, show_default=True, help="Paths in the file.")
+@click.option("--subflavor", "subflavors", multiple=True, metavar="K=V", help="Handed to every sample; may repeat.")
+@click.option("--val", multiple=True, metavar="DIR",
+              help="Validation data; may repeat. [default: the val splits of the inputs]")  # fmt: skip
+def command(out: Path, inputs: tuple[str, ...], relative: bool, subflavors: tuple[str, ...], **options: Any) -> None:
+    """Blend several data sets into one weighted Metadataset.
+
+    DIR is a folder that `energon-packed pack` wrote, any Energon data set of packs, or another Metadataset.
+
+    \b
+    energon-packed metadataset mix.yaml out/node_a out/node_b
+    energon-packed metadataset mix.yaml out/node_a=3 out/node_b=0.5 --val out/held_out
+    """
+    blend = make_blend(
+        [_with_weight(given) for given in inputs], subflavors=dict(_pair(given) for given in subflavors), **options
+    )
+    write_metadataset(blend, out, absolute=not relative)
+    console = Console()
+    console.print(_table(blend))
+    for warning in blend.warnings():
+        console.print(f"note: {warning}", highlight=False, soft_wrap=True)
+    console.print(f"{out}: get_packed_loader({str(out)!r}, encoder)", highlight=False, soft_wrap=True)
+
+
+def _table(blend: Blend) -> Table:
+    total = sum(one.weight for one in blend.train)
+    often = "times in an epoch" if blend.epochized else "times seen while the largest is seen once"
+    table = Table(caption=f"seen: {often}")
+    table.add_column("input", overflow="fold", min_width=20)
+    table.add_column("split")
+    for name in ("packs", "samples", "per pack", "repeated" if blend.epochized else "draws", "seen"):
+        table.add_column(name, justify="right")
+    for one, times in zip(blend.train, blend.times_seen(), strict=True):
+        share = f"{one.weight:g}" if blend.epochized else f"{one.weight / total:.2%}"
+        counts = (f"{one.packs:,}", f"{one.samples:,}", f"{one.samples_per_pack:.2f}")
+        table.add_row(str(one.path), "train", *counts, share, f"{times:.2f}")
+    for one in blend.val:
+        counts = (f"{one.packs:,}", f"{one.samples:,}", f"{one.samples_per_pack:.2f}")
+        table.add_row(str(one.path), "val", *counts, "", "1.00")
+    return table
+
+
+def _with_weight(given: str) -> tuple[str, float | None]:
+    """`DIR=WEIGHT` in two; a folder whose name has a `=` stays whole."""
+    path, equals, weight = given.rpartition("=")
+    if not equals or Path(given).exists():
+        return given, None
+    try:
+        return path, float(weight)
+    except ValueError as error:
+        raise ConfigError(f"weight {weight!r} of {path} is no number") from error
+
+
+def _pair(given: str) -> tuple[str, str]:
+    key, equals, value = given.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"subflavor {given!r} must look like key=value")
+    return key, value

@@ -1,0 +1,30 @@
+"""`energon-packed nv-meta`."""
+
+from pathlib import Path
+
+import click
+
+from energon_packed.shards.layouts import LAYOUTS
+from energon_packed.shards.repair import make_nv_meta
+
+
+@click.command(name="nv-meta")
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
+@click.option("--sample-class", type=click.Choice(list(LAYOUTS)), help="Flavor. [default: told by the parts]")
+def command(folder: Path, sample_class: str | None) -> None:
+    """Make or repair .nv-meta and the indexes for a folder of tars, which are not touched.
+
+    DIR holds tars that `energon-packed pack` wrote, or another packer with the same layout.
+
+    \b
+    energon-packed nv-meta out/webdataset
+    energon-packed nv-meta /data/packed --sample-class PackedCaptioningSample
+    """
+    repaired = make_nv_meta(folder, sample_class)
+    packs = sum(shard.packs for shard in repaired.shards)
+    click.echo(
+        f"{repaired.sample_class} in {repaired.folder}: {len(repaired.shards):,} shards, {packs:,} packs indexed"
+    )
+    for name, shards in repaired.splits.items():
+        if shards:
+            click.echo(f"  {name}: {len(shards):,} shards" + (" (split.yaml kept)" if repaired.kept_split else ""))

@@ -1,0 +1,180 @@
+"""`energon-packed metadataset`: weights, warnings, refusals, and what Energon makes of the file."""
+
+import collections
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from energon_packed import ChatEncoder, EncoderOptions, PackOptions, get_packed_loader, pack
+from energon_packed.cli.metadataset import command
+from energon_packed.errors import ConfigError, EnergonPackedError
+from energon_packed.metadataset import make_blend, render, write_metadataset
+
+
+@pytest.fixture(scope="module")
+def outputs(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders a, b and c: 40, 20 and 10 packs or so, with many, fewer and few samples in each pack."""
+    root = tmp_path_factory.mktemp("outputs")
+    for name, records, words in (("a", 400, 5), ("b", 100, 12), ("c", 20, 40)):
+        data = root / f"{name}.jsonl"
+        lines = [json.dumps({"id": f"{name}{i}", "text": "green circle " * words}) for i in range(records)]
+        data.write_text("\n".join(lines))
+        pack(
+            PackOptions(
+                inputs=(str(data),),
+                output_dir=root / name,
+                encoder=EncoderOptions(tokenizer=tokenizer_dir),
+                seq_len=256,
+                sample_class="PackedTokensSample",
+                shard_prefix=name,
+                workers=1,
+            )
+        )
+    return root
+
+
+def test_weights_and_how_often_each_is_seen(outputs: Path) -> None:
+    folders: list[tuple[Path, None]] = [(outputs / name, None) for name in "abc"]
+    by_samples = make_blend(folders)
+    assert [one.weight for one in by_samples.train] == [400, 100, 20]
+    by_packs = make_blend(folders, weight_by="packs")
+    assert [one.weight for one in by_packs.train] == [one.packs for one in by_packs.train]
+    assert by_packs.times_seen() == pytest.approx([1, 1, 1])
+    assert not by_packs.warnings()
+    assert "--weight-by packs" in by_samples.warnings()[0]
+    largest = max(by_samples.train, key=lambda one: one.packs)
+    draws = largest.packs / (largest.weight / 520)
+    expected = [draws * one.weight / 520 / one.packs for one in by_samples.train]
+    assert by_samples.times_seen() == pytest.approx(expected)
+    assert [one.weight for one in make_blend(folders, weight_by="equal").train] == [1, 1, 1]
+    tokens = make_blend(folders, weight_by="tokens").train
+    assert [one.weight for one in tokens] == [one.tokens for one in tokens]
+
+
+@pytest.mark.parametrize("schema", ["v1", "v2"])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_energon_draws_by_weight(
+    outputs: Path, encoder: ChatEncoder, tmp_path: Path, schema: Any, absolute: bool
+) -> None:
+    blend = make_blend([(outputs / "a", 2.5), (outputs / "b", 0.5), (outputs / "c", 0)], schema=schema)
+    out = tmp_path / "deep" / "mix.yaml"
+    write_metadataset(blend, out, absolute=absolute)
+    assert all(Path(e["path"]).is_absolute() == absolute for e in _entries(out))
+    loader = get_packed_loader(out, encoder, num_workers=0)
+    seen = collections.Counter(b.__key__[0].partition("_")[0] for b in itertools.islice(loader, 2000))
+    assert seen["c"] == 0
+    deviation = (2000 * (5 / 6) * (1 / 6)) ** 0.5
+    assert abs(seen["a"] - 2000 * 5 / 6) < 3 * deviation
+
+
+def _entries(out: Path) -> list[dict[str, Any]]:
+    train = yaml.safe_load(out.read_text())["splits"]["train"]
+    return next(iter(train.values()))  # type: ignore[no-any-return]
+
+
+def test_epochized_holds_every_pack_as_often_as_told(outputs: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
+    blend = make_blend([(outputs / "a", 1), (outputs / "b", 2)], epochized=True)
+    write_metadataset(blend, tmp_path / "mix.yaml")
+    loader = get_packed_loader(tmp_path / "mix.yaml", encoder, num_workers=0, epochs=1)
+    seen = collections.Counter(b.__key__[0] for b in loader)
+    assert {(key[0], count) for key, count in seen.items()} == {("a", 1), ("b", 2)}
+
+
+def test_nested_inputs_and_validation(outputs: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
+    inner = tmp_path / "inner.yaml"
+    write_metadataset(make_blend([(outputs / "a", None), (outputs / "b", None)]), inner)
+    blend = make_blend([(inner, 3), (outputs / "c", 1)], subflavors={"from": "test"})
+    nested = blend.train[0]
+    assert (nested.samples, nested.counted_by) == (500, "sum of 2 data sets")
+    out = tmp_path / "outer.yaml"
+    write_metadataset(blend, out)
+    loader = get_packed_loader(out, encoder, num_workers=0)
+    assert {b.__key__[0][0] for b in itertools.islice(loader, 200)} == {"a", "b", "c"}
+    assert all(entry["subflavors"] == {"from": "test"} for entry in _entries(out))
+    held_out = make_blend([(outputs / "a", None)], val=[outputs / "c"])
+    write_metadataset(held_out, out)
+    val = list(get_packed_loader(out, encoder, split="val", epochs=1, num_workers=0))
+    assert len(val) == held_out.val[0].packs
+    assert {b.__key__[0][0] for b in val} == {"c"}
+
+
+def test_comments_say_where_weights_come_from(outputs: Path, tmp_path: Path) -> None:
+    text = render(make_blend([(outputs / "a", None), (outputs / "b", None)]), tmp_path / "mix.yaml")
+    assert "400 samples (packing.json); weight: samples; seen 1 times" in text
+    assert "weight: given" in render(make_blend([(outputs / "a", 2)]), tmp_path / "mix.yaml")
+
+
+def test_counts_without_a_manifest(outputs: Path, tmp_path: Path) -> None:
+    shutil.copytree(outputs / "b", tmp_path / "b")
+    (tmp_path / "b" / "webdataset" / ".nv-meta" / "packing.json").unlink()
+    known = make_blend([(outputs / "b", None)]).train[0]
+    found = make_blend([(tmp_path / "b", None)]).train[0]
+    assert (found.packs, found.samples) == (known.packs, known.samples)
+    assert found.counted_by.startswith("counted in the tars")
+
+
+def edited(source: Path, target: Path, **settings: Any) -> Path:
+    """A copy whose manifest says something else."""
+    shutil.copytree(source, target)
+    manifest = target / "webdataset" / ".nv-meta" / "packing.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | settings))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (["a", "./a"], "a/webdataset is given twice"),
+        (["a", "a_copy"], "both have a shard a-000000"),
+        (["a", "long"], "has seq_len 256 and .*long/webdataset has 512"),
+        (["a", "other"], "has tokenizer .* and .*other/webdataset has zzz"),
+        (["a", "flavor"], "has flavor PackedTokensSample and .* has PackedCapt"),
+        (["a", "nothing"], "nothing has no .nv-meta folder"),
+        (["a", "missing"], "missing does not exist"),
+        (["a=1", "b"], "b/webdataset has no weight while others have"),
+        (["a=-1"], "weight of .*a/webdataset is -1"),
+        (["a=nan"], "weight of .*a/webdataset is nan"),
+        (["a=0", "b=0"], "all weights are 0"),
+        (["a=many"], "weight 'many' of .* is no number"),
+        (["a", "--split-from", "val"], "has no packs in split 'val'; it has train"),
+        (["a", "--epochized", "--schema", "v1"], "needs --schema v2"),
+        (["a", "--subflavor", "x"], "must look like key=value"),
+        (["broken.yaml"], "broken.yaml is no Metadataset that Energon can read"),
+    ],
+)
+def test_refusals_name_what_is_wrong(
+    outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str], message: str
+) -> None:
+    for name in "ab":
+        (tmp_path / name).symlink_to(outputs / name)
+    shutil.copytree(outputs / "a", tmp_path / "a_copy")
+    edited(outputs / "c", tmp_path / "long", seq_len=512)
+    edited(outputs / "c", tmp_path / "other", tokenizer_fingerprint="zzz")
+    edited(outputs / "c", tmp_path / "flavor", sample_class="PackedCaptioningSample")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "broken.yaml").write_text("splits: 3\n")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(command, ["mix.yaml", *inputs])
+    assert isinstance(result.exception, EnergonPackedError), result.output
+    assert re.search(message, str(result.exception)), str(result.exception)
+    assert not Path("mix.yaml").exists()
+
+
+def test_the_command_prints_shares(outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(command, ["mix.yaml", f"{outputs / 'a'}=3", f"{outputs / 'b'}=1"])
+    assert result.exit_code == 0, result.output
+    assert "75.00%" in result.output
+    assert make_blend([(Path("mix.yaml"), None)]).train[0].samples == 500
+
+
+def test_nothing_is_no_blend() -> None:
+    with pytest.raises(ConfigError, match="no input"):
+        make_blend([])

@@ -1,0 +1,45 @@
+"""What a tar holds: `python tools/inspect_tar.py SHARD.tar...`.
+
+Prints keys, parts and sizes of the first packs of each tar, and what is wrong with it; exit status 1 if anything is.
+"""
+
+import argparse
+import sys
+from itertools import groupby
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from energon_packed.errors import EnergonPackedError
+from energon_packed.shards.scan import scan_tar
+
+
+def show(tar: Path, limit: int) -> bool:
+    """Print one tar; True when it is sound."""
+    scan = scan_tar(tar)
+    packs = [(key, list(parts)) for key, parts in groupby(scan.members, key=lambda member: member.key)]
+    print(f"{tar}: {len(packs):,} packs, {len(scan.members):,} members, {tar.stat().st_size:,} bytes")
+    for key, parts in packs[:limit]:
+        print(f"  {key or '(no key)'}: {', '.join(f'{m.part or m.name} {m.size:,}' for m in parts)}")
+    if len(packs) > limit:
+        print(f"  and {len(packs) - limit:,} more; --limit shows them")
+    for problem in scan.problems:
+        print(f"  PROBLEM: {problem}")
+    return not scan.problems
+
+
+def main() -> None:
+    """Show every tar that is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tars", nargs="+", type=Path)
+    parser.add_argument("--limit", type=int, default=5, help="packs to show of each tar")
+    options = parser.parse_args()
+    try:
+        sound = [show(tar, options.limit) for tar in options.tars]
+    except (EnergonPackedError, OSError) as error:
+        sys.exit(f"error: {error}")
+    sys.exit(0 if all(sound) else 1)
+
+
+if __name__ == "__main__":
+    main()
