@@ -1,0 +1,152 @@
+"""Parts of one input, packed by runs that know nothing of each other; and two runs in one folder."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from energon_packed import ChatEncoder, EncoderOptions, PackOptions, get_packed_loader, pack
+from energon_packed.build.lock import FolderLock
+from energon_packed.build.options import parse_part
+from energon_packed.errors import ConfigError, SourceError
+from energon_packed.metadataset import make_blend, write_metadataset
+
+LOCK = ".energon-packed.lock"
+
+
+def ids_in(folder: Path) -> list[str]:
+    """Names of all records in the ledger of an output, packed ones and rejects apart."""
+    rows = pq.read_table(folder / "lengths.parquet").to_pylist()
+    return [row["id"] for row in rows if row["status"] == "packed"]
+
+
+def records(count: int) -> list[str]:
+    """Lines of very different sizes, with blank ones and a broken one."""
+    lines = [json.dumps({"id": f"r{i}", "text": "blue square " * (1 + i * i % 37)}) for i in range(count)]
+    lines[count // 2] = '{"text": '
+    lines.insert(3, "")
+    return lines
+
+
+def test_three_parts_at_once_hold_every_record_once(tokenizer_dir: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(records(300)) + "\n")
+    command = [sys.executable, "-m", "energon_packed", "pack", str(data), "-o", str(tmp_path / "{part}")]
+    command += ["--tokenizer", str(tokenizer_dir), "--seq-len", "512", "--workers", "1"]
+    environment = {**os.environ, "SLURM_NTASKS": "3"}
+    runs = [
+        subprocess.Popen([*command, "--part", "auto"], env={**environment, "SLURM_PROCID": str(number)})
+        for number in range(3)
+    ]
+    assert [run.wait() for run in runs] == [0, 0, 0]
+    folders = [tmp_path / f"p{number:03d}" for number in range(3)]
+    found = [ids_in(folder) for folder in folders]
+    assert all(len(ids) > 60 for ids in found)
+    assert sorted(itertools.chain(*found)) == sorted(f"r{i}" for i in range(300) if i != 150)
+    rejects = [line for folder in folders for line in (folder / "rejects.jsonl").read_text().splitlines()]
+    assert len(rejects) == 1
+
+    folders_and_weights: list[tuple[Path, None]] = [(folder, None) for folder in folders]
+    for schema in ("v1", "v2"):
+        mix = tmp_path / f"{schema}.yaml"
+        write_metadataset(make_blend(folders_and_weights, schema=schema), mix)  # type: ignore[arg-type]
+        loader = get_packed_loader(mix, encoder, num_workers=0)
+        seen = {name for batch in itertools.islice(loader, 400) for name in batch.ids}
+        assert seen == set(itertools.chain(*found))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_parts_of_several_files_and_formats(tokenizer_dir: Path, tmp_path: Path, count: int) -> None:
+    for name in ("a", "b"):
+        lines = [json.dumps({"text": f"{name} {i}"}) for i in range(50)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))  # no newline at the end
+    table = pa.table({"text": [f"table {i}" for i in range(500)]})
+    pq.write_table(table, tmp_path / "c.parquet")
+    (tmp_path / "d.jsonl").write_text("")
+    names: list[str] = []
+    prefixes = set()
+    for number in range(count):
+        options = PackOptions(
+            inputs=tuple(str(tmp_path / n) for n in ("a.jsonl", "c.parquet", "d.jsonl", "b.jsonl")),
+            output_dir=tmp_path / "out" / "{part}",
+            part=(number, count),
+            encoder=EncoderOptions(tokenizer=tokenizer_dir),
+            seq_len=256,
+            workers=1,
+        )
+        result = pack(options)
+        names += ids_in(result.shards.parent)
+        prefixes |= {tar.name.rpartition("-")[0] for tar in result.shards.glob("*.tar")}
+    assert len(names) == len(set(names)) == 600
+    assert prefixes == {f"pack_p{number:03d}" for number in range(count)}
+
+
+def test_part_numbers_are_checked(tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = EncoderOptions(tokenizer=tokenizer_dir)
+    for part in ((3, 3), (-1, 2), (0, 0)):
+        with pytest.raises(ConfigError, match=f"part is {part[0]}/{part[1]}"):
+            PackOptions(inputs=("x",), output_dir=tmp_path, encoder=encoder, seq_len=8, part=part)
+    with pytest.raises(ConfigError, match="part 'x' must look like 0/4"):
+        parse_part("x")
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    with pytest.raises(ConfigError, match="SLURM_PROCID"):
+        parse_part("auto")
+    (tmp_path / "one.jsonl").write_text("{}")
+    with pytest.raises(SourceError, match=r"part 0/9 of the input is empty; use fewer parts"):
+        pack(
+            PackOptions(
+                inputs=(str(tmp_path / "one.jsonl"),), output_dir=tmp_path, encoder=encoder, seq_len=8, part=(0, 9)
+            )
+        )
+
+
+def _hold(folder: Path, ready: Any, release: Any) -> None:
+    with FolderLock(folder):
+        ready.set()
+        release.wait()
+
+
+def test_a_second_run_in_one_folder_is_refused(build: Any, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ready, release = context.Event(), context.Event()
+    holder = context.Process(target=_hold, args=(tmp_path / "out", ready, release))
+    holder.start()
+    ready.wait()
+    with pytest.raises(ConfigError, match=f"is being written by process {holder.pid} on {socket.gethostname()}"):
+        build([{"text": "hello there"}])
+    assert not (tmp_path / "out" / "webdataset").exists()
+    release.set()
+    holder.join()
+    assert build([{"text": "hello there"}]).manifest.packed == 1
+    assert not (tmp_path / "out" / LOCK).exists()
+
+
+def test_the_lock_of_a_killed_run_is_taken_over_on_its_host(build: Any, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    holder = context.Process(target=_hold, args=(tmp_path / "out", ready, context.Event()))
+    holder.start()
+    ready.wait()
+    holder.kill()
+    holder.join()
+    assert (tmp_path / "out" / LOCK).exists()
+    assert build([{"text": "hello there"}]).manifest.packed == 1
+
+
+def test_the_lock_of_another_host_is_explained(build: Any, tmp_path: Path) -> None:
+    lock = tmp_path / "out" / LOCK
+    lock.parent.mkdir()
+    lock.write_text(json.dumps({"host": "node-17", "pid": 4242}))
+    with pytest.raises(ConfigError, match=r"locked by process 4242 on node-17; wait .* delete .*lock and run again"):
+        build([{"text": "hello there"}])
+    lock.unlink()
+    assert build([{"text": "hello there"}]).manifest.packed == 1

@@ -1,0 +1,101 @@
+"""The Ray engine on a real cluster of three nodes: the same bytes, whatever happens to a node."""
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from energon_packed import PackOptions, pack
+from energon_packed.build.progress import Progress
+from energon_packed.cli.main import main
+from tests.conftest import Packer
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def contents(root: Path) -> dict[str, str]:
+    """Digest of every file of the result."""
+    files = [*(root / "webdataset").glob("*"), root / "lengths.parquet", root / "rejects.jsonl"]
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()}
+
+
+class _KillsANode(Progress):
+    """Takes a node away as soon as it has written something."""
+
+    def __init__(self, cluster: Any) -> None:
+        self.cluster = cluster
+        self.stage = ""
+        self.killed = False
+
+    def start(self, stage: str, total: int, unit: str) -> None:
+        self.stage = stage
+
+    def advance(self, units: int, records: int = 0) -> None:
+        if self.stage == "write" and not self.killed:
+            self.killed = True
+            node = next(iter(self.cluster.worker_nodes))
+            self.cluster.remove_node(node, allow_graceful=False)
+
+
+def test_three_nodes_write_what_one_process_writes_even_when_one_dies(
+    cluster: Any, demo: Any, tokenizer_dir: Path, pack_demo: Packer, tmp_path: Path
+) -> None:
+    import ray
+
+    local = pack_demo(max_packs_per_shard=1, seq_len=512)
+    assert len(list(local.shards.glob("*.tar"))) > 20
+    settings = {
+        "inputs": (str(demo.jsonl),),
+        "encoder": local_encoder(tokenizer_dir),
+        "seq_len": 512,
+        "max_packs_per_shard": 1,
+        "max_reject_rate": 0.2,
+        "engine": "ray",
+        "ray_address": cluster.address,
+    }
+    whole = pack(PackOptions(output_dir=tmp_path / "whole", **settings))
+    assert contents(whole.shards.parent) == contents(local.shards.parent)
+    assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 3
+
+    progress = _KillsANode(cluster)
+    hurt = pack(PackOptions(output_dir=tmp_path / "hurt", **settings), progress)
+    assert progress.killed
+    assert contents(hurt.shards.parent) == contents(local.shards.parent)
+    assert not list(hurt.shards.rglob(".*.tmp"))
+    assert hurt.manifest.shards == local.manifest.shards
+
+
+def local_encoder(tokenizer_dir: Path) -> Any:
+    from energon_packed import EncoderOptions
+
+    return EncoderOptions(tokenizer=tokenizer_dir)
+
+
+def test_without_ray_the_pip_command_is_told(
+    demo: Any, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    arguments = ["pack", str(demo.jsonl), "-o", str(tmp_path), "--tokenizer", str(tokenizer_dir), "--seq-len", "512"]
+    monkeypatch.setattr(sys, "argv", ["energon-packed", *arguments, "--engine", "ray"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "error: --engine ray needs Ray; run pip install 'energon-packed[ray]'\n"

@@ -1,0 +1,145 @@
+"""`nv-meta` for folders that other packers wrote: sound ones load, faulty ones are told apart by name."""
+
+import io
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from energon_packed import ChatEncoder, get_packed_loader
+from energon_packed.errors import FormatError
+from energon_packed.shards.repair import make_nv_meta
+from energon_packed.shards.scan import scan_tar
+from tests.conftest import FLAVORS, Packer
+
+ENERGON = Path(sys.executable).with_name("energon")
+Members = list[tuple[str, bytes]]
+
+
+def jpeg(colour: str) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (56, 84), colour).save(out, "JPEG")
+    return out.getvalue()
+
+
+def write_tar(path: Path, members: Members, *, style: int = tarfile.GNU_FORMAT) -> None:
+    with tarfile.open(path, "w", format=style) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def llava_pack(key: str, colours: list[str]) -> Members:
+    """A pack as LLaVA-OneVision-2 style packers write it: none of our keys, images before any prompt."""
+    value = {
+        "images": [[f"img{i}_0.jpg"] for i in range(len(colours))],
+        "prompts": [[f"What colour is picture {i}?"] for i in range(len(colours))],
+        "captions": [[f"It is {colour}."] for colour in colours],
+        "sample_count": len(colours),
+    }
+    return [(f"{key}.json", json.dumps(value).encode())] + [
+        (f"{key}.img{i}_0.jpg", jpeg(colour)) for i, colour in enumerate(colours)
+    ]
+
+
+def test_a_folder_of_another_packer_is_repaired_and_loads(encoder: ChatEncoder, tmp_path: Path) -> None:
+    for number in range(2):
+        packs = [llava_pack(f"ps_{number}{i}", ["red", "green", "blue"][: i + 1]) for i in range(3)]
+        write_tar(tmp_path / f"pretrain-{number}.tar", [member for pack in packs for member in pack])
+    before = {tar: tar.read_bytes() for tar in tmp_path.glob("*.tar")}
+    repaired = make_nv_meta(tmp_path)
+    assert repaired.sample_class == "PackedCaptioningSample"
+    assert [shard.packs for shard in repaired.shards] == [3, 3]
+    assert all(tar.read_bytes() == content for tar, content in before.items())
+    batches = list(get_packed_loader(tmp_path, encoder, seq_len=4096, epochs=1, num_workers=0))
+    assert sorted(batch.num_samples for batch in batches) == [1, 1, 2, 2, 3, 3]
+    assert all(batch.image_grid_thw.shape[0] == batch.num_samples for batch in batches)
+    text = encoder.tokenizer.decode(batches[0].input_ids[0])
+    assert "What colour is picture 0?" in text
+    for arguments in (["info"], ["lint"]):
+        done = subprocess.run(
+            [ENERGON, *arguments, tmp_path], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_our_own_folder_gets_the_same_files_again(pack_demo: Packer, flavor: str, tmp_path: Path) -> None:
+    ours = pack_demo(sample_class=flavor, max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}).shards
+    shutil.copytree(ours, tmp_path / "copy")
+    meta = tmp_path / "copy" / ".nv-meta"
+    for gone in (meta / "dataset.yaml", meta / ".info.json", meta / "index.sqlite", *meta.parent.glob("*.idx")):
+        gone.unlink()
+    repaired = make_nv_meta(tmp_path / "copy")
+    assert repaired.kept_split
+    for path in [*ours.glob("*.tar.idx"), *(ours / ".nv-meta").iterdir()]:
+        if path.name not in ("index.uuid", "index.sqlite"):  # made of hashes, which nobody has read; compared below
+            assert path.read_bytes() == (tmp_path / "copy" / path.relative_to(ours)).read_bytes(), path.name
+    for table in ("samples", "sample_parts"):
+        rows = [
+            sqlite3.connect(folder / ".nv-meta" / "index.sqlite").execute(f"SELECT * FROM {table}").fetchall()
+            for folder in (ours, tmp_path / "copy")
+        ]
+        assert rows[0] == rows[1]
+
+
+ONE = llava_pack("a", ["red"])
+TWO = llava_pack("b", ["red"])
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("a.b.json", b"{}")], r"a\.b\.json: its key would end at the first dot, as 'a'"),
+        ([*ONE, *TWO, ("a.img9_0.jpg", b"x")], r"a\.img9_0\.jpg does not follow the other parts of a"),
+        ([*ONE, ONE[0]], r"a\.json is there twice"),
+        ([("readme", b"x")], "readme has no key before a dot"),
+        ([], "it has no member"),
+        ([("a.json", b"{]")], "a is no PackedCaptioningSample: .*the json part is broken"),
+        ([("a.json", b'{"captions": [["x"]], "images": [["gone.jpg"]]}')], "names gone.jpg, which is not in the tar"),
+    ],
+)
+def test_faulty_members_are_named(tmp_path: Path, members: Members, message: str) -> None:
+    write_tar(tmp_path / "x.tar", members)
+    with pytest.raises(FormatError, match=rf"x\.tar: .*{message}"):
+        make_nv_meta(tmp_path, "PackedCaptioningSample")
+    assert not (tmp_path / ".nv-meta").exists()
+
+
+def test_a_key_in_two_tars_and_a_cut_tar_are_named(tmp_path: Path) -> None:
+    write_tar(tmp_path / "x.tar", ONE)
+    write_tar(tmp_path / "y.tar", ONE)
+    with pytest.raises(FormatError, match=r"key a is in x\.tar and in y\.tar"):
+        make_nv_meta(tmp_path)
+    content = (tmp_path / "x.tar").read_bytes()
+    for size, message in ((600, "cut inside a.json"), (1024, "no end mark")):
+        (tmp_path / "y.tar").write_bytes(content[:size])
+        with pytest.raises(FormatError, match=rf"y\.tar: .*{message}"):
+            make_nv_meta(tmp_path)
+    (tmp_path / "y.tar").write_bytes(b"not a tar at all" * 100)
+    with pytest.raises(FormatError, match=r"y\.tar is no tar file"):
+        make_nv_meta(tmp_path)
+    with pytest.raises(FormatError, match=r"holds no \.tar files"):
+        make_nv_meta(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("style", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_names_and_folders_are_indexed_as_energon_does(tmp_path: Path, style: int, encoder: Any) -> None:
+    key = "folder/" + "long" * 30
+    write_tar(tmp_path / "x.tar", [*llava_pack("a", ["red"]), *llava_pack(key, ["green"])], style=style)
+    make_nv_meta(tmp_path)
+    ours = (tmp_path / "x.tar.idx").read_bytes()
+    assert [row for row in scan_tar(tmp_path / "x.tar").rows().keys] == ["a", key]
+    (tmp_path / "x.tar.idx").unlink()
+    command = [ENERGON, "prepare", "--non-interactive", "--tar-index-only", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "x.tar.idx").read_bytes() == ours
