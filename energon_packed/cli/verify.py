@@ -1,0 +1,43 @@
+"""`energon-packed verify`."""
+
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.verify import verify
+
+
+@click.command(name="verify")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--fast", is_flag=True, help="Do not encode the samples again.")
+@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="Folder of the tokenizer. [default: the one that packing.json names]")  # fmt: skip
+@click.option("--processor", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="Folder of the processor. [default: the one that packing.json names]")  # fmt: skip
+def command(folder: Path, fast: bool, tokenizer: Path | None, processor: Path | None) -> None:
+    """Check that a data set is whole and what its manifest says. Exit status 1 when it is not.
+
+    \b
+    energon-packed verify out
+    energon-packed verify out --fast
+    """
+    opened = PackedFolder.open(folder)
+    encoder = None if fast else opened.load_encoder(tokenizer, processor)
+    console = Console(highlight=False, soft_wrap=True)
+    failed = 0
+    for check in verify(opened, encoder):
+        failed += not check.holds
+        mark = "[green]✓[/]" if check.holds else "[red]✗[/]"
+        console.print(f"{mark} {escape(check.name)}" + (f" ({escape(check.found)})" if check.found else ""))
+        for problem in check.problems:
+            console.print(f"    {escape(problem)}")
+        if check.count > len(check.problems):
+            console.print(f"    and {check.count - len(check.problems):,} more")
+    if failed:
+        console.print(f"{failed} of the checks failed: do not train on {opened.path}; pack it again")
+        sys.exit(1)
+    console.print(f"{opened.path} is sound")

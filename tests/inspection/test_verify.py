@@ -1,0 +1,156 @@
+"""`verify` passes what was packed, and names the file of each thing that was done to it."""
+
+import io
+import json
+import shutil
+import sqlite3
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from energon_packed.cli.verify import command
+from energon_packed.shards.repair import make_nv_meta
+from tests.conftest import FLAVORS, Packer
+
+Change = Callable[[Path], None]
+
+
+@pytest.fixture
+def copy(pack_demo: Packer, tmp_path: Path) -> Path:
+    """A data set of three packs a shard, which may be damaged."""
+    shards = pack_demo(max_packs_per_shard=3, seq_len=512).shards
+    shutil.copytree(shards.parent, tmp_path / "out", ignore=shutil.ignore_patterns(".work"))
+    return tmp_path / "out" / "webdataset"
+
+
+def run(folder: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(command, [str(folder), *arguments])
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_what_was_packed_is_sound(pack_demo: Packer, flavor: str) -> None:
+    shards = pack_demo(sample_class=flavor, max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}).shards
+    result = run(shards.parent)
+    assert result.exit_code == 0, result.output
+    assert "✗" not in result.output
+    assert "is sound" in result.output
+
+
+def _flip_a_byte(folder: Path) -> None:
+    tar = folder / "pack-000001.tar"
+    content = bytearray(tar.read_bytes())
+    content[700] ^= 1
+    tar.write_bytes(content)
+
+
+def _remove_a_shard(folder: Path) -> None:
+    (folder / "pack-000001.tar").unlink()
+
+
+def _add_a_shard(folder: Path) -> None:
+    shutil.copy(folder / "pack-000001.tar", folder / "pack-900000.tar")
+
+
+def _change_an_index_row(folder: Path) -> None:
+    with sqlite3.connect(folder / ".nv-meta" / "index.sqlite") as database:
+        database.execute(
+            "UPDATE samples SET byte_offset = byte_offset + 512 WHERE tar_file_id = 1 AND sample_index = 1"
+        )
+
+
+def _cut_a_tar(folder: Path) -> None:
+    tar = folder / "pack-000001.tar"
+    tar.write_bytes(tar.read_bytes()[:5000])
+
+
+def _change_the_counts(folder: Path) -> None:
+    _edit_manifest(folder, lambda value: value.update(packed=value["packed"] + 1, records=value["records"] + 1))
+
+
+def _lower_seq_len(folder: Path) -> None:
+    _edit_manifest(folder, lambda value: value.update(seq_len=400))
+
+
+def _edit_manifest(folder: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
+    file = folder / ".nv-meta" / "packing.json"
+    value = json.loads(file.read_text())
+    change(value)
+    file.write_text(json.dumps(value))
+
+
+def _edit_packs(folder: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
+    """Rewrite the json of every pack of one tar, with indexes and hashes that fit: a careful forger."""
+    import hashlib
+
+    tar = folder / "pack-000001.tar"
+    members = []
+    with tarfile.open(tar) as source:
+        for info in source:
+            content = source.extractfile(info).read()  # type: ignore[union-attr]
+            if info.name.endswith(".json"):
+                value = json.loads(content)
+                change(value)
+                content = json.dumps(value).encode()
+            members.append((info.name, content))
+    with tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT) as target:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            target.addfile(info, io.BytesIO(content))
+    make_nv_meta(folder)
+
+    def fit(value: dict) -> None:  # type: ignore[type-arg]
+        entry = value["shards"][1]
+        entry.update(bytes=tar.stat().st_size, sha256=hashlib.sha256(tar.read_bytes()).hexdigest())
+
+    _edit_manifest(folder, fit)
+
+
+def _repeat_a_sample(folder: Path) -> None:
+    _edit_packs(folder, lambda value: value.update(ids=[value["ids"][0]] * len(value["ids"])))
+
+
+def _change_a_text(folder: Path) -> None:
+    def change(value: dict) -> None:  # type: ignore[type-arg]
+        value["captions"][0][0] += " and much more than that"
+
+    _edit_packs(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_flip_a_byte, "pack-000001.tar has sha256"),
+        (_remove_a_shard, "pack-000001.tar is missing"),
+        (_add_a_shard, "pack-900000.tar is not in packing.json; was it added?"),
+        (_change_an_index_row, "index.sqlite, samples of pack-000001.tar: the row"),
+        (_lower_seq_len, "tokens, more than seq_len 400"),
+        (_repeat_a_sample, "and in pack-000001.tar: pack_0000000"),
+        (_cut_a_tar, "pack-000001.tar: it is cut inside"),
+        (_change_the_counts, "samples, packing.json says"),
+        (_change_a_text, "pack-000001.tar: pack_00000003, sample"),
+    ],
+)
+def test_damage_is_found_and_its_file_named(copy: Path, change: Change, message: str) -> None:
+    change(copy)
+    result = run(copy)
+    assert result.exit_code == 1, result.output
+    assert message in result.output
+    assert "do not train on" in result.output
+
+
+def test_fast_skips_encoding_and_nothing_else(copy: Path) -> None:
+    _change_a_text(copy)
+    assert run(copy, "--fast").exit_code == 0
+    _flip_a_byte(copy)
+    assert run(copy, "--fast").exit_code == 1
+
+
+def test_another_tokenizer_is_refused(copy: Path, text_tokenizer_dir: Path) -> None:
+    result = run(copy, "--tokenizer", str(text_tokenizer_dir))
+    assert "is not the tokenizer, template or image settings" in str(result.exception)
+    result = run(copy.parent / "nowhere")
+    assert "does not exist" in str(result.exception)
