@@ -12,6 +12,7 @@ from energon_packed.version import __version__
 
 COMMANDS = {
     "pack": "Pack conversations with images into an Energon data set.",
+    "inspect": "Show what is in a tar, a data set, a Metadataset or one pack.",
     "verify": "Check that a data set is whole and what its manifest says.",
     "nv-meta": "Make or repair .nv-meta for a folder of tars.",
     "metadataset": "Blend several data sets into one weighted Metadataset.",

@@ -1,7 +1,10 @@
 """What is in a tar, a data set, a plan: read, checked and shown.
 
-folder.py     a data set as its files say: manifest, shards, packs one by one
+find.py       packs of a tar or a folder, by key, from headers and offsets
+view.py       one pack as a person reads it: turns, images
+tokens.py     one pack token by token, as the loader gives it
+extract.py    the members of a pack as files
+blend.py      what a Metadataset blends
+folder.py     a data set folder with its manifest and the encoder it was packed with
 verify.py     is it whole, and what its manifest says it is
-view.py       one pack as a person reads it: turns, images, tokens
-lengths.py    what each seq_len would drop, waste and cost
 """

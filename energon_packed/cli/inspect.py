@@ -1,0 +1,216 @@
+"""`energon-packed inspect`."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from energon_packed.cli.display import format_bytes
+from energon_packed.errors import ConfigError, FormatError
+from energon_packed.inspection.blend import read_blend
+from energon_packed.inspection.extract import extract_pack
+from energon_packed.inspection.find import PackFinder
+from energon_packed.inspection.view import PackView, SampleView, view_pack
+from energon_packed.shards.scan import scan_tar
+
+_LONGEST = 2000  # characters of a turn that are shown
+_ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow", "text": "green"}
+Raw = Mapping[str, Any]
+
+
+@click.command(name="inspect")
+@click.argument("path", type=click.Path(path_type=Path, exists=True))
+@click.option("--pack", "key", metavar="KEY", help="Show this pack alone.")
+@click.option("--limit", type=click.IntRange(min=0), default=1, show_default=True, help="Packs to show.")
+@click.option("--tokens", is_flag=True, help="Show packs token by token, with label, position and sample.")
+@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="For --tokens. [default: the one that packing.json names]")  # fmt: skip
+@click.option("--extract", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="Write the members of the shown packs to DIR/KEY/.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, a line for each thing.")
+def command(
+    path: Path,
+    key: str | None,
+    limit: int,
+    tokens: bool,
+    tokenizer: Path | None,
+    extract: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what is in a tar, a data set folder or a Metadataset YAML.
+
+    Nothing of the data set is run as code; images are read up to their headers. Supervised text is green.
+
+    \b
+    energon-packed inspect out/webdataset/pack-000000.tar
+    energon-packed inspect out --pack pack_00000007 --tokens
+    energon-packed inspect mix.yaml
+    """
+    console = Console(highlight=False)
+    if path.is_file() and path.suffix in (".yaml", ".yml"):
+        _show_blend(console, path, as_json)
+        return
+    finder = PackFinder.open(path)
+    if key is None:
+        for tar in finder.tars if path.is_file() else finder.tars[:20]:
+            _show_tar(console, tar, as_json)
+        if not path.is_file() and len(finder.tars) > 20:
+            console.print(f"and {len(finder.tars) - 20:,} more tars")
+        _show_manifest(console, finder, as_json)
+    shown = [finder.pack(key)] if key is not None else list(finder.first(limit))
+    encoder = _encoder(finder, tokenizer) if tokens else None
+    for raw in shown:
+        view = view_pack(raw, finder.manifest.sample_class if finder.manifest else None)
+        if encoder is not None:
+            _show_tokens(console, raw, encoder, view, as_json)
+        elif as_json:
+            click.echo(orjson.dumps(view.as_dict()))
+        else:
+            _show_pack(console, view, finder.manifest.seq_len if finder.manifest else None)
+        if extract is not None:
+            written = extract_pack(raw, extract)
+            console.print(f"{len(written)} files in {written[0].parent}", soft_wrap=True)
+
+
+def _encoder(finder: PackFinder, tokenizer: Path | None) -> Any:
+    if finder.manifest is not None and finder.folder is not None:
+        from energon_packed.inspection.folder import PackedFolder
+
+        return PackedFolder(finder.folder, finder.manifest).load_encoder(tokenizer)
+    if tokenizer is None:
+        raise ConfigError("--tokens needs --tokenizer DIR, as there is no packing.json")
+    from energon_packed.encoding import ChatEncoder
+
+    return ChatEncoder.from_pretrained(tokenizer)
+
+
+def _show_tar(console: Console, tar: Path, as_json: bool) -> None:
+    try:
+        scan = scan_tar(tar)
+    except FormatError as error:
+        console.print(f"✗ {error}", style="red", soft_wrap=True)
+        return
+    kinds: dict[str, list[int]] = defaultdict(list)
+    for member in scan.members:
+        kinds[_kind(member.part)].append(member.size)
+    packs = len({member.key for member in scan.members})
+    if as_json:
+        parts = {kind: {"members": len(sizes), "bytes": sum(sizes)} for kind, sizes in kinds.items()}
+        value = {"tar": str(tar), "packs": packs, "members": len(scan.members), "parts": parts}
+        click.echo(orjson.dumps(value | {"problems": scan.problems}))
+        return
+    size = format_bytes(tar.stat().st_size)
+    console.print(f"{tar}: {packs:,} packs, {len(scan.members):,} members, {size}", style="bold", soft_wrap=True)
+    for kind, sizes in sorted(kinds.items()):
+        console.print(f"  {kind:16} {len(sizes):>9,} x {format_bytes(sum(sizes) / len(sizes)):>10}")
+    for problem in scan.problems:
+        console.print(f"  ✗ {problem}", style="red", soft_wrap=True, markup=False)
+
+
+def _kind(part: str) -> str:
+    """`img3_0.jpg` as `img*.jpg`."""
+    name, _, extension = part.rpartition(".")
+    return f"img*.{extension}" if name.startswith("img") else part or "(no part)"
+
+
+def _show_manifest(console: Console, finder: PackFinder, as_json: bool) -> None:
+    manifest = finder.manifest
+    if as_json or finder.folder is None:
+        return
+    if manifest is None:
+        console.print("no packing.json: packed by another tool, or by hand; lengths may be unknown\n")
+        return
+    rejected = sum(manifest.rejects.values())
+    console.print(
+        f"{manifest.sample_class}, {manifest.packed:,} samples in {manifest.packs:,} packs of {manifest.seq_len:,} "
+        f"tokens, {manifest.utilization:.2%} full, {manifest.samples_per_pack:.2f} samples a pack, "
+        f"{rejected:,} of {manifest.records:,} records left out\n",
+        soft_wrap=True,
+    )
+
+
+def _show_pack(console: Console, view: PackView, seq_len: int | None) -> None:
+    tokens = view.tokens
+    full = f", {tokens / seq_len:.2%} of {seq_len:,}" if tokens is not None and seq_len else ""
+    count = "lengths not recorded" if tokens is None else f"{tokens:,} tokens{full}"
+    console.print(f"{view.key}  {view.sample_class}  {len(view.samples)} samples, {count}", style="bold", markup=False)
+    for part, shape in view.shapes.items():
+        console.print(f"  {part}  {shape}", markup=False)
+    for note in view.schema:
+        console.print(f"  {note}", markup=False)
+    for number, sample in enumerate(view.samples):
+        _show_sample(console, number, sample)
+    console.print()
+
+
+def _show_sample(console: Console, number: int, sample: SampleView) -> None:
+    span = ""
+    if sample.length is not None:
+        span = f"  {sample.length:,} tokens"
+        if sample.start is not None:
+            span += f" [{sample.start:,}, {sample.start + sample.length:,})"
+    if sample.supervised is not None:
+        span += f", {sample.supervised:,} supervised"
+    console.print(f"── {number}  {sample.id or '(no id)'}{span}", style="dim", markup=False)
+    for image in sample.images:
+        what = image.problem or f"{image.width} x {image.height}"
+        console.print(f"  {image.name}  {what}, {format_bytes(image.bytes)}", style="blue", markup=False)
+    for turn in sample.turns:
+        text = (
+            turn.text if len(turn.text) <= _LONGEST else turn.text[:_LONGEST] + f" … ({len(turn.text):,} characters)"
+        )
+        line = Text(f"  {turn.role:9} ", style=_ROLES.get(turn.role, "white"))
+        line.append(_printable(text), style="green" if turn.supervised else "")
+        console.print(line)
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which could drive the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+
+
+def _show_tokens(console: Console, raw: Raw, encoder: Any, view: PackView, as_json: bool) -> None:
+    from energon_packed.inspection.tokens import token_rows
+
+    rows = token_rows(raw, encoder, view.sample_class)
+    if as_json:
+        for row in rows:
+            click.echo(orjson.dumps({"key": view.key, **{name: getattr(row, name) for name in row.__slots__}}))
+        return
+    console.print(view.key, style="bold", markup=False)
+    table = Table("index", "sample", "token", "text", "label", "position", box=None)
+    for row in rows:
+        position = " ".join(map(str, row.position))
+        style = "green" if row.label >= 0 else ""
+        table.add_row(str(row.index), str(row.segment), str(row.token), Text(_printable(row.text)), str(row.label),
+                      position, style=style)  # fmt: skip
+    console.print(table)
+
+
+def _show_blend(console: Console, path: Path, as_json: bool) -> None:
+    entries = read_blend(path)
+    if as_json:
+        for entry in entries:
+            value = {name: getattr(entry, name) for name in entry.__slots__}
+            click.echo(orjson.dumps(value | {"path": str(entry.path)}))
+        return
+    table = Table("split")
+    table.add_column("data set", overflow="fold", min_width=20)
+    for name in ("weight", "packs", "samples", "share", "seen"):
+        table.add_column(name, justify="right")
+    for entry in entries:
+        share = "" if entry.share is None else f"{entry.share:.2%}"
+        seen = "" if entry.times is None else f"{entry.times:.2f}"
+        packs, samples = ("?" if count is None else f"{count:,}" for count in (entry.packs, entry.samples))
+        number = f"{entry.number:g}" + (" x" if entry.mode == "repetitions" else "")
+        table.add_row(entry.split, str(entry.path), number, packs, samples, share, seen)
+    console.print(table)
+    for entry in entries:
+        if entry.problem:
+            console.print(f"✗ {entry.problem}", style="red", soft_wrap=True, markup=False)

@@ -1,0 +1,31 @@
+"""`extract_pack`: the members of a pack as files, under names that stay inside the folder."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from energon_packed.errors import FormatError
+
+
+def extract_pack(raw: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write each part of a pack to `folder/KEY/PART`.
+
+    Args:
+        raw: `__key__` and bytes by part name.
+        folder: made when missing; nothing is written outside of it.
+
+    Raises:
+        FormatError: a name that would lead out of the folder.
+    """
+    target = folder / str(raw["__key__"])
+    written = []
+    for part, content in raw.items():
+        if part.startswith("__"):
+            continue
+        path = target / part
+        if not path.resolve().is_relative_to(folder.resolve()) or "\0" in str(path) or "/" in part:
+            raise FormatError(f"member {raw['__key__']}.{part} would be written outside of {folder}; it is left alone")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        written.append(path)
+    return written

@@ -1,0 +1,57 @@
+"""`token_rows`: a pack token by token, through the code that training uses."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from energon_packed.dataflow.collator import PaddingFreeCollator
+from energon_packed.dataflow.cookers import FLAVORS
+from energon_packed.dataflow.encode import encode_pack
+from energon_packed.encoding import ChatEncoder
+from energon_packed.seqlens import segment_ids_from_cu_seqlens
+from energon_packed.shards.layouts import sample_class_of
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One token of a row.
+
+    Attributes:
+        index: place in the row.
+        segment: which sample it belongs to.
+        token: its id.
+        text: its text.
+        label: its label, -100 where not supervised.
+        position: what the model counts in: one number, or (text, t, h, w) with M-RoPE.
+    """
+
+    index: int
+    segment: int
+    token: int
+    text: str
+    label: int
+    position: tuple[int, ...]
+
+
+def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, sample_class: str | None = None) -> list[TokenRow]:
+    """Every token of a pack, as the loader's batch of this pack alone has it.
+
+    Args:
+        raw: parts of the pack.
+        encoder: the one that it was packed with.
+        sample_class: flavor; None tells it by the parts.
+    """
+    flavor, load = FLAVORS[sample_class or sample_class_of(raw)]
+    pack = flavor(__key__=raw["__key__"], __restore_key__=(), __subflavors__={}, **load(raw))
+    batch = PaddingFreeCollator().collate(encode_pack(pack, encoder, check_lengths=False))
+    ids = batch.input_ids[0].tolist()
+    positions = batch.position_ids.reshape(-1, len(ids)).T.tolist()
+    segments = segment_ids_from_cu_seqlens(np.asarray(batch.cu_seqlens)).tolist()
+    texts = encoder.tokenizer.convert_ids_to_tokens(ids)
+    columns = zip(segments, ids, texts, batch.labels[0].tolist(), positions, strict=True)
+    return [
+        TokenRow(index, segment, token, str(text), label, tuple(position))
+        for index, (segment, token, text, label, position) in enumerate(columns)
+    ]

@@ -1,0 +1,128 @@
+"""`inspect` shows what is there, in our tars and in those of others, and agrees with the loader token by token."""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from energon_packed import ChatEncoder, get_packed_loader
+from energon_packed.cli.inspect import command
+from energon_packed.errors import FormatError
+from energon_packed.inspection.extract import extract_pack
+from tests.conftest import FLAVORS, Packer
+from tests.shards.test_repair import llava_pack, write_tar
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(command, list(map(str, arguments)))
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_tokens_are_those_of_the_loader(pack_demo: Packer, encoder: ChatEncoder, flavor: str) -> None:
+    folder = pack_demo(sample_class=flavor, max_packs_per_shard=3).shards
+    batches = list(get_packed_loader(folder, encoder, epochs=1, num_workers=0, shuffle=False))
+    batch = batches[4]
+    (key,) = batch.__key__
+    result = run(folder, "--pack", key, "--tokens", "--json")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.output.splitlines()]
+    assert [row["token"] for row in rows] == batch.input_ids[0].tolist()
+    assert [row["label"] for row in rows] == batch.labels[0].tolist()
+    assert [row["position"] for row in rows] == batch.position_ids.reshape(-1, len(rows)).T.tolist()
+    starts = [rows[bound]["segment"] for bound in batch.cu_seqlens[:-1].tolist()]
+    assert starts == list(range(batch.num_samples))
+    assert {row["key"] for row in rows} == {key}
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_a_folder_and_a_pack(pack_demo: Packer, flavor: str) -> None:
+    result = pack_demo(sample_class=flavor, max_packs_per_shard=8)
+    shown = run(result.shards.parent)
+    assert shown.exit_code == 0, shown.output
+    assert f"{result.manifest.packed:,} samples in {result.manifest.packs:,} packs" in shown.output
+    assert "pack_00000000" in shown.output
+    value = json.loads(run(result.shards, "--pack", "pack_00000002", "--json").output)
+    assert value["sample_class"] == flavor
+    assert value["sample_count"] == len(value["samples"]) > 0
+    assert value["tokens"] == sum(sample["length"] for sample in value["samples"])
+    assert value["samples"][0]["start"] == 0
+    images = [image for sample in value["samples"] for image in sample["images"]]
+    assert all(image["width"] > 0 and value["parts"][image["name"]] == image["bytes"] for image in images)
+    missing = run(result.shards, "--pack", "pack_99999999")
+    assert "no pack has the key 'pack_99999999'" in str(missing.exception)
+
+
+def test_tars_of_other_packers(tmp_path: Path, tokenizer_dir: Path) -> None:
+    tar = tmp_path / "foreign.tar"
+    write_tar(tar, llava_pack("ps_0", ["red", "green"]))
+    shown = run(tar)
+    assert shown.exit_code == 0, shown.output
+    assert "ps_0  PackedCaptioningSample  2 samples, lengths not recorded" in shown.output
+    assert "56 x 84" in shown.output
+    assert "It is green." in shown.output
+    assert "no lengths, as in data of other packers" in shown.output
+    assert "--tokens needs --tokenizer DIR" in str(run(tar, "--tokens").exception)
+    assert "What" in run(tar, "--tokens", "--tokenizer", tokenizer_dir).output
+
+
+def test_broken_and_unknown_tars_are_explained(tmp_path: Path, pack_demo: Packer) -> None:
+    content = next(pack_demo(max_packs_per_shard=3).shards.glob("*.tar")).read_bytes()
+    cut = tmp_path / "cut.tar"
+    cut.write_bytes(content[: len(content) // 2])
+    shown = run(cut)
+    assert "it is cut inside" in shown.output
+    assert "pack_0000000" in shown.output  # what is left can be seen
+    strange = tmp_path / "strange.tar"
+    write_tar(strange, [("a.json", b'{"what": 1}')])
+    assert "of no flavor that is known" in str(run(strange).exception)
+    write_tar(strange, [("a.txt", b"x")])
+    assert "a has no json part" in str(run(strange).exception)
+    other = tmp_path / "other.tar"
+    other.write_bytes(b"x" * 3000)
+    assert "is no tar file" in run(other).output
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    value = {"images": [[]], "prompts": [["\x1b[2J[red]hi"]], "captions": [["\x07ok"]], "sample_count": 1}
+    write_tar(tmp_path / "x.tar", [("a.json", json.dumps(value).encode())])
+    shown = run(tmp_path / "x.tar").output
+    assert "\x1b[2J" not in shown
+    assert "\x07" not in shown
+    assert "[red]hi" in shown
+
+
+def test_extract_stays_inside(tmp_path: Path, pack_demo: Packer) -> None:
+    shards = pack_demo(max_packs_per_shard=3).shards
+    shown = run(shards, "--pack", "pack_00000001", "--extract", tmp_path / "x")
+    assert shown.exit_code == 0, shown.output
+    files = {path.name: path.read_bytes() for path in (tmp_path / "x" / "pack_00000001").iterdir()}
+    with tarfile.open(next(shards.glob("*-000000.tar"))) as tar:
+        expected: dict[str, Any] = {
+            info.name.partition(".")[2]: tar.extractfile(info).read()  # type: ignore[union-attr]
+            for info in tar
+            if info.name.startswith("pack_00000001.")
+        }
+    assert files == expected
+    for key in ("../out", "/etc/x"):
+        with pytest.raises(FormatError, match="outside of"):
+            extract_pack({"__key__": key, "json": b"{}"}, tmp_path / "x")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_metadataset(pack_demo: Packer, tmp_path: Path) -> None:
+    shards = pack_demo(max_packs_per_shard=3).shards
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(
+        f"splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n      - {{path: gone, weight: 1}}\n"
+    )
+    shown = run(mix)
+    assert shown.exit_code == 0, shown.output
+    assert "gone does not exist" in shown.output
+    mix.write_text(f"splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n")
+    entry = json.loads(run(mix, "--json").output)
+    assert (entry["share"], entry["times"], entry["mode"]) == (1.0, 1.0, "weight")
+    mix.write_text("- 1\n")
+    assert "mix.yaml is no Metadataset" in str(run(mix).exception)
