@@ -6,8 +6,10 @@ so that is worked out and told.
 Source of the format: `Metadataset` (v1) and `MetadatasetV2` of megatron-energon 7.
 """
 
+import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +44,7 @@ class BlendInput:
         counted_by: where the counts come from.
         settings: what inputs of one blend must have in common, by name; None where unknown.
         shards: stems of its shards, which must not occur in another input.
+        mode: how a Metadataset draws inside: `weight` or `repetitions`; None for one data set.
         weight: share of draws, or repetitions in an epoch.
         weighed_by: where the weight comes from.
     """
@@ -54,6 +57,7 @@ class BlendInput:
     counted_by: str
     settings: Mapping[str, object]
     shards: frozenset[str]
+    mode: str | None = None
     weight: float = 1.0
     weighed_by: str = "equal"
 
@@ -142,7 +146,10 @@ def make_blend(
         have = [one.path for one in train if one.path.is_dir() and split_from != "val" and _has(one.path, "val")]
         validation = [read_input(path, "val") for path in have]
     _check_together(validation)
+    _check_held_out(train, validation)
     _check_settings([*train, *validation])
+    _check_modes(train, "repetitions" if epochized else "weight")
+    _check_modes(validation, "weight" if schema == "v1" else "repetitions")
     return Blend(train=train, val=validation, schema=schema, epochized=epochized, subflavors=dict(subflavors or {}))
 
 
@@ -220,7 +227,14 @@ def render(blend: Blend, out: Path, *, absolute: bool = False) -> str:
 
 
 def write_metadataset(blend: Blend, out: Path, *, absolute: bool = False) -> None:
-    """Write the YAML file."""
+    """Write the YAML file.
+
+    Raises:
+        ConfigError: `out` is one of the inputs, or one of them leads to it.
+    """
+    for one in (*blend.train, *blend.val):
+        if out.resolve() in _referred(one.path):
+            raise ConfigError(f"{out} is an input of itself, through {one.path}; write the blend to another file")
     write_whole(out, render(blend, out, absolute=absolute).encode())
 
 
@@ -273,11 +287,35 @@ def _read_metadataset(path: Path, split: str) -> BlendInput:
         counted_by=f"sum of {len(leaves)} data sets",
         settings=leaves[0].settings,
         shards=frozenset(shard for leaf in leaves for shard in leaf.shards),
+        mode=_mode(path, split),
     )
 
 
+def _mode(path: Path, split: str) -> str | None:
+    """How a Metadataset draws inside a split."""
+    value = yaml.safe_load(path.read_bytes())["splits"].get(split) or {}
+    if "blend_epochized" in value:
+        return "repetitions"
+    return "weight" if "blend" in value or "datasets" in value else None
+
+
+def _referred(path: Path, seen: set[Path] | None = None) -> set[Path]:
+    """A Metadataset and all files that it leads to."""
+    seen = set() if seen is None else seen
+    if path.resolve() in seen or not path.is_file():
+        return seen
+    seen.add(path.resolve())
+    try:
+        text = json.dumps(yaml.safe_load(path.read_bytes()))
+    except (yaml.YAMLError, TypeError, ValueError):
+        return seen
+    for found in re.findall(r'"path": "([^"]+)"', text):
+        _referred(path.parent / found, seen)
+    return seen
+
+
 def _scan(folder: Path, split: str) -> BlendInput:
-    """Counts of a data set that other tools packed: from `.info.json`, else the indexes, and the json of each pack."""
+    """Counts of a data set that other tools packed, from its indexes and the json of each pack."""
     tars = shards_in_split(folder, split)
     reader = ShardReader(tars)
     if not len(reader):
@@ -285,7 +323,7 @@ def _scan(folder: Path, split: str) -> BlendInput:
     samples, tokens = 0, 0
     known = True
     for pack in range(len(reader)):
-        value = read_json(reader[pack])
+        value = read_json(reader.part(pack, "json"))
         lengths = value.get("lengths")
         samples += int(value.get("sample_count") or len(value.get("captions") or value.get("samples") or [0]))
         known = known and isinstance(lengths, list)
@@ -339,6 +377,27 @@ def _check_together(inputs: Sequence[BlendInput]) -> None:
                     "one of them again with another --shard-prefix"
                 )
             owner[shard] = one.path
+
+
+def _check_held_out(train: Sequence[BlendInput], val: Sequence[BlendInput]) -> None:
+    """Refuse validation on what is trained on."""
+    for one in val:
+        for other in train:
+            if one.shards & other.shards:
+                raise ConfigError(
+                    f"the validation data {one.path} and the training data {other.path} share the shard "
+                    f"{min(one.shards & other.shards)}; pack with --split train=0.98,val=0.02, or hold out other data"
+                )
+
+
+def _check_modes(inputs: Sequence[BlendInput], mode: str) -> None:
+    """Refuse a Metadataset that draws in another way than the blend: Energon does not mix them."""
+    for one in inputs:
+        if one.mode not in (None, mode):
+            kinds = {"weight": "by weight, for ever", "repetitions": "in epochs"}
+            raise ConfigError(
+                f"{one.path} draws {kinds[one.mode]}, and this blend {kinds[mode]}; give its data sets themselves"
+            )
 
 
 def _check_settings(inputs: Sequence[BlendInput]) -> None:

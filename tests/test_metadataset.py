@@ -146,13 +146,17 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
         (["a", "--split-from", "val"], "has no packs in split 'val'; it has train"),
         (["a", "--epochized", "--schema", "v1"], "needs --schema v2"),
         (["a", "--subflavor", "x"], "must look like key=value"),
+        (["a", "--val", "a"], "validation data .*a/webdataset and the training data .* share the shard a-000000"),
+        (["weighted.yaml", "c", "--epochized"], "weighted.yaml draws by weight, for ever, and this blend in epochs"),
+        (["epochs.yaml", "c"], "epochs.yaml draws in epochs, and this blend by weight"),
+        (["outer.yaml", "c"], "mix.yaml is an input of itself, through outer.yaml"),
         (["broken.yaml"], "broken.yaml is no Metadataset that Energon can read"),
     ],
 )
 def test_refusals_name_what_is_wrong(
     outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str], message: str
 ) -> None:
-    for name in "ab":
+    for name in "abc":
         (tmp_path / name).symlink_to(outputs / name)
     shutil.copytree(outputs / "a", tmp_path / "a_copy")
     edited(outputs / "c", tmp_path / "long", seq_len=512)
@@ -161,10 +165,15 @@ def test_refusals_name_what_is_wrong(
     (tmp_path / "nothing").mkdir()
     (tmp_path / "broken.yaml").write_text("splits: 3\n")
     monkeypatch.chdir(tmp_path)
+    write_metadataset(make_blend([("a", None), ("b", None)]), Path("weighted.yaml"))
+    write_metadataset(make_blend([("a", None), ("b", None)], epochized=True), Path("epochs.yaml"))
+    write_metadataset(make_blend([("a", None), ("b", None)]), Path("mix.yaml"))
+    write_metadataset(make_blend([("mix.yaml", 2)]), Path("outer.yaml"))
+    before = Path("mix.yaml").read_bytes()
     result = CliRunner().invoke(command, ["mix.yaml", *inputs])
     assert isinstance(result.exception, EnergonPackedError), result.output
     assert re.search(message, str(result.exception)), str(result.exception)
-    assert not Path("mix.yaml").exists()
+    assert Path("mix.yaml").read_bytes() == before
 
 
 def test_the_command_prints_shares(outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ def command(folder: Path, sample_class: str | None) -> None:
     click.echo(
         f"{repaired.sample_class} in {repaired.folder}: {len(repaired.shards):,} shards, {packs:,} packs indexed"
     )
+    if repaired.dropped_manifest:
+        click.echo("  packing.json described other shards, and was removed; counts are read from the tars now")
     for name, shards in repaired.splits.items():
         if shards:
             click.echo(f"  {name}: {len(shards):,} shards" + (" (split.yaml kept)" if repaired.kept_split else ""))

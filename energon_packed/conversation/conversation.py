@@ -96,12 +96,11 @@ class Conversation:
         placeholders = 0
         answers = 0
         has_answer = has_text = False
-        for message in self.messages:
+        for place, message in enumerate(self.messages):
             role, content = message.role, message.content
             if role not in ROLES:
                 raise RecordError(Reason.BAD_ROLE, f"role {role!r}; use one of {', '.join(ROLES)}")
-            if role == "system" and message is not self.messages[0]:
-                place = self.messages.index(message)
+            if role == "system" and place > 0:
                 raise RecordError(Reason.BAD_ROLE, f"a system message stands at place {place}; only the first may")
             placeholders += content.count(IMAGE_PLACEHOLDER)
             says = bool(content and not content.isspace()) or bool(message.extra.get("tool_calls"))

@@ -55,6 +55,9 @@ class _Purity:
         from jinja2 import nodes
 
         self._nodes = nodes
+        # What may hand rendered text on to something that changes it.
+        blocks = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
+        self._rewriting = (*blocks, nodes.Include, nodes.Import, nodes.FromImport)
         self._tree = tree
         loops = [loop for loop in tree.find_all(nodes.For) if self._is_messages(loop.iter)]
         self._holders = {"messages"} | {loop.target.name for loop in loops if isinstance(loop.target, nodes.Name)}
@@ -64,8 +67,10 @@ class _Purity:
 
     def _safe(self, node: Any, *, printed: bool = False) -> bool:
         nodes = self._nodes
-        if isinstance(node, nodes.Macro | nodes.CallBlock | nodes.Include | nodes.Import | nodes.FromImport):
+        if isinstance(node, self._rewriting):
             return False
+        if isinstance(node, nodes.Getattr | nodes.Getitem) and self._name_of(node) in ("previtem", "nextitem"):
+            return False  # a message by another way
         if isinstance(node, nodes.Name):
             return node.name not in self._holders  # a message as a whole, where no case below knows what is done to it
         if isinstance(node, nodes.For) and self._is_messages(node.iter):
@@ -94,15 +99,20 @@ class _Purity:
             return node.body
         return None
 
+    def _name_of(self, node: Any) -> Any:
+        """`x` of `owner.x` and `owner['x']`; None where it is computed, or `node` is neither."""
+        if isinstance(node, self._nodes.Getattr):
+            return node.attr
+        computed = not isinstance(node, self._nodes.Getitem) or not isinstance(node.arg, self._nodes.Const)
+        return None if computed else node.arg.value
+
     def _key(self, node: Any) -> str | None:
         """`content`, `role` or an extra field, of `message['content']`, `messages[0].role` and the like."""
         nodes = self._nodes
-        if isinstance(node, nodes.Getattr):
-            key, owner = node.attr, node.node
-        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-            key, owner = node.arg.value, node.node
-        else:
+        key = self._name_of(node)
+        if key is None:
             return None
+        owner = node.node
         if key not in ("role", "content", *EXTRA_FIELDS):
             return None
         if isinstance(owner, nodes.Getitem) and self._is_messages(owner.node):

@@ -9,6 +9,7 @@ from energon_packed.encoding.skeleton import Skeleton, Span, marker
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
 
 Messages = Sequence[dict[str, Any]]
+_PROBES = (" a \n", "", "<b>&'", "Ab cD", "</think>x", "{{ 1 }}")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -54,9 +55,19 @@ class ChatTemplate:
             return None
         try:
             marked = [{"role": role, "content": marker(number)} for number, role in enumerate(roles)]
-            return Skeleton.from_marked(*self.render_with_spans(marked), self._special)
+            skeleton = Skeleton.from_marked(*self.render_with_spans(marked), self._special)
+            return skeleton if skeleton is not None and self._renders_as(skeleton, roles) else None
         except (TemplateError, RecordError):
             return None
+
+    def _renders_as(self, skeleton: Skeleton, roles: tuple[str, ...]) -> bool:
+        """Whether Jinja gives the same text for contents that a template might change: proof beside the proof."""
+        for shift in range(len(_PROBES)):
+            contents = [_PROBES[(number + shift) % len(_PROBES)] for number in range(len(roles))]
+            messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+            if self.render(messages) != skeleton.join(contents):
+                return False
+        return True
 
     def render(self, messages: Messages, tools: Sequence[Any] | None = None, *, prompt: bool = False) -> str:
         """The text of a conversation; with `prompt`, followed by what asks the assistant to speak.

@@ -32,13 +32,11 @@ def windowed(window: int) -> Algorithm:
     """Best fit decreasing inside consecutive windows of `window` samples; no pack spans two windows."""
 
     def place(lengths: Int32, capacity: int, max_samples: int) -> Placement:
-        orders, packs_at, packs = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)], 0
-        for start in range(0, len(lengths), window):
-            part = best_fit_decreasing(lengths[start : start + window], capacity, max_samples)
-            orders.append(part.order + np.int32(start))
-            packs_at.append(part.pack_at + np.int32(packs))
-            packs += part.packs
-        return Placement(np.concatenate(orders), np.concatenate(packs_at), packs)
+        rows = np.flatnonzero(lengths <= capacity)
+        number = rows // window
+        order = rows[np.lexsort((-lengths[rows], number))].astype(np.int32)
+        closes = np.flatnonzero(np.diff(number)) + 1
+        return Placement(order, *kernels.windowed_best_fit(lengths[order], closes, capacity, max_samples))
 
     return place
 

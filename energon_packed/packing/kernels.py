@@ -62,6 +62,13 @@ def descending_order(lengths: Int32, top: int) -> tuple[Int32, Int32]:
 @njit(cache=True, nogil=True)
 def best_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
     """Each sample goes to the open pack with the least free space that still holds it."""
+    pack_at, packs = windowed_best_fit(placed, np.zeros(0, dtype=np.int64), capacity, max_samples)
+    return pack_at, packs
+
+
+@njit(cache=True, nogil=True)
+def windowed_best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: int) -> tuple[Int32, int]:
+    """Best fit, with all packs closed before each place in `closes`, int64 (w,), rising."""
     pack_at = np.empty(placed.size, dtype=np.int32)
     levels = bitset_levels(capacity + 1)
     words = np.zeros(levels[-1], dtype=np.uint64)
@@ -69,7 +76,15 @@ def best_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int
     below = np.empty(placed.size, dtype=np.int32)  # open pack -> next pack with the same free space
     samples = np.zeros(placed.size, dtype=np.int32)
     packs = 0
+    window = 0
     for place in range(placed.size):
+        if window < closes.size and place == closes[window]:
+            window += 1
+            space = bitset_next(words, levels, 0)
+            while space >= 0:
+                bitset_remove(words, levels, space)
+                head[space] = -1
+                space = bitset_next(words, levels, space)
         length = placed[place]
         space = bitset_next(words, levels, length)
         if space < 0:

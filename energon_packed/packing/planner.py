@@ -102,12 +102,12 @@ def _algorithm(name: str) -> Algorithm:
 
 def _checked_lengths(lengths: npt.ArrayLike) -> Int32:
     array = np.asarray(lengths)
+    if array.ndim != 1:
+        raise ValueError(f"lengths must have one dimension, not shape {array.shape}")
     if array.size == 0:
         return np.zeros(0, dtype=np.int32)
     if len(array) > _MOST_SAMPLES:
         raise ValueError(f"{len(array)} lengths; at most {_MOST_SAMPLES} can be planned at once, plan them in parts")
-    if array.ndim != 1:
-        raise ValueError(f"lengths must have one dimension, not shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise ValueError(f"lengths must be whole numbers, not {array.dtype}; use .astype(numpy.int32)")
     shortest, longest = int(array.min()), int(array.max())

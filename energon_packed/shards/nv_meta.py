@@ -26,6 +26,7 @@ def write_nv_meta(
     shards: Sequence[ShardSummary],
     rows: Iterable[ShardRows],
     splits: Mapping[str, list[str]],
+    exclude: Sequence[str] = (),
 ) -> None:
     """Write everything in `.nv-meta` but the manifest.
 
@@ -37,6 +38,7 @@ def write_nv_meta(
         rows: the index rows of each, in the same order; one shard is held at a time.
         splits: shard names of `train`, `val` and `test`; all three are always written, as Energon's tools ask for
             all three.
+        exclude: names of shards, and `SHARD/KEY` of packs, that Energon leaves out.
     """
     meta = folder / NV_META
     dataset = {
@@ -47,11 +49,12 @@ def write_nv_meta(
         "decoder": None,
     }
     parts = {name: list(splits.get(name, [])) for name in SPLITS}
+    split = {"split_parts": parts, "exclude": list(exclude)}
     info = {"energon_version": _energon_version(), "shard_counts": {shard.name: shard.packs for shard in shards}}
     loader = _HEADER + "".join(f"from {loader_module} import {n} as {n}\n" for n in ("part_filter", "sample_loader"))
     write_whole(meta / "sample_loader.py", loader.encode())
     write_whole(meta / "dataset.yaml", (_HEADER + yaml.safe_dump(dataset, sort_keys=False)).encode())
-    write_whole(meta / "split.yaml", yaml.safe_dump({"split_parts": parts, "exclude": []}, sort_keys=False).encode())
+    write_whole(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
     write_whole(meta / ".info.json", json.dumps(info, indent=2).encode())
     write_whole(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode())
     write_sqlite_index(meta / "index.sqlite", rows)

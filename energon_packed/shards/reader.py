@@ -63,20 +63,33 @@ class ShardReader:
         """
         raw: dict[str, Any] = {}
         for name, content in self.members(pack):
-            folder, _, base = name.rpartition("/")
-            stem, _, part = base.partition(".")
-            raw.setdefault("__key__", f"{folder}/{stem}" if folder else stem)
+            key, part = _split(name)
+            raw.setdefault("__key__", key)
             raw[part] = content
         return raw
 
-    def members(self, pack: int) -> Iterator[tuple[str, bytes]]:
-        """(member name, content) of each member of a pack. Raises as `[i]` does."""
+    def part(self, pack: int, part: str) -> dict[str, Any]:
+        """As `[i]`, with this part alone; the others are not read."""
+        raw: dict[str, Any] = {}
+        for name, content in self.members(pack, only=part):
+            key, found = _split(name)
+            raw.setdefault("__key__", key)
+            if found == part:
+                raw[part] = content
+        return raw
+
+    def members(self, pack: int, only: str | None = None) -> Iterator[tuple[str, bytes]]:
+        """(member name, content) of each member of a pack; with `only`, the content of that part alone.
+
+        Raises:
+            IndexError, FormatError: as `[i]`.
+        """
         shard, start, end = self.locate(pack)
         data = self._map(shard)
         at = start
         while at < end:
             header = data[at : at + _BLOCK]
-            if header[156:157] not in (b"0", b"\0"):
+            if header[156:157] not in (b"0", b"\0") or (header[257:263] == b"ustar\0" and header[345:346] != b"\0"):
                 yield from self._others(shard, at, end)
                 return
             try:
@@ -84,8 +97,8 @@ class ShardReader:
                 name = header[:100].rstrip(b"\0").decode()
             except ValueError as error:
                 raise FormatError(f"{self.tars[shard]} has no tar header at byte {at}: {error}") from error
-            content = data[at + _BLOCK : at + _BLOCK + size]
-            if len(content) != size or not name:
+            content = data[at + _BLOCK : at + _BLOCK + size] if only is None or name.endswith(f".{only}") else b""
+            if at + _BLOCK + size > len(data) or not name:
                 raise FormatError(f"{self.tars[shard]} is cut or damaged at byte {at}; pack it again")
             yield name, content
             at += _BLOCK + size + (-size % _BLOCK)
@@ -120,6 +133,13 @@ class ShardReader:
         if len(self._maps) > _MOST_OPEN:
             self._maps.popitem(last=False)
         return self._maps[shard]
+
+
+def _split(name: str) -> tuple[str, str]:
+    """(key, part) of a member: the key ends at the first dot of the file name."""
+    folder, _, base = name.rpartition("/")
+    stem, _, part = base.partition(".")
+    return f"{folder}/{stem}" if folder else stem, part
 
 
 def _read_offsets(tar: Path) -> npt.NDArray[np.int64]:

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from energon_packed.errors import ConfigError, FormatError
+from energon_packed.errors import FormatError
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.layouts import layout_for, sample_class_of
-from energon_packed.shards.nv_meta import write_nv_meta
+from energon_packed.shards.manifest import FILE_NAME, PackingManifest
+from energon_packed.shards.nv_meta import NV_META, SPLITS, write_nv_meta
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import scan_tar
-from energon_packed.shards.split import dataset_folder, shard_names
+from energon_packed.shards.split import excluded_names, shard_names
 from energon_packed.shards.tar import ShardRows, ShardSummary
 
 
@@ -24,7 +25,8 @@ class RepairedFolder:
         sample_class: flavor in dataset.yaml.
         shards: the tars, with their packs.
         splits: shard names by split.
-        kept_split: an existing split.yaml was kept.
+        kept_split: a split.yaml named all tars, and was kept.
+        dropped_manifest: a packing.json described other shards, and was removed.
     """
 
     folder: Path
@@ -32,19 +34,20 @@ class RepairedFolder:
     shards: list[ShardSummary]
     splits: dict[str, list[str]]
     kept_split: bool
+    dropped_manifest: bool
 
 
 def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolder:
     """Write or replace `.tar.idx` files and `.nv-meta` of a folder of tars in one of our layouts.
 
     Args:
-        folder: with `*.tar`, or the output folder above it. An existing split.yaml is kept where it names all tars;
-            otherwise all are for training.
+        folder: with `*.tar`, or the output folder above it. Tars stay in the split, and in the exclusions, that an
+            existing split.yaml gives them; others are for training.
         sample_class: flavor; None finds it by the parts of the first pack.
 
     Raises:
         FormatError: there is no tar, a tar has faulty members, a key is in two tars, or a pack is not of the flavor.
-            Nothing is written then.
+            split.yaml is broken or has splits of other names. Nothing is written then.
         ConfigError: an unknown flavor.
     """
     if not any(folder.glob("*.tar")) and any((folder / "webdataset").glob("*.tar")):
@@ -62,6 +65,13 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
             detail = str(error) if isinstance(error, FormatError) else f"{type(error).__name__} {error}"
             raise FormatError(f"{tar}: {pack['__key__']} is no {sample_class}: {detail}") from error
     splits, kept = _splits(folder, [tar.name for tar in tars])
+    excluded = excluded_names(folder)
+    stale = _stale_manifest(folder, summaries, splits)
+    for index in folder.glob("*.tar.idx"):
+        if not index.with_suffix("").is_file():
+            index.unlink()
+    if stale:
+        (folder / NV_META / FILE_NAME).unlink()
     for tar in tars:
         write_tar_index(tar, scan_tar(tar).rows())
     write_nv_meta(
@@ -71,8 +81,16 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
         shards=summaries,
         rows=(scan_tar(tar).rows() for tar in tars),
         splits=splits,
+        exclude=excluded,
     )
-    return RepairedFolder(folder=folder, sample_class=sample_class, shards=summaries, splits=splits, kept_split=kept)
+    return RepairedFolder(
+        folder=folder,
+        sample_class=sample_class,
+        shards=summaries,
+        splits=splits,
+        kept_split=kept,
+        dropped_manifest=stale,
+    )
 
 
 def _checked(tars: list[Path]) -> tuple[list[ShardSummary], list[dict[str, Any]]]:
@@ -96,14 +114,34 @@ def _digest(rows: ShardRows) -> str:
 
 
 def _splits(folder: Path, names: list[str]) -> tuple[dict[str, list[str]], bool]:
-    try:
-        found = shard_names(dataset_folder(folder))
-    except (FormatError, ConfigError):
+    """Shards by split: where an existing split.yaml puts them, new ones for training; whether it knew them all.
+
+    Raises:
+        FormatError: split.yaml has other splits, which would be lost.
+    """
+    if not (folder / NV_META / "split.yaml").is_file():
         return {"train": names}, False
-    if sorted(name for shards in found.values() for name in shards) == names and set(found) <= {
-        "train",
-        "val",
-        "test",
-    }:
-        return found, True
-    return {"train": names}, False
+    found = shard_names(folder, with_excluded=True)
+    if unknown := set(found) - set(SPLITS):
+        raise FormatError(
+            f"split.yaml of {folder} has the split {sorted(unknown)[0]}, which is not one of {', '.join(SPLITS)}; "
+            "rename it, or delete the file to train on everything"
+        )
+    known = {name for shards in found.values() for name in shards}
+    splits = {split: [name for name in shards if name in names] for split, shards in found.items()}
+    new = [name for name in names if name not in known]
+    splits["train"] = [*splits.get("train", []), *new]
+    return splits, not new
+
+
+def _stale_manifest(folder: Path, summaries: list[ShardSummary], splits: dict[str, list[str]]) -> bool:
+    """Whether there is a packing.json that describes other shards than these."""
+    if not (folder / NV_META / FILE_NAME).is_file():
+        return False
+    try:
+        entries = PackingManifest.load(folder).shards
+    except FormatError:
+        return True
+    split_of = {name: split for split, names in splits.items() for name in names}
+    recorded = {(entry.name, entry.bytes, entry.packs, entry.split) for entry in entries}
+    return recorded != {(s.name, s.size, s.packs, split_of[s.name]) for s in summaries}

@@ -101,6 +101,10 @@ def scan_tar(path: Path) -> TarScan:
                 end = tar.offset
     except tarfile.TarError as error:
         raise FormatError(f"{path} is no tar file, or a compressed one: {error}") from error
+    if not problems and (rest := _first_byte_after(path, end)) is not None:
+        problems.append(
+            f"there is data after its end, at byte {rest}: a damaged header, or tars that were joined; pack it again"
+        )
     if not problems and size < end + 2 * tarfile.BLOCKSIZE:
         problems.append("it has no end mark, so its last members may be missing; copy or pack it again")
     problems += _faults(members)
@@ -119,6 +123,16 @@ def _members(tar: tarfile.TarFile, problems: list[str]) -> Iterator[tarfile.TarI
             return
         tar.members = []  # type: ignore[attr-defined]  # the library would keep them all
         yield info
+
+
+def _first_byte_after(path: Path, end: int) -> int | None:
+    """Place of the first byte from `end` on that is not zero; the library takes a damaged header for the end."""
+    with path.open("rb") as stream:
+        stream.seek(end)
+        while block := stream.read(1 << 20):
+            if left := block.lstrip(b"\0"):
+                return stream.tell() - len(left)
+    return None
 
 
 def _faults(members: list[Member]) -> Iterator[str]:

@@ -23,7 +23,7 @@ def dataset_folder(path: str | Path) -> Path:
     raise FormatError(f"{root} has no {NV_META} folder; was the build finished?")
 
 
-def shard_names(folder: Path) -> dict[str, list[str]]:
+def shard_names(folder: Path, *, with_excluded: bool = False) -> dict[str, list[str]]:
     """Shard names of each split, in order; names in `exclude` are left out, brace ranges are expanded.
 
     Raises:
@@ -39,9 +39,19 @@ def shard_names(folder: Path) -> dict[str, list[str]]:
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{file} is no split file: {type(error).__name__} {error}") from error
     return {
-        split: [name for pattern in patterns for name in braceexpand(str(pattern)) if name not in excluded]
+        split: [
+            name for pattern in patterns for name in braceexpand(str(pattern)) if with_excluded or name not in excluded
+        ]
         for split, patterns in parts.items()
     }
+
+
+def excluded_names(folder: Path) -> list[str]:
+    """`exclude` of split.yaml: names of shards, and `SHARD/KEY` for single packs."""
+    try:
+        return [str(name) for name in yaml.safe_load((folder / NV_META / "split.yaml").read_bytes())["exclude"] or []]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return []
 
 
 def shards_in_split(folder: Path, split: str) -> list[Path]:
@@ -51,6 +61,11 @@ def shards_in_split(folder: Path, split: str) -> list[Path]:
         ConfigError: the split is unknown or empty; the message names those that are not.
     """
     names = shard_names(folder)
+    if single := [name for name in excluded_names(folder) if "/" in name]:
+        raise ConfigError(
+            f"split.yaml of {folder} excludes single packs, such as {single[0]}, which only Energon's own loader "
+            "leaves out; use get_packed_loader, or take them out of the tar"
+        )
     if not names.get(split):
         there = ", ".join(name for name, shards in names.items() if shards) or "none"
         raise ConfigError(f"{folder} has no shard in split {split!r}; it has {there}")

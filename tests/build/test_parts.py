@@ -1,5 +1,7 @@
 """Parts of one input, packed by runs that know nothing of each other; and two runs in one folder."""
 
+import errno
+import fcntl
 import itertools
 import json
 import multiprocessing
@@ -150,3 +152,44 @@ def test_the_lock_of_another_host_is_explained(build: Any, tmp_path: Path) -> No
         build([{"text": "hello there"}])
     lock.unlink()
     assert build([{"text": "hello there"}]).manifest.packed == 1
+
+
+def test_a_process_with_the_number_of_the_killed_one_takes_over(build: Any, tmp_path: Path) -> None:
+    lock = tmp_path / "out" / LOCK
+    lock.parent.mkdir()
+    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+    assert build([{"text": "hello there"}]).manifest.packed == 1
+
+
+def test_one_process_does_not_lock_a_folder_twice(tmp_path: Path) -> None:
+    with FolderLock(tmp_path):
+        with pytest.raises(ConfigError, match=f"is being written by process {os.getpid()}"), FolderLock(tmp_path):
+            pass
+        code = "import sys; from pathlib import Path; from energon_packed.build.lock import FolderLock\n"
+        code += "with FolderLock(Path(sys.argv[1])): pass"
+        other = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+        assert f"is being written by process {os.getpid()}" in other.stderr  # the refusal did not give it away
+
+
+def test_without_locks_in_the_file_system_the_content_counts(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*arguments: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    lock = tmp_path / "out" / LOCK
+    lock.parent.mkdir()
+    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
+    with pytest.raises(ConfigError, match=f"is being written by process {os.getppid()}"):
+        build([{"text": "hello there"}])
+    done = subprocess.Popen(["true"])
+    done.wait()
+    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": done.pid}))
+    assert build([{"text": "hello there"}]).manifest.packed == 1
+
+
+def test_a_wrong_name_leaves_no_folder_behind(build: Any, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no such file"):
+        build(inputs=(str(tmp_path / "typo.jsonl"),))
+    assert not (tmp_path / "out").exists()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from energon_packed.demo.tokenizer import CHATML_TEMPLATE
+from energon_packed.encoding.purity import only_joins_content
 from energon_packed.encoding.skeleton import Skeleton, marker
 from energon_packed.encoding.template import ChatTemplate
 
@@ -82,3 +83,19 @@ def test_contents_may_be_left_out_and_repeated() -> None:
     assert skeleton is not None
     assert skeleton.join(["a", "bb", "unused"]) == "<bb|a|bb>."
     assert skeleton.spans(["a", "bb", "unused"]) == [(1, 10)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{% set c %}{{ m.content }}{% endset %}{{ c | trim }}",
+        "{% filter trim %}{{ m.content }}{% endfilter %}",
+        "{{ m.content }}{{ loop.previtem.content | upper if loop.previtem }}",
+        "{{ m.content }}{% if loop.nextitem is defined %}{% set n = loop.nextitem %}{{ n.content | trim }}{% endif %}",
+    ],
+)
+def test_contents_that_are_changed_behind_a_name_are_noticed(template_of: object, body: str) -> None:
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + "<|im_end|>\n{% endfor %}"
+    source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    assert template_of(source).skeleton(("user", "assistant")) is None  # type: ignore[operator]
+    assert not only_joins_content(source)

@@ -100,7 +100,10 @@ def _edit_packs(folder: Path, change: Callable[[dict], object]) -> None:  # type
             info = tarfile.TarInfo(name)
             info.size = len(content)
             target.addfile(info, io.BytesIO(content))
+    manifest = folder / ".nv-meta" / "packing.json"
+    before = manifest.read_bytes()
     make_nv_meta(folder)
+    manifest.write_bytes(before)
 
     def fit(value: dict) -> None:  # type: ignore[type-arg]
         entry = value["shards"][1]

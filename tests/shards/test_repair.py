@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 
-from energon_packed import ChatEncoder, get_packed_loader
-from energon_packed.errors import FormatError
+from energon_packed import ChatEncoder, PackedDataset, get_packed_loader
+from energon_packed.errors import ConfigError, FormatError
+from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.repair import make_nv_meta
 from energon_packed.shards.scan import scan_tar
 from tests.conftest import FLAVORS, Packer
@@ -143,3 +145,48 @@ def test_long_names_and_folders_are_indexed_as_energon_does(tmp_path: Path, styl
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "x.tar.idx").read_bytes() == ours
+
+
+def test_damage_in_the_middle_and_joined_tars_are_not_taken_for_the_end(tmp_path: Path) -> None:
+    members = [member for i in range(4) for member in llava_pack(f"p{i}", ["red"])]
+    write_tar(tmp_path / "x.tar", members)
+    content = bytearray((tmp_path / "x.tar").read_bytes())
+    third = scan_tar(tmp_path / "x.tar").rows().offsets[2]
+    content[third + 148] ^= 1  # the check sum of a header
+    (tmp_path / "x.tar").write_bytes(content)
+    with pytest.raises(FormatError, match=rf"data after its end, at byte {third}: a damaged header"):
+        make_nv_meta(tmp_path)
+    write_tar(tmp_path / "x.tar", members[:2])
+    (tmp_path / "x.tar").write_bytes((tmp_path / "x.tar").read_bytes() * 2)
+    with pytest.raises(FormatError, match="or tars that were joined"):
+        make_nv_meta(tmp_path)
+
+
+def test_splits_and_exclusions_stay_and_a_stale_manifest_goes(pack_demo: Packer, tmp_path: Path) -> None:
+    ours = pack_demo(max_packs_per_shard=3, split={"train": 0.7, "val": 0.3}).shards
+    shutil.copytree(ours, tmp_path / "copy")
+    meta = tmp_path / "copy" / ".nv-meta"
+    before = yaml.safe_load((meta / "split.yaml").read_text())
+    gone = before["split_parts"]["train"].pop(0)
+    before["exclude"] = [before["split_parts"]["train"][1], f"{before['split_parts']['train'][0]}/pack_00000004"]
+    (tmp_path / "copy" / gone).unlink()
+    write_tar(tmp_path / "copy" / "zz.tar", llava_pack("new", ["red"]))
+    (meta / "split.yaml").write_text(yaml.safe_dump(before))
+    repaired = make_nv_meta(tmp_path / "copy")
+    assert (repaired.kept_split, repaired.dropped_manifest) == (False, True)
+    after = yaml.safe_load((meta / "split.yaml").read_text())
+    before["split_parts"]["train"].append("zz.tar")
+    assert after == before
+    assert not (meta / "packing.json").exists()
+    assert not (tmp_path / "copy" / gone).with_suffix(".tar.idx").exists()
+    with pytest.raises(ConfigError, match="excludes single packs, such as"):
+        PackedDataset(tmp_path / "copy", object())  # type: ignore[arg-type]
+
+
+def test_names_in_the_prefix_field_are_read_whole(tmp_path: Path) -> None:
+    key = "a" * 60 + "/" + "b" * 60
+    write_tar(tmp_path / "x.tar", llava_pack(key, ["red"]), style=tarfile.USTAR_FORMAT)
+    make_nv_meta(tmp_path)
+    reader = ShardReader([tmp_path / "x.tar"])
+    assert reader[0]["__key__"] == key
+    assert set(reader.part(0, "json")) == {"__key__", "json"}
