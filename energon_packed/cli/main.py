@@ -11,6 +11,7 @@ from energon_packed.errors import EnergonPackedError
 from energon_packed.version import __version__
 
 COMMANDS = {
+    "lengths": "Show how long samples are, and what each --seq-len would cost.",
     "pack": "Pack conversations with images into an Energon data set.",
     "inspect": "Show what is in a tar, a data set, a Metadataset or one pack.",
     "verify": "Check that a data set is whole and what its manifest says.",

@@ -1,5 +1,6 @@
 """What is in a tar, a data set, a plan: read, checked and shown.
 
+lengths.py    what each seq_len would drop, waste and cost
 find.py       packs of a tar or a folder, by key, from headers and offsets
 view.py       one pack as a person reads it: turns, images
 tokens.py     one pack token by token, as the loader gives it

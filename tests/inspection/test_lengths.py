@@ -1,0 +1,78 @@
+"""`lengths` says what `pack` would do at each seq_len."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from energon_packed.cli.lengths import command
+from energon_packed.inspection.lengths import compare, histogram, percentiles, recommend
+from tests.conftest import Packer
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(command, list(map(str, arguments)))
+
+
+def test_shares_are_those_of_a_whole_pack(demo: Any, tokenizer_dir: Path, pack_demo: Packer) -> None:
+    shown = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", 1, "--json", "--seq-len", 128, 300, 512)
+    assert shown.exit_code == 0, shown.output
+    value = json.loads(shown.stdout[shown.stdout.index("{") :])
+    assert [one["seq_len"] for one in value["candidates"]] == [128, 300, 512]
+    for one in value["candidates"]:
+        manifest = pack_demo(seq_len=one["seq_len"], max_reject_rate=1.0).manifest
+        assert manifest.records == value["records"]
+        assert one["dropped_records"] == manifest.rejects.get("overlong", 0) / manifest.records
+        assert (one["packs"], round(one["utilization"], 6)) == (manifest.packs, manifest.utilization)
+        assert one["samples_per_pack"] == pytest.approx(manifest.samples_per_pack)
+        others = {reason: count for reason, count in manifest.rejects.items() if reason != "overlong"}
+        assert others == value["rejects"]
+
+
+def test_the_terminal_and_the_plot(demo: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "x.png"
+    shown = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", 1, "--seq-len", "256,512", "--plot", plot)
+    assert shown.exit_code == 0, shown.output
+    assert "take --seq-len 512: the shortest that drops under 1% of the tokens" in shown.output
+    assert "█" in shown.output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sample_is_close(tokenizer_dir: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lines = [json.dumps({"text": "red square " * int(n)}) for n in rng.integers(1, 100, 20_000)]
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    sampled = run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir, "--sample", 2000, "--json", "--seq-len", 256)
+    value = json.loads(sampled.stdout[sampled.stdout.index("{") :])
+    assert value["is_sample"]
+    assert 1000 < value["records"] < 4000
+    whole = run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir, "--json", "--seq-len", 256)
+    expected = json.loads(whole.stdout[whole.stdout.index("{") :])
+    assert expected["records"] == 20_000
+    assert value["percentiles"]["50"] == pytest.approx(expected["percentiles"]["50"], rel=0.1)
+
+
+def test_numbers_by_hand() -> None:
+    lengths = np.array([1, 2, 3, 4, 10], dtype=np.int32)
+    assert percentiles(lengths)[50] == 3
+    assert percentiles(lengths)[100] == 10
+    assert sum(count for _, _, count in histogram(lengths)) == 5
+    small, large = compare(lengths, [12, 5], records=6)
+    assert (small.seq_len, small.dropped_records, small.packs, small.samples_per_pack) == (5, 1 / 6, 2, 2.0)
+    assert small.dropped_tokens == 0.5
+    assert small.attention == pytest.approx((1 + 3 + 6 + 10) / 10)
+    assert (large.packs, large.dropped_tokens) == (2, 0.0)
+    assert recommend([small, large])[0] is large
+    assert "even this one drops 50.0%" in recommend([small])[1]
+    one = np.full(3, 7, dtype=np.int32)
+    assert histogram(one) == [(7, 7, 3)]
+
+
+def test_wrong_input_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text("{}\n")
+    assert "no record can be packed" in str(run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir).exception)
+    wrong = run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir, "--seq-len", "many")
+    assert "--seq-len many must be whole numbers" in str(wrong.exception)
