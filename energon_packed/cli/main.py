@@ -15,6 +15,7 @@ COMMANDS = {
     "pack": "Pack conversations with images into an Energon data set.",
     "inspect": "Show what is in a tar, a data set, a Metadataset or one pack.",
     "verify": "Check that a data set is whole and what its manifest says.",
+    "report": "Write one HTML page about a data set or a Metadataset.",
     "nv-meta": "Make or repair .nv-meta for a folder of tars.",
     "metadataset": "Blend several data sets into one weighted Metadataset.",
     "demo": "Make a small data set, pack it, load one epoch: the whole tool in a minute.",

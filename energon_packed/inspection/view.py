@@ -46,6 +46,7 @@ class SampleView:
         turns: what is said; empty for tokens.
         images: in order.
         supervised: supervised tokens, where the pack holds tokens.
+        video: the images are frames of a video.
     """
 
     id: str | None
@@ -54,6 +55,12 @@ class SampleView:
     turns: tuple[Turn, ...]
     images: tuple[ImageView, ...]
     supervised: int | None = None
+    video: bool = False
+
+    @property
+    def kind(self) -> str:
+        """`text`, `image` or `video`."""
+        return "video" if self.video else "image" if self.images else "text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +131,8 @@ def _captioning(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Sampl
             said += [Turn("user", prompts[j], False)] if j < len(prompts) else []
             said += [Turn("assistant", captions[j], True)] if j < len(captions) else []
         turns.append(tuple(said if prompts else [Turn("text", text, True) for text in captions]))
-    return _views(fields["ids"] or [None] * count, fields["lengths"], turns, fields["images"], raw)
+    videos = fields["videos"] or [False] * count
+    return _views(fields["ids"] or [None] * count, fields["lengths"], turns, fields["images"], raw, videos=videos)
 
 
 def _multi_mix(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> list[SampleView]:
@@ -135,6 +143,7 @@ def _multi_mix(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Sample
         [_messages(sample) for sample in samples],
         fields["images"],
         raw,
+        videos=[bool(sample.get("video")) for sample in samples],
     )
 
 
@@ -173,6 +182,7 @@ def _views(
     images: Sequence[Sequence[bytes]],
     raw: Mapping[str, Any],
     supervised: Sequence[int] | None = None,
+    videos: Sequence[bool] | None = None,
 ) -> list[SampleView]:
     known = list(lengths) if lengths else [None] * len(ids)
     starts = [0, *accumulate(length or 0 for length in known)]
@@ -186,6 +196,7 @@ def _views(
             turns=turns[i],
             images=tuple(_image(next(counted, "?"), data) for data in images[i]),
             supervised=None if supervised is None else supervised[i],
+            video=bool(videos and videos[i]),
         )
         for i, ident in enumerate(ids)
     ]

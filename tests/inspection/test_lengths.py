@@ -34,9 +34,9 @@ def test_shares_are_those_of_a_whole_pack(demo: Any, tokenizer_dir: Path, pack_d
 
 def test_the_terminal_and_the_plot(demo: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
     plot = tmp_path / "x.png"
-    shown = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", 1, "--seq-len", "256,512", "--plot", plot)
+    shown = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", 1, "--seq-len", "256,1024", "--plot", plot)
     assert shown.exit_code == 0, shown.output
-    assert "take --seq-len 512: the shortest that drops under 1% of the tokens" in shown.output
+    assert "take --seq-len 1024: the shortest that drops under 1% of the tokens" in shown.output
     assert "█" in shown.output
     assert plot.read_bytes().startswith(b"\x89PNG")
 

@@ -1,0 +1,36 @@
+"""`energon-packed report`."""
+
+from pathlib import Path
+
+import click
+
+from energon_packed.cli.display import format_bytes
+from energon_packed.inspection.blend import read_blend
+from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.report import render_report
+from energon_packed.inspection.report_data import encoder_or_reason, gather
+from energon_packed.shards.files import write_whole
+
+
+@click.command(name="report")
+@click.argument("path", type=click.Path(path_type=Path), metavar="DIR|METADATASET")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("report.html"),
+              show_default=True, help="The page.")  # fmt: skip
+@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="To count tokens by kind. [default: what packing.json names, where it is here]")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Which packs are shown.")
+def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None:
+    """Write one HTML page about a data set or a Metadataset; it needs no network.
+
+    \b
+    energon-packed report out -o report.html
+    energon-packed report mix.yaml -o mix.html
+    """
+    if path.is_file():
+        page = render_report(path.name, None, read_blend(path))
+    else:
+        folder = PackedFolder.open(path)
+        encoder, reason = encoder_or_reason(folder, tokenizer)
+        page = render_report(str(path), gather(folder, encoder, not_encoded=reason, seed=seed))
+    write_whole(output, page.encode())
+    click.echo(f"{output}: {format_bytes(len(page.encode()))}")
