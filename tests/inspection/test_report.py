@@ -78,11 +78,7 @@ def test_markup_in_data_is_text(evil: Path) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 def test_in_a_browser(evil: Path, tmp_path: Path) -> None:
-    assert CHROMIUM is not None
-    arguments = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-    arguments += ["--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom", evil.as_uri()]
-    done = subprocess.run([CHROMIUM, *arguments], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = _browse(evil, tmp_path)
     assert "CONSOLE" not in done.stderr
     page = _Page(done.stdout)
     assert "<title>" in done.stdout
@@ -94,6 +90,28 @@ def test_in_a_browser(evil: Path, tmp_path: Path) -> None:
     hidden = [attrs for attrs in packs if "hidden" in attrs]
     assert len(packs) - len(hidden) == 10
     assert re.search(r"page 1 of \d", done.stdout)
+
+    # The same page without its policy, so that a script of ours may press the button.
+    pressed = tmp_path / "pressed.html"
+    text = re.sub(r"<meta http-equiv=.*?>", "", evil.read_text(), count=1)
+    pressed.write_text(
+        text.replace("</body>", "<script>document.querySelector('button[value=\"1\"]').click()</script>")
+    )
+    after = _browse(pressed, tmp_path)
+    assert re.search(r"page 2 of \d", after.stdout)
+    packs = [attrs for tag, attrs in _Page(after.stdout).tags if tag == "details"]
+    assert all("hidden" in attrs for attrs in packs[:10])
+    assert "hidden" not in packs[10]
+
+
+def _browse(page: Path, profile: Path) -> subprocess.CompletedProcess[str]:
+    """The page as Chromium has it after a while, and what it logged."""
+    assert CHROMIUM is not None
+    arguments = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+    arguments += ["--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
+    done = subprocess.run([CHROMIUM, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
