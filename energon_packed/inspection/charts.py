@@ -41,11 +41,14 @@ def histogram_svg(values: Sequence[float], xlabel: str, ylabel: str, *, log: boo
 
 def bars_svg(values: Mapping[str, float], xlabel: str) -> str:
     """Horizontal bars, one a name."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     def draw(axes: Any) -> None:
         bars = axes.barh(list(values), list(values.values()), color=_BAR)
         axes.bar_label(bars, [f"{value:,.0f}" for value in values.values()], padding=4, color=_TEXT)
         axes.margins(x=0.2)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.invert_yaxis()
         axes.set(xlabel=xlabel)
 

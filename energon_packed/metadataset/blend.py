@@ -1,0 +1,124 @@
+"""Blend: inputs with their weights, and how often each is then seen."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from energon_packed.errors import ConfigError
+from energon_packed.metadataset.checks import check_held_out, check_modes, check_settings, check_together
+from energon_packed.metadataset.inputs import BlendInput, has_split, read_input, validation_split
+
+WeightBy = Literal["samples", "packs", "tokens", "equal"]
+WEIGHT_BY: tuple[WeightBy, ...] = ("samples", "packs", "tokens", "equal")
+Schema = Literal["v2", "v1"]
+_UNEVEN = 1.05  # samples per pack of one input over that of another, from which weights by samples mislead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blend:
+    """What a Metadataset is made of.
+
+    Attributes:
+        train: inputs with their weights.
+        val: inputs of the validation split, each read once.
+        schema: `v2`, or `v1` for older code.
+        epochized: each epoch holds every pack `weight` times, instead of drawing for ever.
+        subflavors: handed to every sample.
+    """
+
+    train: Sequence[BlendInput]
+    val: Sequence[BlendInput] = ()
+    schema: Schema = "v2"
+    epochized: bool = False
+    subflavors: Mapping[str, str] = field(default_factory=dict)
+
+    def times_seen(self) -> list[float]:
+        """How often each input is seen while the one with the most packs is seen once (0 where it is never drawn)."""
+        if self.epochized:
+            return [one.weight for one in self.train]
+        largest = max((one for one in self.train if one.weight), key=lambda one: one.packs)
+        draws = largest.packs / largest.weight
+        return [draws * one.weight / one.packs for one in self.train]
+
+    def warnings(self) -> list[str]:
+        """What its user should know: nothing that makes it wrong."""
+        found = []
+        per_pack = [one.samples_per_pack for one in self.train]
+        by_samples = any(one.weighed_by == "samples" for one in self.train)
+        if by_samples and max(per_pack) > _UNEVEN * min(per_pack):
+            found.append(
+                f"samples per pack differ from {min(per_pack):.2f} to {max(per_pack):.2f} between inputs: weights by "
+                "samples then repeat the packs of some inputs more than those of others; --weight-by packs covers all "
+                "evenly"
+            )
+        return found
+
+
+def make_blend(
+    inputs: Sequence[tuple[str | Path, float | None]],
+    *,
+    val: Iterable[str | Path] = (),
+    weight_by: WeightBy = "samples",
+    split_from: str = "train",
+    schema: Schema = "v2",
+    epochized: bool = False,
+    subflavors: Mapping[str, str] | None = None,
+) -> Blend:
+    """Read the inputs, compare them and give them weights.
+
+    Args:
+        inputs: (data set folder or Metadataset, weight or None). Either all have a weight or none has.
+        val: inputs of the validation split; without any, the `val` splits of the inputs are taken.
+        weight_by: what weights are proportional to where none are given.
+        split_from: split of the inputs that is trained on.
+        schema: `v2`, or `v1` for code that knows no MetadatasetV2.
+        epochized: weights are repetitions in an epoch, 1 where none are given; needs `v2`.
+        subflavors: handed to every sample.
+
+    Raises:
+        ConfigError: inputs that do not go together, or weights that make no blend; the message names them.
+        FormatError: an input is no data set.
+    """
+    if not inputs:
+        raise ConfigError("no input; give at least one data set folder")
+    if epochized and schema == "v1":
+        raise ConfigError("an epochized blend needs --schema v2; v1 can only draw by weight")
+    train = [read_input(path, split_from) for path, _ in inputs]
+    check_together(train)
+    train = _weighed(train, [weight for _, weight in inputs], weight_by, epochized)
+    given_val = [Path(path) for path in val]
+    if given_val:
+        validation = [read_input(path, validation_split(path)) for path in given_val]
+    else:
+        have = [one.path for one in train if one.path.is_dir() and split_from != "val" and has_split(one.path, "val")]
+        validation = [read_input(path, "val") for path in have]
+    check_together(validation)
+    check_held_out(train, validation)
+    check_settings([*train, *validation])
+    check_modes(train, "repetitions" if epochized else "weight")
+    check_modes(validation, "weight" if schema == "v1" else "repetitions")
+    return Blend(train=train, val=validation, schema=schema, epochized=epochized, subflavors=dict(subflavors or {}))
+
+
+def _weighed(
+    inputs: Sequence[BlendInput], weights: Sequence[float | None], weight_by: WeightBy, epochized: bool
+) -> list[BlendInput]:
+    missing = [one.path for one, weight in zip(inputs, weights, strict=True) if weight is None]
+    given = [weight for weight in weights if weight is not None]
+    if missing and given:
+        raise ConfigError(f"{missing[0]} has no weight while others have; give all of them =WEIGHT, or none")
+    for one, weight in zip(inputs, given, strict=False):
+        if not math.isfinite(weight) or weight < 0:
+            raise ConfigError(f"the weight of {one.path} is {weight:g}; it must be a number of at least 0")
+    if given:
+        if not any(given):
+            raise ConfigError("all weights are 0; nothing would be drawn")
+        return [replace(one, weight=w, weighed_by="given") for one, w in zip(inputs, given, strict=True)]
+    if epochized or weight_by == "equal":
+        return [replace(one, weight=1.0, weighed_by="once" if epochized else "equal") for one in inputs]
+    if weight_by == "tokens" and (unknown := [one.path for one in inputs if one.tokens is None]):
+        raise ConfigError(f"{unknown[0]} records no lengths, so its tokens are unknown; use --weight-by samples")
+    counts = [{"samples": one.samples, "packs": one.packs, "tokens": one.tokens or 0}[weight_by] for one in inputs]
+    return [replace(one, weight=float(count), weighed_by=weight_by) for one, count in zip(inputs, counts, strict=True)]

@@ -1,0 +1,171 @@
+"""BlendInput: one input of a blend, with what it holds and the settings it was packed with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+import yaml
+
+from energon_packed.errors import ConfigError, FormatError
+from energon_packed.metadataset.checks import check_settings
+from energon_packed.shards import PackingManifest
+from energon_packed.shards.layouts.base import read_json
+from energon_packed.shards.nv_meta import NV_META
+from energon_packed.shards.reader import ShardReader
+from energon_packed.shards.split import dataset_folder, shard_names, shards_in_split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlendInput:
+    """One input of a blend: a data set folder, or another Metadataset.
+
+    Attributes:
+        path: folder with `.nv-meta`, or a YAML file.
+        split: which of its splits is read.
+        packs, samples, tokens: what that split holds; tokens is None where nobody recorded them.
+        counted_by: where the counts come from.
+        settings: what inputs of one blend must have in common, by name; None where unknown.
+        shards: stems of its shards, which must not occur in another input.
+        mode: how a Metadataset draws inside: `weight` or `repetitions`; None for one data set.
+        weight: share of draws, or repetitions in an epoch.
+        weighed_by: where the weight comes from.
+    """
+
+    path: Path
+    split: str
+    packs: int
+    samples: int
+    tokens: int | None
+    counted_by: str
+    settings: Mapping[str, object]
+    shards: frozenset[str]
+    mode: str | None = None
+    weight: float = 1.0
+    weighed_by: str = "equal"
+
+    @property
+    def samples_per_pack(self) -> float:
+        """Mean number of samples in a pack."""
+        return self.samples / self.packs
+
+
+def read_input(path: str | Path, split: str) -> BlendInput:
+    """Counts and settings of one split of a data set folder, or of all that a Metadataset refers to.
+
+    Raises:
+        ConfigError: the split is empty.
+        FormatError: there is no data set, or no Metadataset that Energon can read.
+    """
+    given = Path(path)
+    if given.is_file():
+        return _read_metadataset(given, split)
+    folder = dataset_folder(given)
+    try:
+        manifest = PackingManifest.load(folder)
+    except FormatError:
+        return _scan(folder, split)
+    shards = [shard for shard in manifest.shards if shard.split == split]
+    if not sum(shard.packs for shard in shards):
+        there = ", ".join(sorted({shard.split for shard in manifest.shards if shard.packs})) or "none"
+        raise ConfigError(f"{folder} has no packs in split {split!r}; it has {there}")
+    return BlendInput(
+        path=folder,
+        split=split,
+        packs=sum(shard.packs for shard in shards),
+        samples=sum(shard.samples for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
+        counted_by="packing.json",
+        settings={
+            "seq_len": manifest.seq_len,
+            "tokenizer": manifest.tokenizer_fingerprint,
+            "flavor": manifest.sample_class,
+        },
+        shards=frozenset(Path(shard.name).stem for shard in shards),
+    )
+
+
+def _read_metadataset(path: Path, split: str) -> BlendInput:
+    """The sum of all data sets that a Metadataset refers to."""
+    from megatron.energon.metadataset.loader import traverse_metadataset
+
+    try:
+        found = traverse_metadataset(path.resolve(), split_part=split)
+        leaves = [read_input(Path(str(leaf.path)), leaf.split_part or split) for leaf in found]
+    except (ConfigError, FormatError) as error:
+        raise ConfigError(f"{path} refers to a data set that cannot be used: {error}") from error
+    except Exception as error:  # Energon raises what its parsers raise
+        raise FormatError(
+            f"{path} is no Metadataset that Energon can read: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}"
+        ) from error
+    if not leaves:
+        raise ConfigError(f"{path} has no split {split!r}")
+    check_settings(leaves)
+    tokens = [leaf.tokens for leaf in leaves]
+    return BlendInput(
+        path=path,
+        split=split,
+        packs=sum(leaf.packs for leaf in leaves),
+        samples=sum(leaf.samples for leaf in leaves),
+        tokens=None if None in tokens else sum(count for count in tokens if count is not None),
+        counted_by=f"sum of {len(leaves)} data sets",
+        settings=leaves[0].settings,
+        shards=frozenset(shard for leaf in leaves for shard in leaf.shards),
+        mode=_mode(path, split),
+    )
+
+
+def _mode(path: Path, split: str) -> str | None:
+    """How a Metadataset draws inside a split."""
+    value = yaml.safe_load(path.read_bytes())["splits"].get(split) or {}
+    if "blend_epochized" in value:
+        return "repetitions"
+    return "weight" if "blend" in value or "datasets" in value else None
+
+
+def _scan(folder: Path, split: str) -> BlendInput:
+    """Counts of a data set that other tools packed, from its indexes and the json of each pack."""
+    tars = shards_in_split(folder, split)
+    reader = ShardReader(tars)
+    if not len(reader):
+        raise ConfigError(f"{folder} has no packs in split {split!r}")
+    samples, tokens = 0, 0
+    known = True
+    for pack in range(len(reader)):
+        value = read_json(reader.part(pack, "json"))
+        lengths = value.get("lengths")
+        samples += int(value.get("sample_count") or len(value.get("captions") or value.get("samples") or [0]))
+        known = known and isinstance(lengths, list)
+        tokens += sum(lengths) if isinstance(lengths, list) else 0
+    return BlendInput(
+        path=folder,
+        split=split,
+        packs=len(reader),
+        samples=samples,
+        tokens=tokens if known else None,
+        counted_by="counted in the tars, as there is no packing.json",
+        settings={"seq_len": None, "tokenizer": None, "flavor": _flavor(folder)},
+        shards=frozenset(tar.stem for tar in tars),
+    )
+
+
+def _flavor(folder: Path) -> object:
+    try:
+        return yaml.safe_load((folder / NV_META / "dataset.yaml").read_bytes())["sample_type"]["__class__"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
+
+
+def has_split(folder: Path, split: str) -> bool:
+    """Whether a split of a data set folder holds packs."""
+    names = shard_names(folder).get(split, [])
+    try:
+        return PackingManifest.load(folder).packs_in(split) > 0
+    except (FormatError, orjson.JSONDecodeError):
+        return bool(names)
+
+
+def validation_split(path: Path) -> str:
+    """`val` where the input has it, else all that it has for training."""
+    return "val" if path.is_file() or has_split(dataset_folder(path), "val") else "train"
