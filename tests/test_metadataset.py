@@ -150,6 +150,7 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
         (["weighted.yaml", "c", "--epochized"], "weighted.yaml draws by weight, for ever, and this blend in epochs"),
         (["epochs.yaml", "c"], "epochs.yaml draws in epochs, and this blend by weight"),
         (["outer.yaml", "c"], "mix.yaml is an input of itself, through outer.yaml"),
+        (["--out", "mix.txt", "a"], "mix.txt must end in .yaml"),
         (["broken.yaml"], "broken.yaml is no Metadataset that Energon can read"),
     ],
 )
@@ -170,7 +171,10 @@ def test_refusals_name_what_is_wrong(
     write_metadataset(make_blend([("a", None), ("b", None)]), Path("mix.yaml"))
     write_metadataset(make_blend([("mix.yaml", 2)]), Path("outer.yaml"))
     before = Path("mix.yaml").read_bytes()
-    result = CliRunner().invoke(command, ["mix.yaml", *inputs])
+    out = "mix.yaml"
+    if inputs[0] == "--out":
+        out, inputs = inputs[1], inputs[2:]
+    result = CliRunner().invoke(command, [out, *inputs])
     assert isinstance(result.exception, EnergonPackedError), result.output
     assert re.search(message, str(result.exception)), str(result.exception)
     assert Path("mix.yaml").read_bytes() == before
@@ -187,3 +191,10 @@ def test_the_command_prints_shares(outputs: Path, tmp_path: Path, monkeypatch: p
 def test_nothing_is_no_blend() -> None:
     with pytest.raises(ConfigError, match="no input"):
         make_blend([])
+
+
+def test_validation_data_of_a_nested_blend_is_kept(outputs: Path, tmp_path: Path) -> None:
+    write_metadataset(make_blend([(outputs / "a", None)], val=[outputs / "c"]), tmp_path / "inner.yaml")
+    blend = make_blend([(tmp_path / "inner.yaml", 1), (outputs / "b", 1)])
+    assert [one.path for one in blend.val] == [tmp_path / "inner.yaml"]
+    assert blend.val[0].packs == make_blend([(outputs / "c", None)]).train[0].packs

@@ -141,6 +141,8 @@ class PackOptions:
                 raise ConfigError(f"part is {number}/{count}; the first number counts from 0 and is below the second")
             folder = str(self.output_dir).replace("{part}", part_suffix(number)[1:])
             object.__setattr__(self, "output_dir", Path(folder))
+        elif "{part}" in str(self.output_dir):
+            raise ConfigError(f"output_dir {self.output_dir} has a {{part}}, but no part is given; use --part I/N")
         _one_of("engine", self.engine, ("local", "ray"))
         object.__setattr__(self, "inputs", tuple(str(given) for given in self.inputs))
         if self.image_root is not None and not self.image_root.is_dir():

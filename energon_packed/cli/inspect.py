@@ -126,6 +126,10 @@ def _show_manifest(console: Console, finder: PackFinder, as_json: bool) -> None:
     if manifest is None:
         console.print("no packing.json: packed by another tool, or by hand; lengths may be unknown\n")
         return
+    there = {tar.name for tar in finder.folder.glob("*.tar")}
+    for shard in manifest.shards:
+        if shard.name not in there:
+            console.print(f"✗ {shard.name} is missing", style="red")
     rejected = sum(manifest.rejects.values())
     console.print(
         f"{manifest.sample_class}, {manifest.packed:,} samples in {manifest.packs:,} packs of {manifest.seq_len:,} "

@@ -18,6 +18,7 @@ from energon_packed.inspection.lengths import Candidate, compare, histogram, per
 from energon_packed.shards.layouts import LAYOUTS
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
+_DRAWN = (".png", ".svg", ".pdf", ".jpg")
 _DEFAULT = (2048, 4096, 8192, 16384, 32768)
 
 
@@ -37,7 +38,7 @@ _DEFAULT = (2048, 4096, 8192, 16384, 32768)
 @click.option("--image-root", type=_FOLDER, help="Folder that image paths start from and must stay in.")
 @click.option("--sample-class", type=click.Choice(list(LAYOUTS)), default="PackedCaptioningSample", show_default=True,
               help="Flavor that would be written.")  # fmt: skip
-@click.option("--workers", type=int, default=0, help="Processes. [default: all cores]")
+@click.option("--workers", type=click.IntRange(min=0), default=0, help="Processes. [default: all cores]")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png", help="Draw a histogram.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(inputs: tuple[str, ...], seq_lens: tuple[str, ...], **options: Any) -> None:
@@ -48,6 +49,7 @@ def command(inputs: tuple[str, ...], seq_lens: tuple[str, ...], **options: Any) 
     energon-packed lengths data.jsonl --tokenizer DIR --sample 20000 --plot lengths.png
     """
     inputs, candidates = _split(inputs, seq_lens)
+    _check_plot(options["plot"])
     console = Console(stderr=options["as_json"], highlight=False)
     progress = TerminalProgress(console)
     names = ("tokenizer", "processor", "image_processor", "factor", "min_pixels", "max_pixels")
@@ -134,6 +136,16 @@ def _show(console: Console, survey: Survey, compared: list[Candidate]) -> None:
             f"{one.attention:,.0f}",
         )
     console.print(table)
+
+
+def _check_plot(path: Path | None) -> None:
+    """Before anything is measured."""
+    if path is None:
+        return
+    if path.suffix.lower() not in _DRAWN:
+        raise ConfigError(f"--plot {path} must end in {', '.join(_DRAWN)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}")
 
 
 def _plot(path: Path, survey: Survey, candidates: list[int]) -> None:

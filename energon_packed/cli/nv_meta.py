@@ -26,7 +26,7 @@ def command(folder: Path, sample_class: str | None) -> None:
         f"{repaired.sample_class} in {repaired.folder}: {len(repaired.shards):,} shards, {packs:,} packs indexed"
     )
     if repaired.dropped_manifest:
-        click.echo("  packing.json described other shards, and was removed; counts are read from the tars now")
+        click.echo("  packing.json did not describe these shards and is kept as packing.json.stale")
     for name, shards in repaired.splits.items():
         if shards:
             click.echo(f"  {name}: {len(shards):,} shards" + (" (split.yaml kept)" if repaired.kept_split else ""))

@@ -69,6 +69,8 @@ def compare(lengths: Int32, seq_lens: Sequence[int], *, records: int, algorithm:
         raise ConfigError("no record can be packed, so there is no length to look at; try pack, which says why")
     out = []
     for seq_len in sorted(set(seq_lens)):
+        if seq_len < 1:
+            raise ConfigError(f"seq_len is {seq_len}; it must be at least 1")
         plan = pack_lengths(lengths, seq_len, algorithm=algorithm)
         kept = lengths[lengths <= seq_len].astype(np.float64)
         total = lengths.sum(dtype=np.int64)

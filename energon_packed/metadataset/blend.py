@@ -92,7 +92,7 @@ def make_blend(
     if given_val:
         validation = [read_input(path, validation_split(path)) for path in given_val]
     else:
-        have = [one.path for one in train if one.path.is_dir() and split_from != "val" and has_split(one.path, "val")]
+        have = [one.path for one in train if split_from != "val" and has_split(one.path, "val")]
         validation = [read_input(path, "val") for path in have]
     check_together(validation)
     check_held_out(train, validation)

@@ -158,7 +158,9 @@ def _flavor(folder: Path) -> object:
 
 
 def has_split(folder: Path, split: str) -> bool:
-    """Whether a split of a data set folder holds packs."""
+    """Whether a split of a data set folder holds packs, or a Metadataset has it."""
+    if folder.is_file():
+        return split in yaml.safe_load(folder.read_bytes())["splits"]
     names = shard_names(folder).get(split, [])
     try:
         return PackingManifest.load(folder).packs_in(split) > 0

@@ -59,8 +59,10 @@ def write_metadataset(blend: Blend, out: Path, *, absolute: bool = False) -> Non
     """Write the YAML file.
 
     Raises:
-        ConfigError: `out` is one of the inputs, or one of them leads to it.
+        ConfigError: `out` is one of the inputs, or one of them leads to it; or its name is not that of a YAML file.
     """
+    if out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{out} must end in .yaml, or Energon will not read it as a Metadataset")
     for one in (*blend.train, *blend.val):
         if out.resolve() in _referred(one.path):
             raise ConfigError(f"{out} is an input of itself, through {one.path}; write the blend to another file")

@@ -26,7 +26,7 @@ class RepairedFolder:
         shards: the tars, with their packs.
         splits: shard names by split.
         kept_split: a split.yaml named all tars, and was kept.
-        dropped_manifest: a packing.json described other shards, and was removed.
+        dropped_manifest: a packing.json did not describe these shards; it is now packing.json.stale.
     """
 
     folder: Path
@@ -71,7 +71,7 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
         if not index.with_suffix("").is_file():
             index.unlink()
     if stale:
-        (folder / NV_META / FILE_NAME).unlink()
+        (folder / NV_META / FILE_NAME).rename(folder / NV_META / f"{FILE_NAME}.stale")
     for tar in tars:
         write_tar_index(tar, scan_tar(tar).rows())
     write_nv_meta(
@@ -128,6 +128,11 @@ def _splits(folder: Path, names: list[str]) -> tuple[dict[str, list[str]], bool]
             "rename it, or delete the file to train on everything"
         )
     known = {name for shards in found.values() for name in shards}
+    if missing := sorted(known - set(names)):
+        raise FormatError(
+            f"split.yaml of {folder} names {missing[0]}, which is not here ({len(missing)} of {len(known)} shards are "
+            "missing); copy the whole folder, or take the names out of split.yaml to go on without them"
+        )
     splits = {split: [name for name in shards if name in names] for split, shards in found.items()}
     new = [name for name in names if name not in known]
     splits["train"] = [*splits.get("train", []), *new]

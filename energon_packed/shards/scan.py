@@ -102,9 +102,11 @@ def scan_tar(path: Path) -> TarScan:
     except tarfile.TarError as error:
         raise FormatError(f"{path} is no tar file, or a compressed one: {error}") from error
     if not problems and (rest := _first_byte_after(path, end)) is not None:
-        problems.append(
-            f"there is data after its end, at byte {rest}: a damaged header, or tars that were joined; pack it again"
-        )
+        if size - end < tarfile.BLOCKSIZE:
+            problems.append(f"it is cut inside a header, at byte {size}; copy or pack it again")
+        else:
+            what = "a damaged header, or tars that were joined"
+            problems.append(f"there is data after its end, at byte {rest}: {what}; pack it again")
     if not problems and size < end + 2 * tarfile.BLOCKSIZE:
         problems.append("it has no end mark, so its last members may be missing; copy or pack it again")
     problems += _faults(members)

@@ -15,6 +15,11 @@ def dataset_folder(path: str | Path) -> Path:
         FormatError: neither has one.
     """
     root = Path(path)
+    if root.is_file():
+        raise FormatError(
+            f"{root} is a file, and one data set folder is needed here (get_packed_loader, inspect and report take a "
+            "Metadataset)"
+        )
     for folder in (root, root / "webdataset"):
         if (folder / NV_META).is_dir():
             return folder

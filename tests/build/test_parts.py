@@ -97,6 +97,8 @@ def test_part_numbers_are_checked(tokenizer_dir: Path, tmp_path: Path, monkeypat
     for part in ((3, 3), (-1, 2), (0, 0)):
         with pytest.raises(ConfigError, match=f"part is {part[0]}/{part[1]}"):
             PackOptions(inputs=("x",), output_dir=tmp_path, encoder=encoder, seq_len=8, part=part)
+    with pytest.raises(ConfigError, match=r"has a \{part\}, but no part is given; use --part I/N"):
+        PackOptions(inputs=("x",), output_dir=tmp_path / "{part}", encoder=encoder, seq_len=8)
     with pytest.raises(ConfigError, match="part 'x' must look like 0/4"):
         parse_part("x")
     monkeypatch.delenv("SLURM_PROCID", raising=False)

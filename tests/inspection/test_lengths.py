@@ -76,3 +76,17 @@ def test_wrong_input_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
     assert "no record can be packed" in str(run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir).exception)
     wrong = run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir, "--seq-len", "many")
     assert "--seq-len many must be whole numbers" in str(wrong.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--plot", "x.foo"), "must end in .png"),
+        (("--plot", "/nowhere/x.png"), "there is no folder /nowhere"),
+        (("--seq-len", "0"), "seq_len is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_options_are_one_line(demo: Any, tokenizer_dir: Path, options: tuple[str, str], message: str) -> None:
+    result = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", 1, *options)
+    assert message in str(result.exception)
+    assert run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", -5).exit_code == 2

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from energon_packed import EncoderOptions, PackOptions, pack
 from energon_packed.cli.verify import command
 from energon_packed.shards.repair import make_nv_meta
 from tests.conftest import FLAVORS, Packer
@@ -157,3 +158,13 @@ def test_another_tokenizer_is_refused(copy: Path, text_tokenizer_dir: Path) -> N
     assert "is not the tokenizer, template or image settings" in str(result.exception)
     result = run(copy.parent / "nowhere")
     assert "does not exist" in str(result.exception)
+
+
+def test_an_id_that_two_records_share_is_no_fault(tokenizer_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": "red square", "id": "twin"}\n{"text": "blue square", "id": "twin"}\n')
+    options = {"inputs": (str(tmp_path / "d.jsonl"),), "output_dir": tmp_path / "out", "seq_len": 64, "workers": 1}
+    pack(PackOptions(encoder=EncoderOptions(tokenizer=tokenizer_dir), **options))  # type: ignore[arg-type]
+    result = run(tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    (tmp_path / "out" / "lengths.parquet").unlink()
+    assert "sample twin is in" in run(tmp_path / "out").output

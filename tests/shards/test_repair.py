@@ -190,3 +190,12 @@ def test_names_in_the_prefix_field_are_read_whole(tmp_path: Path) -> None:
     reader = ShardReader([tmp_path / "x.tar"])
     assert reader[0]["__key__"] == key
     assert set(reader.part(0, "json")) == {"__key__", "json"}
+
+
+def test_a_shard_that_split_yaml_names_and_nobody_has_is_told(pack_demo: Packer, tmp_path: Path) -> None:
+    ours = pack_demo(max_packs_per_shard=3, split={"train": 0.7, "val": 0.3}).shards
+    shutil.copytree(ours, tmp_path / "copy")
+    (tmp_path / "copy" / "pack-000001.tar").unlink()
+    with pytest.raises(FormatError, match=r"names pack-000001.tar, which is not here \(1 of \d+ shards are missing\)"):
+        make_nv_meta(tmp_path / "copy")
+    assert (tmp_path / "copy" / ".nv-meta" / "packing.json").exists()

@@ -99,6 +99,8 @@ def read_json(raw: Mapping[str, Any]) -> dict[str, Any]:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
             raise FormatError(f"{raw.get('__key__')}: the json part is broken: {error}") from error
+    if value is not None and not isinstance(value, dict):
+        raise FormatError(f"{raw.get('__key__')}: the json part is a {type(value).__name__}, not an object")
     if not isinstance(value, dict):
         raise FormatError(f"{raw.get('__key__')} has no json part; is this a packed data set?")
     return value
