@@ -60,7 +60,7 @@ _DRIVER = """
 import sys, time
 import numpy as np
 from energon_packed import EncoderOptions, PackOptions
-from energon_packed.build.measure import RecordTable
+from energon_packed.build.table import RecordTable
 from energon_packed.build.planning import plan_packs, plan_shards
 from energon_packed.packing import load_kernels
 

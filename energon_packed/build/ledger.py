@@ -9,8 +9,10 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from energon_packed.build.chunks import STATUSES, read_rows
 from energon_packed.build.columns import named, numbers, texts
-from energon_packed.build.measure import STATUSES, RecordReader, RecordTable, read_rows
+from energon_packed.build.reader import RecordReader
+from energon_packed.build.table import RecordTable
 from energon_packed.shards.files import aside
 
 _SCHEMA = pa.schema(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from energon_packed.encoding import ChatEncoder
-from energon_packed.encoding.chat import LOSS_ON
+from energon_packed.encoding.rendering import LOSS_ON
 from energon_packed.errors import ConfigError
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.shards.layouts import layout_for

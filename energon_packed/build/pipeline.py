@@ -11,28 +11,23 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.build.chunks import STATUSES, Chunk, is_measured, measured_records
 from energon_packed.build.engine import Engine, LocalEngine
 from energon_packed.build.ledger import write_ledger
+from energon_packed.build.limits import check_limits
 from energon_packed.build.lock import FolderLock
-from energon_packed.build.measure import (
-    STATUSES,
-    Chunk,
-    ChunkReport,
-    Measurer,
-    RecordReader,
-    RecordTable,
-    is_measured,
-    load_table,
-    measured_records,
-)
+from energon_packed.build.measure import ChunkReport, Measurer
 from energon_packed.build.options import PackOptions
-from energon_packed.build.planning import OVERLONG, ShardPlan, plan_packs, plan_shards, reject_counts
+from energon_packed.build.planning import OVERLONG, ShardPlan, plan_packs, plan_shards
 from energon_packed.build.progress import Progress
+from energon_packed.build.reader import RecordReader
+from energon_packed.build.summary import make_manifest, shard_entries
+from energon_packed.build.table import RecordTable, load_table
 from energon_packed.build.workspace import Workspace
-from energon_packed.build.write import RecordRefs, ShardTask, ShardWriter, TruncationCheck, finished_shard, shard_rows
+from energon_packed.build.write import ShardTask, ShardWriter, TruncationCheck, finished_shard, shard_rows
 from energon_packed.errors import RejectLimitError
-from energon_packed.packing import PackPlan, load_kernels
-from energon_packed.shards import PackingManifest, ShardEntry
+from energon_packed.packing import load_kernels
+from energon_packed.shards import PackingManifest
 from energon_packed.shards.layouts import layout_for
 from energon_packed.shards.nv_meta import write_nv_meta
 from energon_packed.shards.tar import ShardSummary
@@ -156,7 +151,8 @@ class _Build:
             folder = self.space.write_folder(write_key)
             shards = self._write(table, shard_plans, folder)
         with self._stage("index"):
-            entries = _entries(table, shard_plans, shards, options)
+            self.progress.start("index", len(shards), "shards")
+            entries = shard_entries(table, shard_plans, shards, options)
             layout = layout_for(options.sample_class)
             write_nv_meta(
                 self.space.shards,
@@ -166,10 +162,19 @@ class _Build:
                 rows=(shard_rows(_state_file(folder, shard.name)) for shard in shards),
                 splits={name: [e.name for e in entries if e.split == name] for name in options.split},
             )
-            manifest = self._manifest(
-                table, status, plan, entries, tokenizer_fingerprint, input_fingerprint, build_key
+            manifest = make_manifest(
+                table,
+                status,
+                plan,
+                entries,
+                options=options,
+                tokenizer_fingerprint=tokenizer_fingerprint,
+                input_fingerprint=input_fingerprint,
+                fingerprint=build_key,
+                counters=self.counters,
             )
             manifest.save(self.space.shards)
+            self.progress.advance(len(shards))
         return PackResult(
             manifest=manifest,
             shards=self.space.shards,
@@ -234,7 +239,7 @@ class _Build:
         if options.overlong == "truncate":
             check = TruncationCheck(reader=self.reader, encoder=options.encoder, max_length=options.usable_len)
             batches = [overlong[i : i + _TRUNCATION_BATCH] for i in range(0, len(overlong), _TRUNCATION_BATCH)]
-            for failures in self.engine.run(check, ((batch, _refs(table, batch)) for batch in batches)):
+            for failures in self.engine.run(check, ((batch, table.refs(batch)) for batch in batches)):
                 for row, reason, detail in failures:
                     status[row] = STATUSES.index(reason)
                     uncut[row] = detail
@@ -251,34 +256,8 @@ class _Build:
 
         write_ledger(table, status, detail_of, self.reader, lengths=self.space.lengths, rejects=self.space.rejects)
         self.progress.advance(len(table), len(table))
-        self._check_limits(table, status, overlong)
+        check_limits(table, status, overlong, options=options, reader=self.reader, rejects=self.space.rejects)
         return status
-
-    def _check_limits(self, table: RecordTable, status: Status, overlong: npt.NDArray[np.int64]) -> None:
-        options = self.options
-        counts = reject_counts(status)
-        listed = ", ".join(f"{reason} {count}" for reason, count in counts.items())
-        rejected = sum(counts.values())
-        if len(overlong) and options.overlong == "error":
-            source, row = table.locate(overlong[:1])
-            raise RejectLimitError(
-                f"{len(overlong)} records are longer than --seq-len {options.seq_len}, the first is record {row[0]} "
-                f"of {self.reader.sources[int(source[0])].path} with {table.length[overlong[0]]} tokens; "
-                "raise --seq-len or use --overlong drop or truncate"
-            )
-        if rejected and options.strict:
-            raise RejectLimitError(f"{rejected} records are left out ({listed}); --strict allows none")
-        if rejected == len(table):
-            raise RejectLimitError(
-                f"none of {len(table)} records can be packed ({listed or 'the input is empty'}); "
-                f"see {self.space.rejects}"
-            )
-        if rejected > options.max_reject_rate * len(table):
-            raise RejectLimitError(
-                f"{rejected} of {len(table)} records ({rejected / len(table):.1%}) are left out, more than "
-                f"--max-reject-rate {options.max_reject_rate:g} ({listed}); see {self.space.rejects}, "
-                "mend the data or raise the limit"
-            )
 
     # --- write -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +281,7 @@ class _Build:
                 state=_state_file(folder, names[plan.number]),
                 prefix=options.prefix,
                 first_pack=plan.first_pack,
-                records=_refs(table, plan.rows),
+                records=table.refs(plan.rows),
                 offsets=plan.offsets,
             )
             for plan in todo
@@ -318,60 +297,6 @@ class _Build:
         self.space.remove_strays(set(names))
         return [done[name] for name in names]
 
-    def _manifest(
-        self,
-        table: RecordTable,
-        status: Status,
-        plan: PackPlan,
-        entries: list[ShardEntry],
-        tokenizer_fingerprint: str,
-        input_fingerprint: str,
-        build_key: str,
-    ) -> PackingManifest:
-        options = self.options
-        self.progress.start("index", len(entries), "shards")
-        self.progress.advance(len(entries))
-        return PackingManifest(
-            sample_class=options.sample_class,
-            shard_prefix=options.prefix,
-            records=len(table),
-            packed=len(plan.indices),
-            rejects=reject_counts(status),
-            packs=plan.num_packs,
-            tokens=plan.tokens,
-            images=int(table.num_images[plan.indices].sum(dtype=np.int64)),
-            seq_len=options.seq_len,
-            algorithm=options.algorithm if layout_for(options.sample_class).packed else "none",
-            group_by=options.group_by,
-            seed=options.seed,
-            utilization=round(plan.utilization, 6),
-            pad_multiple=options.pad_multiple,
-            overlong=options.overlong,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-            input_fingerprint=input_fingerprint,
-            fingerprint=build_key,
-            encoder=options.encoder.as_dict(),
-            counters=self.counters,
-            shards=entries,
-        )
-
-
-def _entries(
-    table: RecordTable, plans: list[ShardPlan], shards: list[ShardSummary], options: PackOptions
-) -> list[ShardEntry]:
-    return [
-        ShardEntry(
-            name=rows.name,
-            split=plan.split,
-            packs=rows.packs,
-            samples=len(plan.rows),
-            tokens=int(np.minimum(table.length[plan.rows], options.usable_len).sum(dtype=np.int64)),
-            bytes=rows.size,
-            sha256=rows.sha256,
-        )
-        for plan, rows in zip(plans, shards, strict=True)
-    ]
-
 
 def _engine(options: PackOptions) -> Engine:
     if options.engine == "ray":
@@ -383,18 +308,6 @@ def _engine(options: PackOptions) -> Engine:
 
 def _state_file(folder: Path, shard: str) -> Path:
     return folder / Path(shard).with_suffix(".json").name
-
-
-def _refs(table: RecordTable, rows: npt.NDArray[np.int64]) -> RecordRefs:
-    source, local = table.locate(rows)
-    return RecordRefs(
-        source=source,
-        row=local,
-        address=table.address[rows],
-        size=table.size[rows],
-        length=table.length[rows],
-        media_bytes=table.media_bytes[rows],
-    )
 
 
 def _digest(*parts: object) -> str:

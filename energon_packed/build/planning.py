@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.build.measure import KINDS, PACKED, STATUSES, RecordTable
+from energon_packed.build.chunks import KINDS, STATUSES
 from energon_packed.build.options import PackOptions
+from energon_packed.build.table import RecordTable
 from energon_packed.errors import Reason
 from energon_packed.packing import PackPlan, pack_lengths
 from energon_packed.shards.layouts import layout_for
@@ -124,9 +125,3 @@ def _cut(sizes: Int64, max_packs: int, max_bytes: int) -> list[tuple[int, int]]:
         ranges.append((start, stop))
         start = stop
     return ranges
-
-
-def reject_counts(status: npt.NDArray[np.int8]) -> dict[str, int]:
-    """Records left out, by reason; only reasons that occur."""
-    counts = np.bincount(status, minlength=len(STATUSES))
-    return {name: int(count) for name, count in zip(STATUSES, counts, strict=True) if count and name != PACKED}

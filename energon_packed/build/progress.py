@@ -12,3 +12,6 @@ class Progress:
 
     def finish(self, seconds: float) -> None:
         """The stage is done."""
+
+    def stop(self) -> None:
+        """The stage failed, or has nothing to say at its end."""

@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.build.chunks import Chunk, measured_records
 from energon_packed.build.engine import LocalEngine
-from energon_packed.build.measure import STATUSES, Chunk, Measurer, RecordReader, load_table, measured_records
+from energon_packed.build.measure import Measurer
 from energon_packed.build.options import EncoderOptions
 from energon_packed.build.progress import Progress
+from energon_packed.build.reader import RecordReader
+from energon_packed.build.table import load_table, reject_counts
 from energon_packed.sources import open_sources
 
 _SPREAD = 64  # places of the input that a sample comes from
@@ -80,11 +83,8 @@ def survey_lengths(
         for report in LocalEngine(processes).run(measurer, chunks):
             progress.advance(report.chunk.stop - report.chunk.start, report.records)
         table = load_table(chunks, len(sources))
-        status, length = table.status, table.length
-    lengths = length[status == 0]
-    counts = np.bincount(status, minlength=len(STATUSES))
-    rejects = {name: int(count) for name, count in zip(STATUSES, counts, strict=True) if count and name != STATUSES[0]}
-    return Survey(lengths=lengths, rejects=rejects, is_sample=sample is not None)
+    lengths = table.length[table.status == 0]
+    return Survey(lengths=lengths, rejects=reject_counts(table.status), is_sample=sample is not None)
 
 
 def _sampled(

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from energon_packed.build.measure import RecordReader
 from energon_packed.build.options import EncoderOptions
+from energon_packed.build.reader import RecordReader
+from energon_packed.build.table import RecordRefs
 from energon_packed.conversation import Conversation
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.images import sniff_extension
@@ -21,29 +22,6 @@ from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at
 
 Int64 = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecordRefs:
-    """Where k records are.
-
-    Attributes:
-        source: int64 (k,), number of the source.
-        row: int64 (k,), number of the record in its source.
-        address, size: int64 (k,), int32 (k,), place in the source.
-        length: int32 (k,), tokens as measured.
-        media_bytes: int64 (k,), bytes of its media as measured.
-    """
-
-    source: Int64
-    row: Int64
-    address: Int64
-    size: npt.NDArray[np.int32]
-    length: npt.NDArray[np.int32]
-    media_bytes: Int64
-
-    def __len__(self) -> int:
-        return len(self.source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -57,7 +57,7 @@ class TerminalProgress(BuildProgress):
         self._console.print(f"{self._stage:8} {count:>12,} {self._unit:8} {seconds:>8.1f} s {rate}", highlight=False)
 
     def stop(self) -> None:
-        """Remove the bar of a stage that failed."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

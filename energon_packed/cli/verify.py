@@ -1,5 +1,6 @@
 """`energon-packed verify`."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from energon_packed.cli.display import TerminalProgress
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import verify
 
@@ -14,11 +16,12 @@ from energon_packed.inspection.verify import verify
 @click.command(name="verify")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--fast", is_flag=True, help="Do not encode the samples again.")
+@click.option("--workers", type=click.IntRange(min=0), default=0, help="Processes. [default: all cores]")
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Folder of the tokenizer. [default: the one that packing.json names]")  # fmt: skip
 @click.option("--processor", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Folder of the processor. [default: the one that packing.json names]")  # fmt: skip
-def command(folder: Path, fast: bool, tokenizer: Path | None, processor: Path | None) -> None:
+def command(folder: Path, fast: bool, workers: int, tokenizer: Path | None, processor: Path | None) -> None:
     """Check that a data set is whole and what its manifest says. Exit status 1 when it is not.
 
     \b
@@ -28,8 +31,10 @@ def command(folder: Path, fast: bool, tokenizer: Path | None, processor: Path | 
     opened = PackedFolder.open(folder)
     encoder = None if fast else opened.load_encoder(tokenizer, processor)
     console = Console(highlight=False, soft_wrap=True)
+    progress = TerminalProgress(console)
+    processes = workers or len(os.sched_getaffinity(0))
     failed = 0
-    for check in verify(opened, encoder):
+    for check in verify(opened, encoder, processes=processes, progress=progress):
         failed += not check.holds
         mark = "[green]✓[/]" if check.holds else "[red]✗[/]"
         console.print(f"{mark} {escape(check.name)}" + (f" ({escape(check.found)})" if check.found else ""))

@@ -2,9 +2,9 @@
 
 Measuring and encoding share one path up to the token ids:
 
-    _text ──► tokenizer ──► ids with ONE image token per image ──┬─► count and add the image sizes   (measure)
-                                                                 ├─► repeat image tokens, labels    (encode_tokens)
-                                                                 └─► and pixels                     (encode)
+    Renderer ──► tokenizer ──► ids with ONE image token per image ──┬─► count, and add the image sizes  (measure)
+                                                                    ├─► repeat image tokens, labels     (encode_tokens)
+                                                                    └─► and pixels                      (encode)
 """
 
 import hashlib
@@ -13,25 +13,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.conversation import IMAGE_PLACEHOLDER, Conversation, MediaReference
+from energon_packed.conversation import Conversation, MediaReference
 from energon_packed.encoding.images import load_image, read_header
 from energon_packed.encoding.patch_positions import check_patch_positions, load_patch_positions
 from energon_packed.encoding.processor import Measured, Processor
+from energon_packed.encoding.rendering import LOSS_ON, LossOn, Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
-from energon_packed.encoding.skeleton import Skeleton, Span
+from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.vision import VisionFamily, load_vision
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 
 Int64 = npt.NDArray[np.int64]
-LossOn = Literal["assistant", "last", "all"]
-LOSS_ON: tuple[LossOn, ...] = ("assistant", "last", "all")
 _BATCH = 64  # texts in one call of the tokenizer, whose results take 100 bytes a token: this many stay in the cache
 _NO_IMAGES: Int64 = np.zeros((0, 3), dtype=np.int64)
 _VERSION = 3  # raise it when the same input gives other tokens
@@ -61,13 +60,16 @@ class ChatEncoder(Processor):
             raise ConfigError(f"{type(tokenizer).__name__} is a slow tokenizer; a tokenizer.json is needed")
         self.tokenizer = tokenizer
         self.vision = vision
-        self.loss_on = loss_on
-        self.template = ChatTemplate(tokenizer)
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_padding()
         self._backend.no_truncation()
         ends = self._backend.encode("a", add_special_tokens=True).ids[-1:]
-        self._adds_end = ends == [tokenizer.eos_token_id]
+        self.renderer = Renderer(
+            ChatTemplate(tokenizer),
+            placeholder=vision.placeholder if vision else None,
+            end="" if ends == [tokenizer.eos_token_id] else tokenizer.eos_token or "",
+            loss_on=loss_on,
+        )
         self.image_token_id: int | None = None
         self._reserved: frozenset[int] = frozenset()
         if vision is not None:
@@ -205,7 +207,7 @@ class ChatEncoder(Processor):
                     self._check_token_ids(conversation)
                     results[place] = self._measured(conversation, None, *media[place])
                     continue
-                text = self._supervised_text(conversation)
+                text = self.renderer.supervised_text(conversation)
             except RecordError as error:
                 results[place] = error
                 continue
@@ -226,42 +228,13 @@ class ChatEncoder(Processor):
             "version": _VERSION,
             "tokenizer": self._backend.to_str(),
             "special": dict(self.tokenizer.special_tokens_map),
-            "template": self.template.source,
+            "template": self.renderer.template.source,
             "vision": self.vision.config() if self.vision else None,
-            "loss_on": self.loss_on,
+            "loss_on": self.renderer.loss_on,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     # --- text and tokens -------------------------------------------------------------------------------------------
-
-    def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
-        columns = zip(conversation.messages, self._contents(conversation), strict=True)
-        return [{**message.as_dict(), "content": content} for message, content in columns]
-
-    def _skeleton(self, conversation: Conversation) -> Skeleton | None:
-        """The fixed text around the contents, where that is all there is to rendering this conversation."""
-        messages = conversation.messages
-        if conversation.tools or any([message.extra for message in messages]):
-            return None
-        return self.template.skeleton(tuple([message.role for message in messages]))
-
-    def _contents(self, conversation: Conversation) -> list[str]:
-        contents = [message.content for message in conversation.messages]
-        if conversation.images:
-            placeholder = self._vision().placeholder
-            contents = [content.replace(IMAGE_PLACEHOLDER, placeholder) for content in contents]
-        return contents
-
-    def _text(self, conversation: Conversation) -> str:
-        if conversation.text is None:
-            if skeleton := self._skeleton(conversation):
-                return skeleton.join(self._contents(conversation))
-            return self.template.render(self._messages(conversation), conversation.tools)
-        text = conversation.text
-        if conversation.images:
-            text = text.replace(IMAGE_PLACEHOLDER, self._vision().placeholder)
-        end = self.tokenizer.eos_token
-        return text + end if end and not self._adds_end and not text.endswith(end) else text
 
     def _tokens(self, conversation: Conversation) -> tuple[Int64, npt.NDArray[np.bool_]]:
         """Token ids int64 (L,) before image tokens are repeated, and which are supervised, bool (L,)."""
@@ -269,26 +242,11 @@ class ChatEncoder(Processor):
             labels = conversation.labels if conversation.labels is not None else conversation.input_ids
             return conversation.input_ids, labels != IGNORE_INDEX
         if conversation.text is not None:
-            encoding = self._backend.encode(self._text(conversation), add_special_tokens=True)
+            encoding = self._backend.encode(self.renderer.document(conversation), add_special_tokens=True)
             return np.array(encoding.ids, dtype=np.int64), np.ones(len(encoding.ids), dtype=bool)
-        text, spans = self._text_and_spans(conversation)
+        text, spans = self.renderer.messages_and_spans(conversation)
         encoding = self._backend.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64), _covered(encoding, spans, len(text))
-
-    def _text_and_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """The rendered messages and the supervised characters."""
-        if self.loss_on == "all":
-            text = self._text(conversation)
-            return text, [(0, len(text))]
-        if skeleton := self._skeleton(conversation):
-            contents = self._contents(conversation)
-            spans = skeleton.spans(contents)
-            return skeleton.join(contents), spans[-1:] if self.loss_on == "last" else spans
-        messages = self._messages(conversation)
-        text, spans = self.template.render_with_spans(messages, conversation.tools)
-        if self.loss_on == "last":
-            spans = self.template.last_turn(text, spans, messages, conversation.tools)
-        return text, spans
 
     def _with_images(self, conversation: Conversation, patches: Any) -> tuple[Int64, npt.NDArray[np.bool_]]:
         """Token ids int64 (L,) with a run of image tokens for each image, and which are supervised, bool (L,)."""
@@ -309,7 +267,7 @@ class ChatEncoder(Processor):
         if self.image_token_id is not None:
             supervised = supervised & (ids != self.image_token_id)
         if not supervised[1:].any():
-            raise _unsupervised("no token after the first is supervised")
+            raise RecordError(Reason.NO_SUPERVISED_TOKENS, "no token after the first is supervised")
         targets = ids if conversation.labels is None else conversation.labels
         positions = None
         if self.vision is not None and self.image_token_id is not None and grids is not None:
@@ -323,24 +281,6 @@ class ChatEncoder(Processor):
         )
 
     # --- measuring -------------------------------------------------------------------------------------------------
-
-    def _supervised_text(self, conversation: Conversation) -> str:
-        """The text, where the template can tell what of it the assistant wrote; a skeleton always can.
-
-        Raises:
-            RecordError: nothing is supervised.
-        """
-        if conversation.text is not None or self.loss_on == "all":
-            return self._text(conversation)
-        if not any([message.role == "assistant" for message in conversation.messages]):
-            roles = ", ".join(message.role for message in conversation.messages)
-            raise _unsupervised(f"no assistant turn among {roles}")
-        if conversation.messages[-1].content and (skeleton := self._skeleton(conversation)):
-            return skeleton.join(self._contents(conversation))
-        text, spans = self._text_and_spans(conversation)
-        if not any(end > start for start, end in spans):
-            raise _unsupervised("the chat template renders or marks no text of the assistant")
-        return text
 
     def _check_token_ids(self, conversation: Conversation) -> None:
         ids, labels = conversation.input_ids, conversation.labels
@@ -357,7 +297,7 @@ class ChatEncoder(Processor):
         if self.image_token_id is not None:
             targets &= ids != self.image_token_id
         if not targets[1:].any():
-            raise _unsupervised("no label after the first is a target")
+            raise RecordError(Reason.NO_SUPERVISED_TOKENS, "no label after the first is a target")
 
     def _measured(
         self, conversation: Conversation, encoding: Any, image_tokens: int, media_bytes: int
@@ -368,7 +308,7 @@ class ChatEncoder(Processor):
         if len(ids) == 0:
             return RecordError(Reason.EMPTY, "its text gives no token")
         if len(ids) == 1:
-            return _unsupervised("it is one token, which nothing predicts")
+            return RecordError(Reason.NO_SUPERVISED_TOKENS, "it is one token, which nothing predicts")
         repeated = 0
         try:
             if encoding is None:
@@ -437,10 +377,6 @@ def _covered(encoding: Any, spans: Sequence[Span], size: int) -> npt.NDArray[np.
             after += 1
         covered[first:after] = True
     return covered
-
-
-def _unsupervised(detail: str) -> RecordError:
-    return RecordError(Reason.NO_SUPERVISED_TOKENS, detail)
 
 
 def _line(error: Exception) -> str:

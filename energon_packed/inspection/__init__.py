@@ -8,5 +8,5 @@ extract.py    the members of a pack as files
 blend.py      what a Metadataset blends
 folder.py     a data set folder with its manifest and the encoder it was packed with
 report_data.py, charts.py, report.py, report.html.j2   one page about it all
-verify.py     is it whole, and what its manifest says it is
+verify/       is it whole, and what its manifest says it is
 """

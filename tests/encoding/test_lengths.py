@@ -63,7 +63,7 @@ def test_length_is_the_length_of_the_encoding(
     system: str | None,
 ) -> None:
     encoder = encoders[which]
-    encoder.loss_on = loss_on  # type: ignore[assignment]
+    encoder.renderer.loss_on = loss_on  # type: ignore[assignment]
     record = {
         "images": pictures,
         "prompts": [prompt for prompt, _ in turns],

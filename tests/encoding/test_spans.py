@@ -9,7 +9,6 @@ from tokenizers import processors
 
 from energon_packed import ChatEncoder, normalize
 from energon_packed.demo.tokenizer import CHATML_TEMPLATE
-from energon_packed.encoding.template import ChatTemplate
 from energon_packed.errors import ConfigError, RecordError, TemplateError
 
 CONVERSATION = {
@@ -37,10 +36,9 @@ FORGETTING = (
 
 
 def encoder_with(tokenizer_dir: Path, template: str | None, **options: Any) -> ChatEncoder:
-    encoder = ChatEncoder.from_pretrained(tokenizer_dir, **options)
-    encoder.tokenizer.chat_template = template
-    encoder.template = ChatTemplate(encoder.tokenizer)
-    return encoder
+    loaded = ChatEncoder.from_pretrained(tokenizer_dir)
+    loaded.tokenizer.chat_template = template
+    return ChatEncoder(loaded.tokenizer, loaded.vision, **options)
 
 
 def supervised(encoder: ChatEncoder, record: Any) -> list[str]:

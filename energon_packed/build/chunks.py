@@ -1,0 +1,88 @@
+"""Chunk: a range of one source and the Arrow file that its measured records go to, one row each.
+
+The files are restart state: a run that finds one whole does not measure that range again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from energon_packed.build.columns import as_numpy, numbers, texts
+from energon_packed.errors import Reason
+from energon_packed.shards.files import aside
+
+KINDS = ("text", "image", "video")
+PACKED = "packed"
+STATUSES = (PACKED, *(reason.value for reason in Reason))
+SCHEMA = pa.schema(
+    {
+        "address": pa.int64(),
+        "size": pa.int32(),
+        "length": pa.int32(),
+        "text_bytes": pa.int32(),
+        "media_bytes": pa.int64(),
+        "num_images": pa.int32(),
+        "kind": pa.int8(),
+        "status": pa.int8(),
+        "id": pa.string(),
+        "detail": pa.string(),
+    }
+)
+NUMBERS = {name: SCHEMA.field(name).type.to_pandas_dtype() for name in SCHEMA.names if name not in ("id", "detail")}
+_MENDABLE = [
+    STATUSES.index(reason.value)
+    for reason in (
+        Reason.MISSING_IMAGE,
+        Reason.CORRUPT_IMAGE,
+        Reason.IMAGE_OUTSIDE_ROOT,
+        Reason.MISSING_PATCH_POSITIONS,
+    )
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A range of one source.
+
+    Attributes:
+        source: number of the source.
+        start, stop: range of addresses.
+        file: where the measured rows go.
+    """
+
+    source: int
+    start: int
+    stop: int
+    file: Path
+
+
+def read_rows(file: Path) -> Any:
+    """The Arrow table of one chunk file, mapped into memory."""
+    return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+
+
+def measured_records(chunk: Chunk) -> int:
+    """Rows in the file of a measured chunk."""
+    return int(read_rows(chunk.file).num_rows)
+
+
+def is_measured(chunk: Chunk) -> bool:
+    """Whether an earlier run has measured a chunk, and nothing outside its file may have been mended since."""
+    if not chunk.file.exists():
+        return False
+    try:
+        status = as_numpy(read_rows(chunk.file)["status"], np.int8)
+    except (pa.ArrowInvalid, OSError):
+        return False
+    return not np.isin(status, _MENDABLE).any()
+
+
+def write_rows(file: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    """Write the columns of `SCHEMA`; the file appears when it is whole."""
+    arrays = [numbers(columns[n], NUMBERS[n]) if n in NUMBERS else texts(columns[n]) for n in SCHEMA.names]
+    with aside(file) as temporary, pa.OSFile(str(temporary), "wb") as out, pa.ipc.new_file(out, SCHEMA) as writer:
+        writer.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA))

@@ -1,0 +1,65 @@
+"""`verify`: is a data set whole, consistent with its own records, and what training will accept?
+
+files.py    the tars, their indexes, the files that name them
+packs.py    what is in the packs
+energon.py  whether Energon loads it
+"""
+
+from collections.abc import Iterator
+
+from energon_packed.build.engine import LocalEngine
+from energon_packed.build.progress import Progress
+from energon_packed.encoding import ChatEncoder
+from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.verify.check import Check
+from energon_packed.inspection.verify.energon import energon_loads
+from energon_packed.inspection.verify.files import (
+    TarChecker,
+    indexes_match,
+    keys_are_unique,
+    ledger_agrees,
+    shards_are_those_named,
+    tars_check,
+)
+from energon_packed.inspection.verify.packs import PackChecker, contents_checks
+
+__all__ = ["Check", "verify"]
+
+
+def verify(
+    folder: PackedFolder, encoder: ChatEncoder | None, *, processes: int = 1, progress: Progress | None = None
+) -> Iterator[Check]:
+    """Check after check, as they are done.
+
+    Args:
+        folder: the data set.
+        encoder: the one that it was packed with, to encode every sample again; None skips that.
+        processes: tars read side by side.
+        progress: told of every tar while the packs are read.
+    """
+    progress = progress or Progress()
+    engine = LocalEngine(processes)
+    yield shards_are_those_named(folder)
+
+    entries = {shard.name: shard for shard in folder.manifest.shards}
+    known = [tar for tar in folder.tars if tar.name in entries]
+    whole = tars_check()
+    scans = []
+    for _, check, scan in sorted(engine.run(TarChecker(entries), known), key=lambda result: result[0]):
+        whole.add(check)
+        scans += [scan] if scan is not None else []
+    whole.found = f"{sum(tar.stat().st_size for tar in known):,} bytes"
+    yield whole
+    yield indexes_match(folder, scans)
+    yield keys_are_unique(scans)
+
+    progress.start("packs", len(scans), "tars")
+    contents = []
+    for one in engine.run(PackChecker(folder.manifest, encoder), scans):
+        contents.append(one)
+        progress.advance(1)
+    progress.stop()
+    contents.sort(key=lambda one: one.name)
+    yield from contents_checks(folder, contents, fast=encoder is None)
+    yield ledger_agrees(folder)
+    yield energon_loads(folder)

@@ -1,0 +1,178 @@
+"""Tars, their indexes and the files that name them, without looking into a pack."""
+
+import hashlib
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from energon_packed.errors import FormatError
+from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.verify.check import Check
+from energon_packed.shards.manifest import ShardEntry
+from energon_packed.shards.nv_meta import NV_META
+from energon_packed.shards.scan import TarScan, scan_tar
+from energon_packed.shards.split import shard_names
+
+
+def shards_are_those_named(folder: PackedFolder) -> Check:
+    """The tars that are there are those that packing.json and split.yaml name."""
+    check = Check("shards are those of packing.json and split.yaml", found=f"{len(folder.tars):,} tars")
+    named = {shard.name: shard.split for shard in folder.manifest.shards}
+    there = {tar.name for tar in folder.tars}
+    for name in sorted(set(named) - there):
+        check.fail(f"{name} is missing")
+    for name in sorted(there - set(named)):
+        check.fail(f"{name} is not in packing.json; was it added?")
+    try:
+        splits = {name: split for split, names in shard_names(folder.path).items() for name in names}
+        for name in sorted(set(named) | set(splits)):
+            if splits.get(name) != named.get(name):
+                check.fail(f"split.yaml has {name} in {splits.get(name)}, packing.json in {named.get(name)}")
+    except FormatError as error:
+        check.fail(str(error))
+    return check
+
+
+@dataclass(frozen=True, slots=True)
+class TarChecker:
+    """Reads one tar whole and compares it with its entry in the manifest: a function for an engine.
+
+    Attributes:
+        entries: the shards of packing.json, by name.
+    """
+
+    entries: dict[str, ShardEntry]
+
+    def __call__(self, tar: Path) -> tuple[Path, Check, TarScan | None]:
+        """(the tar, what is wrong with it, its members where it is sound)."""
+        check, entry = tars_check(), self.entries[tar.name]
+        size = tar.stat().st_size
+        with tar.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if size != entry.bytes:
+            check.fail(f"{tar.name} has {size} bytes, packing.json says {entry.bytes}")
+        elif digest != entry.sha256:
+            check.fail(f"{tar.name} has sha256 {digest[:12]}.., packing.json says {entry.sha256[:12]}..")
+        try:
+            scan = scan_tar(tar)
+        except FormatError as error:
+            check.fail(str(error))
+            return tar, check, None
+        for problem in scan.problems:
+            check.fail(f"{tar.name}: {problem}")
+        return tar, check, None if scan.problems else scan
+
+
+def tars_check() -> Check:
+    """The check that `TarChecker` makes."""
+    return Check("tars are whole, with the size and hash recorded")
+
+
+def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
+    """The indexes of sound tars say what their headers say."""
+    check = Check(".tar.idx, index.sqlite and .info.json match the members")
+    meta = folder.path / NV_META
+    rows = {scan.path.name: scan.rows() for scan in scans}
+    for scan in scans:
+        index = scan.path.with_suffix(".tar.idx")
+        expected = np.array(rows[scan.path.name].offsets, dtype="<u8").tobytes()
+        if not index.is_file():
+            check.fail(f"{index.name} is missing")
+        elif index.read_bytes() != expected:
+            check.fail(f"{index.name} does not match {scan.path.name}")
+    try:
+        counts = json.loads((meta / ".info.json").read_bytes())["shard_counts"]
+        for name, shard in rows.items():
+            if counts.get(name) != len(shard.keys):
+                check.fail(f".info.json counts {counts.get(name)} packs in {name}, which has {len(shard.keys)}")
+    except (OSError, ValueError, KeyError) as error:
+        check.fail(f".info.json cannot be read: {type(error).__name__} {error}")
+    database = meta / "index.sqlite"
+    if not database.is_file():
+        check.fail("index.sqlite is missing")
+        return check
+    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
+    try:
+        total = 0
+        for number, entry in enumerate(folder.manifest.shards):
+            if entry.name not in rows:
+                continue
+            _compare_rows(check, connection, number, rows[entry.name])
+            total += len(rows[entry.name].keys)
+        check.found = f"{total:,} packs"
+    except sqlite3.Error as error:
+        check.fail(f"index.sqlite cannot be read: {error}")
+    finally:
+        connection.close()
+    return check
+
+
+def _compare_rows(check: Check, connection: sqlite3.Connection, number: int, rows: Any) -> None:
+    """The index rows of one tar against its headers."""
+    sizes = np.diff(rows.offsets).tolist()
+    expected = [
+        (key, place, offset, size)
+        for place, (key, offset, size) in enumerate(zip(rows.keys, rows.offsets, sizes, strict=False))
+    ]
+    query = "SELECT sample_key, sample_index, byte_offset, byte_size FROM samples WHERE tar_file_id = ? ORDER BY 2"
+    _compare(check, rows.name, "samples", expected, connection.execute(query, (number,)).fetchall())
+    query = (
+        "SELECT sample_index, part_name, content_byte_offset, content_byte_size FROM sample_parts "
+        "WHERE tar_file_id = ? ORDER BY 1, 3"
+    )
+    _compare(check, rows.name, "sample_parts", sorted(rows.parts, key=lambda p: (p[0], p[2])),
+             connection.execute(query, (number,)).fetchall())  # fmt: skip
+
+
+def _compare(check: Check, tar: str, table: str, expected: list[Any], found: list[Any]) -> None:
+    if len(expected) != len(found):
+        check.fail(f"index.sqlite has {len(found)} rows of {tar} in {table}, the tar has {len(expected)}")
+        return
+    for want, have in zip(expected, found, strict=True):
+        if tuple(want) != tuple(have):
+            check.fail(f"index.sqlite, {table} of {tar}: the row {tuple(have)} should be {tuple(want)}")
+            return
+
+
+def keys_are_unique(scans: Sequence[TarScan]) -> Check:
+    """No two packs have one key."""
+    check = Check("keys are unique in the data set")
+    owner: dict[str, str] = {}
+    for scan in scans:
+        for key in scan.rows().keys:
+            if key in owner:
+                check.fail(f"key {key} is in {owner[key]} and in {scan.path.name}")
+            owner[key] = scan.path.name
+    check.found = f"{len(owner):,} keys"
+    return check
+
+
+def ledger_agrees(folder: PackedFolder) -> Check:
+    """The counts of packing.json add up, and rejects.jsonl has as many records of each reason."""
+    check = Check("records = packed + rejected, and rejects.jsonl agrees")
+    manifest = folder.manifest
+    rejected = sum(manifest.rejects.values())
+    check.found = f"{manifest.records:,} records"
+    if manifest.records != manifest.packed + rejected:
+        check.fail(f"packing.json: {manifest.records} records are not {manifest.packed} packed + {rejected} rejected")
+    file = folder.path.parent / "rejects.jsonl"
+    if not file.is_file():
+        check.found += "; rejects.jsonl is not here"
+        return check
+    try:
+        reasons = Counter(orjson.loads(line)["reason"] for line in file.read_bytes().splitlines())
+    except (ValueError, KeyError) as error:
+        check.fail(f"rejects.jsonl cannot be read: {error}")
+        return check
+    for reason in sorted(set(reasons) | set(manifest.rejects)):
+        if reasons[reason] != manifest.rejects.get(reason, 0):
+            recorded = manifest.rejects.get(reason, 0)
+            check.fail(f"rejects.jsonl has {reasons[reason]} records with {reason}, packing.json says {recorded}")
+    return check

@@ -1,0 +1,217 @@
+"""What is in the packs: samples, images, tokens and their sums. Tars are read side by side, and the results joined."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from energon_packed.conversation import Conversation
+from energon_packed.dataflow.cookers import FLAVORS
+from energon_packed.encoding import ChatEncoder
+from energon_packed.encoding.images import load_image
+from energon_packed.errors import EnergonPackedError
+from energon_packed.flavors import PackSample
+from energon_packed.inspection.folder import PackedFolder, packs_of
+from energon_packed.inspection.verify.check import Check
+from energon_packed.seqlens import round_up
+from energon_packed.shards import PackingManifest
+from energon_packed.shards.layouts import layout_for
+from energon_packed.shards.scan import TarScan
+
+
+@dataclass(slots=True)
+class TarContents:
+    """What one tar holds.
+
+    Attributes:
+        name: file name of the tar.
+        counts: packs, samples, images and tokens.
+        samples: (id, key of its pack) of every sample, in order.
+        packs, images, fit, encoded: checks of this tar.
+    """
+
+    name: str
+    counts: Counter[str] = field(default_factory=Counter)
+    samples: list[tuple[str, str]] = field(default_factory=list)
+    packs: Check = field(default_factory=lambda: Check("packs are of the flavor"))
+    images: Check = field(default_factory=lambda: Check("images decode"))
+    fit: Check = field(default_factory=lambda: Check("packs fit seq_len"))
+    encoded: Check = field(
+        default_factory=lambda: Check("samples encode to their recorded length, with a supervised token")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackChecker:
+    """Looks at every pack of one tar: a function for an engine.
+
+    Attributes:
+        manifest: of the data set.
+        encoder: encodes every sample again; None skips that.
+    """
+
+    manifest: PackingManifest
+    encoder: ChatEncoder | None
+
+    def __call__(self, scan: TarScan) -> TarContents:
+        """Read a sound tar."""
+        with _one_thread():
+            return self._check(scan)
+
+    def _check(self, scan: TarScan) -> TarContents:
+        flavor, load = FLAVORS[self.manifest.sample_class]
+        here = TarContents(scan.path.name)
+        for raw in packs_of(scan):
+            key = raw["__key__"]
+            try:
+                sample = flavor(__key__=key, __restore_key__=(), __subflavors__={}, **load(raw))
+                conversations = sample.conversations()
+            except (EnergonPackedError, KeyError, TypeError, ValueError) as error:
+                here.packs.fail(f"{here.name}: {key}: {error}")
+                continue
+            here.counts["packs"] += 1
+            here.counts["samples"] += len(conversations)
+            here.counts["images"] += sum(len(c.images) for c in conversations)
+            here.samples += [(str(conversation.id), key) for conversation in conversations]
+            self._check_pack(here, sample, conversations)
+        return here
+
+    def _check_pack(self, here: TarContents, sample: PackSample, conversations: list[Conversation]) -> None:
+        where = f"{here.name}: {sample.__key__}"
+        for conversation in conversations:
+            for image in conversation.images:
+                try:
+                    load_image(image)
+                except EnergonPackedError as error:
+                    here.images.fail(f"{where}, sample {conversation.id}: {error}")
+        lengths = [-1 if length is None else length for length in sample.expected_lengths()]
+        if self.encoder is not None:
+            limit = sample.truncate_to()
+            pairs = zip(conversations, lengths, strict=True)
+            lengths = [self._encoded_length(here, where, c, recorded, limit) for c, recorded in pairs]
+        known = np.array([length for length in lengths if length > 0], dtype=np.int64)
+        here.counts["tokens"] += int(known.sum())
+        row = int(round_up(known, self.manifest.pad_multiple).sum())
+        if row > self.manifest.seq_len:
+            here.fit.fail(f"{where} has {row} tokens, more than seq_len {self.manifest.seq_len}")
+
+    def _encoded_length(
+        self, here: TarContents, where: str, conversation: Conversation, recorded: int, limit: int | None
+    ) -> int:
+        assert self.encoder is not None
+        sample = f"{where}, sample {conversation.id}"
+        try:
+            one = self.encoder.encode(conversation)
+            one = one if limit is None else one.truncated(limit)
+        except EnergonPackedError as error:
+            here.encoded.fail(f"{sample}: {error}")
+            return recorded
+        if len(one) != recorded:
+            here.encoded.fail(f"{sample} has {len(one)} tokens, recorded are {recorded}")
+        if one.num_supervised == 0:
+            here.encoded.fail(f"{sample} has no supervised token")
+        return len(one)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch on this thread alone: its thread pool does not outlive a fork, and the cores have a process each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: bool) -> Iterator[Check]:
+    """The checks of all tars together.
+
+    Args:
+        folder: the data set.
+        contents: of its sound tars, by name.
+        fast: samples were not encoded again.
+    """
+    manifest = folder.manifest
+    total = sum((one.counts for one in contents), Counter[str]())
+    found = {
+        "packs": f"{total['packs']:,} packs",
+        "images": f"{total['images']:,} images",
+        "fit": f"{manifest.seq_len:,} tokens",
+        "encoded": "skipped: --fast" if fast else f"{total['samples']:,} samples",
+    }
+    joined = TarContents("")
+    joined.packs.name = f"packs are {manifest.sample_class}"
+    for name, looked_at in found.items():
+        check: Check = getattr(joined, name)
+        check.found = looked_at
+        for one in contents:
+            check.add(getattr(one, name))
+    yield joined.packs
+    yield _every_sample_once(folder, contents)
+    yield joined.images
+    yield joined.fit
+    yield joined.encoded
+    yield _sums(manifest, contents, total)
+    many = Check("packs hold more than one sample on average")
+    many.found = f"{total['samples'] / max(total['packs'], 1):.2f} samples"
+    if layout_for(manifest.sample_class).packed and total["samples"] <= total["packs"]:
+        many.fail(
+            f"{total['samples']:,} samples in {total['packs']:,} packs: nothing was packed; is seq_len "
+            f"{manifest.seq_len} too short for this data?"
+        )
+    yield many
+
+
+def _every_sample_once(folder: PackedFolder, contents: list[TarContents]) -> Check:
+    check = Check("every sample is there once")
+    recorded = _recorded_ids(folder)
+    seen: dict[str, str] = {}
+    times: Counter[str] = Counter()
+    for one in contents:
+        for ident, key in one.samples:
+            times[ident] += 1
+            where = f"{one.name}: {key}"
+            if times[ident] > max(1, recorded[ident]):
+                check.fail(f"sample {ident} is in {seen[ident]} and in {where}")
+            seen[ident] = where
+    check.found = f"{times.total():,} samples"
+    return check
+
+
+def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter[str]) -> Check:
+    check = Check("sums match packing.json", found=f"{total['tokens']:,} tokens")
+    entries: dict[str, Any] = {shard.name: shard for shard in manifest.shards}
+    for one in contents:
+        for name in ("packs", "samples", "tokens"):
+            recorded = getattr(entries[one.name], name)
+            if one.counts[name] != recorded:
+                check.fail(f"{one.name} has {one.counts[name]} {name}, packing.json says {recorded}")
+    for name, recorded in (
+        ("packs", manifest.packs),
+        ("samples", manifest.packed),
+        ("tokens", manifest.tokens),
+        ("images", manifest.images),
+    ):
+        if total[name] != recorded:
+            check.fail(f"the tars have {total[name]:,} {name}, packing.json says {recorded:,}")
+    return check
+
+
+def _recorded_ids(folder: PackedFolder) -> Counter[str]:
+    """How many packed records have each id, as lengths.parquet says: two of the input may have the same.
+
+    Empty where the file is not here.
+    """
+    try:
+        table = pq.read_table(folder.path.parent / "lengths.parquet", columns=["id", "status"])
+    except (OSError, pa.ArrowInvalid):
+        return Counter()
+    pairs = zip(table["id"].to_pylist(), table["status"].to_pylist(), strict=True)
+    return Counter(ident for ident, status in pairs if status == "packed")
