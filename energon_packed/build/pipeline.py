@@ -23,8 +23,9 @@ from energon_packed.build.progress import Progress
 from energon_packed.build.reader import RecordReader
 from energon_packed.build.summary import make_manifest, shard_entries
 from energon_packed.build.table import RecordTable, load_table
+from energon_packed.build.truncation import TruncationCheck
 from energon_packed.build.workspace import Workspace
-from energon_packed.build.write import ShardTask, ShardWriter, TruncationCheck, finished_shard, shard_rows
+from energon_packed.build.write import ShardTask, ShardWriter, finished_shard, shard_rows
 from energon_packed.errors import RejectLimitError
 from energon_packed.packing import load_kernels
 from energon_packed.shards import PackingManifest
@@ -267,16 +268,9 @@ class _Build:
         names = [f"{options.prefix}-{plan.number:06d}.tar" for plan in plans]
         done: dict[str, ShardSummary] = {}
         todo: list[ShardPlan] = []
-        self.progress.start("write", sum(len(plan.rows) for plan in plans), "samples")
-        for plan, name in zip(plans, names, strict=True):
-            finished = finished_shard(shards / name, _state_file(folder, name))
-            if finished is None:
-                todo.append(plan)
-            else:
-                done[name] = finished
-                self.progress.advance(len(plan.rows), len(plan.rows))
-        tasks = (
-            ShardTask(
+
+        def task_of(plan: ShardPlan) -> ShardTask:
+            return ShardTask(
                 tar=shards / names[plan.number],
                 state=_state_file(folder, names[plan.number]),
                 prefix=options.prefix,
@@ -284,17 +278,26 @@ class _Build:
                 records=table.refs(plan.rows),
                 offsets=plan.offsets,
             )
-            for plan in todo
-        )
+
+        self.progress.start("write", sum(len(plan.rows) for plan in plans), "samples")
+        for plan, name in zip(plans, names, strict=True):
+            finished = finished_shard(task_of(plan))
+            if finished is None:
+                todo.append(plan)
+            else:
+                done[name] = finished
+                self.progress.advance(len(plan.rows), len(plan.rows))
         if todo:
             self.space.open_shards()
         truncate = options.usable_len if options.overlong == "truncate" else None
         writer = ShardWriter(reader=self.reader, encoder=options.encoder, truncate=truncate)
         samples = {name: len(plan.rows) for plan, name in zip(plans, names, strict=True)}
-        for shard in self.engine.run(writer, tasks):
+        for shard in self.engine.run(writer, map(task_of, todo)):
             done[shard.name] = shard
             self.progress.advance(samples[shard.name], samples[shard.name])
         self.space.remove_strays(set(names))
+        if sum(shard.packs for shard in done.values()) != sum(len(plan.offsets) - 1 for plan in plans):
+            raise AssertionError("the shards do not hold every planned pack")
         return [done[name] for name in names]
 
 

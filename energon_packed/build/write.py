@@ -1,5 +1,6 @@
 """Stage 3, write: shards side by side, each by one worker; index rows are collected on the way."""
 
+import hashlib
 import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +45,18 @@ class ShardTask:
     records: RecordRefs
     offsets: Int64
 
+    def digest(self) -> str:
+        """Hex digest of which records lie in which pack, and of what was measured of them.
+
+        A shard that an earlier run has finished holds these packs only if its digest is the same: records that could
+        not be used then may be there now, and then the whole plan is another one.
+        """
+        digest = hashlib.sha256(f"{self.prefix} {self.first_pack}".encode())
+        records = self.records
+        for array in (self.offsets, *(getattr(records, name) for name in records.__slots__)):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardWriter:
@@ -69,7 +82,8 @@ class ShardWriter:
                 samples = [self.stored_sample(task.records, place, encoder) for place in range(start, stop)]
                 shard.add(f"{task.prefix}_{pack:08d}", layout.write(samples, self.truncate))
         write_tar_index(task.tar, shard.rows)
-        write_whole(task.state, orjson.dumps({"mtime_ns": changed_at(task.tar), "rows": shard.rows.as_dict()}))
+        state = {"task": task.digest(), "mtime_ns": changed_at(task.tar), "rows": shard.rows.as_dict()}
+        write_whole(task.state, orjson.dumps(state))
         return shard.rows.summary
 
     def stored_sample(self, records: RecordRefs, place: int, encoder: ChatEncoder | None) -> StoredSample:
@@ -117,10 +131,13 @@ class ShardWriter:
         )
 
 
-def finished_shard(tar: Path, state: Path) -> ShardSummary | None:
-    """A shard that an earlier run has finished and nobody has touched since, or None."""
+def finished_shard(task: ShardTask) -> ShardSummary | None:
+    """The shard of a task that an earlier run has finished and nobody has touched since, or None."""
+    tar = task.tar
     try:
-        value = orjson.loads(state.read_bytes())
+        value = orjson.loads(task.state.read_bytes())
+        if value["task"] != task.digest():
+            return None
         rows = ShardRows.from_dict(value["rows"])
         whole = (rows.size, value["mtime_ns"]) == (tar.stat().st_size, changed_at(tar))
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
@@ -131,31 +148,3 @@ def finished_shard(tar: Path, state: Path) -> ShardSummary | None:
 def shard_rows(state: Path) -> ShardRows:
     """Index rows of a finished shard."""
     return ShardRows.from_dict(orjson.loads(state.read_bytes())["rows"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TruncationCheck:
-    """Tells which samples cannot be cut to a row: the function of the plan stage's check.
-
-    Attributes:
-        reader, encoder: as in the other stages.
-        max_length: tokens of a row.
-    """
-
-    reader: RecordReader
-    encoder: EncoderOptions
-    max_length: int
-
-    def __call__(self, task: tuple[Int64, RecordRefs]) -> list[tuple[int, str, str]]:
-        """(record number, reason, detail) of those records that cannot be cut."""
-        rows, records = task
-        encoder = self.encoder.load()
-        failures = []
-        for place, row in enumerate(rows.tolist()):
-            source = int(records.source[place])
-            record = self.reader.sources[source].read(int(records.address[place]), int(records.size[place]))
-            try:
-                encoder.encode_tokens(self.reader.conversation(source, record)).truncated(self.max_length)
-            except RecordError as error:
-                failures.append((row, error.reason.value, error.detail))
-        return failures

@@ -21,6 +21,7 @@ from energon_packed import (
 from energon_packed.build.planning import split_ranges
 from energon_packed.demo.tokenizer import CHATML_TEMPLATE
 from energon_packed.errors import ConfigError, RejectLimitError, SourceError, TemplateError
+from energon_packed.shards.reader import ShardReader
 from tests.encoding.test_spans import FORGETTING
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
@@ -31,6 +32,14 @@ def png(width: int, height: int, seed: int = 0) -> bytes:
     noise = random.Random(seed).randbytes(width * height * 3)
     Image.frombytes("RGB", (width, height), noise).save(out, "PNG")
     return out.getvalue()
+
+
+def packed_ids(shards: Path) -> list[str]:
+    """Ids in the tars, sorted."""
+    reader = ShardReader(sorted(shards.glob("*.tar")))
+    return sorted(
+        ident for pack in range(len(reader)) for ident in json.loads(reader.part(pack, "json")["json"])["ids"]
+    )
 
 
 def with_template(tokenizer_dir: Path, folder: Path, template: str) -> EncoderOptions:
@@ -147,7 +156,26 @@ def test_a_mended_image_is_measured_again(build: Any, tmp_path: Path) -> None:
     records = [{"images": ["x.png"], "captions": ["c"]}, {"messages": TURNS}]
     assert build(records).manifest.rejects == {"missing_image": 1}
     (tmp_path / "x.png").write_bytes(png(60, 40))
-    assert build(overwrite=True).manifest.rejects == {}
+    result = build()
+    assert result.manifest.rejects == {}
+    assert packed_ids(result.shards) == ["data:0", "data:1"]
+
+
+@pytest.mark.parametrize("max_packs_per_shard", [1, 3, 1000])
+def test_images_that_come_back_between_runs(build: Any, tmp_path: Path, max_packs_per_shard: int) -> None:
+    """The plan is another one each time, so no finished shard of an earlier plan may stay."""
+    records = [{"id": f"r{n:02}", "images": [f"{n}.png"], "captions": ["word " * (n % 7 + 1)]} for n in range(40)]
+    late = (7, 30, 11)
+    for number in set(range(40)) - set(late):
+        (tmp_path / f"{number}.png").write_bytes(png(60 + 20 * (number % 5), 40, number))
+    options = {"max_packs_per_shard": max_packs_per_shard, "max_reject_rate": 0.5}
+    build(records, **options)
+    for number in late:
+        (tmp_path / f"{number}.png").write_bytes(png(200, 100, number))
+        result = build(**options)
+        there = sorted(record["id"] for n, record in enumerate(records) if (tmp_path / f"{n}.png").exists())
+        assert packed_ids(result.shards) == there
+    assert result.manifest.rejects == {}
 
 
 def test_an_image_that_changed_is_noticed(build: Any, tmp_path: Path) -> None:

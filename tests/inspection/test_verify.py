@@ -2,12 +2,15 @@
 
 import io
 import json
+import re
 import shutil
 import sqlite3
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
@@ -168,3 +171,18 @@ def test_an_id_that_two_records_share_is_no_fault(tokenizer_dir: Path, tmp_path:
     assert result.exit_code == 0, result.output
     (tmp_path / "out" / "lengths.parquet").unlink()
     assert "sample twin is in" in run(tmp_path / "out").output
+
+
+def test_samples_are_those_that_lengths_parquet_says(copy: Path) -> None:
+    file = copy.parent / "lengths.parquet"
+    rows = pq.read_table(file).to_pylist()
+    packed = next(row for row in rows if row["status"] == "packed")
+    rejected = next(row for row in rows if row["status"] != "packed")
+    packed["status"], rejected["status"] = rejected["status"], "packed"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    result = run(copy)
+    assert result.exit_code == 1
+    assert re.search(
+        rf"sample {packed['id']} is in pack-0.*, but lengths.parquet does not say that it is packed", result.output
+    )
+    assert f"sample {rejected['id']} is packed as lengths.parquet says, but is in no sound tar" in result.output

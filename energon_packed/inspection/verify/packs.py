@@ -178,9 +178,14 @@ def _every_sample_once(folder: PackedFolder, contents: list[TarContents]) -> Che
         for ident, key in one.samples:
             times[ident] += 1
             where = f"{one.name}: {key}"
-            if times[ident] > max(1, recorded[ident]):
+            if recorded is not None and not recorded[ident]:
+                check.fail(f"sample {ident} is in {where}, but lengths.parquet does not say that it is packed")
+            elif times[ident] > (1 if recorded is None else recorded[ident]):
                 check.fail(f"sample {ident} is in {seen[ident]} and in {where}")
             seen[ident] = where
+    for ident, count in (recorded or {}).items():
+        if times[ident] < count:
+            check.fail(f"sample {ident} is packed as lengths.parquet says, but is in no sound tar")
     check.found = f"{times.total():,} samples"
     return check
 
@@ -204,14 +209,14 @@ def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter
     return check
 
 
-def _recorded_ids(folder: PackedFolder) -> Counter[str]:
+def _recorded_ids(folder: PackedFolder) -> Counter[str] | None:
     """How many packed records have each id, as lengths.parquet says: two of the input may have the same.
 
-    Empty where the file is not here.
+    None where the file is not here.
     """
     try:
         table = pq.read_table(folder.path.parent / "lengths.parquet", columns=["id", "status"])
     except (OSError, pa.ArrowInvalid):
-        return Counter()
+        return None
     pairs = zip(table["id"].to_pylist(), table["status"].to_pylist(), strict=True)
     return Counter(ident for ident, status in pairs if status == "packed")
