@@ -29,7 +29,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / _NAME
-        self._real = self.path.absolute()
+        self._real = folder.resolve() / _NAME
         self._file: int | None = None
         self._made_folder = False
 

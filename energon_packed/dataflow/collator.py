@@ -32,6 +32,9 @@ class Collator(ABC):
         """For torch's `collate_fn` and the `data_collator` of transformers.Trainer.
 
         Packs of a `PackedDataset` become one row as `transformers_inputs()`, a dict; samples become a PackedBatch.
+
+        Raises:
+            BatchError: as `collate`; or the dict cannot say what the collator does.
         """
         if features and isinstance(features[0], list):
             return self.collate([sample for pack in features for sample in pack]).transformers_inputs()
@@ -73,6 +76,15 @@ class PaddingFreeCollator(Collator):
         self.pad_multiple = pad_multiple
         self.pad_to = pad_to
         self.pad_token_id = pad_token_id
+
+    def __call__(self, features: Sequence[Any]) -> Any:
+        """As every collator; weights of samples have no place in the dict that a stock Trainer takes."""
+        if self.loss_weighting != "token" and features and isinstance(features[0], list):
+            raise BatchError(
+                f"loss_weighting {self.loss_weighting!r} stands in loss_mask, which a model's own loss does not read: "
+                "take collate() and batch.loss(logits) in your training step, or loss_weighting='token'"
+            )
+        return super().__call__(features)
 
     def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
         """One row of these samples.

@@ -12,13 +12,13 @@ from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.distributor import EnergonDistributor
 from energon_packed.dataflow.failures import FailureLog
+from energon_packed.dataflow.manifests import common_seq_len, loaded_splits
 from energon_packed.dataflow.packer import Packer, PoolPacker
-from energon_packed.dataflow.ranks import EvenRanks, epoch_steps
+from energon_packed.dataflow.ranks import EvenRanks, check_every_worker_has_packs, epoch_steps
 from energon_packed.dataflow.state import STATE_VERSION, LoaderState, dataset_fingerprint
 from energon_packed.dataflow.task_encoder import PackedTaskEncoder
 from energon_packed.encoding import Processor
-from energon_packed.errors import ConfigError, FormatError
-from energon_packed.shards import PackingManifest
+from energon_packed.errors import ConfigError
 
 _SEEDS_PER_EPOCH = 1_000_003  # far apart, so that neighbouring seeds do not share epochs
 
@@ -40,6 +40,7 @@ class PackedLoader:
         failures: FailureLog,
         *,
         micro_batch_size: int,
+        seed: int = 0,
         epoch_steps: int | None = None,
     ) -> None:
         """Use `get_packed_loader`.
@@ -48,11 +49,13 @@ class PackedLoader:
             build: makes Energon's dataset for an epoch.
             failures: handles the errors of that dataset.
             micro_batch_size: packs in one batch.
+            seed: offset of the shuffle seed.
             epoch_steps: batches in one epoch, None for as many as there are.
         """
         self.failures = failures
         self._build = build
         self._micro_batch_size = micro_batch_size
+        self._seed = seed
         self._epoch_steps = epoch_steps
         self._start(0)
         dataset = build(0)
@@ -79,7 +82,8 @@ class PackedLoader:
         """Go on after the batch at which `state` was saved; call it before iterating.
 
         Raises:
-            BatchError: the state is of another world size, rank, number of workers, batch size, data set or version.
+            BatchError: the state is of another world size, rank, number of workers, batch size, seed, data set or
+                version.
         """
         state.check_against(self._state(None))
         self._start(state.epoch)
@@ -94,6 +98,7 @@ class PackedLoader:
             rank=self._worker_config.rank,
             num_workers=self._worker_config.num_workers,
             micro_batch_size=self._micro_batch_size,
+            seed=self._seed,
             dataset=self._fingerprint,
             epoch=self._epoch,
             steps=self._steps,
@@ -137,7 +142,7 @@ class PackedIterator(Iterator[PackedBatch]):
 
 def get_packed_loader(
     path: str | Path,
-    encoder: Processor,
+    encoder: Processor | None = None,
     *,
     seq_len: int | None = None,
     micro_batch_size: int = 1,
@@ -166,7 +171,8 @@ def get_packed_loader(
 
     Args:
         path: folder that `energon-packed pack` wrote (`out` or `out/webdataset`), or an Energon Metadataset YAML.
-        encoder: the Processor that the data was packed with.
+        encoder: the Processor that the data was packed with; None for PackedTokensSample data without images, which
+            holds all that is needed.
         seq_len: tokens in one row; by default what packing.json says.
         micro_batch_size: packs in one batch; they are joined into one row.
         num_workers: worker processes; 0 loads in this one.
@@ -192,22 +198,24 @@ def get_packed_loader(
         ConfigError: arguments that contradict each other or the data.
         FormatError: `path` is no packed data set.
     """
-    folder, manifest = _resolve(Path(path))
-    if manifest is not None:
-        seq_len = manifest.seq_len if seq_len is None else seq_len
-        if manifest.seq_len > seq_len:
-            raise ConfigError(
-                f"{path} was packed with seq_len {manifest.seq_len}, more than seq_len {seq_len}; raise it"
-            )
-        check_manifest(manifest, split, encoder if check_encoder else None, path)
+    splits = loaded_splits(Path(path), split)
+    seq_len = common_seq_len(splits, seq_len)
+    processor = splits[0].stored_tokens() if encoder is None else encoder
+    for one in splits:
+        if encoder is None:
+            one.stored_tokens()
+        elif check_encoder:
+            one.check_encoder(encoder)
     if max_failures < 0:
         raise ConfigError(f"max_failures is {max_failures}; it must be at least 0")
     if packing_buffer_size is not None:
         packer = packer or _default_packer(packing_buffer_size, seq_len)
     failures = FailureLog(max_failures)
     worker_config = _worker_config(rank, world_size, num_workers, seed, failures)
+    if epochs is None:
+        check_every_worker_has_packs(splits, world_size=worker_config.world_size, num_workers=num_workers)
     distributor = EnergonDistributor(
-        folder,
+        path if Path(path).is_file() else splits[0].path,
         split=split,
         micro_batch_size=micro_batch_size,
         shuffle=shuffle,
@@ -217,7 +225,7 @@ def get_packed_loader(
         drop_last=drop_last,
     )
     task_encoder = PackedTaskEncoder(
-        encoder,
+        processor,
         collator=collator or PaddingFreeCollator(),
         packer=packer,
         one_pass=epochs is not None,
@@ -234,8 +242,8 @@ def get_packed_loader(
     if epochs is not None:
         steps = epoch_steps(
             even_ranks,
-            manifest=manifest if packing_buffer_size is None else None,
-            split=split,
+            splits=splits,
+            on_the_fly=packing_buffer_size is not None,
             dataset=build,
             world_size=worker_config.world_size,
             rank=worker_config.rank,
@@ -243,42 +251,14 @@ def get_packed_loader(
             num_workers=num_workers,
             drop_last=drop_last,
         )
-    return PackedLoader(build, failures, micro_batch_size=micro_batch_size, epoch_steps=steps)
-
-
-def _resolve(path: Path) -> tuple[Path, PackingManifest | None]:
-    """(what Energon opens, manifest where there is one)."""
-    if path.is_file():
-        return path, None
-    if not path.is_dir():
-        raise FormatError(f"{path} does not exist; give a folder that energon-packed wrote, or a Metadataset YAML")
-    folder = path if (path / ".nv-meta").is_dir() else path / "webdataset"
-    if not (folder / ".nv-meta").is_dir():
-        raise FormatError(f"{path} has no .nv-meta folder; was the build finished?")
-    try:
-        return folder, PackingManifest.load(folder)
-    except FormatError:
-        return folder, None
-
-
-def check_manifest(manifest: PackingManifest, split: str, encoder: Processor | None, path: str | Path) -> None:
-    """Raise ConfigError for an empty split, or an encoder other than the one that the data was packed with."""
-    if not manifest.packs_in(split):
-        there = ", ".join(sorted({shard.split for shard in manifest.shards}))
-        raise ConfigError(f"{path} has no packs in split {split!r}; it has {there}")
-    found = encoder.fingerprint() if encoder is not None else ""
-    if found and manifest.tokenizer_fingerprint and found != manifest.tokenizer_fingerprint:
-        raise ConfigError(
-            f"{path} was packed with another tokenizer, chat template, image settings or loss_on than this encoder; "
-            f"packing.json names {manifest.encoder}; use those, or check_encoder=False if the difference is meant"
-        )
+    return PackedLoader(build, failures, micro_batch_size=micro_batch_size, seed=seed, epoch_steps=steps)
 
 
 def _default_packer(packing_buffer_size: int, seq_len: int | None) -> Packer:
     if packing_buffer_size < 1:
         raise ConfigError(f"packing_buffer_size is {packing_buffer_size}; it must be at least 1, or None")
     if seq_len is None:
-        raise ConfigError("packing on the fly needs seq_len: the data set has no packing.json")
+        raise ConfigError("packing on the fly needs seq_len: no data set has a packing.json")
     return PoolPacker(seq_len)
 
 

@@ -10,7 +10,14 @@ from energon_packed.packing import pack_lengths
 
 
 class Packer(ABC):
-    """Groups a buffer of samples by their lengths."""
+    """Groups a buffer of samples by their lengths.
+
+    Attributes:
+        longest: tokens of the longest sample that fits a row; None where any does. Longer ones are never given to
+            `select`: they fail one by one.
+    """
+
+    longest: int | None = None
 
     @abstractmethod
     def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
@@ -19,8 +26,6 @@ class Packer(ABC):
         Args:
             lengths: int64 (n,), tokens of the buffered samples.
 
-        Raises:
-            BatchError: a sample does not fit a row.
         """
 
 
@@ -37,14 +42,23 @@ class PoolPacker(Packer):
     ) -> None:
         pack_lengths([], seq_len, algorithm=algorithm, max_samples=max_samples, multiple=multiple)
         self.seq_len = seq_len
+        self.longest = seq_len - seq_len % multiple
         self._options = {"algorithm": algorithm, "max_samples": max_samples, "multiple": multiple}
 
     def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        """Groups of sample numbers, each at most `seq_len` tokens."""
+        """Groups of sample numbers, each at most `seq_len` tokens.
+
+        Raises:
+            BatchError: a sample is longer than `longest`.
+        """
         plan = pack_lengths(lengths, self.seq_len, **self._options)  # type: ignore[arg-type]
         if len(plan.overlong):
-            raise BatchError(
-                f"a sample of {lengths[plan.overlong[0]]} tokens does not fit a row of {self.seq_len}; "
-                "pack with that --seq-len, or raise seq_len"
-            )
+            raise too_long(int(lengths[plan.overlong[0]]), self.longest or 0)
         return list(plan)
+
+
+def too_long(length: int, longest: int) -> BatchError:
+    """The error for a sample that fits no row."""
+    return BatchError(
+        f"a sample of {length} tokens does not fit a row of {longest}; pack with that --seq-len, or raise seq_len"
+    )

@@ -6,20 +6,23 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from energon_packed.dataflow.plain import from_plain, to_plain
 from energon_packed.errors import BatchError, FormatError
 from energon_packed.shards import PackingManifest
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 _NOT_DATA = ("worker_config", "slice_offsets", "batcher", "map_fn", "pre_packer", "final_packer", "sample_loader")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderState:
-    """State of one rank.
+    """State of one rank. It is saved in plain types: `torch.load` reads it where this package has been imported.
 
     Attributes:
         format_version: layout of this state.
-        world_size, rank, num_workers, micro_batch_size: how the data is dealt.
+        world_size, rank, num_workers, micro_batch_size, seed: how the data is dealt.
         dataset: fingerprint of the data and of what shuffles and packs it.
         epoch: number of the epoch, 0 where the data repeats without end.
         steps: batches of the current epoch that were given out.
@@ -32,11 +35,15 @@ class LoaderState:
     rank: int
     num_workers: int
     micro_batch_size: int
+    seed: int
     dataset: str
     epoch: int
     steps: int
     last_restore_key: tuple[Any, ...] | None
     energon: Any
+
+    def __reduce__(self) -> tuple[Any, tuple[dict[str, Any]]]:
+        return _load, ({field.name: to_plain(getattr(self, field.name)) for field in fields(self)},)
 
     def check_against(self, other: "LoaderState") -> None:
         """Refuse to go on in a loader that would give other batches.
@@ -60,6 +67,17 @@ class LoaderState:
             )
 
 
+def _load(values: dict[str, Any]) -> LoaderState:
+    known = {field.name for field in fields(LoaderState)}
+    if set(values) != known:
+        version = values.get("format_version")
+        raise BatchError(f"the saved state has format_version {version}, this version reads {STATE_VERSION}")
+    return LoaderState(**{name: from_plain(value) for name, value in values.items()})
+
+
+torch.serialization.add_safe_globals([_load])  # makes a LoaderState of plain values, and nothing else
+
+
 def dataset_fingerprint(config: dict[str, Any]) -> str:
     """Digest of an Energon dataset's `config()` without what names functions, ranks and places.
 
@@ -77,8 +95,9 @@ def _data_only(value: Any) -> Any:
     return [_data_only(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _packing(path: str) -> str | None:
+def _packing(path: str) -> list[str] | None:
+    """The hashes of all shards: what the input and the options were leaves open which images were there."""
     try:
-        return PackingManifest.load(Path(path)).fingerprint
+        return [shard.sha256 for shard in PackingManifest.load(Path(path)).shards]
     except FormatError:
         return None

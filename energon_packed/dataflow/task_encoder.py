@@ -21,8 +21,9 @@ from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.cookers import cook_pack
 from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.one_pass import OnePass
-from energon_packed.dataflow.packer import Packer
+from energon_packed.dataflow.packer import Packer, too_long
 from energon_packed.encoding import EncodedSample, Processor
+from energon_packed.errors import EnergonPackedError
 from energon_packed.flavors import PackSample
 
 
@@ -97,10 +98,23 @@ class PackedTaskEncoder(TaskEncoder):
         return pack
 
     def select_samples_to_pack(self, samples: list[PackSample]) -> list[list[PackSample]]:
-        """Group a buffer of samples by the packer; nothing is dropped."""
+        """Group a buffer of samples by the packer; one that cannot be measured or fits no row fails alone."""
         assert self.packer is not None, "packing_buffer_size needs a packer"
-        groups = self.packer.select(np.array([self._length(sample) for sample in samples], dtype=np.int64))
-        return [[samples[i] for i in group] for group in groups]
+        fitting, lengths = [], []
+        for sample in samples:
+            try:
+                length = self._length(sample)
+                if self.packer.longest is not None and length > self.packer.longest:
+                    raise too_long(length, self.packer.longest)
+            except EnergonPackedError as error:
+                if self.on_failure is None:
+                    raise
+                self.on_failure(error, sample)
+                continue
+            fitting.append(sample)
+            lengths.append(length)
+        groups = self.packer.select(np.array(lengths, dtype=np.int64)) if fitting else []
+        return [[fitting[i] for i in group] for group in groups]
 
     @stateless
     def pack_selected_samples(self, samples: list[EncodedPack]) -> EncodedPack:

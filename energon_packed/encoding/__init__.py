@@ -6,6 +6,7 @@ Conversation ──template──► text + supervised spans ──tokenizer─�
 from energon_packed.encoding.chat import ChatEncoder
 from energon_packed.encoding.processor import Measured, Processor
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
+from energon_packed.encoding.stored_tokens import StoredTokens
 from energon_packed.encoding.vision import VisionFamily, load_vision
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "EncodedSample",
     "Measured",
     "Processor",
+    "StoredTokens",
     "VisionFamily",
     "load_vision",
 ]

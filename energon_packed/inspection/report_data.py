@@ -20,6 +20,7 @@ from energon_packed.inspection.tokens import token_rows
 from energon_packed.inspection.view import PackView, view_pack
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.reader import ShardReader
+from energon_packed.shards.recorded import recorded_lengths
 
 _MOST_MEASURED = 20_000  # packs whose lengths are read
 _MOST_MAPPED = 120  # packs in the packing map
@@ -86,7 +87,7 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
     reader = ShardReader([folder.path / shard.name for shard in manifest.shards])
     rng = np.random.default_rng(seed)
     picked = _picked(rng, len(reader), _MOST_MEASURED)
-    sizes = [_sample_lengths(reader, pack, manifest.sample_class) for pack in picked]
+    sizes = [[length or 0 for length in recorded_lengths(reader, pack)] for pack in picked]
     mapped = _picked(rng, len(reader), _MOST_MAPPED)
     shown = _picked(rng, len(reader), _MOST_SHOWN)
     encoded = _picked(rng, len(reader), _MOST_ENCODED) if encoder is not None else []
@@ -120,17 +121,6 @@ def encoder_or_reason(folder: PackedFolder, tokenizer: Path | None) -> tuple[Cha
 def _picked(rng: np.random.Generator, count: int, most: int) -> list[int]:
     """At most `most` numbers below `count`, rising."""
     return sorted(rng.permutation(count)[:most].tolist()) if count > most else list(range(count))
-
-
-def _sample_lengths(reader: ShardReader, pack: int, sample_class: str) -> list[int]:
-    """Recorded tokens of each sample; reads no image."""
-    if sample_class == "PackedTokensSample":
-        raw = reader.part(pack, "cu_seqlens.npy")
-        bounds = np.lib.format.read_array(io.BytesIO(raw["cu_seqlens.npy"]), allow_pickle=False)
-        return [int(length) for length in np.diff(bounds)]
-    value = orjson.loads(reader.part(pack, "json")["json"])
-    lengths = value.get("lengths") or [sample.get("length") for sample in value.get("samples") or [value]]
-    return [int(length or 0) for length in lengths]
 
 
 def _map(view: PackView) -> MappedPack:

@@ -16,8 +16,8 @@ import torch
 
 from energon_packed.dataflow import PackedBatch, PackedLoader, get_packed_loader
 from energon_packed.encoding import IGNORE_INDEX, Processor
-from energon_packed.errors import ConfigError, EnergonPackedError
-from energon_packed.shards import PackingManifest
+from energon_packed.errors import ConfigError
+from energon_packed.metadataset import has_split
 
 Layout = Literal["bridge", "megatron-lm"]
 LAYOUTS: tuple[Layout, ...] = ("bridge", "megatron-lm")
@@ -128,7 +128,7 @@ def train_valid_test_dataloaders_provider(
             return None, None, None
 
         def iterator(split: str) -> MegatronIterator | None:
-            if split != "train" and not _has_split(path, split):
+            if split != "train" and not has_split(path, split):
                 return None
             loader = get_packed_loader(
                 path, encoder, split=split, rank=place.rank, world_size=place.world_size, **options
@@ -170,18 +170,6 @@ class _Place:
             is_first_tensor_rank=parallel_state.get_tensor_model_parallel_rank() == 0,
             is_middle_stage=0 < stage < stages - 1,
         )
-
-
-def _has_split(path: str | Path, split: str) -> bool:
-    """Whether a packed folder has packs in a split; a Metadataset is asked by name."""
-    if Path(path).is_file():
-        import yaml
-
-        return split in (yaml.safe_load(Path(path).read_text(encoding="utf-8")).get("splits") or {})
-    try:
-        return PackingManifest.load(path).packs_in(split) > 0
-    except EnergonPackedError:
-        return False
 
 
 def _megatron_lm(batch: PackedBatch) -> dict[str, Any]:

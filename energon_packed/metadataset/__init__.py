@@ -10,7 +10,7 @@ render.py    the YAML file
 """
 
 from energon_packed.metadataset.blend import WEIGHT_BY, Blend, make_blend
-from energon_packed.metadataset.inputs import BlendInput, read_input
+from energon_packed.metadataset.inputs import BlendInput, has_split, read_input
 from energon_packed.metadataset.render import render, write_metadataset
 
-__all__ = ["WEIGHT_BY", "Blend", "BlendInput", "make_blend", "read_input", "render", "write_metadataset"]
+__all__ = ["WEIGHT_BY", "Blend", "BlendInput", "has_split", "make_blend", "read_input", "render", "write_metadataset"]

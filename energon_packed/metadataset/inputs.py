@@ -87,18 +87,13 @@ def read_input(path: str | Path, split: str) -> BlendInput:
 
 def _read_metadataset(path: Path, split: str) -> BlendInput:
     """The sum of all data sets that a Metadataset refers to."""
-    from megatron.energon.metadataset.loader import traverse_metadataset
+    from energon_packed.dataflow.manifests import metadataset_leaves  # imports torch, as Energon does
 
+    found = metadataset_leaves(path, split)
     try:
-        found = traverse_metadataset(path.resolve(), split_part=split)
-        leaves = [read_input(Path(str(leaf.path)), leaf.split_part or split) for leaf in found]
+        leaves = [read_input(leaf, part) for leaf, part in found]
     except (ConfigError, FormatError) as error:
         raise ConfigError(f"{path} refers to a data set that cannot be used: {error}") from error
-    except Exception as error:  # Energon raises what its parsers raise
-        raise FormatError(
-            f"{path} is no Metadataset that Energon can read: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}"
-        ) from error
     if not leaves:
         raise ConfigError(f"{path} has no split {split!r}")
     check_settings(leaves)
@@ -157,10 +152,15 @@ def _flavor(folder: Path) -> object:
         return None
 
 
-def has_split(folder: Path, split: str) -> bool:
-    """Whether a split of a data set folder holds packs, or a Metadataset has it."""
-    if folder.is_file():
-        return split in yaml.safe_load(folder.read_bytes())["splits"]
+def has_split(path: str | Path, split: str) -> bool:
+    """Whether a split of a data set folder holds packs, or a Metadataset has it.
+
+    Raises:
+        FormatError: there is no data set.
+    """
+    if Path(path).is_file():
+        return split in (yaml.safe_load(Path(path).read_bytes()).get("splits") or {})
+    folder = dataset_folder(path)
     names = shard_names(folder).get(split, [])
     try:
         return PackingManifest.load(folder).packs_in(split) > 0
@@ -170,4 +170,4 @@ def has_split(folder: Path, split: str) -> bool:
 
 def validation_split(path: Path) -> str:
     """`val` where the input has it, else all that it has for training."""
-    return "val" if path.is_file() or has_split(dataset_folder(path), "val") else "train"
+    return "val" if path.is_file() or has_split(path, "val") else "train"

@@ -140,3 +140,11 @@ def test_a_collator_serves_a_torch_loader() -> None:
         collate_fn=PaddingFreeCollator(),
     )
     assert [batch.cu_seqlens.tolist() for batch in loader] == [[0, 2, 4, 6, 8], [0, 2, 4]]
+
+
+def test_weights_that_a_stock_trainer_would_not_read_are_refused() -> None:
+    packs = [[sample([1, 2])], [sample([3, 4])]]
+    assert set(PaddingFreeCollator()(packs)) > {"input_ids", "labels"}
+    with pytest.raises(BatchError, match="loss_weighting 'sample' stands in loss_mask"):
+        PaddingFreeCollator(loss_weighting="sample")(packs)
+    PaddingFreeCollator(loss_weighting="sample")(packs[0])  # a PackedBatch has its loss_mask

@@ -108,7 +108,7 @@ def test_what_is_missing_is_said(pack_demo: Any, encoder: ChatEncoder, tmp_path:
     shards = pack_demo(max_packs_per_shard=3).shards
     with pytest.raises(ConfigError, match=r"holds PackedCaptioningSample with images, which an encoder"):
         PackedDataset(shards)
-    with pytest.raises(ConfigError, match="has no shard in split 'val'; it has train"):
+    with pytest.raises(ConfigError, match="has no packs in split 'val'; it has train"):
         PackedDataset(shards, encoder, split="val")
     with pytest.raises(FormatError, match="does not exist"):
         PackedDataset(tmp_path / "nowhere", encoder)

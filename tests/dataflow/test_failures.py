@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from energon_packed import ChatEncoder, get_packed_loader
+from energon_packed import ChatEncoder, PackedDataset, PoolPacker, get_packed_loader
 from energon_packed.errors import BatchError, FormatError, RecordError
 from tests.conftest import FLAVORS, Packer
 
@@ -117,3 +118,18 @@ def test_the_same_shards_as_crude_data(
     expected, found = (list(get_packed_loader(path, encoder, **options)) for path in (shards, crude))
     assert [b.ids for b in found] == [b.ids for b in expected]
     assert all(a.input_ids.equal(b.input_ids) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("limit", [0, 3, 100])
+def test_on_the_fly_a_sample_that_fits_no_row_fails_alone(pack_demo: Packer, encoder: ChatEncoder, limit: int) -> None:
+    shards = pack_demo(sample_class="MultiMixQASample").shards
+    lengths = PackedDataset(shards, encoder).lengths
+    row = int(np.sort(lengths)[-6])  # five are longer
+    task_encoder_options: dict[str, Any] = {"epochs": 1, "num_workers": 0, "packing_buffer_size": 30}
+    loader = get_packed_loader(shards, encoder, packer=PoolPacker(row), max_failures=limit, **task_encoder_options)
+    if limit < 5:
+        with pytest.raises(BatchError, match=f"does not fit a row of {row}|more than max_failures 3"):
+            list(loader)
+        return
+    assert sum(batch.num_samples for batch in loader) == len(lengths) - 5
+    assert loader.failures.counts == {"bad_batch": 5}

@@ -1,5 +1,6 @@
 """Batches in Megatron's words, with real megatron-core objects and ranks."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,12 @@ def test_data_parallel_ranks_get_different_rows(pack_demo: Packer, tokenizer_dir
     outputs = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=1, pipeline=1)
     assert all("valid True test False" in out for out in outputs)
     assert len({next(line for line in out.splitlines() if "first" in line) for out in outputs}) == 2
+    foreign = tmp_path / "foreign"  # what nv-meta makes for tars of other packers has splits, and no packing.json
+    shutil.copytree(shards, foreign)
+    (foreign / ".nv-meta" / "packing.json").unlink()
+    (tmp_path / "store").unlink(missing_ok=True)
+    outputs = run_ranks(tmp_path, foreign, tokenizer_dir, "bridge", tensor=1, pipeline=1)
+    assert all("valid True test False" in out for out in outputs)
 
 
 def test_tensor_parallel_ranks_get_the_same_rows_or_leave_loading_to_the_first(

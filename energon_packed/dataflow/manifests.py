@@ -1,0 +1,122 @@
+"""The manifests of what a loader reads: of a data set folder, or of every one that a Metadataset refers to."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from energon_packed.encoding import Processor, StoredTokens
+from energon_packed.errors import ConfigError, FormatError
+from energon_packed.flavors import PackedTokensSample
+from energon_packed.shards import PackingManifest
+from energon_packed.shards.split import dataset_folder
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSplit:
+    """One split of one data set folder.
+
+    Attributes:
+        path: folder with `.nv-meta`.
+        split: which of its splits is read.
+        manifest: its packing.json; None where other tools packed it.
+    """
+
+    path: Path
+    split: str
+    manifest: PackingManifest | None
+
+    @classmethod
+    def of_folder(cls, path: str | Path, split: str) -> "LoadedSplit":
+        """A data set folder.
+
+        Raises:
+            FormatError: there is none.
+            ConfigError: it has no packs in that split.
+        """
+        folder = dataset_folder(path)
+        try:
+            manifest = PackingManifest.load(folder)
+        except FormatError:
+            return cls(folder, split, None)
+        if not manifest.packs_in(split):
+            there = ", ".join(sorted({shard.split for shard in manifest.shards}))
+            raise ConfigError(f"{path} has no packs in split {split!r}; it has {there}")
+        return cls(folder, split, manifest)
+
+    def stored_tokens(self) -> Processor:
+        """The processor for data that holds all tokens and no image.
+
+        Raises:
+            ConfigError: it holds something else, which a ChatEncoder must encode.
+        """
+        sample_class = self.manifest.sample_class if self.manifest else None
+        images = self.manifest.images if self.manifest else 0
+        if sample_class != PackedTokensSample.__name__ or images:
+            raise ConfigError(
+                f"{self.path} holds {sample_class or 'packs'}{' with images' if images else ''}, which an encoder "
+                "must turn into tokens and pixels: give ChatEncoder.from_pretrained(...)"
+            )
+        return StoredTokens()
+
+    def check_encoder(self, encoder: Processor) -> None:
+        """Refuse an encoder other than the one that the data was packed with.
+
+        Raises:
+            ConfigError: its fingerprint differs.
+        """
+        found = encoder.fingerprint()
+        if self.manifest is None or not found or not self.manifest.tokenizer_fingerprint:
+            return
+        if found != self.manifest.tokenizer_fingerprint:
+            raise ConfigError(
+                f"{self.path} was packed with another tokenizer, chat template, image settings or loss_on than this "
+                f"encoder; packing.json names {self.manifest.encoder}; use those, or check_encoder=False if the "
+                "difference is meant"
+            )
+
+
+def loaded_splits(path: Path, split: str) -> list[LoadedSplit]:
+    """What is read: one data set folder, or all those behind a Metadataset YAML.
+
+    Raises:
+        FormatError: there is no data set, or no Metadataset that Energon can read.
+        ConfigError: a data set without packs in its split.
+    """
+    if not path.is_file():
+        return [LoadedSplit.of_folder(path, split)]
+    return [LoadedSplit.of_folder(leaf, part) for leaf, part in metadataset_leaves(path, split)]
+
+
+def metadataset_leaves(path: Path, split: str) -> list[tuple[Path, str]]:
+    """(data set folder, split) of everything that a Metadataset refers to, nested ones included.
+
+    Raises:
+        FormatError: no Metadataset that Energon can read.
+        ConfigError: it has no such split.
+    """
+    from megatron.energon.metadataset.loader import traverse_metadataset
+
+    try:
+        found = list(traverse_metadataset(path.resolve(), split_part=split))
+    except Exception as error:  # Energon raises what its parsers raise
+        if isinstance(error, KeyError) and error.args == (split,):
+            raise ConfigError(f"{path} has no split {split!r}") from error
+        raise FormatError(
+            f"{path} is no Metadataset that Energon can read: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}"
+        ) from error
+    return [(Path(str(leaf.path)), leaf.split_part or split) for leaf in found]
+
+
+def common_seq_len(splits: list[LoadedSplit], seq_len: int | None) -> int | None:
+    """Tokens of a row that holds the packs of all these: `seq_len`, or the most that one was packed with.
+
+    Raises:
+        ConfigError: `seq_len` is less than one was packed with.
+    """
+    for one in splits:
+        if one.manifest is not None and seq_len is not None and one.manifest.seq_len > seq_len:
+            raise ConfigError(
+                f"{one.path} was packed with seq_len {one.manifest.seq_len}, more than seq_len {seq_len}; raise it"
+            )
+    packed_with = [one.manifest.seq_len for one in splits if one.manifest is not None]
+    return max(packed_with, default=None) if seq_len is None else seq_len

@@ -1,0 +1,115 @@
+"""Ranks and workers: each has packs, all end together, or the loader says why that cannot be."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from energon_packed import ChatEncoder, get_packed_loader
+from energon_packed.errors import ConfigError
+from energon_packed.metadataset import make_blend, write_metadataset
+from tests.conftest import Packer
+
+
+def run_ranks(script: str, count: int, store: Path, *arguments: object) -> list[str]:
+    """Output of each process of a gloo group."""
+    head = "import sys, torch\nrank, count, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]\n"
+    head += "torch.distributed.init_process_group('gloo', f'file://{store}', rank=rank, world_size=count)\n"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", head + script, *map(str, (rank, count, store, *arguments))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    outputs = []
+    for process in processes:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error[-2000:]
+        outputs.append(out.strip())
+    return outputs
+
+
+def test_a_rank_or_worker_without_packs_is_refused(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:
+    result = pack_demo(sample_class="PackedTokensSample", seq_len=4096)
+    packs = result.manifest.packs
+    assert packs < 40
+    message = f"has {packs} packs in split 'train', fewer than the 40 loader workers.*world_size 20, num_workers 2"
+    with pytest.raises(ConfigError, match=message):
+        get_packed_loader(result.shards, encoder, rank=0, world_size=20, num_workers=2)
+    for choice in ("repeat", "drop"):
+        with pytest.raises(ConfigError, match=r"rank \d+ of 40 has no batch while others have 1"):
+            get_packed_loader(
+                result.shards, encoder, rank=0, world_size=40, num_workers=0, epochs=1, even_ranks=choice
+            )
+    loader = get_packed_loader(result.shards, encoder, rank=packs - 1, world_size=packs, num_workers=1)
+    batches = iter(loader)
+    assert [next(batches).num_samples > 0 for _ in range(3)] == [True] * 3
+
+
+def test_the_encoder_is_compared_with_every_data_set_of_a_metadataset(
+    pack_demo: Packer, encoder: ChatEncoder, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    shards = [pack_demo(shard_prefix=prefix, split={"train": 0.7, "val": 0.3}).shards for prefix in ("a", "b")]
+    write_metadataset(make_blend([(shards[0], 1), (shards[1], 1)]), tmp_path / "inner.yaml")
+    write_metadataset(make_blend([(tmp_path / "inner.yaml", 1)]), tmp_path / "outer.yaml")
+    other = ChatEncoder.from_pretrained(tokenizer_dir, loss_on="all")
+    for path in ("inner.yaml", "outer.yaml"):
+        for split in ("train", "val"):
+            with pytest.raises(ConfigError, match="packed with another tokenizer, chat template, image settings"):
+                get_packed_loader(tmp_path / path, other, split=split, num_workers=0)
+        get_packed_loader(tmp_path / path, other, num_workers=0, check_encoder=False)
+        with pytest.raises(ConfigError, match="packed with seq_len 1024, more than seq_len 512"):
+            get_packed_loader(tmp_path / path, encoder, num_workers=0, seq_len=512)
+        assert next(iter(get_packed_loader(tmp_path / path, encoder, num_workers=0))).num_samples > 0
+    with pytest.raises(ConfigError, match="has no split 'test'"):
+        get_packed_loader(tmp_path / "inner.yaml", encoder, split="test", num_workers=0)
+
+
+def test_tokens_need_no_encoder(text_tokenizer_dir: Path, pack_demo: Packer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds PackedTokensSample with images, which an encoder must"):
+        get_packed_loader(pack_demo(sample_class="PackedTokensSample").shards)
+    with pytest.raises(ConfigError, match="holds PackedCaptioningSample with images"):
+        get_packed_loader(pack_demo().shards, None)
+
+
+ON_THE_FLY = """
+from energon_packed import ChatEncoder, get_packed_loader
+from energon_packed.errors import ConfigError
+try:
+    get_packed_loader(sys.argv[4], ChatEncoder.from_pretrained(sys.argv[5]), epochs=1, packing_buffer_size=20)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_on_the_fly_ranks_cannot_end_together(pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path) -> None:
+    shards = pack_demo(sample_class="MultiMixQASample").shards
+    for out in run_ranks(ON_THE_FLY, 2, tmp_path / "store", shards, tokenizer_dir):
+        assert "packing on the fly decides them while it runs" in out
+
+
+TENSOR_PARALLEL = """
+from energon_packed import ChatEncoder, get_packed_loader
+encoder = ChatEncoder.from_pretrained(sys.argv[5])
+options = {"epochs": 1, "num_workers": 0, "rank": rank // 2, "world_size": count // 2}
+print(len([batch for batch in get_packed_loader(sys.argv[4], encoder, **options)]))
+"""
+
+
+def test_tensor_parallel_processes_share_a_data_parallel_rank(
+    pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "epochs.yaml"
+    results: list[Any] = [pack_demo(sample_class="PackedTokensSample", shard_prefix=prefix) for prefix in ("a", "b")]
+    entries = [{"path": str(result.shards), "repetitions": n} for result, n in zip(results, (1, 2), strict=True)]
+    splits = {"train": {"blend_epochized": entries}}
+    path.write_text(yaml.safe_dump({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}))
+    steps = run_ranks(TENSOR_PARALLEL, 4, tmp_path / "store", path, tokenizer_dir)
+    assert len(set(steps)) == 1
+    assert int(steps[0]) == -(-3 * results[0].manifest.packs // 2)
