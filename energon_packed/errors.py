@@ -55,6 +55,7 @@ class Reason(StrEnum):
     OVERLONG = "overlong"
     EMPTY = "empty"
     NO_SUPERVISED_TOKENS = "no_supervised_tokens"
+    UNSUPPORTED_MEDIA = "unsupported_media"  # new ones come last: restart state holds their numbers
 
 
 class RecordError(EnergonPackedError):

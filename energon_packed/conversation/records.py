@@ -7,11 +7,13 @@
     (e) {"text": "..."}                                               every token supervised
     (f) {"input_ids": [...], "labels": [...] or "loss_mask": [...]}
 
-Optional in each: `system`, `tools`, `id`, `image` for one image, `patch_positions`, `fps`, `timestamp_decimal`.
+Optional in each: `system`, `tools`, `id`, `image` for one image, `video` or `videos` as lists of frames, one `<video>`
+each, `patch_positions`, `fps`, `timestamp_decimal`. In (a), one list of images for each prompt stands before it.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ import orjson
 
 from energon_packed.conversation.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, Conversation, Message
 from energon_packed.conversation.media import MediaReference
+from energon_packed.conversation.videos import VIDEO_PLACEHOLDER, place_frames, read_videos
 from energon_packed.errors import Reason, RecordError
 
 Record = Mapping[str, Any]
@@ -37,7 +40,7 @@ _SHAREGPT_ROLES = {
 }
 
 
-def normalize(record: Any, *, image_root: str | None = None, default_id: str | None = None) -> Conversation:
+def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
     """Make a Conversation from a record of any shape in this module's docstring.
 
         >>> c = normalize({"images": ["cat.jpg"], "prompts": ["What is it?"], "captions": ["A cat."]})
@@ -48,7 +51,6 @@ def normalize(record: Any, *, image_root: str | None = None, default_id: str | N
         record: a mapping, as a JSON line or a table row gives it.
         image_root: folder that relative media paths start from and that no path may leave; None for the working
             directory and no limit.
-        default_id: id for a record without one.
 
     Raises:
         RecordError: the record cannot be used; `reason` says why.
@@ -59,7 +61,7 @@ def normalize(record: Any, *, image_root: str | None = None, default_id: str | N
         if record.get(key) is not None:
             draft = _Draft(record, image_root)
             build(draft)
-            return draft.finish(default_id)
+            return draft.finish()
     raise RecordError(
         Reason.MISSING_FIELD,
         f"none of {', '.join(_SHAPES)} in a record with the keys {_keys(record) or 'none'}",
@@ -78,11 +80,16 @@ class _Draft:
         self.text: str | None = None
         self.tokens: npt.NDArray[np.int64] | None = None
         self.labels: npt.NDArray[np.int64] | None = None
-        self.video = False
+        self.videos = read_videos(record, root)
+        self.video = bool(self.videos)
 
-    def finish(self, default_id: str | None) -> Conversation:
+    def finish(self) -> Conversation:
         record = self.record
+        if self.videos:
+            self._place_videos()
         system = record.get("system")
+        if system and self.text is not None:
+            raise RecordError(Reason.BAD_ROLE, "a text record has a system field, which no template would render")
         if system and self.text is None and self.tokens is None:
             if not isinstance(system, str):
                 raise RecordError(Reason.MISSING_FIELD, f"system must be text, not {type(system).__name__}")
@@ -98,7 +105,7 @@ class _Draft:
             )
         ident = record.get("id")
         return Conversation(
-            id=default_id if ident is None else str(ident),
+            id=None if ident is None else str(ident),
             messages=tuple(self.messages),
             text=self.text,
             input_ids=self.tokens,
@@ -110,6 +117,16 @@ class _Draft:
             fps=_number(record.get("fps"), "fps", float),
             timestamp_decimal=_number(record.get("timestamp_decimal"), "timestamp_decimal", int),
         )
+
+    def _place_videos(self) -> None:
+        if self.tokens is not None:
+            raise RecordError(Reason.UNSUPPORTED_MEDIA, "a record of input_ids has videos; name the frames images")
+        texts = [message.content for message in self.messages] if self.text is None else [self.text]
+        texts, self.listed = place_frames(texts, self.listed, self.videos)
+        if self.text is None:
+            self.messages = [replace(m, content=text) for m, text in zip(self.messages, texts, strict=True)]
+        else:
+            self.text = texts[0]
 
     def _media(self, keys: Iterable[str]) -> list[MediaReference]:
         given = [key for key in keys if self.record.get(key) is not None]
@@ -191,9 +208,27 @@ def _from_captions(draft: _Draft) -> None:
             f"{len(prompts)} prompts for {len(captions)} captions; give one prompt per caption",
         )
     if not any(IMAGE_PLACEHOLDER in text for text in (*prompts, *captions)):
-        prompts[0] = IMAGE_PLACEHOLDER * len(draft.listed) + prompts[0]
+        for turn, count in enumerate(_images_by_turn(draft, len(prompts))):
+            prompts[turn] = IMAGE_PLACEHOLDER * count + prompts[turn]
+        if draft.videos and not any(VIDEO_PLACEHOLDER in text for text in (*prompts, *captions)):
+            prompts[0] = VIDEO_PLACEHOLDER * len(draft.videos) + prompts[0]
     for prompt, caption in zip(prompts, captions, strict=True):
         draft.messages += [Message("user", prompt), Message("assistant", caption)]
+
+
+def _images_by_turn(draft: _Draft, turns: int) -> list[int]:
+    """Images before each prompt: all before the first, or as a list of lists deals them."""
+    given = draft.record.get("images")
+    if not isinstance(given, list | tuple) or len(given) == 1:
+        return [len(draft.listed)]
+    if not any(isinstance(item, list | tuple) for item in given):
+        return [len(draft.listed)]
+    if len(given) != turns:
+        raise RecordError(
+            Reason.IMAGE_COUNT_MISMATCH,
+            f"images is a list of {len(given)} lists for {turns} prompts; give one list per prompt, or placeholders",
+        )
+    return [len(_flat(item)) for item in given]
 
 
 def _from_text(draft: _Draft) -> None:
@@ -290,4 +325,4 @@ def _number(value: Any, what: str, kind: type[Any]) -> Any:
 
 
 def _keys(record: Record) -> str:
-    return ", ".join(str(key) for key in list(record)[:8])
+    return ", ".join([str(key) for key in record if record[key] is not None][:8])

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from energon_packed.encoding.purity import TODAY, only_joins_content, with_fixed_date
@@ -30,7 +31,10 @@ class ChatTemplate:
                 raise ConfigError(f"the tokenizer has no default chat template: {error}") from error
             self._template = with_fixed_date(self._template)
         self._variables = dict(tokenizer.special_tokens_map) | {"date_string": TODAY.strftime("%d %b %Y")}
-        self._special = tuple(sorted(tokenizer.added_tokens_encoder, key=len, reverse=True))
+        self._added = tuple(sorted(tokenizer.added_tokens_encoder, key=len, reverse=True))
+        # </tool_call> and </think> are added tokens of some tokenizers, but no special ones: they end no turn.
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._special = tuple(sorted(special, key=len, reverse=True))
         self.is_tagged = bool(self._template and _GENERATION.search(self._template))
         self._only_joins = bool(self._template) and not self.is_tagged and only_joins_content(self._template or "")
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
@@ -55,7 +59,7 @@ class ChatTemplate:
             return None
         try:
             marked = [{"role": role, "content": marker(number)} for number, role in enumerate(roles)]
-            skeleton = Skeleton.from_marked(*self.render_with_spans(marked), self._special)
+            skeleton = Skeleton.from_marked(*self.render_with_spans(marked), self._added)
             return skeleton if skeleton is not None and self._renders_as(skeleton, roles) else None
         except (TemplateError, RecordError):
             return None
@@ -120,10 +124,23 @@ class ChatTemplate:
     def _with_end_of_turn(self, text: str, span: Span) -> Span:
         """A tagged span with the end-of-turn token that directly follows, where the tags leave it out."""
         start, end = span
-        if text[start:end].rstrip().endswith(self._special):
+        inside, usual = text[start:end].rstrip(), self._end_of_answer
+        if usual and (inside.endswith(usual) or text.startswith(usual, end)):
+            return span if inside.endswith(usual) else (start, end + len(usual))
+        if inside.endswith(self._special):
             return span
         following = next((token for token in self._special if text.startswith(token, end)), "")
         return start, end + len(following)
+
+    @cached_property
+    def _end_of_answer(self) -> str | None:
+        """The token that ends a plain answer, as the template renders one; None where that cannot be told."""
+        try:
+            question, answer = {"role": "user", "content": marker(0)}, {"role": "assistant", "content": marker(1)}
+            after = self.render([question, answer]).partition(marker(1))[2]
+        except (RecordError, TemplateError):
+            return None
+        return next((token for token in self._added if after.startswith(token)), None)
 
     def _prompt_before(self, messages: Messages, turn: int, until: str, tools: Sequence[Any] | None) -> str:
         if turn:
@@ -141,7 +158,7 @@ class ChatTemplate:
     def _end_of_turn(self, until: str, start: int) -> int:
         """End of the supervised text: white space after the end-of-turn token is the template's, not a target."""
         trimmed = until.rstrip()
-        return len(trimmed) if len(trimmed) > start and trimmed.endswith(self._special) else len(until)
+        return len(trimmed) if len(trimmed) > start and trimmed.endswith(self._added) else len(until)
 
     def _render(self, messages: Messages, tools: Sequence[Any] | None, **options: Any) -> tuple[str, list[Span]]:
         if self._template is None:

@@ -10,6 +10,7 @@ from energon_packed.errors import RecordError
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello."}
+VIDEO_TURNS = [{"from": "human", "value": "<video>What?"}, {"from": "gpt", "value": "It runs."}]
 
 
 def turns(record: Any) -> list[tuple[str, str]]:
@@ -101,6 +102,39 @@ def test_fields_that_a_table_leaves_empty_are_not_there() -> None:
     assert normalize({"messages": [message, ANSWER]}).messages[0].extra == {}
 
 
+@pytest.mark.parametrize(
+    ("fields", "contents", "media"),
+    [
+        ({"video": ["1", "2"]}, ["<image><image>What?", "It runs."], ["1", "2"]),
+        (
+            {"videos": [["1", "2", "3"]], "audios": [], "image": None},
+            ["<image>" * 3 + "What?", "It runs."],
+            list("123"),
+        ),
+    ],
+)
+def test_videos_are_lists_of_frames(fields: Any, contents: list[str], media: list[str]) -> None:
+    conversation = normalize({"conversations": VIDEO_TURNS, **fields})
+    assert [message.content for message in conversation.messages] == contents
+    assert [image.path for image in conversation.images] == media
+    assert conversation.kind == "video"
+
+
+def test_images_and_videos_keep_the_order_of_their_placeholders() -> None:
+    messages = [{"role": "user", "content": "<video> or <image> or <video>?"}, ANSWER]
+    conversation = normalize({"messages": messages, "images": ["a"], "videos": [["1", "2"], ["3"]]})
+    assert [image.path for image in conversation.images] == ["1", "2", "a", "3"]
+    assert conversation.messages[0].content == "<image><image> or <image> or <image>?"
+    assert normalize({"text": "<video>", "videos": [["1"]]}).text == "<image>"
+    assert normalize({"prompts": ["q"], "captions": ["c"], "videos": [["1"]]}).messages[0].content == "<image>q"
+
+
+def test_lists_of_images_belong_to_their_prompts() -> None:
+    record = {"images": [["1", "2"], [], ["3"]], "prompts": [["a"], ["b"], ["c"]], "captions": [["x"], ["y"], ["z"]]}
+    assert turns(record)[::2] == [("user", "<image><image>a"), ("user", "b"), ("user", "<image>c")]
+    assert turns({**record, "images": [["1", "2"]]})[0] == ("user", "<image><image>a")
+
+
 def test_sharegpt_tool_data() -> None:
     turns = [("human", "Sunny?"), ("function_call", '{"name": "f"}'), ("observation", "yes"), ("gpt", "Yes.")]
     record = {"conversations": [{"from": f, "value": v} for f, v in turns], "tools": '[{"name": "f"}]'}
@@ -167,6 +201,26 @@ def test_tools_calls_and_metadata_are_kept() -> None:
             },
             "image_count_mismatch",
             "both in the messages and in the images field",
+        ),
+        ({"messages": None, "source": "x"}, "missing_field", "in a record with the keys source"),
+        ({"text": "a", "system": "b"}, "bad_role", "a text record has a system field"),
+        ({"conversations": VIDEO_TURNS, "video": "a.mp4"}, "unsupported_media", "video holds a video file"),
+        ({"conversations": VIDEO_TURNS, "videos": ["a.MP4"]}, "unsupported_media", "videos holds a video file"),
+        ({"conversations": VIDEO_TURNS, "videos": [["a.png"], []]}, "unsupported_media", "none of them empty"),
+        ({"conversations": VIDEO_TURNS, "videos": [[["a.png"]]]}, "unsupported_media", "a list of frames for each"),
+        (
+            {"conversations": VIDEO_TURNS, "videos": [["a"], ["b"]]},
+            "image_count_mismatch",
+            "1 <video> placeholders for 2",
+        ),
+        ({"messages": [USER, ANSWER], "videos": [["a"]]}, "image_count_mismatch", "0 <video> placeholders for 1"),
+        ({"messages": [USER, ANSWER], "audios": ["a.wav"]}, "unsupported_media", "the field audios is not read"),
+        ({"messages": [USER, ANSWER], "img": "a.png"}, "unsupported_media", "img is not read; name it images"),
+        ({"input_ids": [1, 2], "videos": [["a"]]}, "unsupported_media", "a record of input_ids has videos"),
+        (
+            {"captions": ["c", "d"], "prompts": ["a", "b"], "images": [["1"], ["2"], ["3"]]},
+            "image_count_mismatch",
+            "a list of 3 lists for 2 prompts",
         ),
         ({"text": "  "}, "empty", "text is empty"),
         ({"messages": []}, "empty", "messages is an empty list"),

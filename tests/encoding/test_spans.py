@@ -119,6 +119,21 @@ def test_the_model_type_decides_the_family(tokenizer_dir: Path, tmp_path: Path) 
     assert type(vision).__name__ == "LlavaOnevision2Vision"
 
 
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("newline", ["{{ '\\n' }}", ""])
+def test_a_tool_call_ends_with_the_end_of_its_turn(tokenizer_dir: Path, special: bool, newline: str) -> None:
+    """The tokenizers of Qwen2.5 and Qwen3 add </tool_call> as a token; a model must still learn to stop after it."""
+    tokenizer = ChatEncoder.from_pretrained(tokenizer_dir).tokenizer
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=special)
+    tagged = TAGGED.replace("{{ '\n' }}", newline)
+    call = {"messages": [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "x</tool_call>"}]}
+    call["messages"] += [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "Yes."}]
+    for template in (tagged, tagged.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")):
+        tokenizer.chat_template = template
+        ends = [text[-20:] for text in supervised(ChatEncoder(tokenizer), call)]
+        assert [end.replace(" ", "") for end in ends] == ["x</tool_call><|im_end|>"[-20:], "Yes.<|im_end|>"]
+
+
 def test_images_are_never_supervised(tokenizer_dir: Path, demo: Any) -> None:
     record = next(r for line in demo.jsonl.open() if "images" in (r := _parsed(line)) and "captions" in r)
     encoder = encoder_with(tokenizer_dir, CHATML_TEMPLATE, loss_on="all")
