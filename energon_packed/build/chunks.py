@@ -17,6 +17,8 @@ from energon_packed.shards.files import aside
 
 KINDS = ("text", "image", "video")
 PACKED = "packed"
+TRUNCATED = "truncated"
+"""Status in lengths.parquet of a record that is packed, but cut to a row."""
 STATUSES = (PACKED, *(reason.value for reason in Reason))
 SCHEMA = pa.schema(
     {

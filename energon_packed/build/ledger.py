@@ -9,7 +9,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from energon_packed.build.chunks import STATUSES, read_rows
+from energon_packed.build.chunks import STATUSES, TRUNCATED, read_rows
 from energon_packed.build.columns import named, numbers, texts
 from energon_packed.build.reader import RecordReader
 from energon_packed.build.table import RecordTable
@@ -33,6 +33,7 @@ def write_ledger(
     detail_of: Callable[[int], str],
     reader: RecordReader,
     *,
+    usable_len: int,
     lengths: Path,
     rejects: Path,
 ) -> None:
@@ -43,9 +44,11 @@ def write_ledger(
         status: int8 (n,), index into STATUSES, plan-time rejects included.
         detail_of: detail of a plan-time reject by record number.
         reader: names sources and records.
+        usable_len: tokens of a row; packed records with more were cut, and their status is `truncated`.
         lengths: path of lengths.parquet: source, row, id, length (tokens, null where unknown), num_images, status.
         rejects: path of rejects.jsonl: source, row, id, reason, detail.
     """
+    names_of, cut = (*STATUSES, TRUNCATED), len(STATUSES)
     paths = [str(source.path) for source in reader.sources]
     with (
         aside(lengths) as lengths_aside,
@@ -68,7 +71,7 @@ def write_ledger(
                 texts(names),
                 numbers(measured, np.int32, valid=measured >= 0),
                 numbers(table.num_images[part], np.int32),
-                named(status[part], STATUSES, np.int8),
+                named(np.where((status[part] == 0) & (measured > usable_len), cut, status[part]), names_of, np.int8),
             ]
             writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA))
             for place in np.flatnonzero(status[part]).tolist():

@@ -154,11 +154,9 @@ class _Build:
         with self._stage("index"):
             self.progress.start("index", len(shards), "shards")
             entries = shard_entries(table, shard_plans, shards, options)
-            layout = layout_for(options.sample_class)
             write_nv_meta(
                 self.space.shards,
-                sample_class=layout.sample_class,
-                loader_module=layout.loader_module,
+                layout=layout_for(options.sample_class),
                 shards=shards,
                 rows=(shard_rows(_state_file(folder, shard.name)) for shard in shards),
                 splits={name: [e.name for e in entries if e.split == name] for name in options.split},
@@ -255,7 +253,15 @@ class _Build:
                 limit += f" down to a multiple of --pad-multiple {options.pad_multiple}, {options.usable_len}"
             return limit
 
-        write_ledger(table, status, detail_of, self.reader, lengths=self.space.lengths, rejects=self.space.rejects)
+        write_ledger(
+            table,
+            status,
+            detail_of,
+            self.reader,
+            usable_len=options.usable_len,
+            lengths=self.space.lengths,
+            rejects=self.space.rejects,
+        )
         self.progress.advance(len(table), len(table))
         check_limits(table, status, overlong, options=options, reader=self.reader, rejects=self.space.rejects)
         return status

@@ -75,11 +75,7 @@ class RayEngine(Engine):
                     if error is not None:
                         raise error
                     yield result
-        except (
-            ray.exceptions.WorkerCrashedError,
-            ray.exceptions.NodeDiedError,
-            ray.exceptions.OutOfMemoryError,
-        ) as error:
+        except self._lost as error:
             raise WorkerDied(
                 f"a Ray task was lost again and again ({type(error).__name__}), perhaps for want of memory; use fewer "
                 "--workers and run again, what is done is kept"

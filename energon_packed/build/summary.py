@@ -56,11 +56,14 @@ def make_manifest(
             decides the tars.
         counters: records measured, texts tokenized, records reused.
     """
+    cut = np.maximum(table.length[plan.indices] - options.usable_len, 0)  # 0 unless --overlong truncate
     return PackingManifest(
         sample_class=options.sample_class,
         shard_prefix=options.prefix,
         records=len(table),
         packed=len(plan.indices),
+        truncated=int(np.count_nonzero(cut)),
+        tokens_cut=int(cut.sum(dtype=np.int64)),
         rejects=reject_counts(status),
         packs=plan.num_packs,
         tokens=plan.tokens,

@@ -93,6 +93,7 @@ class ShardWriter:
             SourceError: the record or its media changed since it was measured.
         """
         source, row = int(records.source[place]), int(records.row[place])
+        measured = int(records.length[place])
         conversation: Conversation | None = None
         try:
             record = self.reader.sources[source].read(int(records.address[place]), int(records.size[place]))
@@ -102,7 +103,8 @@ class ShardWriter:
             images = tuple([(sniff_extension(data), data) for data in [i.read() for i in conversation.images]])
             sample = StoredSample(
                 conversation=conversation,
-                length=min(int(records.length[place]), self.truncate or 1 << 31),
+                length=min(measured, self.truncate or measured),
+                is_cut=self.truncate is not None and measured > self.truncate,
                 images=images,
                 patch_positions=tuple([p.read() for p in conversation.patch_positions]),
             )
@@ -110,7 +112,7 @@ class ShardWriter:
             if found != int(records.media_bytes[place]):
                 raise self._changed(source, row, f"its media has {found} bytes, not {records.media_bytes[place]}")
             if encoder is not None:
-                sample = self._with_tokens(sample, int(records.length[place]), encoder)
+                sample = self._with_tokens(sample, measured, encoder)
         except (RecordError, OSError) as error:
             raise self._changed(source, row, str(error)) from error
         return sample

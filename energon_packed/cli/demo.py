@@ -11,6 +11,7 @@ from energon_packed.build import PackOptions
 from energon_packed.build.options import EncoderOptions
 from energon_packed.cli.pack import show_build
 from energon_packed.demo import write_dataset, write_tokenizer
+from energon_packed.errors import ConfigError
 
 _MAX_REJECT_RATE = 0.5  # some of the generated records are broken on purpose
 
@@ -27,6 +28,8 @@ def command(output_dir: Path, records: int, seq_len: int) -> None:
     """
     console = Console(highlight=False)
     source = output_dir / "source"
+    if not source.exists() and any((output_dir / "webdataset").glob("*.tar")):
+        raise ConfigError(f"{output_dir} holds a data set that is not the demo's; give another --output-dir")
     console.print(f"Drawing pictures and writing {records} conversations to {source} ...", soft_wrap=True)
     data = write_dataset(source, records=records)
     tokenizer = write_tokenizer(source / "tokenizer", data.texts)

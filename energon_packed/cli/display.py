@@ -75,11 +75,14 @@ def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, 
     rejected = sum(manifest.rejects.values())
     table.add_row("records", f"{manifest.records:,}")
     table.add_row("packed", f"{manifest.packed:,}")
+    if manifest.truncated:
+        table.add_row("  cut to a row", f"{manifest.truncated:,}")
+        table.add_row("  tokens cut off", f"{manifest.tokens_cut:,}")
     table.add_row("left out", f"{rejected:,} ({rejected / max(manifest.records, 1):.2%})")
     for reason, count in sorted(manifest.rejects.items(), key=lambda item: (-item[1], item[0])):
         table.add_row(f"  {reason}", f"{count:,}")
     table.add_section()
-    table.add_row("packs", f"{manifest.packs:,}")
+    table.add_row("packs" if manifest.algorithm != "none" else "samples to pack on the fly", f"{manifest.packs:,}")
     table.add_row("tokens", f"{manifest.tokens:,}")
     table.add_row("images", f"{manifest.images:,}")
     table.add_row("seq_len", f"{manifest.seq_len:,}")
@@ -99,6 +102,8 @@ def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, 
     for stage, seconds in result.seconds.items():
         table.add_row(f"{stage} seconds", f"{seconds:.2f}")
     table.add_section()
+    if manifest.algorithm == "none":  # packing on the fly decides the steps
+        return table
     steps = steps_per_epoch(
         manifest, world_size=world_size, micro_batch_size=micro_batch_size, num_workers=num_workers
     )

@@ -21,6 +21,7 @@ from energon_packed.shards.scan import scan_tar
 
 _LONGEST = 2000  # characters of a turn that are shown
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow", "text": "green"}
+_HARMLESS = "\n\t\xa0\u3000\u200c\u200d"  # white space, and the joiners of scripts and emoji
 Raw = Mapping[str, Any]
 
 
@@ -161,22 +162,23 @@ def _show_sample(console: Console, number: int, sample: SampleView) -> None:
             span += f" [{sample.start:,}, {sample.start + sample.length:,})"
     if sample.supervised is not None:
         span += f", {sample.supervised:,} supervised"
+    if sample.cut_to is not None:
+        span += f", cut to {sample.cut_to:,}: the end of its text is not in the row"
     console.print(f"── {number}  {sample.id or '(no id)'}{span}", style="dim", markup=False)
     for image in sample.images:
         what = image.problem or f"{image.width} x {image.height}"
         console.print(f"  {image.name}  {what}, {format_bytes(image.bytes)}", style="blue", markup=False)
     for turn in sample.turns:
-        text = (
-            turn.text if len(turn.text) <= _LONGEST else turn.text[:_LONGEST] + f" … ({len(turn.text):,} characters)"
-        )
+        text = turn.shown
+        text = text if len(text) <= _LONGEST else text[:_LONGEST] + f" … ({len(text):,} characters)"
         line = Text(f"  {turn.role:9} ", style=_ROLES.get(turn.role, "white"))
         line.append(_printable(text), style="green" if turn.supervised else "")
         console.print(line)
 
 
 def _printable(text: str) -> str:
-    """Without control characters, which could drive the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    """With control characters, which could drive the terminal, as escapes."""
+    return "".join(c if c.isprintable() or c in _HARMLESS else c.encode("unicode_escape").decode() for c in text)
 
 
 def _show_tokens(console: Console, raw: Raw, encoder: Any, view: PackView, as_json: bool) -> None:

@@ -10,11 +10,13 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from energon_packed.build.options import EncoderOptions
+from energon_packed.build.options import EncoderOptions, known_algorithms
 from energon_packed.build.survey import Survey, survey_lengths
 from energon_packed.cli.display import TerminalProgress
+from energon_packed.encoding.rendering import LOSS_ON
 from energon_packed.errors import ConfigError
 from energon_packed.inspection.lengths import Candidate, compare, histogram, percentiles, recommend
+from energon_packed.packing import check_algorithm
 from energon_packed.shards.layouts import LAYOUTS
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -38,6 +40,12 @@ _DEFAULT = (2048, 4096, 8192, 16384, 32768)
 @click.option("--image-root", type=_FOLDER, help="Folder that image paths start from and must stay in.")
 @click.option("--sample-class", type=click.Choice(list(LAYOUTS)), default="PackedCaptioningSample", show_default=True,
               help="Flavor that would be written.")  # fmt: skip
+@click.option("--loss-on", type=click.Choice(LOSS_ON), default="assistant", show_default=True,
+              help="Supervised text: samples without any are left out.")  # fmt: skip
+@click.option("--algorithm", default="bfd", show_default=True, help=f"Planner: {known_algorithms()}.")
+@click.option("--max-samples-per-pack", type=click.IntRange(min=1), help="Most samples in a row.")
+@click.option("--pad-multiple", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Round each sample up to a multiple of this many tokens.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(min=0), default=0, help="Processes. [default: all cores]")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png", help="Draw a histogram.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -50,9 +58,10 @@ def command(inputs: tuple[str, ...], seq_lens: tuple[str, ...], **options: Any) 
     """
     inputs, candidates = _split(inputs, seq_lens)
     _check_plot(options["plot"])
+    check_algorithm(options["algorithm"])
     console = Console(stderr=options["as_json"], highlight=False)
     progress = TerminalProgress(console)
-    names = ("tokenizer", "processor", "image_processor", "factor", "min_pixels", "max_pixels")
+    names = ("tokenizer", "processor", "image_processor", "factor", "min_pixels", "max_pixels", "loss_on")
     try:
         survey = survey_lengths(
             inputs,
@@ -65,8 +74,15 @@ def command(inputs: tuple[str, ...], seq_lens: tuple[str, ...], **options: Any) 
         )
     finally:
         progress.stop()
-    compared = compare(survey.lengths, candidates, records=survey.records)
-    best, reason = recommend(compared)
+    compared = compare(
+        survey.lengths,
+        candidates,
+        records=survey.records,
+        algorithm=options["algorithm"],
+        max_samples=options["max_samples_per_pack"],
+        multiple=options["pad_multiple"],
+    )
+    best, reason = recommend(compared, survey.lengths)
     if options["plot"] is not None:
         _plot(options["plot"], survey, candidates)
     if options["as_json"]:

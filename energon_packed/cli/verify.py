@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from energon_packed.cli.display import TerminalProgress
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.verify import verify
+from energon_packed.inspection.verify import Check, verify
 
 
 @click.command(name="verify")
@@ -27,15 +27,18 @@ def command(folder: Path, fast: bool, workers: int, tokenizer: Path | None, proc
     \b
     energon-packed verify out
     energon-packed verify out --fast
+    \b
+    Without packing.json (data of other packers, after nv-meta) it checks what does not need it.
     """
     opened = PackedFolder.open(folder)
+    fast = fast or (opened.manifest is None and tokenizer is None)
     encoder = None if fast else opened.load_encoder(tokenizer, processor)
     console = Console(highlight=False, soft_wrap=True)
     progress = TerminalProgress(console)
     processes = workers or len(os.sched_getaffinity(0))
-    failed = 0
+    failed: list[Check] = []
     for check in verify(opened, encoder, processes=processes, progress=progress):
-        failed += not check.holds
+        failed += [] if check.holds else [check]
         mark = "[green]✓[/]" if check.holds else "[red]✗[/]"
         console.print(f"{mark} {escape(check.name)}" + (f" ({escape(check.found)})" if check.found else ""))
         for problem in check.problems:
@@ -43,6 +46,9 @@ def command(folder: Path, fast: bool, workers: int, tokenizer: Path | None, proc
         if check.count > len(check.problems):
             console.print(f"    and {check.count - len(check.problems):,} more")
     if failed:
-        console.print(f"{failed} of the checks failed: do not train on {opened.path}; pack it again")
+        remedy = "pack it again"
+        if all(check.remedy == "nv-meta" for check in failed):
+            remedy = f"energon-packed nv-meta {opened.path} makes its indexes anew"
+        console.print(f"{len(failed)} of the checks failed: do not train on {opened.path}; {remedy}", soft_wrap=True)
         sys.exit(1)
     console.print(f"{opened.path} is sound")

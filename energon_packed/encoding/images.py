@@ -115,7 +115,7 @@ def _extension(image: Image.Image) -> str:
 def _quick_size(image: Image.Image, stream: BinaryIO, num_bytes: int) -> tuple[int, int] | None:
     """Upright (width, height) from the header, or None where only decoding can tell."""
     if image.format in ("JPEG", "MPO"):
-        complete = b"\xff\xd9" in _tail(stream, num_bytes, 4096)
+        complete = _jpeg_ends(stream, num_bytes)
     elif image.format == "PNG":
         complete = _png_is_plain(stream)
     elif image.format == "WEBP":
@@ -132,9 +132,22 @@ def _quick_size(image: Image.Image, stream: BinaryIO, num_bytes: int) -> tuple[i
     return (height, width) if orientation in _SIDEWAYS else (width, height)
 
 
-def _tail(stream: BinaryIO, num_bytes: int, count: int) -> bytes:
-    stream.seek(max(0, num_bytes - count))
-    return stream.read(count)
+def _jpeg_ends(stream: BinaryIO, num_bytes: int) -> bool:
+    """Whether an end-of-image marker stands near the end and after the start of the scan (ITU-T T.81, B.1.1).
+
+    A thumbnail in the segments before has such a marker too.
+    """
+    at = 2
+    while True:
+        stream.seek(at)
+        head = stream.read(4)
+        if len(head) < 4 or head[0] != 0xFF:
+            return False
+        if head[1] == 0xDA:
+            break
+        at += 1 if head[1] == 0xFF else 2 + int.from_bytes(head[2:], "big")  # a fill byte, or a segment
+    stream.seek(max(at, num_bytes - 4096))
+    return b"\xff\xd9" in stream.read()
 
 
 def _png_is_plain(stream: BinaryIO) -> bool:

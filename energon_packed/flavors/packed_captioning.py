@@ -27,6 +27,7 @@ class PackedCaptioningSample(PackSample):
         fps: frames per second, or None.
         videos: whether the images are frames of a video, or None.
         truncate: tokens that samples were cut to, or None.
+        truncated: which samples were, or None.
     """
 
     images: list[list[bytes]]
@@ -41,6 +42,7 @@ class PackedCaptioningSample(PackSample):
     fps: list[float | None] | None = None
     videos: list[bool] | None = None
     truncate: int | None = None
+    truncated: list[bool] | None = None
 
     def conversations(self) -> list[Conversation]:
         """The samples inside, in order."""

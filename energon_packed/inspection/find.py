@@ -94,7 +94,7 @@ def _keys(scan: TarScan) -> list[str]:
 
 
 def _packs(scan: TarScan, limit: int, first: int = 0) -> Iterator[dict[str, Any]]:
-    """Raw parts of packs `first` and on; members that are cut off are left out."""
+    """Raw parts of packs `first` and on; a pack that is cut off at the end of the tar is left out."""
     size = scan.path.stat().st_size
     place = -1
     raw: dict[str, Any] = {}
@@ -110,5 +110,5 @@ def _packs(scan: TarScan, limit: int, first: int = 0) -> Iterator[dict[str, Any]
             if place >= first and member.offset + member.size <= size:
                 stream.seek(member.offset)
                 raw[member.part] = stream.read(member.size)
-        if raw and place >= first:
+        if raw and place >= first and not scan.is_cut:
             yield raw

@@ -53,26 +53,34 @@ def histogram(lengths: Int32, bins: int = 16) -> list[tuple[int, int, int]]:
     return [(int(a), int(b) - 1, int(n)) for a, b, n in zip(edges, edges[1:], counts, strict=False)]
 
 
-def compare(lengths: Int32, seq_lens: Sequence[int], *, records: int, algorithm: str = "bfd") -> list[Candidate]:
+def compare(
+    lengths: Int32,
+    seq_lens: Sequence[int],
+    *,
+    records: int,
+    algorithm: str = "bfd",
+    max_samples: int | None = None,
+    multiple: int = 1,
+) -> list[Candidate]:
     """Candidates in rising order.
 
     Args:
         lengths: int32 (n,), of the samples that can be packed.
         seq_lens: candidates.
         records: all records, those that cannot be packed included: what `dropped_records` is a share of.
-        algorithm: planner.
+        algorithm, max_samples, multiple: as `pack_lengths` takes them.
 
     Raises:
-        ConfigError: no sample, or a candidate below 1.
+        ConfigError: no sample, or a candidate below `multiple`.
     """
     if len(lengths) == 0:
         raise ConfigError("no record can be packed, so there is no length to look at; try pack, which says why")
     out = []
     for seq_len in sorted(set(seq_lens)):
-        if seq_len < 1:
-            raise ConfigError(f"seq_len is {seq_len}; it must be at least 1")
-        plan = pack_lengths(lengths, seq_len, algorithm=algorithm)
-        kept = lengths[lengths <= seq_len].astype(np.float64)
+        if seq_len < multiple:
+            raise ConfigError(f"seq_len is {seq_len}; it must be at least {multiple}")
+        plan = pack_lengths(lengths, seq_len, algorithm=algorithm, max_samples=max_samples, multiple=multiple)
+        kept = lengths[lengths <= seq_len - seq_len % multiple].astype(np.float64)
         total = lengths.sum(dtype=np.int64)
         out.append(
             Candidate(
@@ -88,14 +96,21 @@ def compare(lengths: Int32, seq_lens: Sequence[int], *, records: int, algorithm:
     return out
 
 
-def recommend(candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
-    """The candidate to take, and why."""
+def recommend(candidates: Sequence[Candidate], lengths: Int32) -> tuple[Candidate, str]:
+    """The candidate to take, and why.
+
+    Args:
+        candidates: as `compare` gives them.
+        lengths: as it was given.
+    """
     enough = [one for one in candidates if one.dropped_tokens < _MOST_LOST]
     if not enough:
-        best = candidates[-1]
+        best = next(one for one in candidates if one.dropped_tokens <= candidates[-1].dropped_tokens)
+        over = lengths[lengths > best.seq_len]
         return best, (
-            f"even this one drops {best.dropped_tokens:.1%} of the tokens: look at a longer one, or pack with "
-            "--overlong truncate"
+            f"no longer one drops less, and it drops {best.dropped_tokens:.1%} of the tokens: {len(over):,} of "
+            f"{len(lengths):,} samples are longer, up to {int(lengths.max()):,}; look at a longer one, cut them with "
+            "--overlong truncate, or let them go"
         )
     best = enough[0]
     lost = "nothing" if best.dropped_tokens == 0 else f"{best.dropped_tokens:.2%} of the tokens"

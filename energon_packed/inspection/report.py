@@ -74,9 +74,11 @@ def _charts(data: ReportData) -> list[tuple[str, str]]:
     seen = "" if data.measured == data.packs else f", from {data.measured:,} of {data.packs:,} packs"
     if any(data.lengths):
         charts.append((f"Tokens of a sample{seen}", histogram_svg(data.lengths, "tokens", "samples", log=True)))
+    if any(data.lengths) and data.is_packed:
         used = [100 * tokens / data.manifest.seq_len for tokens in data.pack_tokens]
         charts.append((f"How full packs are{seen}", histogram_svg(used, "% of seq_len", "packs")))
-    charts.append((f"Samples in a pack{seen}", histogram_svg(data.pack_samples, "samples", "packs", bins=30)))
+    if data.is_packed:
+        charts.append((f"Samples in a pack{seen}", histogram_svg(data.pack_samples, "samples", "packs", bins=30)))
     if data.token_kinds:
         caption = f"Tokens by kind, of {data.encoded:,} of {data.packs:,} packs"
         charts.append((caption, bars_svg(data.token_kinds, "tokens")))

@@ -14,11 +14,12 @@ import orjson
 from energon_packed.conversation import MediaReference
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.images import load_image
-from energon_packed.errors import ConfigError, EnergonPackedError, RecordError
+from energon_packed.errors import ConfigError, EnergonPackedError, FormatError, RecordError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.tokens import token_rows
 from energon_packed.inspection.view import PackView, view_pack
 from energon_packed.shards import PackingManifest
+from energon_packed.shards.layouts import layout_for
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.recorded import recorded_lengths
 
@@ -70,6 +71,11 @@ class ReportData:
     not_encoded: str
     rejects: list[tuple[str, int, list[Mapping[str, Any]]]]
 
+    @property
+    def is_packed(self) -> bool:
+        """A member of a tar is a pack; False for samples that are packed on the fly."""
+        return layout_for(self.manifest.sample_class).packed
+
 
 def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: str = "", seed: int = 0) -> ReportData:
     """Read what a report needs.
@@ -84,6 +90,10 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
         FormatError: a shard is missing or damaged.
     """
     manifest = folder.manifest
+    if manifest is None:
+        raise FormatError(
+            f"{folder.path} has no packing.json, which a report is made of; inspect and verify work without one"
+        )
     reader = ShardReader([folder.path / shard.name for shard in manifest.shards])
     rng = np.random.default_rng(seed)
     picked = _picked(rng, len(reader), _MOST_MEASURED)

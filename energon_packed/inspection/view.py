@@ -2,18 +2,18 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import orjson
 
 from energon_packed.conversation import MediaReference
+from energon_packed.encoding import IGNORE_INDEX
 from energon_packed.encoding.images import read_header
 from energon_packed.errors import FormatError, RecordError
 from energon_packed.shards.layouts import layout_for, sample_class_of
-
-_IGNORE = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,25 @@ class ImageView:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one role says; `supervised` where it is a target by default (assistant turns, plain text)."""
+    """What one role says.
+
+    Attributes:
+        role: as in the data; `tools` for the schemas of functions.
+        text: its content.
+        supervised: it is a target by default: assistant turns, plain text.
+        extra: what else the template is told, such as tool calls, by name.
+    """
 
     role: str
     text: str
     supervised: bool
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        """Content and extras as one text."""
+        lines = [f"{name}: {_json(value)}" for name, value in self.extra.items()]
+        return "\n".join([self.text, *lines] if self.text else lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +61,7 @@ class SampleView:
         images: in order.
         supervised: supervised tokens, where the pack holds tokens.
         video: the images are frames of a video.
+        cut_to: tokens that it was cut to; what its text says after the cut is not in the row. None where it is whole.
     """
 
     id: str | None
@@ -56,6 +71,7 @@ class SampleView:
     images: tuple[ImageView, ...]
     supervised: int | None = None
     video: bool = False
+    cut_to: int | None = None
 
     @property
     def kind(self) -> str:
@@ -108,6 +124,8 @@ def view_pack(raw: Mapping[str, Any], sample_class: str | None = None) -> PackVi
     try:
         fields = layout_for(name).read(raw)
         samples = _SAMPLES[name](fields, raw)
+    except FormatError:
+        raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise FormatError(f"{raw['__key__']} is no {name}: {type(error).__name__} {error}") from error
     return PackView(
@@ -131,8 +149,15 @@ def _captioning(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Sampl
             said += [Turn("user", prompts[j], False)] if j < len(prompts) else []
             said += [Turn("assistant", captions[j], True)] if j < len(captions) else []
         turns.append(tuple(said if prompts else [Turn("text", text, True) for text in captions]))
-    videos = fields["videos"] or [False] * count
-    return _views(fields["ids"] or [None] * count, fields["lengths"], turns, fields["images"], raw, videos=videos)
+    return _views(
+        fields["ids"] or [None] * count,
+        fields["lengths"],
+        turns,
+        fields["images"],
+        raw,
+        videos=fields["videos"],
+        cut_to=[fields["truncate"] if is_cut else None for is_cut in fields["truncated"] or [False] * count],
+    )
 
 
 def _multi_mix(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> list[SampleView]:
@@ -144,12 +169,14 @@ def _multi_mix(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Sample
         fields["images"],
         raw,
         videos=[bool(sample.get("video")) for sample in samples],
+        cut_to=[sample.get("truncate") if sample.get("truncated") else None for sample in samples],
     )
 
 
 def _single(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> list[SampleView]:
-    sample = fields["sample"]
-    return _views([sample.get("id")], [fields["length"]], [_messages(sample)], [fields["images"]], raw)
+    return _multi_mix(
+        {"samples": [fields["sample"]], "lengths": [fields["length"]], "images": [fields["images"]]}, raw
+    )
 
 
 def _messages(sample: Mapping[str, Any]) -> tuple[Turn, ...]:
@@ -157,12 +184,22 @@ def _messages(sample: Mapping[str, Any]) -> tuple[Turn, ...]:
         return (Turn("text", sample["text"], True),)
     if sample.get("input_ids") is not None:
         return (Turn("tokens", f"{len(sample['input_ids'])} tokens", True),)
-    return tuple(Turn(m["role"], m["content"], m["role"] == "assistant") for m in sample.get("messages") or ())
+    tools = [Turn("tools", _json(sample["tools"]), False)] if sample.get("tools") else []
+    return (*tools, *(_turn(message) for message in sample.get("messages") or ()))
+
+
+def _turn(message: Mapping[str, Any]) -> Turn:
+    extra = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return Turn(message["role"], message["content"], message["role"] == "assistant", extra)
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def _tokens(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> list[SampleView]:
     bounds = fields["cu_seqlens"]
-    supervised = [int(n) for n in np.add.reduceat(fields["labels"] != _IGNORE, bounds[:-1], dtype=np.int64)]
+    supervised = [int(n) for n in np.add.reduceat(fields["labels"] != IGNORE_INDEX, bounds[:-1], dtype=np.int64)]
     lengths = np.diff(bounds).tolist()
     return _views(fields["ids"], lengths, [()] * len(lengths), fields["images"], raw, supervised)
 
@@ -183,6 +220,7 @@ def _views(
     raw: Mapping[str, Any],
     supervised: Sequence[int] | None = None,
     videos: Sequence[bool] | None = None,
+    cut_to: Sequence[int | None] | None = None,
 ) -> list[SampleView]:
     known = list(lengths) if lengths else [None] * len(ids)
     starts = [0, *accumulate(length or 0 for length in known)]
@@ -197,6 +235,7 @@ def _views(
             images=tuple(_image(next(counted, "?"), data) for data in images[i]),
             supervised=None if supervised is None else supervised[i],
             video=bool(videos and videos[i]),
+            cut_to=cut_to[i] if cut_to else None,
         )
         for i, ident in enumerate(ids)
     ]
@@ -204,6 +243,8 @@ def _views(
 
 def _place(part: str) -> tuple[int, int]:
     sample, _, image = part.split(".")[0].removeprefix("img").partition("_")
+    if not (sample.isdecimal() and image.isdecimal()):
+        raise FormatError(f"the image member {part} is not named img{{sample}}_{{image}}.{{extension}}")
     return int(sample), int(image)
 
 

@@ -46,6 +46,7 @@ class PackingManifest:
     Attributes:
         sample_class: flavor in `energon_packed.flavors`.
         records: records in the input; `packed` of them are in packs, `rejects` counts the others by reason.
+        truncated: packed samples that were cut to a row; `tokens_cut` were lost with it.
         packs, tokens, images: totals over all shards; tokens without padding.
         seq_len: tokens that one row holds.
         utilization: tokens over packs * seq_len.
@@ -64,6 +65,8 @@ class PackingManifest:
     shard_prefix: str
     records: int
     packed: int
+    truncated: int = 0
+    tokens_cut: int = 0
     rejects: dict[str, int]
     packs: int
     tokens: int

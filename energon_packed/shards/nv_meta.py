@@ -10,6 +10,7 @@ import yaml
 
 from energon_packed.shards.files import write_whole
 from energon_packed.shards.index import write_sqlite_index
+from energon_packed.shards.layouts.base import Layout
 from energon_packed.shards.tar import ShardRows, ShardSummary
 
 NV_META = ".nv-meta"
@@ -21,8 +22,7 @@ _HEADER = "# Written by energon-packed.\n"
 def write_nv_meta(
     folder: Path,
     *,
-    sample_class: str,
-    loader_module: str,
+    layout: Layout,
     shards: Sequence[ShardSummary],
     rows: Iterable[ShardRows],
     splits: Mapping[str, list[str]],
@@ -32,8 +32,7 @@ def write_nv_meta(
 
     Args:
         folder: the folder of the tars.
-        sample_class: class in `energon_packed.flavors`.
-        loader_module: module with its `sample_loader` and `part_filter`.
+        layout: of the flavor.
         shards: finished shards, in order.
         rows: the index rows of each, in the same order; one shard is held at a time.
         splits: shard names of `train`, `val` and `test`; all three are always written, as Energon's tools ask for
@@ -41,23 +40,32 @@ def write_nv_meta(
         exclude: names of shards, and `SHARD/KEY` of packs, that Energon leaves out.
     """
     meta = folder / NV_META
+    parts = {name: list(splits.get(name, [])) for name in SPLITS}
+    split = {"split_parts": parts, "exclude": list(exclude)}
+    info = {"energon_version": _energon_version(), "shard_counts": {shard.name: shard.packs for shard in shards}}
+    for name, content in loader_files(layout).items():
+        write_whole(meta / name, content)
+    write_whole(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
+    write_whole(meta / ".info.json", json.dumps(info, indent=2).encode())
+    write_whole(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode())
+    write_sqlite_index(meta / "index.sqlite", rows)
+
+
+def loader_files(layout: Layout) -> dict[str, bytes]:
+    """Content of `sample_loader.py` and `dataset.yaml`: the same for every data set of a flavor."""
+    names = ("part_filter", "sample_loader")
+    loader = "".join(f"from {layout.loader_module} import {name} as {name}\n" for name in names)
     dataset = {
-        "sample_type": {"__module__": "energon_packed.flavors", "__class__": sample_class},
+        "sample_type": {"__module__": "energon_packed.flavors", "__class__": layout.sample_class},
         "part_filter": "sample_loader.py:part_filter",
         "sample_loader": "sample_loader.py:sample_loader",
         # Parts reach the loader as bytes: Energon's default decoder would turn images into tensors.
         "decoder": None,
     }
-    parts = {name: list(splits.get(name, [])) for name in SPLITS}
-    split = {"split_parts": parts, "exclude": list(exclude)}
-    info = {"energon_version": _energon_version(), "shard_counts": {shard.name: shard.packs for shard in shards}}
-    loader = _HEADER + "".join(f"from {loader_module} import {n} as {n}\n" for n in ("part_filter", "sample_loader"))
-    write_whole(meta / "sample_loader.py", loader.encode())
-    write_whole(meta / "dataset.yaml", (_HEADER + yaml.safe_dump(dataset, sort_keys=False)).encode())
-    write_whole(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
-    write_whole(meta / ".info.json", json.dumps(info, indent=2).encode())
-    write_whole(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode())
-    write_sqlite_index(meta / "index.sqlite", rows)
+    return {
+        "sample_loader.py": (_HEADER + loader).encode(),
+        "dataset.yaml": (_HEADER + yaml.safe_dump(dataset, sort_keys=False)).encode(),
+    }
 
 
 def _energon_version() -> str:

@@ -76,8 +76,7 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
         write_tar_index(tar, scan_tar(tar).rows())
     write_nv_meta(
         folder,
-        sample_class=sample_class,
-        loader_module=layout.loader_module,
+        layout=layout,
         shards=summaries,
         rows=(scan_tar(tar).rows() for tar in tars),
         splits=splits,

@@ -47,12 +47,14 @@ class TarScan:
         members: regular files in order, without WebDataset's own.
         end: byte offset of the end of the last member.
         problems: faults that make readers lose or mix samples, the first twenty; empty for a sound tar.
+        is_cut: the tar ends early, inside its last pack.
     """
 
     path: Path
     members: list[Member]
     end: int
     problems: list[str]
+    is_cut: bool = False
 
     def rows(self) -> ShardRows:
         """Index rows, without a hash of the content.
@@ -86,11 +88,13 @@ def scan_tar(path: Path) -> TarScan:
     problems: list[str] = []
     size = path.stat().st_size
     end = 0
+    is_cut = False
     try:
         with tarfile.open(path, "r:") as tar:
             for info in _members(tar, problems):
                 end = info.offset_data + info.size + (-info.size % tarfile.BLOCKSIZE)
                 if end > size:
+                    is_cut = True
                     problems.append(f"it is cut inside {info.name}, at byte {size}; copy or pack it again")
                     break
                 if info.isreg() and not _META.match(info.name):
@@ -103,6 +107,7 @@ def scan_tar(path: Path) -> TarScan:
         raise FormatError(f"{path} is no tar file, or a compressed one: {error}") from error
     if not problems and (rest := _first_byte_after(path, end)) is not None:
         if size - end < tarfile.BLOCKSIZE:
+            is_cut = True
             problems.append(f"it is cut inside a header, at byte {size}; copy or pack it again")
         else:
             what = "a damaged header, or tars that were joined"
@@ -110,7 +115,7 @@ def scan_tar(path: Path) -> TarScan:
     if not problems and size < end + 2 * tarfile.BLOCKSIZE:
         problems.append("it has no end mark, so its last members may be missing; copy or pack it again")
     problems += _faults(members)
-    return TarScan(path, members, end, problems[:_MOST_PROBLEMS])
+    return TarScan(path, members, end, problems[:_MOST_PROBLEMS], is_cut)
 
 
 def _members(tar: tarfile.TarFile, problems: list[str]) -> Iterator[tarfile.TarInfo]:
@@ -149,7 +154,10 @@ def _faults(members: list[Member]) -> Iterator[str]:
             yield f"{member.name} has no key before a dot; name members KEY.PART"
             continue
         if "." in member.part and not _KNOWN_PART.fullmatch(member.part):
-            yield f"{member.name}: its key would end at the first dot, as {member.key!r}; keys must have no dots"
+            yield (
+                f"{member.name}: its key ends at the first dot, as {member.key!r}, and no flavor has a part "
+                f"{member.part!r}; keys must have no dots, images are named KEY.img{{sample}}_{{image}}.EXT"
+            )
         if member.key != current:
             if member.key in finished:
                 yield f"{member.name} does not follow the other parts of {member.key}; parts of a key must be adjacent"

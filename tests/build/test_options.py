@@ -1,15 +1,22 @@
 """What each option of a build does."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
+from rich.console import Console
 
 from energon_packed import ChatEncoder, PackResult
+from energon_packed.cli.display import result_table
+from energon_packed.cli.verify import command as verify_command
 from energon_packed.demo import DemoDataset
 from energon_packed.errors import ConfigError, RejectLimitError, SourceError
+from energon_packed.inspection.view import view_pack
+from energon_packed.shards.reader import ShardReader
 from tests.build.test_conservation import packed_samples
 from tests.conftest import Packer
 
@@ -52,6 +59,22 @@ def test_overlong_may_be_cut(build: Any, encoder: ChatEncoder, demo: DemoDataset
     assert set(lengths) == {"short", "cut"}
     assert lengths["cut"] == 256
     assert result.manifest.tokens == sum(lengths.values())
+    rows = {row["id"]: row for row in pq.read_table(result.lengths).to_pylist()}
+    assert [rows[name]["status"] for name in ("short", "cut", "no target left")] == [
+        "packed",
+        "truncated",
+        "no_supervised_tokens",
+    ]
+    assert (result.manifest.truncated, result.manifest.tokens_cut) == (1, rows["cut"]["length"] - 256)
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(result_table(result, world_size=1, micro_batch_size=1, num_workers=0))
+    assert re.search(r"cut to a row\s+│\s+1 ", shown.get())
+    reader = ShardReader(sorted(result.shards.glob("*.tar")))
+    cut = {s.id: s.cut_to for pack in range(len(reader)) for s in view_pack(reader[pack]).samples}
+    assert cut == {"short": None, "cut": None if flavor == "PackedTokensSample" else 256}
+    verified = CliRunner().invoke(verify_command, [str(result.shards)])
+    assert verified.exit_code == 0, verified.output
 
 
 def test_pad_multiple_leaves_room_for_padding(pack_demo: Packer, encoder: ChatEncoder) -> None:

@@ -124,6 +124,17 @@ def test_the_demo_shows_the_whole_way(tmp_path: Path) -> None:
     assert "supervised), no padding" in done.stdout
 
 
+def test_the_demo_does_not_touch_other_data(tmp_path: Path) -> None:
+    tar = tmp_path / "webdataset" / "pack-000000.tar"
+    tar.parent.mkdir()
+    tar.write_bytes(b"mine")
+    done = run("demo", "-o", tmp_path, "--records", "20")
+    assert done.returncode == 1
+    assert "holds a data set that is not the demo's; give another --output-dir" in done.stderr
+    assert tar.read_bytes() == b"mine"
+    assert not (tmp_path / "source").exists()
+
+
 def test_help_is_instant_and_imports_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['energon-packed', '--help']\n"

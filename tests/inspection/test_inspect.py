@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from energon_packed import ChatEncoder, get_packed_loader
+from energon_packed import ChatEncoder, EncoderOptions, PackOptions, get_packed_loader, pack
 from energon_packed.cli.inspect import command
 from energon_packed.errors import FormatError
 from energon_packed.inspection.extract import extract_pack
@@ -75,7 +75,12 @@ def test_broken_and_unknown_tars_are_explained(tmp_path: Path, pack_demo: Packer
     shown = run(cut)
     assert "it is cut inside" in shown.output
     assert "pack_0000000" in shown.output  # what is left can be seen
+    assert run(cut, "--limit", 100).exit_code == 0
     strange = tmp_path / "strange.tar"
+    write_tar(strange, [("a.img0.jpg", b"x"), ("a.json", b'{"captions": [["c"]], "images": [["img0.jpg"]]}')])
+    shown = run(strange)
+    assert "no flavor has a part 'img0.jpg'; keys must have no dots, images are named" in shown.output
+    assert "the image member img0.jpg is not named img{sample}_{image}.{extension}" in str(shown.exception)
     write_tar(strange, [("a.json", b'{"what": 1}')])
     assert "of no flavor that is known" in str(run(strange).exception)
     write_tar(strange, [("a.txt", b"x")])
@@ -91,7 +96,32 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
     shown = run(tmp_path / "x.tar").output
     assert "\x1b[2J" not in shown
     assert "\x07" not in shown
+    assert "\\x1b[2J" in shown
+    assert "\\x07ok" in shown
     assert "[red]hi" in shown
+
+
+def test_tool_calls_tabs_and_joined_emoji_are_seen(tokenizer_dir: Path, tmp_path: Path) -> None:
+    call = {"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
+    messages = [
+        {"role": "user", "content": "weather?\n\tin Oslo \U0001f408\u200d\u2b1b"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3C"},
+        {"role": "assistant", "content": "Cold."},
+    ]
+    record = {"id": "t", "messages": messages, "tools": [{"name": "get_weather"}]}
+    (tmp_path / "d.jsonl").write_text(json.dumps(record))
+    for flavor in ("PackedMultiMixQASample", "MultiMixQASample"):
+        options = {"inputs": (str(tmp_path / "d.jsonl"),), "seq_len": 512, "workers": 1, "sample_class": flavor}
+        out = tmp_path / flavor
+        result = pack(PackOptions(encoder=EncoderOptions(tokenizer=tokenizer_dir), output_dir=out, **options))  # type: ignore[arg-type]
+        shown = run(result.shards).output.replace("\n[", "[")  # lines are wrapped
+        assert 'tools     [{"name":"get_weather"}]' in shown
+        assert 'tool_calls: [{"function":{"name":"get_weather","arguments":{"city":"Oslo"}}}]' in shown
+        assert "\U0001f408\u200d\u2b1b" in shown
+        assert "\\t" not in shown
+        value = json.loads(run(result.shards, "--pack", "pack_00000000", "--json").output)
+        assert value["samples"][0]["turns"][2]["extra"] == {"tool_calls": [call]}
 
 
 def test_extract_stays_inside(tmp_path: Path, pack_demo: Packer) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from energon_packed import EncoderOptions
 from energon_packed.cli.lengths import command
 from energon_packed.inspection.lengths import compare, histogram, percentiles, recommend
 from tests.conftest import Packer
@@ -30,6 +31,25 @@ def test_shares_are_those_of_a_whole_pack(demo: Any, tokenizer_dir: Path, pack_d
         assert one["samples_per_pack"] == pytest.approx(manifest.samples_per_pack)
         others = {reason: count for reason, count in manifest.rejects.items() if reason != "overlong"}
         assert others == value["rejects"]
+
+
+def test_options_of_the_plan_are_those_of_pack(demo: Any, tokenizer_dir: Path, pack_demo: Packer) -> None:
+    options = ("--pad-multiple", 64, "--max-samples-per-pack", 3, "--algorithm", "sequential", "--loss-on", "all")
+    shown = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", 1, "--json", "--seq-len", 512, *options)
+    assert shown.exit_code == 0, shown.output
+    (one,) = json.loads(shown.stdout[shown.stdout.index("{") :])["candidates"]
+    manifest = pack_demo(
+        seq_len=512,
+        max_reject_rate=1.0,
+        pad_multiple=64,
+        max_samples_per_pack=3,
+        algorithm="sequential",
+        encoder=EncoderOptions(tokenizer=tokenizer_dir, loss_on="all"),
+    ).manifest
+    assert (one["packs"], round(one["utilization"], 6)) == (manifest.packs, manifest.utilization)
+    assert one["samples_per_pack"] == pytest.approx(manifest.samples_per_pack)
+    wrong = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--algorithm", "magic")
+    assert "unknown algorithm" in str(wrong.exception)
 
 
 def test_the_terminal_and_the_plot(demo: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
@@ -65,8 +85,10 @@ def test_numbers_by_hand() -> None:
     assert small.dropped_tokens == 0.5
     assert small.attention == pytest.approx((1 + 3 + 6 + 10) / 10)
     assert (large.packs, large.dropped_tokens) == (2, 0.0)
-    assert recommend([small, large])[0] is large
-    assert "even this one drops 50.0%" in recommend([small])[1]
+    assert recommend([small, large], lengths)[0] is large
+    best, reason = recommend(compare(lengths, [4, 5, 6], records=5), lengths)
+    assert best.seq_len == 4  # 5 and 6 drop the same sample
+    assert "drops 50.0% of the tokens: 1 of 5 samples are longer, up to 10" in reason
     one = np.full(3, 7, dtype=np.int32)
     assert histogram(one) == [(7, 7, 3)]
 

@@ -170,7 +170,71 @@ def test_an_id_that_two_records_share_is_no_fault(tokenizer_dir: Path, tmp_path:
     result = run(tmp_path / "out")
     assert result.exit_code == 0, result.output
     (tmp_path / "out" / "lengths.parquet").unlink()
-    assert "sample twin is in" in run(tmp_path / "out").output
+    result = run(tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "every sample is there once (2 samples; lengths.parquet is not here)" in result.output
+
+
+def test_without_lengths_parquet_a_repeated_sample_is_still_found(copy: Path) -> None:
+    (copy.parent / "lengths.parquet").unlink()
+
+    def repeat(value: dict) -> None:  # type: ignore[type-arg]
+        for name in ("ids", "prompts", "captions", "systems"):
+            value[name][1] = value[name][0]
+
+    _edit_packs(copy, repeat)
+    assert "and in pack-000001.tar: pack_0000000" in run(copy).output
+
+
+@pytest.mark.parametrize(("words", "sound"), [(90, True), (5, False)])
+def test_packs_of_one_sample_are_no_fault_where_no_two_fit(
+    tokenizer_dir: Path, tmp_path: Path, words: int, sound: bool
+) -> None:
+    lines = [json.dumps({"text": "red square " * words, "id": f"r{number}"}) for number in range(3)]
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    options = {"inputs": (str(tmp_path / "d.jsonl"),), "output_dir": tmp_path / "out", "seq_len": 256, "workers": 1}
+    pack(PackOptions(encoder=EncoderOptions(tokenizer=tokenizer_dir), max_samples_per_pack=1, **options))  # type: ignore[arg-type]
+    result = run(tmp_path / "out")
+    assert (result.exit_code == 0) is sound, result.output
+    assert (
+        "1.00 samples a pack, as no two fit a row of 256" if sound else "nothing was packed, and two of"
+    ) in result.output
+
+
+def test_code_in_the_data_set_is_not_run(copy: Path) -> None:
+    loader = copy / ".nv-meta" / "sample_loader.py"
+    loader.write_text(loader.read_text() + f"\nopen({str(copy / 'ran')!r}, 'w').close()\n")
+    result = run(copy)
+    assert "sample_loader.py is not what energon-packed writes, so it was not run" in result.output
+    assert not (copy / "ran").exists()
+    assert result.exit_code == 1
+
+
+def test_indexes_can_be_made_anew(copy: Path) -> None:
+    (copy / "pack-000001.tar.idx").unlink()
+    (copy / ".nv-meta" / "index.sqlite").write_bytes(b"broken")
+    result = run(copy)
+    assert "energon-packed nv-meta" in result.output.splitlines()[-1]
+    assert "pack it again" not in result.output
+    make_nv_meta(copy)
+    assert run(copy).exit_code == 0
+
+
+def test_data_of_other_packers_is_checked_as_far_as_it_tells(copy: Path, tokenizer_dir: Path) -> None:
+    (copy / ".nv-meta" / "packing.json").unlink()
+    make_nv_meta(copy)
+    for arguments in ((), ("--tokenizer", str(tokenizer_dir))):
+        result = run(copy, *arguments)
+        assert result.exit_code == 0, result.output
+        assert "packing.json" not in result.output
+        assert ("skipped: --fast" in result.output) is not bool(arguments)
+    _cut_a_tar(copy)
+    assert "pack-000001.tar: it is cut inside" in run(copy).output
+
+
+def test_utilization_is_that_of_the_packs(copy: Path) -> None:
+    _edit_manifest(copy, lambda value: value.update(utilization=0.5))
+    assert "packing.json has utilization 0.5; tokens over" in " ".join(run(copy, "--fast").output.split())
 
 
 def test_samples_are_those_that_lengths_parquet_says(copy: Path) -> None:

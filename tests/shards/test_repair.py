@@ -15,6 +15,7 @@ import yaml
 from PIL import Image
 
 from energon_packed import ChatEncoder, PackedDataset, get_packed_loader
+from energon_packed.encoding import StoredTokens
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.repair import make_nv_meta
@@ -100,7 +101,10 @@ TWO = llava_pack("b", ["red"])
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([("a.b.json", b"{}")], r"a\.b\.json: its key would end at the first dot, as 'a'"),
+        (
+            [("a.b.json", b"{}")],
+            r"a\.b\.json: its key ends at the first dot, as 'a', and no flavor has a part 'b\.json'",
+        ),
         ([*ONE, *TWO, ("a.img9_0.jpg", b"x")], r"a\.img9_0\.jpg does not follow the other parts of a"),
         ([*ONE, ONE[0]], r"a\.json is there twice"),
         ([("readme", b"x")], "readme has no key before a dot"),
@@ -180,7 +184,7 @@ def test_splits_and_exclusions_stay_and_a_stale_manifest_goes(pack_demo: Packer,
     assert not (meta / "packing.json").exists()
     assert not (tmp_path / "copy" / gone).with_suffix(".tar.idx").exists()
     with pytest.raises(ConfigError, match="excludes single packs, such as"):
-        PackedDataset(tmp_path / "copy", object())  # type: ignore[arg-type]
+        PackedDataset(tmp_path / "copy", StoredTokens())
 
 
 def test_names_in_the_prefix_field_are_read_whole(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from energon_packed.inspection.verify.files import (
     keys_are_unique,
     ledger_agrees,
     shards_are_those_named,
-    tars_check,
 )
 from energon_packed.inspection.verify.packs import PackChecker, contents_checks
 
@@ -29,7 +28,7 @@ __all__ = ["Check", "verify"]
 def verify(
     folder: PackedFolder, encoder: ChatEncoder | None, *, processes: int = 1, progress: Progress | None = None
 ) -> Iterator[Check]:
-    """Check after check, as they are done.
+    """Check after check, as they are done. Without a packing.json, those that need it are left out.
 
     Args:
         folder: the data set.
@@ -41,9 +40,10 @@ def verify(
     engine = LocalEngine(processes)
     yield shards_are_those_named(folder)
 
-    entries = {shard.name: shard for shard in folder.manifest.shards}
-    known = [tar for tar in folder.tars if tar.name in entries]
-    whole = tars_check()
+    manifest = folder.manifest
+    entries = {shard.name: shard for shard in manifest.shards} if manifest else {}
+    known = [tar for tar in folder.tars if not entries or tar.name in entries]
+    whole = Check("tars are whole" + (", with the size and hash recorded" if manifest else ""))
     scans = []
     for _, check, scan in sorted(engine.run(TarChecker(entries), known), key=lambda result: result[0]):
         whole.add(check)
@@ -55,11 +55,12 @@ def verify(
 
     progress.start("packs", len(scans), "tars")
     contents = []
-    for one in engine.run(PackChecker(folder.manifest, encoder), scans):
+    for one in engine.run(PackChecker(folder.sample_class, encoder, manifest), scans):
         contents.append(one)
         progress.advance(1)
     progress.stop()
     contents.sort(key=lambda one: one.name)
     yield from contents_checks(folder, contents, fast=encoder is None)
-    yield ledger_agrees(folder)
+    if manifest is not None:
+        yield ledger_agrees(folder, manifest)
     yield energon_loads(folder)

@@ -14,12 +14,14 @@ class Check:
         problems: where it does not, with the file; the first five.
         found: how much was looked at.
         count: number of all problems.
+        remedy: what mends it: `pack` or `nv-meta`.
     """
 
     name: str
     problems: list[str] = field(default_factory=list)
     found: str = ""
     count: int = 0
+    remedy: str = "pack"
 
     def fail(self, problem: str) -> None:
         """Note a problem."""

@@ -3,15 +3,27 @@
 import warnings
 from typing import Any
 
+from energon_packed.errors import FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
+from energon_packed.shards.layouts import layout_for
+from energon_packed.shards.nv_meta import NV_META, loader_files
+from energon_packed.shards.split import shard_names
 
 
 def energon_loads(folder: PackedFolder) -> Check:
-    """The first sample of every split, through Energon itself."""
+    """The first sample of every split, through Energon, which runs `sample_loader.py`: only one that we wrote."""
     from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
 
-    check = Check("Energon loads it")
+    check = Check("its loader is ours, and Energon loads it", remedy="nv-meta")
+    for name, content in loader_files(layout_for(folder.sample_class)).items():
+        file = folder.path / NV_META / name
+        if not file.is_file():
+            check.fail(f"{name} is missing; run energon-packed nv-meta")
+        elif file.read_bytes() != content:
+            check.fail(f"{name} is not what energon-packed writes, so it was not run; look at it, or run nv-meta")
+    if not check.holds:
+        return check
 
     class Nothing(DefaultTaskEncoder):  # type: ignore[misc]
         decoder = None
@@ -19,7 +31,12 @@ def energon_loads(folder: PackedFolder) -> Check:
     def refuse(error: Exception, *rest: Any) -> None:
         raise error
 
-    splits = sorted({shard.split for shard in folder.manifest.shards})
+    try:
+        splits = sorted(set(folder.shards.values()))
+        shard_names(folder.path)
+    except FormatError as error:
+        check.fail(str(error))
+        return check
     check.found = ", ".join(splits)
     for split in splits:
         config = WorkerConfig(rank=0, world_size=1, num_workers=0, global_error_handler=refuse)

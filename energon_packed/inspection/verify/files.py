@@ -15,6 +15,7 @@ import orjson
 from energon_packed.errors import FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
+from energon_packed.shards import PackingManifest
 from energon_packed.shards.manifest import ShardEntry
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.scan import TarScan, scan_tar
@@ -23,14 +24,20 @@ from energon_packed.shards.split import shard_names
 
 def shards_are_those_named(folder: PackedFolder) -> Check:
     """The tars that are there are those that packing.json and split.yaml name."""
-    check = Check("shards are those of packing.json and split.yaml", found=f"{len(folder.tars):,} tars")
-    named = {shard.name: shard.split for shard in folder.manifest.shards}
-    there = {tar.name for tar in folder.tars}
-    for name in sorted(set(named) - there):
-        check.fail(f"{name} is missing")
-    for name in sorted(there - set(named)):
-        check.fail(f"{name} is not in packing.json; was it added?")
+    source = "split.yaml" if folder.manifest is None else "packing.json"
+    check = Check(
+        "shards are those of split.yaml"
+        if folder.manifest is None
+        else "shards are those of packing.json and split.yaml",
+        found=f"{len(folder.tars):,} tars",
+    )
     try:
+        named = folder.shards
+        there = {tar.name for tar in folder.tars}
+        for name in sorted(set(named) - there):
+            check.fail(f"{name} is missing")
+        for name in sorted(there - set(named)):
+            check.fail(f"{name} is not in {source}; was it added?")
         splits = {name: split for split, names in shard_names(folder.path).items() for name in names}
         for name in sorted(set(named) | set(splits)):
             if splits.get(name) != named.get(name):
@@ -52,14 +59,15 @@ class TarChecker:
 
     def __call__(self, tar: Path) -> tuple[Path, Check, TarScan | None]:
         """(the tar, what is wrong with it, its members where it is sound)."""
-        check, entry = tars_check(), self.entries[tar.name]
-        size = tar.stat().st_size
-        with tar.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if size != entry.bytes:
-            check.fail(f"{tar.name} has {size} bytes, packing.json says {entry.bytes}")
-        elif digest != entry.sha256:
-            check.fail(f"{tar.name} has sha256 {digest[:12]}.., packing.json says {entry.sha256[:12]}..")
+        check = Check("")
+        if entry := self.entries.get(tar.name):
+            size = tar.stat().st_size
+            with tar.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            if size != entry.bytes:
+                check.fail(f"{tar.name} has {size} bytes, packing.json says {entry.bytes}")
+            elif digest != entry.sha256:
+                check.fail(f"{tar.name} has sha256 {digest[:12]}.., packing.json says {entry.sha256[:12]}..")
         try:
             scan = scan_tar(tar)
         except FormatError as error:
@@ -70,14 +78,9 @@ class TarChecker:
         return tar, check, None if scan.problems else scan
 
 
-def tars_check() -> Check:
-    """The check that `TarChecker` makes."""
-    return Check("tars are whole, with the size and hash recorded")
-
-
 def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
     """The indexes of sound tars say what their headers say."""
-    check = Check(".tar.idx, index.sqlite and .info.json match the members")
+    check = Check(".tar.idx, index.sqlite and .info.json match the members", remedy="nv-meta")
     meta = folder.path / NV_META
     rows = {scan.path.name: scan.rows() for scan in scans}
     for scan in scans:
@@ -101,11 +104,11 @@ def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
     connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
     try:
         total = 0
-        for number, entry in enumerate(folder.manifest.shards):
-            if entry.name not in rows:
+        for number, name in enumerate(folder.shards):
+            if name not in rows:
                 continue
-            _compare_rows(check, connection, number, rows[entry.name])
-            total += len(rows[entry.name].keys)
+            _compare_rows(check, connection, number, rows[name])
+            total += len(rows[name].keys)
         check.found = f"{total:,} packs"
     except sqlite3.Error as error:
         check.fail(f"index.sqlite cannot be read: {error}")
@@ -154,10 +157,9 @@ def keys_are_unique(scans: Sequence[TarScan]) -> Check:
     return check
 
 
-def ledger_agrees(folder: PackedFolder) -> Check:
+def ledger_agrees(folder: PackedFolder, manifest: PackingManifest) -> Check:
     """The counts of packing.json add up, and rejects.jsonl has as many records of each reason."""
     check = Check("records = packed + rejected, and rejects.jsonl agrees")
-    manifest = folder.manifest
     rejected = sum(manifest.rejects.values())
     check.found = f"{manifest.records:,} records"
     if manifest.records != manifest.packed + rejected:

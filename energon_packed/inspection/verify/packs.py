@@ -1,5 +1,6 @@
 """What is in the packs: samples, images, tokens and their sums. Tars are read side by side, and the results joined."""
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from energon_packed.build.chunks import PACKED, TRUNCATED
 from energon_packed.conversation import Conversation
 from energon_packed.dataflow.cookers import FLAVORS
 from energon_packed.encoding import ChatEncoder
@@ -32,13 +34,15 @@ class TarContents:
     Attributes:
         name: file name of the tar.
         counts: packs, samples, images and tokens.
-        samples: (id, key of its pack) of every sample, in order.
+        samples: (id, check sum of its text or tokens, key of its pack) of every sample, in order.
+        shortest: tokens of the two shortest samples that may share a row, by kind.
         packs, images, fit, encoded: checks of this tar.
     """
 
     name: str
     counts: Counter[str] = field(default_factory=Counter)
-    samples: list[tuple[str, str]] = field(default_factory=list)
+    samples: list[tuple[str, int, str]] = field(default_factory=list)
+    shortest: dict[str, list[int]] = field(default_factory=dict)
     packs: Check = field(default_factory=lambda: Check("packs are of the flavor"))
     images: Check = field(default_factory=lambda: Check("images decode"))
     fit: Check = field(default_factory=lambda: Check("packs fit seq_len"))
@@ -52,12 +56,14 @@ class PackChecker:
     """Looks at every pack of one tar: a function for an engine.
 
     Attributes:
-        manifest: of the data set.
+        sample_class: flavor.
         encoder: encodes every sample again; None skips that.
+        manifest: of the data set; None where another tool packed it.
     """
 
-    manifest: PackingManifest
+    sample_class: str
     encoder: ChatEncoder | None
+    manifest: PackingManifest | None
 
     def __call__(self, scan: TarScan) -> TarContents:
         """Read a sound tar."""
@@ -65,7 +71,7 @@ class PackChecker:
             return self._check(scan)
 
     def _check(self, scan: TarScan) -> TarContents:
-        flavor, load = FLAVORS[self.manifest.sample_class]
+        flavor, load = FLAVORS[self.sample_class]
         here = TarContents(scan.path.name)
         for raw in packs_of(scan):
             key = raw["__key__"]
@@ -78,7 +84,7 @@ class PackChecker:
             here.counts["packs"] += 1
             here.counts["samples"] += len(conversations)
             here.counts["images"] += sum(len(c.images) for c in conversations)
-            here.samples += [(str(conversation.id), key) for conversation in conversations]
+            here.samples += [(str(one.id), _checksum(one), key) for one in conversations]
             self._check_pack(here, sample, conversations)
         return here
 
@@ -97,9 +103,14 @@ class PackChecker:
             lengths = [self._encoded_length(here, where, c, recorded, limit) for c, recorded in pairs]
         known = np.array([length for length in lengths if length > 0], dtype=np.int64)
         here.counts["tokens"] += int(known.sum())
-        row = int(round_up(known, self.manifest.pad_multiple).sum())
-        if row > self.manifest.seq_len:
-            here.fit.fail(f"{where} has {row} tokens, more than seq_len {self.manifest.seq_len}")
+        if self.manifest is None:
+            return
+        taken = round_up(known, self.manifest.pad_multiple)
+        if taken.sum() > self.manifest.seq_len:
+            here.fit.fail(f"{where} has {taken.sum()} tokens, more than seq_len {self.manifest.seq_len}")
+        for conversation, length in zip(conversations, taken.tolist(), strict=False):
+            kind = conversation.kind if self.manifest.group_by == "media" else "any"
+            here.shortest[kind] = sorted([*here.shortest.get(kind, []), length])[:2]
 
     def _encoded_length(
         self, here: TarContents, where: str, conversation: Conversation, recorded: int, limit: int | None
@@ -112,7 +123,7 @@ class PackChecker:
         except EnergonPackedError as error:
             here.encoded.fail(f"{sample}: {error}")
             return recorded
-        if len(one) != recorded:
+        if recorded >= 0 and len(one) != recorded:
             here.encoded.fail(f"{sample} has {len(one)} tokens, recorded are {recorded}")
         if one.num_supervised == 0:
             here.encoded.fail(f"{sample} has no supervised token")
@@ -140,54 +151,85 @@ def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: 
     """
     manifest = folder.manifest
     total = sum((one.counts for one in contents), Counter[str]())
+    joined = TarContents("")
+    joined.packs.name = f"packs are {folder.sample_class}"
     found = {
         "packs": f"{total['packs']:,} packs",
         "images": f"{total['images']:,} images",
-        "fit": f"{manifest.seq_len:,} tokens",
+        "fit": f"{manifest.seq_len:,} tokens" if manifest else "",
         "encoded": "skipped: --fast" if fast else f"{total['samples']:,} samples",
     }
-    joined = TarContents("")
-    joined.packs.name = f"packs are {manifest.sample_class}"
     for name, looked_at in found.items():
         check: Check = getattr(joined, name)
         check.found = looked_at
         for one in contents:
             check.add(getattr(one, name))
     yield joined.packs
-    yield _every_sample_once(folder, contents)
+    if manifest is not None:
+        yield _every_sample_once(folder, contents)
     yield joined.images
-    yield joined.fit
+    if manifest is not None:
+        yield joined.fit
     yield joined.encoded
+    if manifest is None:
+        return
     yield _sums(manifest, contents, total)
-    many = Check("packs hold more than one sample on average")
-    many.found = f"{total['samples'] / max(total['packs'], 1):.2f} samples"
-    if layout_for(manifest.sample_class).packed and total["samples"] <= total["packs"]:
-        many.fail(
-            f"{total['samples']:,} samples in {total['packs']:,} packs: nothing was packed; is seq_len "
-            f"{manifest.seq_len} too short for this data?"
-        )
-    yield many
+    if layout_for(manifest.sample_class).packed and len(contents) == len(manifest.shards):
+        yield _samples_share_rows(manifest, contents, total)
+
+
+def _samples_share_rows(manifest: PackingManifest, contents: list[TarContents], total: Counter[str]) -> Check:
+    """Packs hold more than one sample, where any two would fit a row."""
+    check = Check("samples share rows", found=f"{total['samples'] / max(total['packs'], 1):.2f} samples a pack")
+    if total["samples"] > total["packs"]:
+        return check
+    for kind in {kind for one in contents for kind in one.shortest}:
+        shortest = sorted(length for one in contents for length in one.shortest.get(kind, []))[:2]
+        if len(shortest) == 2 and sum(shortest) <= manifest.seq_len:
+            check.fail(
+                f"{total['samples']:,} samples in {total['packs']:,} packs: nothing was packed, and two of "
+                f"{shortest[0]} and {shortest[1]} tokens would fit a row of {manifest.seq_len}"
+            )
+            return check
+    check.found += f", as no two fit a row of {manifest.seq_len:,}"
+    return check
 
 
 def _every_sample_once(folder: PackedFolder, contents: list[TarContents]) -> Check:
+    """The samples in the packs are those that lengths.parquet says, each as often.
+
+    Two records of the input may have one id. Without lengths.parquet, one id with one text is the same sample twice.
+    """
     check = Check("every sample is there once")
     recorded = _recorded_ids(folder)
     seen: dict[str, str] = {}
     times: Counter[str] = Counter()
+    texts: Counter[tuple[str, int]] = Counter()
     for one in contents:
-        for ident, key in one.samples:
+        for ident, text, key in one.samples:
             times[ident] += 1
             where = f"{one.name}: {key}"
+            is_twice = texts[ident, text] > 0 if recorded is None else times[ident] > recorded[ident] > 0
+            texts[ident, text] += 1
             if recorded is not None and not recorded[ident]:
                 check.fail(f"sample {ident} is in {where}, but lengths.parquet does not say that it is packed")
-            elif times[ident] > (1 if recorded is None else recorded[ident]):
+            elif is_twice:
                 check.fail(f"sample {ident} is in {seen[ident]} and in {where}")
             seen[ident] = where
     for ident, count in (recorded or {}).items():
         if times[ident] < count:
             check.fail(f"sample {ident} is packed as lengths.parquet says, but is in no sound tar")
     check.found = f"{times.total():,} samples"
+    if recorded is None:
+        check.found += "; lengths.parquet is not here"
     return check
+
+
+def _checksum(conversation: Conversation) -> int:
+    if conversation.input_ids is not None:
+        return zlib.crc32(conversation.input_ids.tobytes())
+    texts = [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
+    return zlib.crc32("\0".join(texts).encode(errors="replace"))
 
 
 def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter[str]) -> Check:
@@ -206,6 +248,9 @@ def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter
     ):
         if total[name] != recorded:
             check.fail(f"the tars have {total[name]:,} {name}, packing.json says {recorded:,}")
+    used = manifest.tokens / max(manifest.packs * manifest.seq_len, 1)
+    if abs(used - manifest.utilization) > 1e-5:
+        check.fail(f"packing.json has utilization {manifest.utilization}; tokens over packs x seq_len are {used:.6f}")
     return check
 
 
@@ -219,4 +264,4 @@ def _recorded_ids(folder: PackedFolder) -> Counter[str] | None:
     except (OSError, pa.ArrowInvalid):
         return None
     pairs = zip(table["id"].to_pylist(), table["status"].to_pylist(), strict=True)
-    return Counter(ident for ident, status in pairs if status == "packed")
+    return Counter(ident for ident, status in pairs if status in (PACKED, TRUNCATED))

@@ -34,6 +34,7 @@ class StoredSample:
     Attributes:
         conversation: what the record said.
         length: tokens, after truncation.
+        is_cut: it had more.
         images: (extension, bytes) of each image.
         patch_positions: bytes of each .npy file.
         tokens: encoded form, for layouts that store tokens.
@@ -41,6 +42,7 @@ class StoredSample:
 
     conversation: Conversation
     length: int
+    is_cut: bool = False
     images: tuple[tuple[str, bytes], ...] = ()
     patch_positions: tuple[bytes, ...] = ()
     tokens: Tokens | None = None

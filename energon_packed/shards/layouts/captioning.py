@@ -1,7 +1,7 @@
 """PackedCaptioningSample: prompts and captions of several samples, with their images.
 
     {key}.json       images, prompts, captions, sample_count, ids, systems, lengths
-                     and, when given: patch_positions, timestamp_decimal, fps, truncate
+                     and, when given: patch_positions, timestamp_decimal, fps, truncate, truncated
     {key}.img{i}_{j}.{ext}   original bytes of image j of sample i
     {key}.img{i}_{j}.npy     its patch positions, when given
 
@@ -69,7 +69,7 @@ def write(samples: Sequence[StoredSample], truncate: int | None) -> list[Part]:
     }
     value.update({name: values for name, values in optional.items() if any_given(values)})
     if truncate is not None:
-        value["truncate"] = truncate
+        value |= {"truncate": truncate, "truncated": [sample.is_cut for sample in samples]}
     return [("json", dump_json(value)), *media]
 
 
@@ -92,6 +92,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         "fps": value.get("fps"),
         "videos": value.get("videos"),
         "truncate": value.get("truncate"),
+        "truncated": value.get("truncated"),
     }
 
 

@@ -2,7 +2,7 @@
 
 {key}.json   packed: {"sample_count": S, "samples": [SAMPLE, ...]}, single: SAMPLE
              SAMPLE: id, length, one of messages / text / input_ids + labels, images,
-             and, when given: tools, patch_positions, video, fps, timestamp_decimal
+             and, when given: tools, patch_positions, video, fps, timestamp_decimal, truncate, truncated
 {key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample; i is 0 in a single sample
 """
 
@@ -74,6 +74,7 @@ def _values(samples: Sequence[StoredSample], truncate: int | None) -> tuple[list
             "fps": c.fps,
             "timestamp_decimal": c.timestamp_decimal,
             "truncate": truncate,
+            "truncated": sample.is_cut,
         }
         value.update({name: given for name, given in optional.items() if any_given([given])})
         values.append(value)
