@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from energon_packed.errors import EnergonPackedError, FormatError
-from energon_packed.metadataset import read_input
+from energon_packed.metadataset import epochs_by_weight, read_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +79,10 @@ def _counted(entries: list[BlendEntry]) -> Iterator[BlendEntry]:
         return
     packs = [entry.packs or 0 for entry in entries]
     if entries[0].mode == "weight":
-        total = sum(entry.number for entry in entries)
-        largest = max(range(len(entries)), key=lambda i: packs[i] if entries[i].number else 0)
-        draws = packs[largest] / entries[largest].number if entries[largest].number else 0.0
-        for entry, count in zip(entries, packs, strict=True):
-            yield replace(entry, share=entry.number / total, times=draws * entry.number / count)
+        weights = [entry.number for entry in entries]
+        times = epochs_by_weight(weights, packs) if any(weights) else [0.0] * len(weights)
+        for entry, seen in zip(entries, times, strict=True):
+            yield replace(entry, share=entry.number / (sum(weights) or 1), times=seen)
     else:
         total = sum(entry.number * count for entry, count in zip(entries, packs, strict=True))
         for entry, count in zip(entries, packs, strict=True):

@@ -9,8 +9,18 @@ blend.py     weights, and how often each input is seen
 render.py    the YAML file
 """
 
-from energon_packed.metadataset.blend import WEIGHT_BY, Blend, make_blend
+from energon_packed.metadataset.blend import WEIGHT_BY, Blend, epochs_by_weight, make_blend
 from energon_packed.metadataset.inputs import BlendInput, has_split, read_input
 from energon_packed.metadataset.render import render, write_metadataset
 
-__all__ = ["WEIGHT_BY", "Blend", "BlendInput", "has_split", "make_blend", "read_input", "render", "write_metadataset"]
+__all__ = [
+    "WEIGHT_BY",
+    "Blend",
+    "BlendInput",
+    "epochs_by_weight",
+    "has_split",
+    "make_blend",
+    "read_input",
+    "render",
+    "write_metadataset",
+]

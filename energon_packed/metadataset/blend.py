@@ -38,9 +38,7 @@ class Blend:
         """How often each input is seen while the one with the most packs is seen once (0 where it is never drawn)."""
         if self.epochized:
             return [one.weight for one in self.train]
-        largest = max((one for one in self.train if one.weight), key=lambda one: one.packs)
-        draws = largest.packs / largest.weight
-        return [draws * one.weight / one.packs for one in self.train]
+        return epochs_by_weight([one.weight for one in self.train], [one.packs for one in self.train])
 
     def warnings(self) -> list[str]:
         """What its user should know: nothing that makes it wrong."""
@@ -54,6 +52,18 @@ class Blend:
                 "evenly"
             )
         return found
+
+
+def epochs_by_weight(weights: Sequence[float], packs: Sequence[int]) -> list[float]:
+    """How often each input is seen while the largest of those that are drawn is seen once.
+
+    Args:
+        weights: shares of draws, not all 0.
+        packs: packs of each input, at least 1.
+    """
+    count, weight = max((count, weight) for weight, count in zip(weights, packs, strict=True) if weight)
+    draws = count / weight
+    return [draws * weight / count for weight, count in zip(weights, packs, strict=True)]
 
 
 def make_blend(
