@@ -83,6 +83,7 @@ table = RecordTable(
     status=np.full(count, 0, np.int8),
     source_starts=np.array([0, count]),
     files=[],
+    file_starts=np.zeros(0, np.int64),
 )
 options = PackOptions(inputs=("x",), output_dir="x", encoder=EncoderOptions(tokenizer="x"), seq_len=4096)
 begin = time.perf_counter()

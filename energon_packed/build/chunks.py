@@ -1,6 +1,7 @@
 """Chunk: a range of one source and the Arrow file that its measured records go to, one row each.
 
-The files are restart state: a run that finds one whole does not measure that range again.
+The files are restart state: a run that finds one whole does not measure that range again. Data sets that store tokens
+keep those too, in a second file (`kept_tokens`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from energon_packed.build.columns import as_numpy, numbers, texts
+from energon_packed.build.kept_tokens import tokens_file, tokens_size
 from energon_packed.errors import Reason
 from energon_packed.shards.files import aside
 
@@ -54,12 +56,19 @@ class Chunk:
         source: number of the source.
         start, stop: range of addresses.
         file: where the measured rows go.
+        keep_tokens: their tokens are kept too.
     """
 
     source: int
     start: int
     stop: int
     file: Path
+    keep_tokens: bool = False
+
+    @property
+    def tokens(self) -> Path:
+        """Where their tokens go."""
+        return tokens_file(self.file)
 
 
 def read_rows(file: Path) -> Any:
@@ -77,7 +86,10 @@ def is_measured(chunk: Chunk) -> bool:
     if not chunk.file.exists():
         return False
     try:
-        status = as_numpy(read_rows(chunk.file)["status"], np.int8)
+        rows = read_rows(chunk.file)
+        status = as_numpy(rows["status"], np.int8)
+        if chunk.keep_tokens and chunk.tokens.stat().st_size != tokens_size(as_numpy(rows["length"], np.int32)):
+            return False
     except (pa.ArrowInvalid, OSError):
         return False
     return not np.isin(status, _MENDABLE).any()

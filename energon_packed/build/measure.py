@@ -1,15 +1,16 @@
 """Stage 1, measure: the length of every record, in chunks of the input that run side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from energon_packed.build.chunks import KINDS, SCHEMA, STATUSES, Chunk, write_rows
+from energon_packed.build.kept_tokens import write_tokens
 from energon_packed.build.options import EncoderOptions
 from energon_packed.build.reader import RecordReader
 from energon_packed.conversation import Conversation
-from energon_packed.encoding import Measured
+from energon_packed.encoding import EncodedSample, Measured, Processor
 from energon_packed.errors import RecordError
 from energon_packed.sources import Row
 
@@ -46,18 +47,22 @@ class Measurer:
         columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         first: tuple[int, str | None, str, str] | None = None
         tokenized = 0
+        tokens: list[EncodedSample] = []
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         encoder = self.encoder.load()
         while batch := list(islice(rows, _BATCH)):
             read = [self._read(chunk.source, row) for row in batch]
             conversations = [None if isinstance(found, RecordError) else found for found in read]
             tokenized += sum([c is not None and c.input_ids is None for c in conversations])
-            measured = iter(encoder.measure([c for c in conversations if c is not None]))
+            usable = [c for c in conversations if c is not None]
+            measured = iter(_keeping(usable, encoder, tokens) if chunk.keep_tokens else encoder.measure(usable))
             results = [found if isinstance(found, RecordError) else next(measured) for found in read]
             if first is None:
                 first = _first_reject(len(columns["id"]), batch, conversations, results)
             for name, values in _columns(batch, conversations, results).items():
                 columns[name] += values
+        if chunk.keep_tokens:
+            write_tokens(chunk.tokens, tokens)  # before the rows, which say that the chunk is done
         write_rows(chunk.file, columns)
         return ChunkReport(chunk=chunk, records=len(columns["id"]), tokenized=tokenized, first_reject=first)
 
@@ -66,6 +71,20 @@ class Measurer:
             return self.reader.conversation(source, row.record)
         except RecordError as error:
             return error
+
+
+def _keeping(
+    conversations: Sequence[Conversation], encoder: Processor, tokens: list[EncodedSample]
+) -> Iterator[Measured | RecordError]:
+    """As `encoder.measure`; the tokens go to `tokens`."""
+    for conversation in conversations:
+        try:
+            measured, encoded = encoder.measure_tokens(conversation)
+        except RecordError as error:
+            yield error
+            continue
+        tokens.append(encoded)
+        yield measured
 
 
 def _columns(

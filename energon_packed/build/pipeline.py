@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from energon_packed.build.chunks import STATUSES, Chunk, is_measured, measured_records
 from energon_packed.build.engine import Engine, LocalEngine
+from energon_packed.build.kept_tokens import KeptTokens, tokens_file
 from energon_packed.build.ledger import write_ledger
 from energon_packed.build.limits import check_limits
 from energon_packed.build.lock import FolderLock
@@ -196,8 +197,15 @@ class _Build:
 
     def _measure(self, folder: Path) -> RecordTable:
         folder.mkdir(parents=True, exist_ok=True)
+        keep = layout_for(self.options.sample_class).stores_tokens
         chunks = [
-            Chunk(source=number, start=start, stop=stop, file=folder / f"{number:05d}-{place:07d}.arrow")
+            Chunk(
+                source=number,
+                start=start,
+                stop=stop,
+                file=folder / f"{number:05d}-{place:07d}.arrow",
+                keep_tokens=keep,
+            )
             for number, source in enumerate(self.reader.sources)
             for place, (start, stop) in enumerate(source.chunks())
         ]
@@ -274,6 +282,9 @@ class _Build:
         names = [f"{options.prefix}-{plan.number:06d}.tar" for plan in plans]
         done: dict[str, ShardSummary] = {}
         todo: list[ShardPlan] = []
+        kept = None
+        if layout_for(options.sample_class).stores_tokens:
+            kept = KeptTokens([tokens_file(file) for file in table.files], table.file_starts, table.length)
 
         def task_of(plan: ShardPlan) -> ShardTask:
             return ShardTask(
@@ -283,6 +294,7 @@ class _Build:
                 first_pack=plan.first_pack,
                 records=table.refs(plan.rows),
                 offsets=plan.offsets,
+                tokens=kept.refs(plan.rows) if kept is not None else None,
             )
 
         self.progress.start("write", sum(len(plan.rows) for plan in plans), "samples")
@@ -296,7 +308,7 @@ class _Build:
         if todo:
             self.space.open_shards()
         truncate = options.usable_len if options.overlong == "truncate" else None
-        writer = ShardWriter(reader=self.reader, encoder=options.encoder, truncate=truncate)
+        writer = ShardWriter(reader=self.reader, truncate=truncate)
         samples = {name: len(plan.rows) for plan, name in zip(plans, names, strict=True)}
         for shard in self.engine.run(writer, map(task_of, todo)):
             done[shard.name] = shard

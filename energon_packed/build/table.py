@@ -51,6 +51,7 @@ class RecordTable:
         status: int8 (n,), index into STATUSES; 0 means packed.
         source_starts: int64 (sources + 1,), row at which each source begins.
         files: chunk files, in input order.
+        file_starts: int64 (chunks,), row at which each file begins.
     """
 
     address: Int64
@@ -63,6 +64,7 @@ class RecordTable:
     status: npt.NDArray[np.int8]
     source_starts: Int64
     files: list[Path]
+    file_starts: Int64
 
     def __len__(self) -> int:
         return len(self.status)
@@ -98,7 +100,12 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
             column[start : start + count] = as_numpy(table[name], column.dtype)
         per_source[chunk.source + 1] += count
         start += count
-    return RecordTable(**columns, source_starts=np.cumsum(per_source), files=[chunk.file for chunk in chunks])
+    return RecordTable(
+        **columns,
+        source_starts=np.cumsum(per_source),
+        files=[chunk.file for chunk in chunks],
+        file_starts=np.cumsum([0, *counts], dtype=np.int64)[:-1],
+    )
 
 
 def reject_counts(status: npt.NDArray[np.int8]) -> dict[str, int]:

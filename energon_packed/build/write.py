@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from energon_packed.build.options import EncoderOptions
+from energon_packed.build.kept_tokens import TokenReader, TokenRefs
 from energon_packed.build.reader import RecordReader
 from energon_packed.build.table import RecordRefs
 from energon_packed.conversation import Conversation
-from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.images import sniff_extension
 from energon_packed.errors import EnergonPackedError, RecordError, SourceError
 from energon_packed.shards.files import write_whole
@@ -36,6 +36,7 @@ class ShardTask:
         first_pack: number of the first pack.
         records: records of all packs, pack after pack.
         offsets: int64 (packs+1,), pack p is records offsets[p] to offsets[p + 1].
+        tokens: where the tokens of the records are; None for layouts that store none.
     """
 
     tar: Path
@@ -44,6 +45,7 @@ class ShardTask:
     first_pack: int
     records: RecordRefs
     offsets: Int64
+    tokens: TokenRefs | None = None
 
     def digest(self) -> str:
         """Hex digest of which records lie in which pack, and of what was measured of them.
@@ -64,30 +66,29 @@ class ShardWriter:
 
     Attributes:
         reader: reads records as the measure stage did.
-        encoder: for layouts that store tokens.
         truncate: tokens that longer samples are cut to, or None.
     """
 
     reader: RecordReader
-    encoder: EncoderOptions
     truncate: int | None
 
     def __call__(self, task: ShardTask) -> ShardSummary:
         """Write the tar, its index and its state file."""
         layout = layout_for(self.reader.sample_class)
-        encoder = self.encoder.load() if layout.stores_tokens else None
         bounds = task.offsets.tolist()
-        with TarShardWriter(task.tar) as shard:
+        with ExitStack() as open_files:
+            shard = open_files.enter_context(TarShardWriter(task.tar))
+            tokens = open_files.enter_context(TokenReader(task.tokens)) if task.tokens is not None else None
             for pack, (start, stop) in enumerate(itertools.pairwise(bounds), start=task.first_pack):
-                samples = [self.stored_sample(task.records, place, encoder) for place in range(start, stop)]
+                samples = [self.stored_sample(task.records, place, tokens) for place in range(start, stop)]
                 shard.add(f"{task.prefix}_{pack:08d}", layout.write(samples, self.truncate))
         write_tar_index(task.tar, shard.rows)
         state = {"task": task.digest(), "mtime_ns": changed_at(task.tar), "rows": shard.rows.as_dict()}
         write_whole(task.state, orjson.dumps(state))
         return shard.rows.summary
 
-    def stored_sample(self, records: RecordRefs, place: int, encoder: ChatEncoder | None) -> StoredSample:
-        """Read one record and its media again; with an encoder, tokenize it too.
+    def stored_sample(self, records: RecordRefs, place: int, tokens: TokenReader | None) -> StoredSample:
+        """Read one record and its media again, and its tokens where they are kept.
 
         Raises:
             SourceError: the record or its media changed since it was measured.
@@ -111,20 +112,12 @@ class ShardWriter:
             found = sum([len(data) for _, data in images]) + sum([len(data) for data in sample.patch_positions])
             if found != int(records.media_bytes[place]):
                 raise self._changed(source, row, f"its media has {found} bytes, not {records.media_bytes[place]}")
-            if encoder is not None:
-                sample = self._with_tokens(sample, measured, encoder)
+            if tokens is not None:
+                encoded = tokens.read(place, measured)
+                sample = replace(sample, tokens=encoded.truncated(self.truncate) if self.truncate else encoded)
         except (RecordError, OSError) as error:
             raise self._changed(source, row, str(error)) from error
         return sample
-
-    def _with_tokens(self, sample: StoredSample, measured: int, encoder: ChatEncoder) -> StoredSample:
-        encoded = encoder.encode_tokens(sample.conversation)
-        if len(encoded) != measured:
-            raise SourceError(
-                f"sample {sample.conversation.id} has {len(encoded)} tokens and was measured with {measured}; "
-                "did the input change? run again with --no-resume"
-            )
-        return replace(sample, tokens=encoded.truncated(self.truncate) if self.truncate else encoded)
 
     def _changed(self, source: int, row: int, what: str) -> EnergonPackedError:
         path = self.reader.sources[source].path

@@ -187,9 +187,19 @@ class ChatEncoder(Processor):
             ids, supervised = self._tokens(conversation)
             self._check_placeholders(ids.tolist(), 0)
             return self._finish(conversation, ids, supervised, _NO_IMAGES)
-        headers = [read_header(image) for image in conversation.images]
-        patches = [self._vision().num_patches(header.height, header.width) for header in headers]
+        patches, _ = self._read_headers(conversation)
         return self._finish(conversation, *self._with_images(conversation, patches), None)
+
+    def measure_tokens(self, conversation: Conversation) -> tuple[Measured, EncodedSample]:
+        """As `measure` of one conversation, with its tokens and labels; image sizes come from headers."""
+        if conversation.input_ids is not None:
+            self._check_token_ids(conversation)
+        if not conversation.images:
+            encoded, num_bytes = self.encode_tokens(conversation), 0
+        else:
+            patches, num_bytes = self._read_headers(conversation)
+            encoded = self._finish(conversation, *self._with_images(conversation, patches), None)
+        return Measured(len(encoded), num_bytes), encoded
 
     def measure(self, conversations: Sequence[Conversation]) -> list[Measured | RecordError]:
         """Length and media size of each conversation, without decoding pixels; texts are tokenized in one batch.
@@ -266,6 +276,8 @@ class ChatEncoder(Processor):
         """A sample without pixels; M-RoPE positions where the family has them and the grids are known."""
         if self.image_token_id is not None:
             supervised = supervised & (ids != self.image_token_id)
+        if len(ids) == 0:
+            raise RecordError(Reason.EMPTY, "its text gives no token")
         if not supervised[1:].any():
             raise RecordError(Reason.NO_SUPERVISED_TOKENS, "no token after the first is supervised")
         targets = ids if conversation.labels is None else conversation.labels
@@ -325,13 +337,18 @@ class ChatEncoder(Processor):
         """(image tokens, bytes of images and .npy files), from headers alone."""
         if not conversation.images:
             return 0, 0
+        patches, num_bytes = self._read_headers(conversation)
+        return sum(self._vision().num_tokens(count) for count in patches), num_bytes
+
+    def _read_headers(self, conversation: Conversation) -> tuple[list[int], int]:
+        """(patches of each image, bytes of images and .npy files)."""
         vision = self._vision()
         headers = [read_header(image) for image in conversation.images]
         patches = [vision.num_patches(header.height, header.width) for header in headers]
         num_bytes = sum(header.num_bytes for header in headers)
         for positions, count in self._with_patches(conversation, patches):
             num_bytes += check_patch_positions(positions, count)
-        return sum(vision.num_tokens(count) for count in patches), num_bytes
+        return patches, num_bytes
 
     def _check_placeholders(self, ids: list[int], expected: int) -> None:
         if self.vision is None:

@@ -81,6 +81,16 @@ class Processor(ABC):
                 out.append(error)
         return out
 
+    def measure_tokens(self, conversation: Conversation) -> tuple[Measured, EncodedSample]:
+        """As `measure` of one conversation, with the tokens: for data sets that store them.
+
+        Raises:
+            RecordError: as `encode`.
+        """
+        media = sum(len(m.read()) for m in (*conversation.images, *conversation.patch_positions))
+        encoded = self.encode_tokens(conversation)
+        return Measured(len(encoded), media), encoded
+
     def fingerprint(self) -> str:
         """Hex digest of everything that decides lengths and tokens. Override it to allow a length cache."""
         return ""

@@ -1,0 +1,109 @@
+"""Tokens are made once: what measuring tokenized is what the shards hold, also after restarts and re-plans."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from energon_packed import ChatEncoder, PackedDataset, normalize
+from energon_packed.build.kept_tokens import KeptTokens, TokenReader, tokens_size, write_tokens
+from energon_packed.encoding import EncodedSample
+from energon_packed.errors import RecordError
+
+FLAVOR = {"sample_class": "PackedTokensSample"}
+
+
+def records(count: int = 60) -> list[Any]:
+    return [{"id": f"r{n}", "prompts": ["Say it."], "captions": ["word " * (n % 23 + 1)]} for n in range(count)]
+
+
+def refuse(*arguments: Any, **options: Any) -> Any:
+    raise AssertionError("a text was tokenized again")
+
+
+def test_writing_tokenizes_nothing(build: Any, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build(records(), **FLAVOR)
+    assert first.manifest.counters["tokenized"] == 60
+    monkeypatch.setattr(ChatEncoder, "encode_tokens", refuse)
+    monkeypatch.setattr(ChatEncoder, "measure_tokens", refuse)
+    result = build(seq_len=128, overwrite=True, max_packs_per_shard=2, **FLAVOR)
+    assert result.manifest.counters == {"measured": 0, "tokenized": 0, "reused": 60}
+    monkeypatch.undo()
+    dataset = PackedDataset(result.shards, encoder)
+    assert len(dataset) > 2
+    stored = {sample.id: sample for pack in range(len(dataset)) for sample in dataset[pack]}
+    for record in records():
+        expected = encoder.encode(normalize(record))
+        assert stored[record["id"]].input_ids.tolist() == expected.input_ids.tolist()
+        assert stored[record["id"]].labels.tolist()[1:] == expected.labels.tolist()[1:]
+
+
+def test_a_lost_or_short_token_file_is_made_again(build: Any, tmp_path: Path) -> None:
+    result = build(records(), **FLAVOR)
+    before = {tar.name: tar.read_bytes() for tar in result.shards.glob("*.tar")}
+    (tokens,) = (tmp_path / "out" / ".work").rglob("*.tokens")
+    for damage in (tokens.unlink, lambda: tokens.write_bytes(tokens.read_bytes()[:-8])):
+        damage()
+        for tar in result.shards.glob("*.tar"):
+            tar.unlink()
+        assert build(**FLAVOR).manifest.counters["tokenized"] == 60
+        assert {tar.name: tar.read_bytes() for tar in result.shards.glob("*.tar")} == before
+
+
+def test_measuring_with_tokens_equals_measuring(encoder: ChatEncoder, demo: Any) -> None:
+    count = 0
+    for line in demo.jsonl.open("rb"):
+        try:
+            conversation = normalize(orjson.loads(line), image_root=str(demo.jsonl.parent))
+        except (RecordError, orjson.JSONDecodeError):
+            continue
+        (expected,) = encoder.measure([conversation])
+        if isinstance(expected, RecordError):
+            with pytest.raises(RecordError) as caught:
+                encoder.measure_tokens(conversation)
+            assert caught.value.reason == expected.reason
+            continue
+        measured, encoded = encoder.measure_tokens(conversation)
+        assert measured == expected
+        assert len(encoded) == expected.length
+        count += 1
+    assert count > 100
+
+
+def test_offsets_by_hand(tmp_path: Path) -> None:
+    lengths = np.array([2, -1, 3, 1, 0, 4], dtype=np.int32)
+    files = [tmp_path / "a.tokens", tmp_path / "b.tokens", tmp_path / "c.tokens"]
+    samples = {
+        row: EncodedSample(input_ids=np.arange(length) + 10 * row, labels=-np.arange(length))
+        for row, length in enumerate(lengths.tolist())
+        if length > 0
+    }
+    write_tokens(files[0], [samples[0], samples[2]])
+    write_tokens(files[1], [])
+    write_tokens(files[2], [samples[3], samples[5]])
+    assert [file.stat().st_size for file in files] == [40, 0, 40]
+    assert tokens_size(lengths[:3]) == 40
+    kept = KeptTokens(files, np.array([0, 3, 3]), lengths)
+    rows = np.array([5, 0, 3, 2])
+    refs = kept.refs(rows)
+    assert list(refs.files) == [files[0], files[2]]
+    with TokenReader(refs) as reader:
+        for place, row in enumerate(rows.tolist()):
+            found = reader.read(place, int(lengths[row]))
+            assert found.input_ids.tolist() == samples[row].input_ids.tolist()
+            assert found.labels.tolist() == samples[row].labels.tolist()
+        with pytest.raises(OSError, match="shorter than what was measured"):
+            reader.read(0, 40)
+
+
+def test_a_changed_text_is_measured_anew(build: Any, encoder: ChatEncoder) -> None:
+    build(records(), **FLAVOR)
+    changed = records()
+    changed[7]["captions"] = ["other " * 3]
+    result = build(changed, overwrite=True, **FLAVOR)
+    assert result.manifest.counters["tokenized"] == 60
+    dataset = PackedDataset(result.shards, encoder)
+    texts = {s.id: encoder.tokenizer.decode(s.input_ids) for pack in range(len(dataset)) for s in dataset[pack]}
+    assert "other other other" in texts["r7"]
