@@ -122,6 +122,17 @@ def test_a_file_cut_short_is_corrupt(kind: str) -> None:
     assert caught.value.reason.value == "corrupt_image"
 
 
+def test_the_end_of_a_thumbnail_is_not_the_end_of_a_jpeg() -> None:
+    rng = np.random.default_rng(0)
+    image = Image.fromarray(rng.integers(0, 256, (300, 300, 3), dtype=np.uint8))
+    thumbnail, whole = io.BytesIO(), io.BytesIO()
+    image.resize((40, 40)).save(thumbnail, "JPEG", quality=40)
+    image.save(whole, "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0" + thumbnail.getvalue())
+    assert (read_header(MediaReference(data=whole.getvalue())).width, len(whole.getvalue()) > 8000) == (300, True)
+    with pytest.raises(RecordError, match="corrupt_image"):
+        read_header(MediaReference(data=whole.getvalue()[:4000]))
+
+
 def test_late_png_metadata_still_turns_the_picture() -> None:
     data = image_bytes(40, 20, "PNG", 1)
     exif = image_bytes(40, 20, "PNG", 6)
