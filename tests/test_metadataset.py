@@ -133,9 +133,13 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
     [
         (["a", "./a"], "a/webdataset is given twice"),
         (["a", "a_copy"], "both have a shard a-000000"),
-        (["a", "long"], "has seq_len 256 and .*long/webdataset has 512"),
-        (["a", "other"], "has tokenizer .* and .*other/webdataset has zzz"),
-        (["a", "flavor"], "has flavor PackedTokensSample and .* has PackedCapt"),
+        (
+            ["a", "long"],
+            "a/webdataset and .*long/webdataset have seq_len 256 and 512; a blend .* pack one of them again$",
+        ),
+        (["a", "other"], "have tokenizer .* and zzz"),
+        (["a", "flavor"], "have flavor PackedTokensSample and PackedCapt"),
+        (["c", "both"], "have seq_len 256 and 512, flavor .*; .* again, also with another --shard-prefix"),
         (["a", "nothing"], "nothing has no .nv-meta folder"),
         (["a", "missing"], "missing does not exist"),
         (["a=1", "b"], "b/webdataset has no weight while others have"),
@@ -163,6 +167,7 @@ def test_refusals_name_what_is_wrong(
     edited(outputs / "c", tmp_path / "long", seq_len=512)
     edited(outputs / "c", tmp_path / "other", tokenizer_fingerprint="zzz")
     edited(outputs / "c", tmp_path / "flavor", sample_class="PackedCaptioningSample")
+    edited(outputs / "c", tmp_path / "both", sample_class="PackedCaptioningSample", seq_len=512)
     (tmp_path / "nothing").mkdir()
     (tmp_path / "broken.yaml").write_text("splits: 3\n")
     monkeypatch.chdir(tmp_path)

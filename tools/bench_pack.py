@@ -122,6 +122,9 @@ def bench_text(report: Report, work: Path, records: int) -> float:
     peer = run_peer(work, _TRL, tokenizer, source, work / "hf-cache", _CORES)
     report.add("text: times as fast as datasets and TRL", peer["seconds"] / ours, "x", ">= 1.3", peer=peer)
 
+    tokens, _ = pack(work / "out-tokens", source, tokenizer, "--sample-class", "PackedTokensSample")
+    report.add("text stored as tokens: records/s over encode_batch_fast alone", limit / tokens, seconds=tokens)
+
     again, out = pack(work / "out-text", source, tokenizer, "--overwrite", "--seq-len", 8192, fresh=False)
     counters = PackingManifest.load(out).counters
     report.add("another --seq-len: texts tokenized", counters["tokenized"], "", "<= 0", seconds=again, **counters)

@@ -96,6 +96,7 @@ def make_blend(
     if epochized and schema == "v1":
         raise ConfigError("an epochized blend needs --schema v2; v1 can only draw by weight")
     train = [read_input(path, split_from) for path, _ in inputs]
+    check_settings(train)
     check_together(train)
     train = _weighed(train, [weight for _, weight in inputs], weight_by, epochized)
     given_val = [Path(path) for path in val]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Protocol
 
@@ -66,16 +67,16 @@ def check_modes(inputs: Sequence[Input], mode: str) -> None:
 
 
 def check_settings(inputs: Sequence[Input]) -> None:
-    """Refuse inputs that were packed with different settings."""
-    known: dict[str, tuple[object, Path]] = {}
-    for one in inputs:
-        for name, value in one.settings.items():
-            if value is None:
-                continue
-            first, path = known.setdefault(name, (value, one.path))
-            if first != value:
-                short = [str(v)[:24] for v in (first, value)]
-                raise ConfigError(
-                    f"{path} has {name} {short[0]} and {one.path} has {short[1]}; a blend needs one {name}, pack "
-                    "one of them again"
-                )
+    """Refuse inputs that were packed with different settings; the message names all that two differ in."""
+    for first, second in combinations(inputs, 2):
+        differ = [
+            f"{name} {str(value)[:24]} and {str(second.settings[name])[:24]}"
+            for name, value in first.settings.items()
+            if None not in (value, second.settings.get(name)) and second.settings[name] != value
+        ]
+        if differ:
+            prefix = ", also with another --shard-prefix" if first.shards & second.shards else ""
+            raise ConfigError(
+                f"{first.path} and {second.path} have {', '.join(differ)}; a blend needs the same, pack one of them "
+                f"again{prefix}"
+            )
