@@ -24,7 +24,7 @@ from energon_packed.build.progress import Progress
 from energon_packed.build.reader import RecordReader
 from energon_packed.build.summary import make_manifest, shard_entries
 from energon_packed.build.table import RecordTable, load_table
-from energon_packed.build.truncation import TruncationCheck
+from energon_packed.build.truncation import TruncationCheck, TruncationTask
 from energon_packed.build.workspace import Workspace
 from energon_packed.build.write import ShardTask, ShardWriter, finished_shard, shard_rows
 from energon_packed.errors import RejectLimitError
@@ -246,7 +246,12 @@ class _Build:
         if options.overlong == "truncate":
             check = TruncationCheck(reader=self.reader, encoder=options.encoder, max_length=options.usable_len)
             batches = [overlong[i : i + _TRUNCATION_BATCH] for i in range(0, len(overlong), _TRUNCATION_BATCH)]
-            for failures in self.engine.run(check, ((batch, table.refs(batch)) for batch in batches)):
+            kept = self._kept_tokens(table)
+            tasks = (
+                TruncationTask(rows=batch, records=table.refs(batch), tokens=kept.refs(batch) if kept else None)
+                for batch in batches
+            )
+            for failures in self.engine.run(check, tasks):
                 for row, reason, detail in failures:
                     status[row] = STATUSES.index(reason)
                     uncut[row] = detail
@@ -274,6 +279,11 @@ class _Build:
         check_limits(table, status, overlong, options=options, reader=self.reader, rejects=self.space.rejects)
         return status
 
+    def _kept_tokens(self, table: RecordTable) -> KeptTokens | None:
+        if not layout_for(self.options.sample_class).stores_tokens:
+            return None
+        return KeptTokens([tokens_file(file) for file in table.files], table.file_starts, table.length)
+
     # --- write -----------------------------------------------------------------------------------------------------
 
     def _write(self, table: RecordTable, plans: list[ShardPlan], folder: Path) -> list[ShardSummary]:
@@ -282,9 +292,7 @@ class _Build:
         names = [f"{options.prefix}-{plan.number:06d}.tar" for plan in plans]
         done: dict[str, ShardSummary] = {}
         todo: list[ShardPlan] = []
-        kept = None
-        if layout_for(options.sample_class).stores_tokens:
-            kept = KeptTokens([tokens_file(file) for file in table.files], table.file_starts, table.length)
+        kept = self._kept_tokens(table)
 
         def task_of(plan: ShardPlan) -> ShardTask:
             return ShardTask(
@@ -294,7 +302,7 @@ class _Build:
                 first_pack=plan.first_pack,
                 records=table.refs(plan.rows),
                 offsets=plan.offsets,
-                tokens=kept.refs(plan.rows) if kept is not None else None,
+                tokens=kept.refs(plan.rows) if kept else None,
             )
 
         self.progress.start("write", sum(len(plan.rows) for plan in plans), "samples")

@@ -70,6 +70,7 @@ def make_manifest(
         images=int(table.num_images[plan.indices].sum(dtype=np.int64)),
         seq_len=options.seq_len,
         algorithm=options.algorithm if layout_for(options.sample_class).packed else "none",
+        max_samples_per_pack=options.max_samples_per_pack,
         group_by=options.group_by,
         seed=options.seed,
         utilization=round(plan.utilization, 6),

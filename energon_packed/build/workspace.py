@@ -24,8 +24,17 @@ class Workspace:
         self.root = root
         self.work = root / ".work"
         self.shards = root / "webdataset"
-        self.lengths = root / "lengths.parquet"
-        self.rejects = root / "rejects.jsonl"
+        self._ledger = root
+
+    @property
+    def lengths(self) -> Path:
+        """One row per record: in the output folder, or in `.work` while that holds another build's data."""
+        return self._ledger / "lengths.parquet"
+
+    @property
+    def rejects(self) -> Path:
+        """Every record left out: where `lengths` is."""
+        return self._ledger / "rejects.jsonl"
 
     def measure_folder(self, fingerprint: str) -> Path:
         """Folder of measured chunks."""
@@ -48,12 +57,17 @@ class Workspace:
             )
         self.work.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
+        # The files beside the shards stay theirs until this build is sure to replace them.
+        self._ledger = self.work if not self._is_owner(key) and any(self.shards.glob("*.tar")) else self.root
 
     def claim(self, key: str) -> None:
         """Make the shard folder ours before the first shard is written; shards of another build go."""
         if not self._is_owner(key):
             self.open_shards()
             self.remove_strays(set())
+        for file in (self.lengths, self.rejects):
+            file.replace(self.root / file.name)
+        self._ledger = self.root
         self.shards.mkdir(parents=True, exist_ok=True)
         write_whole(self.work / "run.json", orjson.dumps({"key": key}))
 
@@ -75,8 +89,8 @@ class Workspace:
             *self.work.rglob(".*.tmp"),
             *(self.shards / ".nv-meta").glob(".*.tmp"),
             *self.shards.glob(".*.tar.*tmp"),
-            *self.root.glob(f".{self.lengths.name}.*.tmp"),
-            *self.root.glob(f".{self.rejects.name}.*.tmp"),
+            *self.root.glob(".lengths.parquet.*.tmp"),
+            *self.root.glob(".rejects.jsonl.*.tmp"),
         ]
         for leftover in own:
             leftover.unlink()

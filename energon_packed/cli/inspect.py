@@ -55,6 +55,8 @@ def command(
     """
     console = Console(highlight=False)
     if path.is_file() and path.suffix in (".yaml", ".yml"):
+        if key is not None or tokens or extract is not None:
+            raise ConfigError(f"{path} blends several data sets; give --pack, --tokens and --extract one of them")
         _show_blend(console, path, as_json)
         return
     finder = PackFinder.open(path)

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from energon_packed.cli.display import format_bytes
+from energon_packed.errors import ConfigError
 from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import render_report
@@ -26,6 +27,8 @@ def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None
     energon-packed report out -o report.html
     energon-packed report mix.yaml -o mix.html
     """
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"--output {output} must end in .html")
     if path.is_file():
         page = render_report(path.name, None, read_blend(path))
     else:

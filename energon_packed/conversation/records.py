@@ -22,7 +22,7 @@ import orjson
 
 from energon_packed.conversation.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, Conversation, Message
 from energon_packed.conversation.media import MediaReference
-from energon_packed.conversation.videos import VIDEO_PLACEHOLDER, place_frames, read_videos
+from energon_packed.conversation.videos import VIDEO_PLACEHOLDER, has_videos, place_frames, read_videos
 from energon_packed.errors import Reason, RecordError
 
 Record = Mapping[str, Any]
@@ -81,12 +81,10 @@ class _Draft:
         self.tokens: npt.NDArray[np.int64] | None = None
         self.labels: npt.NDArray[np.int64] | None = None
         self.videos = read_videos(record, root)
-        self.video = bool(self.videos)
+        self.video = bool(self.videos) or record.get("video") is True
 
     def finish(self) -> Conversation:
         record = self.record
-        if self.videos:
-            self._place_videos()
         system = record.get("system")
         if system and self.text is not None:
             raise RecordError(Reason.BAD_ROLE, "a text record has a system field, which no template would render")
@@ -98,6 +96,8 @@ class _Draft:
                 self.messages.insert(0, Message("system", system))
             elif first.content != system:
                 raise RecordError(Reason.BAD_ROLE, "the record has a system field and another system message")
+        if has_videos(record):
+            self._place_videos()
         if self.inline and self.listed:
             raise RecordError(
                 Reason.IMAGE_COUNT_MISMATCH,
@@ -119,6 +119,8 @@ class _Draft:
         )
 
     def _place_videos(self) -> None:
+        if self.tokens is not None and not self.videos:
+            return
         if self.tokens is not None:
             raise RecordError(Reason.UNSUPPORTED_MEDIA, "a record of input_ids has videos; name the frames images")
         texts = [message.content for message in self.messages] if self.text is None else [self.text]
@@ -154,12 +156,15 @@ class _Draft:
                 text.append(IMAGE_PLACEHOLDER)
             elif kind == "video":
                 frames = part.get("video") or part.get("frames")
+                self.video = True
+                if not frames and self.videos:
+                    text.append(VIDEO_PLACEHOLDER)  # its frames are in `videos`
+                    continue
                 if not isinstance(frames, list | tuple) or not frames:
                     raise RecordError(
                         Reason.MISSING_IMAGE,
                         "a video must be a list of frame images; video files are not decoded",
                     )
-                self.video = True
                 self.inline.extend(MediaReference.from_value(frame, self.root) for frame in frames)
                 text.append(IMAGE_PLACEHOLDER * len(frames))
             else:
@@ -313,6 +318,8 @@ def _json_list(value: Any, what: str) -> list[Any] | None:
 
 
 def _number(value: Any, what: str, kind: type[Any]) -> Any:
+    if isinstance(value, list | tuple) and len(value) == 1:  # one for each video
+        value = value[0]
     if value is None:
         return None
     try:

@@ -14,9 +14,16 @@ from energon_packed.errors import Reason, RecordError
 
 VIDEO_PLACEHOLDER = "<video>"
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
-_UNREAD = ("audio", "audios", "image_path", "image_paths", "image_file", "image_files", "img", "imgs", "video_path")
+_IMAGES = ("image_path", "image_paths", "image_file", "image_files", "img", "imgs")
+_VIDEOS = ("frames", "video_frames", "video_path", "video_paths")
+_UNREAD = {
+    **dict.fromkeys(("audio", "audios"), "leave it out, or make it text"),
+    **dict.fromkeys(_IMAGES, "name it images"),
+    **dict.fromkeys(_VIDEOS, "name it videos, with a list of frames for each <video>"),
+}
 _FILES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".gif")
-_MEDIA_FIELDS = frozenset((*_UNREAD, "video", "videos"))
+_VIDEO_FIELDS = ("video", "videos")
+_MEDIA_FIELDS = frozenset((*_UNREAD, *_VIDEO_FIELDS))
 
 
 def read_videos(record: Mapping[str, Any], root: str | None) -> list[list[MediaReference]]:
@@ -27,18 +34,19 @@ def read_videos(record: Mapping[str, Any], root: str | None) -> list[list[MediaR
     """
     if _MEDIA_FIELDS.isdisjoint(record):
         return []
-    for key in _UNREAD:
-        if _is_given(record.get(key)):
-            remedy = "name it images" if "im" in key else "leave it out, or make it text"
+    for key, remedy in _UNREAD.items():
+        if _names_media(record.get(key)):
             raise _unsupported(f"the field {key} is not read; {remedy}")
-    given = [key for key in ("video", "videos") if _is_given(record.get(key))]
+    given = [key for key in _VIDEO_FIELDS if _is_given(record.get(key))]
     if len(given) > 1:
         raise _unsupported("both video and videos are given; use one")
     if not given:
         return []
     value = record[given[0]]
-    if not isinstance(value, list | tuple) or any(_is_file(item) for item in value):
+    if _is_file(value) or (isinstance(value, list | tuple) and any(_is_file(item) for item in value)):
         raise _unsupported(f"{given[0]} holds a video file; give a list of its frames, video files are not decoded")
+    if not isinstance(value, list | tuple):
+        raise _unsupported(f"{given[0]} is {type(value).__name__}; give a list of frames")
     videos = value if all(isinstance(item, list | tuple) for item in value) else [value]
     if any(isinstance(frame, list | tuple) for frames in videos for frame in frames) or not all(videos):
         raise _unsupported(f"{given[0]} must be a list of frames for each {VIDEO_PLACEHOLDER}, none of them empty")
@@ -75,8 +83,21 @@ def place_frames(
     return [_EITHER.sub(placed, text) for text in texts], [*media, *images_left]
 
 
+def has_videos(record: Mapping[str, Any]) -> bool:
+    """Whether a record has a place for videos, even an empty one: then each `<video>` needs one.
+
+    Elsewhere `<video>` is text: it is an element of HTML.
+    """
+    return "videos" in record or ("video" in record and not isinstance(record["video"], bool))
+
+
 def _is_given(value: Any) -> bool:
-    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+    """Neither missing nor empty; a bool says of the images that they are frames, as our own layouts do."""
+    return value is not None and not isinstance(value, bool) and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def _names_media(value: Any) -> bool:
+    return isinstance(value, str | bytes | list | tuple | Mapping) and len(value) > 0
 
 
 def _is_file(value: Any) -> bool:

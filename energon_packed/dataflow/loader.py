@@ -1,5 +1,6 @@
 """PackedLoader and `get_packed_loader`: padding-free batches from a packed data set, in one call."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.distributor import EnergonDistributor
 from energon_packed.dataflow.failures import FailureLog
-from energon_packed.dataflow.manifests import common_seq_len, loaded_splits
+from energon_packed.dataflow.manifests import LoadedSplit, common_seq_len, loaded_splits
 from energon_packed.dataflow.packer import Packer, PoolPacker
 from energon_packed.dataflow.ranks import EvenRanks, check_every_worker_has_packs, epoch_steps
 from energon_packed.dataflow.state import STATE_VERSION, LoaderState, dataset_fingerprint
@@ -20,6 +21,7 @@ from energon_packed.dataflow.task_encoder import PackedTaskEncoder
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 _SEEDS_PER_EPOCH = 1_000_003  # far apart, so that neighbouring seeds do not share epochs
 
 
@@ -41,6 +43,7 @@ class PackedLoader:
         *,
         micro_batch_size: int,
         seed: int = 0,
+        settings: dict[str, Any] | None = None,
         epoch_steps: int | None = None,
     ) -> None:
         """Use `get_packed_loader`.
@@ -50,12 +53,14 @@ class PackedLoader:
             failures: handles the errors of that dataset.
             micro_batch_size: packs in one batch.
             seed: offset of the shuffle seed.
+            settings: other arguments that decide the order; a state of others is refused.
             epoch_steps: batches in one epoch, None for as many as there are.
         """
         self.failures = failures
         self._build = build
         self._micro_batch_size = micro_batch_size
         self._seed = seed
+        self._settings = settings or {}
         self._epoch_steps = epoch_steps
         self._start(0)
         dataset = build(0)
@@ -99,6 +104,7 @@ class PackedLoader:
             num_workers=self._worker_config.num_workers,
             micro_batch_size=self._micro_batch_size,
             seed=self._seed,
+            settings=self._settings,
             dataset=self._fingerprint,
             epoch=self._epoch,
             steps=self._steps,
@@ -208,6 +214,9 @@ def get_packed_loader(
             one.check_encoder(encoder)
     if max_failures < 0:
         raise ConfigError(f"max_failures is {max_failures}; it must be at least 0")
+    collator = collator or PaddingFreeCollator()
+    if isinstance(collator, PaddingFreeCollator):
+        _warn_of_padding(collator, splits)
     if packing_buffer_size is not None:
         packer = packer or _default_packer(packing_buffer_size, seq_len)
     failures = FailureLog(max_failures)
@@ -226,7 +235,7 @@ def get_packed_loader(
     )
     task_encoder = PackedTaskEncoder(
         processor,
-        collator=collator or PaddingFreeCollator(),
+        collator=collator,
         packer=packer,
         one_pass=epochs is not None,
         on_failure=failures.handle,
@@ -251,7 +260,32 @@ def get_packed_loader(
             num_workers=num_workers,
             drop_last=drop_last,
         )
-    return PackedLoader(build, failures, micro_batch_size=micro_batch_size, seed=seed, epoch_steps=steps)
+    settings = {
+        "split": split,
+        "epochs": epochs,
+        "shuffle": shuffle,
+        "shuffle_buffer_size": shuffle_buffer_size,
+        "packing_buffer_size": packing_buffer_size,
+        "drop_last": drop_last,
+        "epoch_steps": steps,
+    }
+    return PackedLoader(
+        build, failures, micro_batch_size=micro_batch_size, seed=seed, settings=settings, epoch_steps=steps
+    )
+
+
+def _warn_of_padding(collator: PaddingFreeCollator, splits: list[LoadedSplit]) -> None:
+    for one in splits:
+        if one.manifest is not None and one.manifest.pad_multiple % collator.pad_multiple:
+            _log.warning(
+                "%s was packed with --pad-multiple %d and is padded to multiples of %d, so rows can be longer than "
+                "seq_len %d; pack with that --pad-multiple",
+                one.path,
+                one.manifest.pad_multiple,
+                collator.pad_multiple,
+                one.manifest.seq_len,
+            )
+            return
 
 
 def _default_packer(packing_buffer_size: int, seq_len: int | None) -> Packer:

@@ -7,7 +7,7 @@ from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.flavors import PackedTokensSample
 from energon_packed.shards import PackingManifest
-from energon_packed.shards.split import dataset_folder
+from energon_packed.shards.split import dataset_folder, excluded_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +24,24 @@ class LoadedSplit:
     split: str
     manifest: PackingManifest | None
 
+    @property
+    def packs(self) -> int | None:
+        """Packs that are read, None where that is not recorded."""
+        if self.manifest is None or excluded_names(self.path):
+            return None
+        return self.manifest.packs_in(self.split)
+
     @classmethod
     def of_folder(cls, path: str | Path, split: str) -> "LoadedSplit":
         """A data set folder.
 
         Raises:
-            FormatError: there is none.
+            FormatError: there is none, or a packing.json that cannot be read.
             ConfigError: it has no packs in that split.
         """
         folder = dataset_folder(path)
-        try:
-            manifest = PackingManifest.load(folder)
-        except FormatError:
+        manifest = PackingManifest.load_if_there(folder)
+        if manifest is None:
             return cls(folder, split, None)
         if not manifest.packs_in(split):
             there = ", ".join(sorted({shard.split for shard in manifest.shards}))

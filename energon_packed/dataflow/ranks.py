@@ -21,13 +21,14 @@ def check_every_worker_has_packs(splits: Sequence[LoadedSplit], *, world_size: i
     Raises:
         ConfigError: fewer packs than loader workers; the message names both.
     """
-    counts = [one.manifest.packs_in(one.split) for one in splits if one.manifest is not None]
+    counts = [one.packs for one in splits if one.packs is not None]
     workers = world_size * max(1, num_workers)
     if len(counts) == len(splits) and sum(counts) < workers:
+        others = f" and {len(splits) - 1} others have" if len(splits) > 1 else " has"
         raise ConfigError(
-            f"{splits[0].path} has {sum(counts)} packs in split {splits[0].split!r}, fewer than the {workers} loader "
-            f"workers that repeat them (world_size {world_size}, num_workers {num_workers}): use fewer of these, pack "
-            "with a smaller --seq-len, or take epochs=1"
+            f"{splits[0].path}{others} {sum(counts)} packs in split {splits[0].split!r}, fewer than the {workers} "
+            f"loader workers that repeat them (world_size {world_size}, num_workers {num_workers}): use fewer, "
+            "pack with a smaller --seq-len, or take epochs=1"
         )
 
 
@@ -71,7 +72,7 @@ def epoch_steps(
             "runs, so ranks would end apart and collective operations hang: take epochs=None and count steps, pack "
             "offline, or use even_ranks='off'"
         )
-    manifest = splits[0].manifest if len(splits) == 1 else None
+    manifest = splits[0].manifest if len(splits) == 1 and splits[0].packs is not None else None
     if manifest is not None:
         steps = steps_per_epoch(
             manifest,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from energon_packed.dataflow.plain import from_plain, to_plain
-from energon_packed.errors import BatchError, FormatError
+from energon_packed.errors import BatchError
 from energon_packed.shards import PackingManifest
 
 STATE_VERSION = 2
@@ -23,7 +23,8 @@ class LoaderState:
     Attributes:
         format_version: layout of this state.
         world_size, rank, num_workers, micro_batch_size, seed: how the data is dealt.
-        dataset: fingerprint of the data and of what shuffles and packs it.
+        settings: other arguments of the loader that decide the order, by name.
+        dataset: fingerprint of the data and of Energon's pipeline over it.
         epoch: number of the epoch, 0 where the data repeats without end.
         steps: batches of the current epoch that were given out.
         last_restore_key: where the last batch came from, None before the first.
@@ -36,6 +37,7 @@ class LoaderState:
     num_workers: int
     micro_batch_size: int
     seed: int
+    settings: dict[str, Any]
     dataset: str
     epoch: int
     steps: int
@@ -54,12 +56,11 @@ class LoaderState:
         Raises:
             BatchError: the message names every field that differs, saved and now.
         """
-        skipped = ("epoch", "steps", "last_restore_key", "energon")
-        differ = [
-            f"{field.name} {getattr(self, field.name)} saved, {getattr(other, field.name)} now"
-            for field in fields(self)
-            if field.name not in skipped and getattr(self, field.name) != getattr(other, field.name)
-        ]
+        names = ("format_version", "world_size", "rank", "num_workers", "micro_batch_size", "seed")
+        saved, now = ({n: getattr(s, n) for n in names} | s.settings for s in (self, other))
+        differ = [f"{n} {saved.get(n)} saved, {value} now" for n, value in now.items() if saved.get(n) != value]
+        if not differ and self.dataset != other.dataset:  # settings are part of it
+            differ = [f"dataset {self.dataset} saved, {other.dataset} now"]
         if differ:
             raise BatchError(
                 f"the saved state is of another loader: {'; '.join(differ)}; "
@@ -97,7 +98,5 @@ def _data_only(value: Any) -> Any:
 
 def _packing(path: str) -> list[str] | None:
     """The hashes of all shards: what the input and the options were leaves open which images were there."""
-    try:
-        return [shard.sha256 for shard in PackingManifest.load(Path(path)).shards]
-    except FormatError:
-        return None
+    manifest = PackingManifest.load_if_there(Path(path))
+    return None if manifest is None else [shard.sha256 for shard in manifest.shards]

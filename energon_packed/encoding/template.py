@@ -124,23 +124,26 @@ class ChatTemplate:
     def _with_end_of_turn(self, text: str, span: Span) -> Span:
         """A tagged span with the end-of-turn token that directly follows, where the tags leave it out."""
         start, end = span
-        inside, usual = text[start:end].rstrip(), self._end_of_answer
-        if usual and (inside.endswith(usual) or text.startswith(usual, end)):
-            return span if inside.endswith(usual) else (start, end + len(usual))
+        inside, (openers, usual) = text[start:end].rstrip(), self._turn_tokens
+        after = end + len(text[end:]) - len(text[end:].lstrip())
+        if usual and (inside.endswith(usual) or text.startswith(usual, after)):
+            return span if inside.endswith(usual) else (start, after + len(usual))
         if inside.endswith(self._special):
             return span
         following = next((token for token in self._special if text.startswith(token, end)), "")
-        return start, end + len(following)
+        return start, end + (len(following) if following not in openers else 0)
 
     @cached_property
-    def _end_of_answer(self) -> str | None:
-        """The token that ends a plain answer, as the template renders one; None where that cannot be told."""
+    def _turn_tokens(self) -> tuple[frozenset[str], str | None]:
+        """(tokens before a question, token that ends the answer to it) of a plain conversation."""
+        question, answer = {"role": "user", "content": marker(0)}, {"role": "assistant", "content": marker(1)}
         try:
-            question, answer = {"role": "user", "content": marker(0)}, {"role": "assistant", "content": marker(1)}
-            after = self.render([question, answer]).partition(marker(1))[2]
+            text = self.render([question, answer])
         except (RecordError, TemplateError):
-            return None
-        return next((token for token in self._added if after.startswith(token)), None)
+            return frozenset(), None
+        before, after = text.partition(marker(0))[0], text.partition(marker(1))[2].lstrip()
+        openers = frozenset(token for token in self._added if token in before)
+        return openers, next((token for token in self._added if after.startswith(token)), None)
 
     def _prompt_before(self, messages: Messages, turn: int, until: str, tools: Sequence[Any] | None) -> str:
         if turn:

@@ -36,7 +36,8 @@ class VisionFamily(ABC):
         placeholder: text of one image in a conversation, with one `image_token`.
         reserved: tokens that text must not hold.
         takes_patch_positions: the vision tower takes positions; those of other families' records are only checked.
-        patch_size, image_mean, image_std: used when there is a factor but no processor folder.
+        patch_size, image_mean, image_std, min_pixels, max_pixels: used when there is no processor folder; limits as in
+            the preprocessor_config.json of the published models.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -47,6 +48,8 @@ class VisionFamily(ABC):
     patch_size: ClassVar[int] = 14
     image_mean: ClassVar[tuple[float, float, float]] = (0.48145466, 0.4578275, 0.40821073)  # CLIP
     image_std: ClassVar[tuple[float, float, float]] = (0.26862954, 0.26130258, 0.27577711)
+    min_pixels: ClassVar[int] = 56 * 56
+    max_pixels: ClassVar[int] = 28 * 28 * 16384
 
     def __init__(self, image_processor: Any) -> None:
         self.image_processor = image_processor
@@ -116,6 +119,8 @@ class Qwen3VLVision(Qwen2VLVision):
     patch_size = 16
     image_mean = (0.5, 0.5, 0.5)
     image_std = (0.5, 0.5, 0.5)
+    min_pixels = 256 * 256
+    max_pixels = 4096 * 4096
 
 
 @register
@@ -163,9 +168,12 @@ def load_vision(
         if factor or min_pixels or max_pixels:
             raise ConfigError("factor, min_pixels and max_pixels need --image-processor NAME or --processor DIR")
         return None
+    family = _family(image_processor, settings)
+    if not settings:
+        min_pixels = family.min_pixels if min_pixels is None else min_pixels
+        max_pixels = family.max_pixels if max_pixels is None else max_pixels
     if min_pixels is not None and max_pixels is not None and min_pixels > max_pixels:
         raise ConfigError(f"min_pixels {min_pixels} is above max_pixels {max_pixels}")
-    family = _family(image_processor, settings)
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     limits = {name: value for name, value in limits.items() if value is not None}
     if settings:

@@ -13,7 +13,6 @@ from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.layouts import LAYOUTS
-from energon_packed.shards.manifest import FILE_NAME
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import TarScan
@@ -40,8 +39,7 @@ class PackedFolder:
             FormatError: there is no data set, or a packing.json that cannot be read.
         """
         folder = dataset_folder(path)
-        has_manifest = (folder / NV_META / FILE_NAME).is_file()
-        return cls(folder, PackingManifest.load(folder) if has_manifest else None)
+        return cls(folder, PackingManifest.load_if_there(folder))
 
     @cached_property
     def sample_class(self) -> str:
@@ -64,15 +62,23 @@ class PackedFolder:
 
     @cached_property
     def shards(self) -> dict[str, str]:
-        """Split of each shard that packing.json names, or else split.yaml, in the order of the index.
+        """Split of each shard that packing.json names, or else split.yaml, in the order of the index; excluded too.
 
         Raises:
             FormatError: split.yaml is needed, and cannot be read.
         """
         if self.manifest is not None:
             return {shard.name: shard.split for shard in self.manifest.shards}
-        named = {name: split for split, names in shard_names(self.path).items() for name in names}
-        return dict(sorted(named.items()))
+        return dict(sorted(self.named_in_split_yaml().items()))
+
+    def named_in_split_yaml(self) -> dict[str, str]:
+        """Split of each shard as split.yaml says, excluded ones too.
+
+        Raises:
+            FormatError: it cannot be read.
+        """
+        found = shard_names(self.path, with_excluded=True)
+        return {name: split for split, names in found.items() for name in names}
 
     @cached_property
     def tars(self) -> list[Path]:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
@@ -61,9 +60,8 @@ def read_input(path: str | Path, split: str) -> BlendInput:
     if given.is_file():
         return _read_metadataset(given, split)
     folder = dataset_folder(given)
-    try:
-        manifest = PackingManifest.load(folder)
-    except FormatError:
+    manifest = PackingManifest.load_if_there(folder)
+    if manifest is None:
         return _scan(folder, split)
     shards = [shard for shard in manifest.shards if shard.split == split]
     if not sum(shard.packs for shard in shards):
@@ -161,11 +159,8 @@ def has_split(path: str | Path, split: str) -> bool:
     if Path(path).is_file():
         return split in (yaml.safe_load(Path(path).read_bytes()).get("splits") or {})
     folder = dataset_folder(path)
-    names = shard_names(folder).get(split, [])
-    try:
-        return PackingManifest.load(folder).packs_in(split) > 0
-    except (FormatError, orjson.JSONDecodeError):
-        return bool(names)
+    manifest = PackingManifest.load_if_there(folder)
+    return bool(shard_names(folder).get(split)) if manifest is None else manifest.packs_in(split) > 0
 
 
 def validation_split(path: Path) -> str:

@@ -22,8 +22,15 @@ def aside(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
         rename_whole(temporary, path)
+    except OSError as error:
+        raise named(error, path) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def named(error: OSError, path: Path) -> OSError:
+    """The error with the file that was written, where it names none: a full disk."""
+    return error if error.filename or error.errno is None else OSError(error.errno, error.strerror, str(path))
 
 
 def rename_whole(temporary: Path, path: Path) -> None:

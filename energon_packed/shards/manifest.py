@@ -46,6 +46,7 @@ class PackingManifest:
     Attributes:
         sample_class: flavor in `energon_packed.flavors`.
         records: records in the input; `packed` of them are in packs, `rejects` counts the others by reason.
+        max_samples_per_pack: most samples that a pack may hold, or None.
         truncated: packed samples that were cut to a row; `tokens_cut` were lost with it.
         packs, tokens, images: totals over all shards; tokens without padding.
         seq_len: tokens that one row holds.
@@ -73,6 +74,7 @@ class PackingManifest:
     images: int
     seq_len: int
     algorithm: str
+    max_samples_per_pack: int | None = None
     group_by: str
     seed: int
     utilization: float
@@ -107,11 +109,24 @@ class PackingManifest:
             FormatError: there is none, it is broken, or a newer version wrote it.
         """
         root = Path(path)
+        if root.is_file():
+            raise FormatError(f"{root} is a file, and one data set folder is needed here")
         for folder in (root, root / "webdataset"):
             file = folder / NV_META / FILE_NAME
             if file.is_file():
                 return cls._parse(file)
         raise FormatError(f"{root} has no {NV_META}/{FILE_NAME}; is it a folder that energon-packed wrote?")
+
+    @classmethod
+    def load_if_there(cls, path: str | Path) -> "PackingManifest | None":
+        """As `load`; None where there is no packing.json, as in data that other tools packed.
+
+        Raises:
+            FormatError: it is broken, or a newer version wrote it: then nobody may go on as if there was none.
+        """
+        root = Path(path)
+        files = [folder / NV_META / FILE_NAME for folder in (root, root / "webdataset")]
+        return cls.load(root) if any(file.is_file() for file in files) else None
 
     @classmethod
     def _parse(cls, file: Path) -> "PackingManifest":

@@ -3,6 +3,7 @@
 Members are POSIX ustar with no clock, user or host. A shard appears under its final name only when it is whole.
 """
 
+import contextlib
 import hashlib
 import os
 import tarfile
@@ -13,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from energon_packed.errors import FormatError
-from energon_packed.shards.files import aside_name, rename_whole
+from energon_packed.shards.files import aside_name, named, rename_whole
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)  # POSIX.1-1988: an archive ends with two zero blocks
@@ -99,11 +100,17 @@ class TarShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._finish()
-        else:
+        try:
+            if kind is None:
+                self._finish()
+                return
+        except OSError as failed:
+            error = failed
+        with contextlib.suppress(OSError):  # what is buffered may not be written either
             self._stream.close()
-            self._aside.unlink(missing_ok=True)
+        self._aside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise named(error, self.path) from error
 
     def add(self, key: str, parts: Iterable[Part]) -> None:
         """Append one sample: its parts follow each other, as readers of WebDatasets need.

@@ -56,12 +56,49 @@ class ArrowSource(Source):
         return _open_batches(self.data, self.data.stat().st_size, changed_at(self.data))
 
     def _record(self, record: dict[str, Any]) -> dict[str, Any]:
-        if not self.json_cells:
-            return record
-        return {name: _json_cell(value) if name in _STRUCTURED else value or None for name, value in record.items()}
+        if self.json_cells:
+            return _from_cells(record)
+        if record.get("tools"):
+            record["tools"] = _without_nulls(record["tools"])
+        for message in record.get("messages") or ():
+            if isinstance(message, dict) and message.get("tool_calls"):
+                message["tool_calls"] = _without_nulls(message["tool_calls"])
+        return record
 
 
-_STRUCTURED = ("messages", "conversations", "images", "tools", "input_ids", "labels", "loss_mask", "patch_positions")
+_STRUCTURED = (
+    "messages",
+    "conversations",
+    "images",
+    "videos",
+    "video",
+    "tools",
+    "input_ids",
+    "labels",
+    "loss_mask",
+    "patch_positions",
+)
+_TURNS = ("prompts", "captions")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Objects without the keys that only other rows have: a column has one type, with the keys of all its rows."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _from_cells(record: dict[str, Any]) -> dict[str, Any]:
+    """A row of texts, with JSON where lists belong. Prompts and captions are lists where both are; else texts."""
+    out = {name: _json_cell(value) if name in _STRUCTURED else value or None for name, value in record.items()}
+    turns = {name: _json_cell(out[name]) for name in _TURNS if out.get(name)}
+    if all(_are_texts(value) for value in turns.values()):
+        out |= turns
+    return out
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 class _Batches:

@@ -19,6 +19,7 @@ from energon_packed.errors import SourceError
 from energon_packed.sources.base import changed_at, file_fingerprint
 
 _BATCH_ROWS = 256
+_BATCH_BYTES = 64 << 20
 _CSV_BLOCK = 64 << 20  # bytes; a row must fit
 
 
@@ -80,12 +81,30 @@ def parquet_to_arrow(path: Path, out: BinaryIO) -> None:
 
     try:
         with pq.ParquetFile(path) as table:
-            plain = [f.with_type(f.type.value_type) if _is_coded(f.type) else f for f in table.schema_arrow]
-            schema = pa.schema(plain)
-            batches = table.iter_batches(batch_size=_BATCH_ROWS)
-            _write_batches(schema, (_without_dictionaries(batch, schema) for batch in batches), out)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise SourceError(f"{path} is not a Parquet file: {error}") from error
+            schema = pa.schema([field.with_type(_plain(field.type)) for field in table.schema_arrow])
+            _write_batches(schema, (_without_dictionaries(batch, schema) for batch in _parquet_batches(table)), out)
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(f"{path} is not a Parquet file that can be read: {error}") from error
+
+
+def _parquet_batches(table: Any) -> Iterator[Any]:
+    """Small batches, none over two row groups; of fewer rows where those are large, or too large for pyarrow."""
+    for group in range(table.num_row_groups):
+        info = table.metadata.row_group(group)
+        rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * info.num_rows // max(info.total_byte_size, 1)))
+        done = 0
+        while done < info.num_rows:
+            try:
+                passed = 0
+                for batch in table.iter_batches(batch_size=rows, row_groups=[group]):
+                    if passed + batch.num_rows > done:
+                        yield batch.slice(max(0, done - passed))
+                    passed += batch.num_rows
+                    done = max(done, passed)
+            except pa.ArrowNotImplementedError:  # nested columns whose bytes do not fit one array
+                if rows == 1:
+                    raise
+                rows = max(1, rows // 4)
 
 
 def csv_to_arrow(path: Path, out: BinaryIO) -> None:
@@ -104,17 +123,29 @@ def csv_to_arrow(path: Path, out: BinaryIO) -> None:
             convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
         )
         _write_batches(reader.schema, iter(reader), out)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise SourceError(f"{path} cannot be read as CSV in UTF-8 with a header line: {error}") from error
 
 
-def _is_coded(kind: Any) -> bool:
-    return bool(pa.types.is_dictionary(kind))
+def _plain(kind: Any) -> Any:
+    """A type without dictionaries, also inside lists and structs."""
+    if pa.types.is_dictionary(kind):
+        return kind.value_type
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain(field.type)) for field in kind.fields])
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
+    return kind
 
 
 def _without_dictionaries(batch: Any, schema: Any) -> Any:
     """Dictionary-encoded columns as plain ones: an Arrow file cannot hold a dictionary that changes."""
-    columns = [column.dictionary_decode() if _is_coded(column.type) else column for column in batch.columns]
+    columns = [
+        column if column.type == field.type else column.cast(field.type)
+        for column, field in zip(batch.columns, schema, strict=True)
+    ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 

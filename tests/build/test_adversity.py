@@ -21,7 +21,9 @@ from energon_packed import (
 from energon_packed.build.planning import split_ranges
 from energon_packed.demo.tokenizer import CHATML_TEMPLATE
 from energon_packed.errors import ConfigError, RejectLimitError, SourceError, TemplateError
+from energon_packed.shards.files import aside
 from energon_packed.shards.reader import ShardReader
+from energon_packed.shards.tar import TarShardWriter
 from tests.encoding.test_spans import FORGETTING
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
@@ -190,10 +192,32 @@ def test_an_image_that_changed_is_noticed(build: Any, tmp_path: Path) -> None:
 def test_overwrite_keeps_the_old_data_until_the_new_is_sure(build: Any) -> None:
     good = build([{"messages": TURNS}] * 5)
     before = next(good.shards.glob("*.tar")).read_bytes()
-    with pytest.raises(RejectLimitError):
+    beside = {file: file.read_bytes() for file in (good.lengths, good.rejects)}
+    with pytest.raises(RejectLimitError, match=r"\.work/rejects\.jsonl, mend the data"):
         build([{"messages": TURNS}, {"x": 1}], max_reject_rate=0, overwrite=True)
+    assert {file: file.read_bytes() for file in beside} == beside
     assert next(good.shards.glob("*.tar")).read_bytes() == before
     assert PackingManifest.load(good.shards) == good.manifest
+    replaced = build(overwrite=True)
+    assert [json.loads(line)["reason"] for line in replaced.rejects.open()] == ["missing_field"]
+    assert pq.read_table(replaced.lengths).num_rows == 2
+    assert replaced.lengths == good.lengths
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught, aside(tmp_path / "y.bin") as temporary:
+        temporary.symlink_to("/dev/full")
+        with temporary.open("wb") as out:
+            out.write(b"x" * 100_000)
+    assert caught.value.filename == str(tmp_path / "y.bin")
+    writer = TarShardWriter(tmp_path / "z.tar")
+    writer._stream.close()
+    writer._stream = open("/dev/full", "wb")  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left") as caught, writer:
+        writer.add("a", [("json", b"x" * 3_000_000)])
+    assert caught.value.filename == str(tmp_path / "z.tar")
 
 
 def test_a_template_that_refuses_some_texts_rejects_just_those(

@@ -23,12 +23,17 @@ def refuse(*arguments: Any, **options: Any) -> Any:
     raise AssertionError("a text was tokenized again")
 
 
-def test_writing_tokenizes_nothing(build: Any, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build(records(), **FLAVOR)
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_writing_tokenizes_nothing(
+    build: Any, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch, overlong: str
+) -> None:
+    first = build(records(), overlong=overlong, **FLAVOR)
     assert first.manifest.counters["tokenized"] == 60
     monkeypatch.setattr(ChatEncoder, "encode_tokens", refuse)
     monkeypatch.setattr(ChatEncoder, "measure_tokens", refuse)
-    result = build(seq_len=128, overwrite=True, max_packs_per_shard=2, **FLAVOR)
+    seq_len = 128 if overlong == "drop" else 30
+    result = build(seq_len=seq_len, overlong=overlong, overwrite=True, max_packs_per_shard=2, **FLAVOR)
+    assert (result.manifest.truncated > 0) is (overlong == "truncate")
     assert result.manifest.counters == {"measured": 0, "tokenized": 0, "reused": 60}
     monkeypatch.undo()
     dataset = PackedDataset(result.shards, encoder)
@@ -36,8 +41,8 @@ def test_writing_tokenizes_nothing(build: Any, encoder: ChatEncoder, monkeypatch
     stored = {sample.id: sample for pack in range(len(dataset)) for sample in dataset[pack]}
     for record in records():
         expected = encoder.encode(normalize(record))
-        assert stored[record["id"]].input_ids.tolist() == expected.input_ids.tolist()
-        assert stored[record["id"]].labels.tolist()[1:] == expected.labels.tolist()[1:]
+        assert stored[record["id"]].input_ids.tolist() == expected.input_ids.tolist()[:seq_len]
+        assert stored[record["id"]].labels.tolist()[1:] == expected.labels.tolist()[1:seq_len]
 
 
 def test_a_lost_or_short_token_file_is_made_again(build: Any, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_workers_and_hash_seeds_do_not_matter(records: Path, tokenizer_dir: Path
 
 
 def test_ten_kills_change_nothing(records: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
-    flavor = "PackedTokensSample"  # its write stage takes as long as its measure stage
+    flavor = "PackedCaptioningSample"
     whole = finish(start(records, tmp_path / "calm", tokenizer_dir, workers=2, flavor=flavor))
     expected = contents(tmp_path / "calm")
     rng = random.Random(1)

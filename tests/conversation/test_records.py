@@ -129,6 +129,22 @@ def test_images_and_videos_keep_the_order_of_their_placeholders() -> None:
     assert normalize({"prompts": ["q"], "captions": ["c"], "videos": [["1"]]}).messages[0].content == "<image>q"
 
 
+def test_video_is_a_flag_or_a_word_where_it_is_no_media() -> None:
+    messages = [{"role": "user", "content": "Write <video> in HTML."}, ANSWER]
+    assert normalize({"messages": messages, "img": 0}).messages[0].content == "Write <video> in HTML."
+    stored = {
+        "messages": [{"role": "user", "content": "<image><image>?"}, ANSWER],
+        "images": ["a", "b"],
+        "video": True,
+        "fps": [2.0],
+    }
+    assert (normalize(stored).kind, normalize(stored).fps) == ("video", 2.0)
+    part = {"messages": [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "?"}]}, ANSWER]}
+    conversation = normalize({**part, "videos": [["a", "b"]]})
+    assert conversation.messages[0].content == "<image><image>?"
+    assert [image.path for image in conversation.images] == ["a", "b"]
+
+
 def test_lists_of_images_belong_to_their_prompts() -> None:
     record = {"images": [["1", "2"], [], ["3"]], "prompts": [["a"], ["b"], ["c"]], "captions": [["x"], ["y"], ["z"]]}
     assert turns(record)[::2] == [("user", "<image><image>a"), ("user", "b"), ("user", "<image>c")]
@@ -215,6 +231,7 @@ def test_tools_calls_and_metadata_are_kept() -> None:
         ),
         ({"messages": [USER, ANSWER], "videos": [["a"]]}, "image_count_mismatch", "0 <video> placeholders for 1"),
         ({"messages": [USER, ANSWER], "audios": ["a.wav"]}, "unsupported_media", "the field audios is not read"),
+        ({"messages": [USER, ANSWER], "frames": ["a.png"]}, "unsupported_media", "frames is not read; name it videos"),
         ({"messages": [USER, ANSWER], "img": "a.png"}, "unsupported_media", "img is not read; name it images"),
         ({"input_ids": [1, 2], "videos": [["a"]]}, "unsupported_media", "a record of input_ids has videos"),
         (
@@ -222,6 +239,14 @@ def test_tools_calls_and_metadata_are_kept() -> None:
             "image_count_mismatch",
             "a list of 3 lists for 2 prompts",
         ),
+        ({"conversations": VIDEO_TURNS, "videos": []}, "image_count_mismatch", "1 <video> placeholders for 0 videos"),
+        ({"conversations": VIDEO_TURNS, "video": None}, "image_count_mismatch", "1 <video> placeholders for 0 videos"),
+        (
+            {"messages": [USER, ANSWER], "system": "<video>", "videos": [["a"], ["b"]]},
+            "image_count_mismatch",
+            "1 <video> placeholders for 2",
+        ),
+        ({"messages": [USER, ANSWER], "video": 5}, "unsupported_media", "video is int; give a list of frames"),
         ({"text": "  "}, "empty", "text is empty"),
         ({"messages": []}, "empty", "messages is an empty list"),
         ({"captions": []}, "empty", "captions is an empty list"),

@@ -1,5 +1,7 @@
 """Ranks and workers: each has packs, all end together, or the loader says why that cannot be."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +9,19 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
-from energon_packed import ChatEncoder, get_packed_loader
-from energon_packed.errors import ConfigError
+from energon_packed import (
+    ChatEncoder,
+    EncoderOptions,
+    PackedDataset,
+    PackOptions,
+    PaddingFreeCollator,
+    get_packed_loader,
+    pack,
+)
+from energon_packed.cli.verify import command as verify_command
+from energon_packed.errors import ConfigError, FormatError
 from energon_packed.metadataset import make_blend, write_metadataset
 from tests.conftest import Packer
 
@@ -72,10 +84,68 @@ def test_the_encoder_is_compared_with_every_data_set_of_a_metadataset(
 
 
 def test_tokens_need_no_encoder(text_tokenizer_dir: Path, pack_demo: Packer, tmp_path: Path) -> None:
+    lines = [{"id": f"r{n}", "text": "red square " * (n + 1)} for n in range(30)]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = {"inputs": (str(tmp_path / "d.jsonl"),), "output_dir": tmp_path / "out", "seq_len": 128, "workers": 1}
+    encoder = EncoderOptions(tokenizer=text_tokenizer_dir)
+    pack(PackOptions(encoder=encoder, sample_class="PackedTokensSample", **options))  # type: ignore[arg-type]
+    loaders = [get_packed_loader(tmp_path / "out", given, epochs=1, num_workers=0) for given in (None, encoder.load())]
+    for bare, full in zip(*loaders, strict=True):
+        assert bare.ids == full.ids
+        assert bare.input_ids.equal(full.input_ids)
+        assert bare.labels.equal(full.labels)
+        assert bare.position_ids.equal(full.position_ids)
     with pytest.raises(ConfigError, match="holds PackedTokensSample with images, which an encoder must"):
         get_packed_loader(pack_demo(sample_class="PackedTokensSample").shards)
     with pytest.raises(ConfigError, match="holds PackedCaptioningSample with images"):
         get_packed_loader(pack_demo().shards, None)
+
+
+@pytest.mark.parametrize("change", ["newer", "cut"])
+def test_a_manifest_that_cannot_be_read_is_no_missing_one(
+    pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path, change: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(pack_demo().shards, copy)
+    manifest = copy / ".nv-meta" / "packing.json"
+    text = manifest.read_text()
+    newer = json.dumps(json.loads(text) | {"format_version": 99})
+    manifest.write_text(newer if change == "newer" else text[:200])
+    message = "has format version 99" if change == "newer" else "is not a packing manifest"
+    for use in (
+        lambda: get_packed_loader(copy, encoder),
+        lambda: PackedDataset(copy, encoder),
+        lambda: make_blend([(copy, None)]),
+    ):
+        with pytest.raises(FormatError, match=message):
+            use()
+
+
+def test_excluded_packs_do_not_count_as_steps(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    result = pack_demo(max_packs_per_shard=3)
+    shutil.copytree(result.shards, copy)
+    split = copy / ".nv-meta" / "split.yaml"
+    split.write_text(yaml.safe_dump(yaml.safe_load(split.read_text()) | {"exclude": ["pack-000000.tar"]}))
+    options: dict[str, Any] = {"epochs": 1, "num_workers": 0, "rank": 0, "world_size": 2}
+    with pytest.raises(ConfigError, match="needs the batches of every rank"):
+        get_packed_loader(copy, encoder, even_ranks="repeat", **options)
+    packs = sum(len(list(get_packed_loader(copy, encoder, **options | {"rank": rank}))) for rank in range(2))
+    assert packs == result.manifest.packs - result.manifest.shards[0].packs
+    shown = CliRunner().invoke(verify_command, [str(copy)])
+    assert shown.exit_code == 0, shown.output
+    assert "split.yaml excludes 1 names" in shown.output
+
+
+def test_padding_that_was_not_planned_is_told(
+    pack_demo: Packer, encoder: ChatEncoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    get_packed_loader(pack_demo().shards, encoder, num_workers=0, collator=PaddingFreeCollator(pad_multiple=16))
+    assert "was packed with --pad-multiple 1 and is padded to multiples of 16" in caplog.text
+    caplog.clear()
+    shards = pack_demo(pad_multiple=16).shards
+    get_packed_loader(shards, encoder, num_workers=0, collator=PaddingFreeCollator(pad_multiple=8))
+    assert not caplog.text
 
 
 ON_THE_FLY = """

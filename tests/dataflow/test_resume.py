@@ -127,10 +127,12 @@ def test_endless_loaders_resume_over_epochs(pack_demo: Packer, encoder: ChatEnco
     ("change", "message"),
     [
         ({"num_workers": 1}, "num_workers 0 saved, 1 now"),
-        ({"micro_batch_size": 2}, "micro_batch_size 1 saved, 2 now"),
+        ({"micro_batch_size": 2}, "another loader: micro_batch_size 1 saved, 2 now; restore"),
         ({"rank": 0, "world_size": 2}, "world_size 1 saved, 2 now"),
         ({"seed": 4}, "seed 0 saved, 4 now"),
-        ({"shuffle_buffer_size": 7}, "dataset .* saved, .* now"),
+        ({"shuffle_buffer_size": 7}, "another loader: shuffle_buffer_size 64 saved, 7 now; restore"),
+        ({"epochs": None}, "another loader: epochs 1 saved, None now; restore"),
+        ({"shuffle": False}, "another loader: shuffle True saved, False now; restore"),
     ],
 )
 def test_another_loader_is_refused(

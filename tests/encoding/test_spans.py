@@ -134,6 +134,27 @@ def test_a_tool_call_ends_with_the_end_of_its_turn(tokenizer_dir: Path, special:
         assert [end.replace(" ", "") for end in ends] == ["x</tool_call><|im_end|>"[-20:], "Yes.<|im_end|>"]
 
 
+@pytest.mark.parametrize(
+    ("between", "last", "expected"),
+    [
+        ("", "<|im_end|>", ["b", "d<|im_end|>"]),  # no turn but the last has an end
+        ("{{ '\n' }}<|im_end|>", "{{ '\n' }}<|im_end|>", ["b\n<|im_end|>", "d\n<|im_end|>"]),
+        ("", "", ["b", "d"]),
+    ],
+)
+def test_ends_of_turns_that_the_tags_leave_out(
+    tokenizer_dir: Path, between: str, last: str, expected: list[str]
+) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{% if loop.last %}LAST{% else %}BETWEEN{% endif %}"
+        "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    encoder = encoder_with(tokenizer_dir, template.replace("LAST", last).replace("BETWEEN", between))
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    assert supervised(encoder, {"messages": turns}) == expected
+
+
 def test_images_are_never_supervised(tokenizer_dir: Path, demo: Any) -> None:
     record = next(r for line in demo.jsonl.open() if "images" in (r := _parsed(line)) and "captions" in r)
     encoder = encoder_with(tokenizer_dir, CHATML_TEMPLATE, loss_on="all")

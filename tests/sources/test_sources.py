@@ -2,7 +2,9 @@
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from energon_packed.errors import RecordError, SourceError
 from energon_packed.sources import JsonlSource, Source, open_sources
+from energon_packed.sources.convert import _parquet_batches
 
 RECORDS = [
     {
@@ -170,3 +173,60 @@ def test_what_cannot_be_an_input(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": datasets.Dataset.from_list(RECORDS[:3])}).save_to_disk(str(tmp_path / "dict"))
     with pytest.raises(SourceError, match="holds the splits train; name one"):
         open_sources([tmp_path / "dict"], work_dir=tmp_path)
+
+
+def test_nested_dictionaries_and_large_rows_of_parquet(tmp_path: Path) -> None:
+    words = pa.array([[{"role": "user", "n": k}] for k in range(200)])
+    coded = pa.array(["user"] * 200).dictionary_encode()
+    turns = pa.ListArray.from_arrays(pa.array(range(201), pa.int32()), pa.StructArray.from_arrays([coded], ["role"]))
+    table = pa.table({"id": pa.array([str(k) for k in range(200)]), "messages": turns, "words": words})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=50)
+    (source,) = open_sources([str(tmp_path / "d.parquet")], work_dir=tmp_path / "work")
+    rows = [row.record for row in source.scan(0, source.extent())]
+    assert [row["id"] for row in rows] == [str(k) for k in range(200)]
+    assert all(row["messages"] == [{"role": "user"}] for row in rows)
+
+
+def test_batches_that_cannot_be_joined_are_read_in_smaller_ones() -> None:
+    table = pa.table({"x": range(100)})
+
+    class Stubborn:
+        """Refuses batches of more than seven rows, after some that were fine."""
+
+        num_row_groups = 2
+        metadata = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=50, total_byte_size=1 << 20))
+
+        def iter_batches(self, batch_size: int, row_groups: list[int]) -> Iterator[Any]:
+            (group,) = row_groups
+            for start in range(0, 50, batch_size):
+                if start >= 16 and batch_size > 7:
+                    raise pa.ArrowNotImplementedError("Nested data conversions not implemented")
+                yield table.slice(50 * group + start, min(batch_size, 50 - start)).to_batches()[0]
+
+    batches = list(_parquet_batches(Stubborn()))
+    assert pa.Table.from_batches(batches)["x"].to_pylist() == list(range(100))
+
+
+def test_objects_of_a_table_have_only_their_own_keys(tmp_path: Path) -> None:
+    """A column has the keys of all rows; those that a call does not have must not be trained on as null."""
+    calls = [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "add", "arguments": {"x": 1, "y": None}}]
+    records = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}],
+         "tools": [{"name": call["name"], "parameters": {key: "string" for key in call["arguments"]}}]}
+        for call in calls
+    ]  # fmt: skip
+    pyarrow.parquet.write_table(pa.Table.from_pylist(records), tmp_path / "d.parquet")
+    (source,) = open_sources([str(tmp_path / "d.parquet")], work_dir=tmp_path / "work")
+    first, second = (row.record for row in source.scan(0, 2))
+    assert first["messages"][1]["tool_calls"] == [calls[0]]
+    assert first["tools"] == records[0]["tools"]
+    assert second["messages"][1]["tool_calls"][0]["arguments"] == {"x": 1}
+
+
+def test_csv_cells_are_lists_where_lists_belong(tmp_path: Path) -> None:
+    text = 'prompts,captions,videos\n"[""a"",""b""]","[""c"",""d""]","[[""1.png""]]"\nWrite a list.,"[""c""]",\n'
+    (tmp_path / "d.csv").write_text(text)
+    (source,) = open_sources([str(tmp_path / "d.csv")], work_dir=tmp_path / "work")
+    first, second = (row.record for row in source.scan(0, 2))
+    assert first == {"prompts": ["a", "b"], "captions": ["c", "d"], "videos": [["1.png"]]}
+    assert second == {"prompts": "Write a list.", "captions": '["c"]', "videos": None}

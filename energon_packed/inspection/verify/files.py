@@ -19,18 +19,16 @@ from energon_packed.shards import PackingManifest
 from energon_packed.shards.manifest import ShardEntry
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.scan import TarScan, scan_tar
-from energon_packed.shards.split import shard_names
+from energon_packed.shards.split import excluded_names
 
 
 def shards_are_those_named(folder: PackedFolder) -> Check:
     """The tars that are there are those that packing.json and split.yaml name."""
     source = "split.yaml" if folder.manifest is None else "packing.json"
-    check = Check(
-        "shards are those of split.yaml"
-        if folder.manifest is None
-        else "shards are those of packing.json and split.yaml",
-        found=f"{len(folder.tars):,} tars",
-    )
+    sources = source if folder.manifest is None else "packing.json and split.yaml"
+    check = Check(f"shards are those of {sources}", found=f"{len(folder.tars):,} tars")
+    if excluded := excluded_names(folder.path):
+        check.found += f"; split.yaml excludes {len(excluded):,} names, which Energon leaves out"
     try:
         named = folder.shards
         there = {tar.name for tar in folder.tars}
@@ -38,7 +36,7 @@ def shards_are_those_named(folder: PackedFolder) -> Check:
             check.fail(f"{name} is missing")
         for name in sorted(there - set(named)):
             check.fail(f"{name} is not in {source}; was it added?")
-        splits = {name: split for split, names in shard_names(folder.path).items() for name in names}
+        splits = folder.named_in_split_yaml()
         for name in sorted(set(named) | set(splits)):
             if splits.get(name) != named.get(name):
                 check.fail(f"split.yaml has {name} in {splits.get(name)}, packing.json in {named.get(name)}")

@@ -18,7 +18,7 @@ from energon_packed.dataflow.cookers import FLAVORS
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.images import load_image
 from energon_packed.errors import EnergonPackedError
-from energon_packed.flavors import PackSample
+from energon_packed.flavors import PackedTokensSample, PackSample
 from energon_packed.inspection.folder import PackedFolder, packs_of
 from energon_packed.inspection.verify.check import Check
 from energon_packed.seqlens import round_up
@@ -157,7 +157,7 @@ def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: 
         "packs": f"{total['packs']:,} packs",
         "images": f"{total['images']:,} images",
         "fit": f"{manifest.seq_len:,} tokens" if manifest else "",
-        "encoded": "skipped: --fast" if fast else f"{total['samples']:,} samples",
+        "encoded": f"{total['samples']:,} samples",
     }
     for name, looked_at in found.items():
         check: Check = getattr(joined, name)
@@ -170,6 +170,9 @@ def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: 
     yield joined.images
     if manifest is not None:
         yield joined.fit
+    if fast:
+        joined.encoded.name += ": skipped"
+        joined.encoded.found = "--fast" if manifest else "--fast, or no packing.json and no --tokenizer"
     yield joined.encoded
     if manifest is None:
         return
@@ -181,7 +184,9 @@ def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: 
 def _samples_share_rows(manifest: PackingManifest, contents: list[TarContents], total: Counter[str]) -> Check:
     """Packs hold more than one sample, where any two would fit a row."""
     check = Check("samples share rows", found=f"{total['samples'] / max(total['packs'], 1):.2f} samples a pack")
-    if total["samples"] > total["packs"]:
+    in_order = manifest.algorithm not in ("bfd", "ffd", "best")
+    unknown_kinds = manifest.group_by == "media" and manifest.sample_class == PackedTokensSample.__name__
+    if total["samples"] > total["packs"] or in_order or unknown_kinds or manifest.max_samples_per_pack == 1:
         return check
     for kind in {kind for one in contents for kind in one.shortest}:
         shortest = sorted(length for one in contents for length in one.shortest.get(kind, []))[:2]
