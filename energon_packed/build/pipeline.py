@@ -307,7 +307,7 @@ class _Build:
 
         self.progress.start("write", sum(len(plan.rows) for plan in plans), "samples")
         for plan, name in zip(plans, names, strict=True):
-            finished = finished_shard(task_of(plan))
+            finished = finished_shard(task_of(plan)) if _state_file(folder, name).exists() else None
             if finished is None:
                 todo.append(plan)
             else:

@@ -74,6 +74,9 @@ def test_three_nodes_write_what_one_process_writes_even_when_one_dies(
     whole = pack(PackOptions(output_dir=tmp_path / "whole", **settings))
     assert contents(whole.shards.parent) == contents(local.shards.parent)
     assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 3
+    tokens = {"sample_class": "PackedTokensSample", "overlong": "truncate", "seq_len": 256, "max_packs_per_shard": 9}
+    stored = pack(PackOptions(output_dir=tmp_path / "tokens", **settings | tokens))
+    assert contents(stored.shards.parent) == contents(pack_demo(**tokens).shards.parent)
 
     progress = _KillsANode(cluster)
     hurt = pack(PackOptions(output_dir=tmp_path / "hurt", **settings), progress)

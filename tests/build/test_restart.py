@@ -98,32 +98,42 @@ def test_workers_and_hash_seeds_do_not_matter(records: Path, tokenizer_dir: Path
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_ten_kills_change_nothing(records: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
-    flavor = "PackedCaptioningSample"
-    whole = finish(start(records, tmp_path / "calm", tokenizer_dir, workers=2, flavor=flavor))
+@pytest.mark.parametrize("flavor", ["PackedCaptioningSample", "PackedTokensSample"])
+def test_ten_kills_change_nothing(records: Path, tokenizer_dir: Path, tmp_path: Path, flavor: str) -> None:
+    finish(start(records, tmp_path / "calm", tokenizer_dir, workers=2, flavor=flavor))
     expected = contents(tmp_path / "calm")
+    chunks = len(list((tmp_path / "calm").glob(".work/measure-*/*.arrow")))
+    shards = len([name for name in expected if name.endswith(".tar")])
+    assert min(chunks, shards) > 5
     rng = random.Random(1)
     out = tmp_path / "killed"
-    progress: list[tuple[int, int]] = []
-
-    def hit_enough_places() -> bool:
-        measuring = {chunks for chunks, _ in progress}
-        return len(measuring) > 3 and any(0 < shards < len(whole_shards) for _, shards in progress)
-
-    whole_shards = [name for name in expected if name.endswith(".tar")]
-    while len(progress) < 10 or not hit_enough_places():
-        assert len(progress) < 40, f"the kills came at too few places: {progress}"
+    measuring, writing = 0, 0
+    for _ in range(40):
         process = start(records, out, tokenizer_dir, workers=2, flavor=flavor)
-        # Early kills hit measuring, later ones what is left of it, planning, writing and the index.
-        time.sleep(rng.uniform(0.02, 0.14) * whole)
+        before = count_files(out)
+        # Until something more is there, and then a little: while measuring it is a chunk, later a shard.
+        enough = sum(before) + (rng.randint(1, chunks // 5) if before[0] < chunks else rng.randint(1, 2))
+        while process.poll() is None and sum(count_files(out)) < enough:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.05))
         process.send_signal(signal.SIGKILL)
-        finished = process.communicate()[0] == "done\n"
-        chunks = len(list(out.glob(".work/measure-*/*.arrow")))
-        progress.append((chunks, len(list(out.glob("webdataset/*.tar")))))
-        if finished:  # too late: from the beginning again
+        process.communicate()
+        after = count_files(out)
+        measuring += before[0] < after[0] < chunks
+        writing += 0 < after[1] < shards
+        if after[1] == shards:  # too late: from the beginning again
             shutil.rmtree(out)
+        if measuring + writing >= 10 and measuring > 2 and writing > 0:
+            break
+    else:
+        pytest.fail(f"only {measuring} kills hit measuring and {writing} writing")
     finish(start(records, out, tokenizer_dir, workers=2, flavor=flavor))
     assert contents(out) == expected
+
+
+def count_files(out: Path) -> tuple[int, int]:
+    """(measured chunks, shards) in an output folder."""
+    return len(list(out.glob(".work/measure-*/*.arrow"))), len(list(out.glob("webdataset/*.tar")))
 
 
 def test_no_worker_outlives_a_killed_build(records: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
