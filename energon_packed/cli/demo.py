@@ -26,7 +26,7 @@ def command(output_dir: Path, records: int, seq_len: int) -> None:
 
     No network: pictures are drawn, texts are made up, the tokenizer is trained on them.
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     source = output_dir / "source"
     if not source.exists() and any((output_dir / "webdataset").glob("*.tar")):
         raise ConfigError(f"{output_dir} holds a data set that is not the demo's; give another --output-dir")

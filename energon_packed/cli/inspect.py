@@ -53,7 +53,7 @@ def command(
     energon-packed inspect out --pack pack_00000007 --tokens
     energon-packed inspect mix.yaml
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if path.is_file() and path.suffix in (".yaml", ".yml"):
         if key is not None or tokens or extract is not None:
             raise ConfigError(f"{path} blends several data sets; give --pack, --tokens and --extract one of them")

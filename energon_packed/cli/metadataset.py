@@ -42,7 +42,7 @@ def command(out: Path, inputs: tuple[str, ...], relative: bool, subflavors: tupl
         [_with_weight(given) for given in inputs], subflavors=dict(_pair(given) for given in subflavors), **options
     )
     write_metadataset(blend, out, absolute=not relative)
-    console = Console()
+    console = Console(markup=False)
     console.print(_table(blend))
     for warning in blend.warnings():
         console.print(f"note: {warning}", highlight=False, soft_wrap=True)

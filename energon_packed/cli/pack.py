@@ -128,7 +128,7 @@ def command(**options: Any) -> None:
 
 def show_build(options: PackOptions, world_size: int = 1, micro_batch_size: int = 1, num_workers: int = 2) -> None:
     """Run a build with a bar per stage, and print its table."""
-    console = Console()
+    console = Console(markup=False)
     progress = TerminalProgress(console)
     try:
         result = pack(options, progress)

@@ -101,6 +101,19 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
     assert "[red]hi" in shown
 
 
+def test_names_with_brackets_are_no_markup(tmp_path: Path) -> None:
+    folder = tmp_path / "[red]run[" / "[/b]"
+    folder.mkdir(parents=True)
+    write_tar(folder / "x.tar", llava_pack("ps_0", ["red"]))
+    (folder / "broken.tar").write_bytes(b"x" * 3000)
+    assert "[red]run[/[/b]/broken.tar is no tar file" in run(folder).output
+    (folder / "broken.tar").unlink()
+    shown = run(folder, "--extract", tmp_path / "[e]")
+    assert shown.exit_code == 0, shown.output
+    assert "[red]run[/[/b]/x.tar: 1 packs" in shown.output
+    assert "[e]/ps_0" in shown.output
+
+
 def test_tool_calls_tabs_and_joined_emoji_are_seen(tokenizer_dir: Path, tmp_path: Path) -> None:
     call = {"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
     messages = [
