@@ -1,32 +1,35 @@
 """The exception tree. Every message names the value, the limit and the remedy, in one line.
 
 EnergonPackedError(ValueError)
-  ConfigError      an option or argument is wrong                         -> exit status 1, one line
-  SourceError      an input file cannot be read as a whole                -> exit status 1, one line
-  RejectLimitError too many records were left out                         -> exit status 1, one line
-  FormatError      files on disk are not what the format says
+  ConfigError      an option or argument is invalid                       -> exit status 1, one line
+  SourceError      an input file cannot be read at all                    -> exit status 1, one line
+  RejectLimitError more records were rejected than the run allows         -> exit status 1, one line
+  FormatError      files on disk do not follow the format
   TemplateError    a chat template cannot give supervised spans
   BatchError       a batch cannot be made from these samples
-  RecordError      ONE record is bad: it goes to rejects.jsonl with a reason and the run goes on
+  RecordError      ONE record cannot be used: it carries a `Reject`, and the run continues
+
+Arguments stand in backquotes (`seq_len`); the command line prints them as its options (--seq-len).
 """
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
 class EnergonPackedError(ValueError):
-    """Base of every error that a user can mend; the command line prints it in one line."""
+    """Base of every error that a user can fix; the command line prints it in one line."""
 
 
 class ConfigError(EnergonPackedError):
-    """An option or argument has a value that cannot be used."""
+    """An option or argument has an invalid value."""
 
 
 class SourceError(EnergonPackedError):
-    """An input file or folder cannot be read at all (one bad record inside it is a `RecordError`)."""
+    """An input file or folder cannot be read at all (one bad record inside it is a `Reject`)."""
 
 
 class RejectLimitError(EnergonPackedError):
-    """More records were left out than the run allows."""
+    """More records were rejected than the run allows."""
 
 
 class FormatError(EnergonPackedError):
@@ -42,7 +45,7 @@ class BatchError(EnergonPackedError):
 
 
 class Reason(StrEnum):
-    """Why a record is left out: the `reason` column of rejects.jsonl and `status` of lengths.parquet."""
+    """Why a record is rejected: the `reason` column of rejects.jsonl and `status` of lengths.parquet."""
 
     BAD_JSON = "bad_json"
     MISSING_FIELD = "missing_field"
@@ -55,21 +58,50 @@ class Reason(StrEnum):
     OVERLONG = "overlong"
     EMPTY = "empty"
     NO_SUPERVISED_TOKENS = "no_supervised_tokens"
-    UNSUPPORTED_MEDIA = "unsupported_media"  # new ones come last: restart state holds their numbers
+    UNSUPPORTED_MEDIA = "unsupported_media"  # append new reasons at the end: restart state stores their index
 
 
-class RecordError(EnergonPackedError):
-    """One record cannot be used.
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Why one record cannot be used: the one form that a bad record has from its source to rejects.jsonl.
 
     Attributes:
-        reason: the `Reason` that is counted and written to rejects.jsonl.
+        reason: counted in packing.json.
         detail: what was found, in one line.
     """
 
+    reason: Reason
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.reason.value}: {self.detail}"
+
+
+class RecordError(EnergonPackedError):
+    """One record cannot be used; raised by functions that handle a single record.
+
+    Attributes:
+        reject: reason and detail.
+    """
+
     def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(f"{reason.value}: {detail}")
-        self.reason = reason
-        self.detail = detail
+        self.reject = Reject(reason, detail)
+        super().__init__(str(self.reject))
+
+    @classmethod
+    def of(cls, reject: Reject) -> "RecordError":
+        """The exception for a reject."""
+        return cls(reject.reason, reject.detail)
+
+    @property
+    def reason(self) -> Reason:
+        """The reason of `reject`."""
+        return self.reject.reason
+
+    @property
+    def detail(self) -> str:
+        """The detail of `reject`."""
+        return self.reject.detail
 
     def __reduce__(self) -> tuple[type["RecordError"], tuple[Reason, str]]:
-        return (type(self), (self.reason, self.detail))
+        return (type(self), (self.reject.reason, self.reject.detail))

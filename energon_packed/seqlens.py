@@ -1,4 +1,4 @@
-"""Sequence lengths and what follows from them. Pure numpy: arrays in, arrays out.
+"""Sequence lengths, cu_seqlens, position ids and segment ids. Pure NumPy.
 
 lengths        [3, 2, 4]
 cu_seqlens  [0, 3, 5, 9]                 sub-sample i is row[cu_seqlens[i]:cu_seqlens[i + 1]]
@@ -16,23 +16,25 @@ Int64 = npt.NDArray[np.int64]
 
 
 def cu_seqlens_from_lengths(lengths: Sequence[int] | npt.NDArray[np.integer]) -> Int32:
-    """Cumulative boundaries of sub-samples laid end to end.
+    """Cumulative boundaries of concatenated sub-samples.
 
     Args:
         lengths: tokens of each sub-sample, shape (S,), all >= 1.
 
     Returns:
-        int32 (S+1,), from 0 to the sum of `lengths`: what varlen attention kernels call `cu_seqlens`.
+        int32 (S+1,), from 0 to the sum of `lengths`, as varlen attention kernels expect.
 
     Raises:
-        ValueError: a length is below 1, or the sum does not fit int32.
+        ValueError: a length is below 1, or the sum exceeds int32.
     """
     array = np.asarray(lengths, dtype=np.int64).reshape(-1)
     if array.size and array.min() < 1:
-        raise ValueError(f"a sub-sample has {array.min()} tokens; every sub-sample needs at least 1")
+        raise ValueError(f"a sub-sample has {array.min()} tokens; it must have at least 1")
     total = int(array.sum())
     if total > np.iinfo(np.int32).max:
-        raise ValueError(f"{total} tokens in one row do not fit int32 cu_seqlens; use shorter rows")
+        raise ValueError(
+            f"{total} tokens in one row do not fit int32 cu_seqlens; use at most {np.iinfo(np.int32).max}"
+        )
     out = np.zeros(array.size + 1, dtype=np.int32)
     np.cumsum(array, out=out[1:])
     return out
@@ -59,6 +61,6 @@ def segment_ids_from_cu_seqlens(cu_seqlens: npt.NDArray[np.integer]) -> Int64:
 def round_up(lengths: npt.NDArray[np.integer], multiple: int) -> Int64:
     """Each length rounded up to a multiple of `multiple` (tokens): int64, same shape."""
     if multiple < 1:
-        raise ValueError(f"multiple must be at least 1, not {multiple}")
+        raise ValueError(f"`multiple` is {multiple}; it must be at least 1")
     array = np.asarray(lengths, dtype=np.int64)
     return (array + multiple - 1) // multiple * multiple

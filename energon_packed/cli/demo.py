@@ -7,40 +7,39 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from energon_packed.build import PackOptions
-from energon_packed.build.options import EncoderOptions
-from energon_packed.cli.pack import show_build
+from energon_packed.cli.pack import show_run
 from energon_packed.demo import write_dataset, write_tokenizer
 from energon_packed.errors import ConfigError
+from energon_packed.pipeline import PackOptions
 
 _MAX_REJECT_RATE = 0.5  # some of the generated records are broken on purpose
 
 
 @click.command()
 @click.option("--output-dir", "-o", type=click.Path(path_type=Path, file_okay=False), default="demo-out",
-              show_default=True, help="Folder for everything that the demo makes.")  # fmt: skip
+              show_default=True, help="Folder for everything that the demo creates.")  # fmt: skip
 @click.option("--records", type=click.IntRange(min=20), default=400, show_default=True, help="Records to generate.")
 @click.option("--seq-len", type=int, default=2048, show_default=True, help="Tokens in one row.")
 def command(output_dir: Path, records: int, seq_len: int) -> None:
-    """Make a small data set and a tokenizer, pack it, load one epoch of padding-free batches.
+    """Generate a small dataset and a tokenizer, pack it, load one epoch of padding-free batches.
 
-    No network: pictures are drawn, texts are made up, the tokenizer is trained on them.
+    No network: pictures are drawn, texts are generated, the tokenizer is trained on them.
     """
     console = Console(highlight=False, markup=False)
     source = output_dir / "source"
     if not source.exists() and any((output_dir / "webdataset").glob("*.tar")):
-        raise ConfigError(f"{output_dir} holds a data set that is not the demo's; give another --output-dir")
+        raise ConfigError(f"{output_dir} holds a dataset that is not the demo's; pass another `output_dir`")
     console.print(f"Drawing pictures and writing {records} conversations to {source} ...", soft_wrap=True)
     data = write_dataset(source, records=records)
     tokenizer = write_tokenizer(source / "tokenizer", data.texts)
     words = ["pack", data.jsonl, "-o", output_dir, "--seq-len", seq_len, "--tokenizer", tokenizer]
     words += ["--max-reject-rate", _MAX_REJECT_RATE]
     console.print(f"\n$ energon-packed {shlex.join(map(str, words))}\n", soft_wrap=True)
-    show_build(
+    show_run(
         PackOptions(
             inputs=(str(data.jsonl),),
             output_dir=output_dir,
-            encoder=EncoderOptions(tokenizer=tokenizer),
+            tokenizer=tokenizer,
             seq_len=seq_len,
             max_reject_rate=_MAX_REJECT_RATE,
             overwrite=True,

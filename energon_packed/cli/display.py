@@ -1,11 +1,11 @@
-"""How a build looks in a terminal: a bar per stage while it runs, a table when it is done."""
+"""Terminal output of a run: a bar per stage, then a table."""
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from energon_packed.build import PackResult
-from energon_packed.build.progress import Progress as BuildProgress
+from energon_packed.pipeline import PackResult
+from energon_packed.pipeline.progress import Progress as BuildProgress
 from energon_packed.shards import steps_per_epoch
 from energon_packed.shards.nv_meta import SPLITS
 
@@ -67,7 +67,7 @@ class TerminalProgress(BuildProgress):
 
 
 def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, num_workers: int) -> Table:
-    """The closing table of a build."""
+    """The closing table of a run."""
     manifest = result.manifest
     table = Table(show_header=False)
     table.add_column(style="bold")
@@ -76,9 +76,9 @@ def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, 
     table.add_row("records", f"{manifest.records:,}")
     table.add_row("packed", f"{manifest.packed:,}")
     if manifest.truncated:
-        table.add_row("  cut to a row", f"{manifest.truncated:,}")
-        table.add_row("  tokens cut off", f"{manifest.tokens_cut:,}")
-    table.add_row("left out", f"{rejected:,} ({rejected / max(manifest.records, 1):.2%})")
+        table.add_row("  truncated", f"{manifest.truncated:,}")
+        table.add_row("  tokens truncated", f"{manifest.tokens_cut:,}")
+    table.add_row("rejected", f"{rejected:,} ({rejected / max(manifest.records, 1):.2%})")
     for reason, count in sorted(manifest.rejects.items(), key=lambda item: (-item[1], item[0])):
         table.add_row(f"  {reason}", f"{count:,}")
     table.add_section()

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from energon_packed.cli.display import format_bytes
 from energon_packed.errors import ConfigError, FormatError
+from energon_packed.formats import codec_for
 from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.extract import extract_pack
 from energon_packed.inspection.find import PackFinder
@@ -27,7 +28,7 @@ Raw = Mapping[str, Any]
 
 @click.command(name="inspect")
 @click.argument("path", type=click.Path(path_type=Path, exists=True))
-@click.option("--pack", "key", metavar="KEY", help="Show this pack alone.")
+@click.option("--pack", "key", metavar="KEY", help="Show only this pack.")
 @click.option("--limit", type=click.IntRange(min=0), default=1, show_default=True, help="Packs to show.")
 @click.option("--tokens", is_flag=True, help="Show packs token by token, with label, position and sample.")
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -44,9 +45,9 @@ def command(
     extract: Path | None,
     as_json: bool,
 ) -> None:
-    """Show what is in a tar, a data set folder or a Metadataset YAML.
+    """Show the content of a tar, a dataset folder or a Metadataset YAML.
 
-    Nothing of the data set is run as code; images are read up to their headers. Supervised text is green.
+    No code of the dataset is executed; only the headers of images are read. Supervised text is green.
 
     \b
     energon-packed inspect out/webdataset/pack-000000.tar
@@ -56,7 +57,7 @@ def command(
     console = Console(highlight=False, markup=False)
     if path.is_file() and path.suffix in (".yaml", ".yml"):
         if key is not None or tokens or extract is not None:
-            raise ConfigError(f"{path} blends several data sets; give --pack, --tokens and --extract one of them")
+            raise ConfigError(f"{path} blends several datasets; pass --pack, --tokens and --extract with one of them")
         _show_blend(console, path, as_json)
         return
     finder = PackFinder.open(path)
@@ -69,7 +70,7 @@ def command(
     shown = [finder.pack(key)] if key is not None else list(finder.first(limit))
     encoder = _encoder(finder, tokenizer) if tokens else None
     for raw in shown:
-        view = view_pack(raw, finder.manifest.sample_class if finder.manifest else None)
+        view = view_pack(raw, codec_for(finder.manifest.sample_class) if finder.manifest else None)
         if encoder is not None:
             _show_tokens(console, raw, encoder, view, as_json)
         elif as_json:
@@ -127,7 +128,7 @@ def _show_manifest(console: Console, finder: PackFinder, as_json: bool) -> None:
     if as_json or finder.folder is None:
         return
     if manifest is None:
-        console.print("no packing.json: packed by another tool, or by hand; lengths may be unknown\n")
+        console.print("no packing.json: packed by another tool; lengths may be unknown\n")
         return
     there = {tar.name for tar in finder.folder.glob("*.tar")}
     for shard in manifest.shards:
@@ -137,7 +138,7 @@ def _show_manifest(console: Console, finder: PackFinder, as_json: bool) -> None:
     console.print(
         f"{manifest.sample_class}, {manifest.packed:,} samples in {manifest.packs:,} packs of {manifest.seq_len:,} "
         f"tokens, {manifest.utilization:.2%} full, {manifest.samples_per_pack:.2f} samples a pack, "
-        f"{rejected:,} of {manifest.records:,} records left out\n",
+        f"{rejected:,} of {manifest.records:,} records rejected\n",
         soft_wrap=True,
     )
 
@@ -164,8 +165,8 @@ def _show_sample(console: Console, number: int, sample: SampleView) -> None:
             span += f" [{sample.start:,}, {sample.start + sample.length:,})"
     if sample.supervised is not None:
         span += f", {sample.supervised:,} supervised"
-    if sample.cut_to is not None:
-        span += f", cut to {sample.cut_to:,}: the end of its text is not in the row"
+    if sample.truncated_to is not None:
+        span += f", truncated to {sample.truncated_to:,}: the end of its text is not in the row"
     console.print(f"── {number}  {sample.id or '(no id)'}{span}", style="dim", markup=False)
     for image in sample.images:
         what = image.problem or f"{image.width} x {image.height}"
@@ -186,7 +187,7 @@ def _printable(text: str) -> str:
 def _show_tokens(console: Console, raw: Raw, encoder: Any, view: PackView, as_json: bool) -> None:
     from energon_packed.inspection.tokens import token_rows
 
-    rows = token_rows(raw, encoder, view.sample_class)
+    rows = token_rows(raw, encoder, codec_for(view.sample_class))
     if as_json:
         for row in rows:
             click.echo(orjson.dumps({"key": view.key, **{name: getattr(row, name) for name in row.__slots__}}))
@@ -209,7 +210,7 @@ def _show_blend(console: Console, path: Path, as_json: bool) -> None:
             click.echo(orjson.dumps(value | {"path": str(entry.path)}))
         return
     table = Table("split")
-    table.add_column("data set", overflow="fold", min_width=20)
+    table.add_column("dataset", overflow="fold", min_width=20)
     for name in ("weight", "packs", "samples", "share", "seen"):
         table.add_column(name, justify="right")
     for entry in entries:

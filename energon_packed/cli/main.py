@@ -11,14 +11,14 @@ from energon_packed.errors import EnergonPackedError
 from energon_packed.version import __version__
 
 COMMANDS = {
-    "lengths": "Show how long samples are, and what each --seq-len would cost.",
-    "pack": "Pack conversations with images into an Energon data set.",
-    "inspect": "Show what is in a tar, a data set, a Metadataset or one pack.",
-    "verify": "Check that a data set is whole and what its manifest says.",
-    "report": "Write one HTML page about a data set or a Metadataset.",
-    "nv-meta": "Make or repair .nv-meta for a folder of tars.",
-    "metadataset": "Blend several data sets into one weighted Metadataset.",
-    "demo": "Make a small data set, pack it, load one epoch: the whole tool in a minute.",
+    "lengths": "Show sample lengths, and what each --seq-len would drop and cost.",
+    "pack": "Pack conversations with images into an Energon dataset.",
+    "inspect": "Show the content of a tar, a dataset, a Metadataset or one pack.",
+    "verify": "Check that a dataset is intact and matches its manifest.",
+    "report": "Write an HTML report on a dataset or a Metadataset.",
+    "nv-meta": "Create or repair .nv-meta for a folder of tars.",
+    "metadataset": "Blend several datasets into one weighted Metadataset.",
+    "demo": "Generate a small dataset, pack it and load one epoch.",
 }
 
 
@@ -46,7 +46,7 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="energon-packed")
 def cli() -> None:
-    """Pack conversations with images into rows of fixed length, as Megatron-Energon data sets.
+    """Pack conversations with images into fixed-length rows, as Megatron-Energon datasets.
 
     \b
     energon-packed demo --output-dir demo-out
@@ -56,17 +56,19 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line. Exit status: 0 done, 1 a user error in one line, 2 wrong usage."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notices on missing backends mean nothing here
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notices on missing backends do not apply here
     try:
         cli(standalone_mode=False)
-        gc.freeze()  # the process ends now: without this, half a second goes into walking what torch has loaded
+        gc.freeze()  # the process ends now: without this, collecting what torch has loaded takes half a second
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted; run the same command again to go on from here", 130)
+        _fail("interrupted; run the same command again to resume", 130)
     except EnergonPackedError as error:
-        _fail(str(error), 1)
+        from energon_packed.cli.options import as_options
+
+        _fail(as_options(str(error)), 1)
     except OSError as error:
         _fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
 

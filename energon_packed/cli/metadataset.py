@@ -7,32 +7,33 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from energon_packed.cli.options import as_options
 from energon_packed.errors import ConfigError
 from energon_packed.metadataset import WEIGHT_BY, Blend, make_blend, write_metadataset
 
 
 @click.command(
     name="metadataset",
-    short_help="Blend several data sets into one Metadataset.",
+    short_help="Blend several datasets into one Metadataset.",
 )
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
 @click.argument("inputs", nargs=-1, required=True, metavar="DIR[=WEIGHT]...")
 @click.option("--weight-by", type=click.Choice(WEIGHT_BY), default="samples", show_default=True,
-              help="What weights are proportional to where none are given.")  # fmt: skip
+              help="What weights are proportional to, unless given.")  # fmt: skip
 @click.option("--schema", type=click.Choice(["v2", "v1"]), default="v2", show_default=True,
-              help="v1 for code that knows no MetadatasetV2.")  # fmt: skip
+              help="v1 for code without MetadatasetV2.")  # fmt: skip
 @click.option("--split-from", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
               help="Split of the inputs that is trained on.")  # fmt: skip
 @click.option("--epochized", is_flag=True,
-              help="Every pack WEIGHT times in an epoch (1 by default), instead of drawing for ever.")  # fmt: skip
+              help="Every pack WEIGHT times per epoch (1 by default), instead of drawing indefinitely.")  # fmt: skip
 @click.option("--relative/--absolute", default=True, show_default=True, help="Paths in the file.")
-@click.option("--subflavor", "subflavors", multiple=True, metavar="K=V", help="Handed to every sample; may repeat.")
+@click.option("--subflavor", "subflavors", multiple=True, metavar="K=V", help="Attached to every sample; may repeat.")
 @click.option("--val", multiple=True, metavar="DIR",
               help="Validation data; may repeat. [default: the val splits of the inputs]")  # fmt: skip
 def command(out: Path, inputs: tuple[str, ...], relative: bool, subflavors: tuple[str, ...], **options: Any) -> None:
-    """Blend several data sets into one weighted Metadataset.
+    """Blend several datasets into one weighted Metadataset.
 
-    DIR is a folder that `energon-packed pack` wrote, any Energon data set of packs, or another Metadataset.
+    DIR is a folder that `energon-packed pack` wrote, any Energon dataset of packs, or another Metadataset.
 
     \b
     energon-packed metadataset mix.yaml out/node_a out/node_b
@@ -45,13 +46,13 @@ def command(out: Path, inputs: tuple[str, ...], relative: bool, subflavors: tupl
     console = Console(markup=False)
     console.print(_table(blend))
     for warning in blend.warnings():
-        console.print(f"note: {warning}", highlight=False, soft_wrap=True)
+        console.print(f"note: {as_options(warning)}", highlight=False, soft_wrap=True)
     console.print(f"{out}: get_packed_loader({str(out)!r}, encoder)", highlight=False, soft_wrap=True)
 
 
 def _table(blend: Blend) -> Table:
     total = sum(one.weight for one in blend.train)
-    often = "times in an epoch" if blend.epochized else "times seen while the largest is seen once"
+    often = "times per epoch" if blend.epochized else "epochs per epoch of the largest input"
     table = Table(caption=f"seen: {often}")
     table.add_column("input", overflow="fold", min_width=20)
     table.add_column("split")
@@ -75,11 +76,11 @@ def _with_weight(given: str) -> tuple[str, float | None]:
     try:
         return path, float(weight)
     except ValueError as error:
-        raise ConfigError(f"weight {weight!r} of {path} is no number") from error
+        raise ConfigError(f"weight {weight!r} of {path} is not a number") from error
 
 
 def _pair(given: str) -> tuple[str, str]:
     key, equals, value = given.partition("=")
     if not equals or not key:
-        raise ConfigError(f"subflavor {given!r} must look like key=value")
+        raise ConfigError(f"subflavor {given!r} must have the form key=value")
     return key, value

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import click
 
-from energon_packed.shards.layouts import LAYOUTS
+from energon_packed.formats import CODECS
 from energon_packed.shards.repair import make_nv_meta
 
 
 @click.command(name="nv-meta")
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
-@click.option("--sample-class", type=click.Choice(list(LAYOUTS)), help="Flavor. [default: told by the parts]")
+@click.option("--sample-class", type=click.Choice(list(CODECS)), help="Flavor. [default: found by the parts]")
 def command(folder: Path, sample_class: str | None) -> None:
-    """Make or repair .nv-meta and the indexes for a folder of tars, which are not touched.
+    """Create or repair .nv-meta and the indexes for a folder of tars, which are not modified.
 
-    DIR holds tars that `energon-packed pack` wrote, or another packer with the same layout.
+    DIR holds tars that `energon-packed pack` wrote, or another packer in the same layout.
 
     \b
     energon-packed nv-meta out/webdataset

@@ -1,4 +1,4 @@
-"""PackedBatch: one row of sub-samples laid end to end, and the forms that training frameworks take."""
+"""PackedBatch: one row of concatenated sub-samples, with conversions for training frameworks."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from energon_packed.errors import BatchError
 
 @edataclass
 class PackedBatch(Batch):
-    """One row of T tokens with S sub-samples; a micro batch of several packs is joined into one row.
+    """One row of T tokens with S sub-samples; several packs of a micro batch are concatenated into one row.
 
         sub-sample   |-- 0 --|- 1 -|---- 2 ----|(tail)
         cu_seqlens   0       3     5           9      T
@@ -20,13 +20,13 @@ class PackedBatch(Batch):
     Attributes:
         input_ids: int64 (1, T).
         labels: int64 (1, T), unshifted, -100 where not supervised; the first token of a sub-sample is never a
-            target, since no token of its own sub-sample predicts it.
-        loss_mask: float32 (1, T), weight of each target (1 unless the collator weighs samples), 0 elsewhere.
+            target, because no token of the same sub-sample predicts it.
+        loss_mask: float32 (1, T), weight of each target (1 unless the collator sets `loss_weighting`), 0 elsewhere.
         position_ids: int64 (1, T), restarting at 0 in each sub-sample; (4, 1, T) for M-RoPE models: the text row,
             then t, h and w.
-        cu_seqlens: int32 (S+1,), real tokens only; a tail that pads the row counts as one more segment.
+        cu_seqlens: int32 (S+1,), without padding between sub-samples; a padding tail counts as one more segment.
         max_seqlen: tokens of the longest segment, padding included.
-        cu_seqlens_padded: int32, as many as `cu_seqlens`, where segments lie in the row; None unless there is
+        cu_seqlens_padded: int32, same shape as `cu_seqlens`, segment boundaries in the padded row; None without
             padding between sub-samples.
         padding_mask: bool (1, T), True at padding; None without padding.
         pixel_values: float32 (patches, patch_dim) of all images in order, or None.
@@ -50,24 +50,24 @@ class PackedBatch(Batch):
 
     @property
     def num_samples(self) -> int:
-        """Sub-samples S in the row; a padding tail is none."""
+        """Number of sub-samples S; a padding tail does not count."""
         return len(self.ids)
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, without padding."""
+        """Number of real tokens, without padding."""
         padding = 0 if self.padding_mask is None else int(self.padding_mask.sum())
         return self.input_ids.shape[1] - padding
 
     def transformers_inputs(self) -> dict[str, Any]:
-        """Arguments for any Hugging Face causal language model or Qwen-VL model.
+        """Arguments for a Hugging Face causal language model or Qwen-VL model.
 
-        Labels are unshifted, as Transformers shifts them itself. There is no attention mask and no cache: only then
-        does Transformers build a block-diagonal mask from positions that restart. The `cu_seq_lens_*` and
-        `max_length_*` serve flash attention.
+        Labels are unshifted; Transformers shifts them. There is no attention mask and the cache is disabled, because
+        only then does Transformers derive a block-diagonal mask from restarting positions. `cu_seq_lens_*` and
+        `max_length_*` are for flash attention.
 
-        The loss that Transformers makes of `labels` weighs every target the same; with another `loss_weighting`,
-        take `batch.loss(model(...).logits)`.
+        The loss that Transformers computes from `labels` weights all targets equally; with another `loss_weighting`,
+        use `batch.loss(model(...).logits)`.
         """
         bounds = self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
         inputs: dict[str, Any] = {
@@ -89,7 +89,7 @@ class PackedBatch(Batch):
         """Cross entropy weighted by `loss_mask`: sum(loss * loss_mask) / sum(loss_mask), a scalar.
 
         Args:
-            logits: (1, T, vocabulary), as the model gives them for this row.
+            logits: (1, T, vocabulary), model output for this row.
         """
         targets, weights = self.labels[0, 1:], self.loss_mask[0, 1:].to(logits.device)
         losses = torch.nn.functional.cross_entropy(
@@ -98,13 +98,13 @@ class PackedBatch(Batch):
         return (losses * weights).sum() / weights.sum()
 
     def megatron_inputs(self, *, metadata_only: bool = False) -> dict[str, Any]:
-        """The batch as Megatron takes it: labels and loss mask shifted inside each sub-sample.
+        """Arguments for Megatron, with labels and loss mask shifted within each sub-sample.
 
         Boundaries are in `cu_seqlens_*`, so M-RoPE positions are (3, 1, T), without the text row.
         Token t gets the label and the weight of token t + 1 of the same sub-sample; the last token of each gets none.
 
         Args:
-            metadata_only: leave out tokens, labels and pixels, for the middle stages of a pipeline.
+            metadata_only: omit tokens, labels and pixels, for intermediate pipeline stages.
         """
         inputs: dict[str, Any] = {
             "position_ids": self.position_ids[-3:] if self.position_ids.ndim == 3 else self.position_ids,
@@ -118,7 +118,7 @@ class PackedBatch(Batch):
             "padding_mask": self.padding_mask,
         }
         if not metadata_only:
-            # The first token of a sub-sample is no target, so no label crosses over.
+            # The first token of a sub-sample is never a target, so no label crosses a boundary.
             inputs |= {
                 "tokens": self.input_ids,
                 "labels": _shifted(self.labels, IGNORE_INDEX),
@@ -139,7 +139,7 @@ class PackedBatch(Batch):
             from megatron.core.packed_seq_params import PackedSeqParams
         except ImportError as error:
             raise BatchError(
-                "packed_seq_params needs megatron-core; run pip install 'energon-packed[megatron]'"
+                "packed_seq_params requires megatron-core; run pip install 'energon-packed[megatron]'"
             ) from error
         return PackedSeqParams(
             qkv_format="thd",
@@ -153,5 +153,5 @@ class PackedBatch(Batch):
 
 
 def _shifted(row: torch.Tensor, last: float) -> torch.Tensor:
-    """A row (1, T) moved one place to the left, with `last` at its end."""
+    """Shift a row (1, T) left by one position and append `last`."""
     return torch.cat([row[:, 1:], torch.full_like(row[:, :1], last)], dim=1)

@@ -1,4 +1,4 @@
-"""Collator: a group of encoded samples becomes one padding-free row. One required method: `collate`."""
+"""Collators combine encoded samples into one padding-free row. Subclasses implement `collate`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ _EXPONENT: dict[str, float] = {"token": 0.0, "sample": 1.0, "sqrt": 0.5}
 
 
 class Collator(ABC):
-    """Lays samples in a row."""
+    """Combines encoded samples into one row."""
 
     @abstractmethod
     def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
-        """One batch of these samples, in this order.
+        """Combine the samples into one batch, in the given order.
 
         Raises:
-            BatchError: they do not make a batch.
+            BatchError: the samples cannot form a batch.
         """
 
     def __call__(self, features: Sequence[Any]) -> Any:
-        """For torch's `collate_fn` and the `data_collator` of transformers.Trainer.
+        """Entry point for torch's `collate_fn` and the `data_collator` of transformers.Trainer.
 
-        Packs of a `PackedDataset` become one row as `transformers_inputs()`, a dict; samples become a PackedBatch.
+        Packs of a `PackedDataset` are returned as the dict of `transformers_inputs()`, samples as a PackedBatch.
 
         Raises:
-            BatchError: as `collate`; or the dict cannot say what the collator does.
+            BatchError: as `collate`, or the dict cannot represent the collator's loss weights.
         """
         if features and isinstance(features[0], list):
             return self.collate([sample for pack in features for sample in pack]).transformers_inputs()
@@ -42,21 +42,21 @@ class Collator(ABC):
 
 
 class PaddingFreeCollator(Collator):
-    """Joins samples without padding between them, unless a framework asks for it.
+    """Concatenates samples without padding, unless a framework requires it.
 
     Args:
         pad_multiple: each sub-sample is padded to a multiple of this many tokens: `2 * cp` for context parallelism,
             `lcm(2 * cp, cp * tp)` with sequence parallelism too.
-        pad_to: the row is padded to this many tokens by one tail segment; None leaves it as long as it is.
-        pad_token_id: token at padding; it is masked from the loss and never seen by real tokens.
-        loss_weighting: how sub-samples share the loss of a row. With n_i targets in sub-sample i and N in the row,
-            each target of i weighs N * f(n_i) / sum_j(n_j * f(n_j)), where f(n) is 1 for `token` (every target
-            counts the same), 1/n for `sample` (every sub-sample counts the same) and 1/sqrt(n) for `sqrt` (between
-            the two; "square averaging" in Z. Chen et al., InternVL 2.5, 2024). Weights stand in `loss_mask` and add
-            up to N, so the loss is sum(loss * loss_mask) / sum(loss_mask).
+        pad_to: the row is padded to this many tokens with one tail segment; None adds no tail.
+        pad_token_id: token id of padding; excluded from the loss and from the attention of real tokens.
+        loss_weighting: how the loss is weighted across sub-samples. With n_i targets in sub-sample i and N in the row,
+            each target of i has the weight N * f(n_i) / sum_j(n_j * f(n_j)), where f(n) is 1 for `token` (all targets
+            count equally), 1/n for `sample` (all sub-samples count equally) and 1/sqrt(n) for `sqrt` (in between;
+            "square averaging" in Z. Chen et al., InternVL 2.5, 2024). The weights are in `loss_mask` and sum to N, so
+            the loss is sum(loss * loss_mask) / sum(loss_mask).
 
     Raises:
-        ConfigError: a number below its least value.
+        ConfigError: an argument is out of range.
     """
 
     def __init__(
@@ -69,28 +69,28 @@ class PaddingFreeCollator(Collator):
     ) -> None:
         for name, value, least in (("pad_multiple", pad_multiple, 1), ("pad_to", pad_to, 1)):
             if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+                raise ConfigError(f"`{name}` is {value}; it must be at least {least}")
         if loss_weighting not in _EXPONENT:
-            raise ConfigError(f"loss_weighting is {loss_weighting!r}; use one of {', '.join(_EXPONENT)}")
+            raise ConfigError(f"`loss_weighting` is {loss_weighting!r}; use one of {', '.join(_EXPONENT)}")
         self.loss_weighting = loss_weighting
         self.pad_multiple = pad_multiple
         self.pad_to = pad_to
         self.pad_token_id = pad_token_id
 
     def __call__(self, features: Sequence[Any]) -> Any:
-        """As every collator; weights of samples have no place in the dict that a stock Trainer takes."""
+        """As in Collator; packs require `loss_weighting` 'token', as the stock Trainer ignores `loss_mask`."""
         if self.loss_weighting != "token" and features and isinstance(features[0], list):
             raise BatchError(
-                f"loss_weighting {self.loss_weighting!r} stands in loss_mask, which a model's own loss does not read: "
-                "take collate() and batch.loss(logits) in your training step, or loss_weighting='token'"
+                f"`loss_weighting` is {self.loss_weighting!r}, but a model's own loss ignores loss_mask; use "
+                "collate() and batch.loss(logits) in the training step, or set `loss_weighting` to 'token'"
             )
         return super().__call__(features)
 
     def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
-        """One row of these samples.
+        """Combine the samples into one row, in the given order.
 
         Raises:
-            BatchError: no sample, a row over `pad_to`, samples of different position kinds, or no target at all.
+            BatchError: no sample, a row longer than `pad_to`, mixed kinds of positions, or no target.
         """
         if not samples:
             raise BatchError("a batch needs at least one sample")
@@ -113,15 +113,15 @@ class PaddingFreeCollator(Collator):
             for sample, start, length in zip(samples, bounds.tolist(), lengths.tolist(), strict=False):
                 real = slice(start, start + length)
                 input_ids[real], labels[real], padding[real] = sample.input_ids, sample.labels, False
-        labels[bounds[: len(samples)]] = IGNORE_INDEX  # no token of its own sample predicts the first one
+        labels[bounds[: len(samples)]] = IGNORE_INDEX  # no token of the same sample predicts the first one
         if (labels == IGNORE_INDEX).all():
             raise BatchError(
                 f"no token of {', '.join(str(sample.id) for sample in samples)} is a target; "
-                "pack with another --loss-on or leave these samples out"
+                "pack with another `loss_on` or remove these samples"
             )
         with_images = [s for s in samples if s.image_grid_thw is not None]
         if len({sample.patch_positions is None for sample in with_images}) > 1:
-            raise BatchError("some samples with images carry patch positions and some do not; encode all alike")
+            raise BatchError("some samples with images have patch positions and some do not; use one encoder for all")
         unpadded = np.append(lengths, tail) if tail else lengths
         return PackedBatch(
             __key__=[str(sample.id) for sample in samples],
@@ -143,7 +143,7 @@ class PaddingFreeCollator(Collator):
         )
 
     def _weights(self, labels: npt.NDArray[np.int64], bounds: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        """Weight of each target, float32 (T,), 0 elsewhere; they add up to the number of targets."""
+        """Weight of each target, float32 (T,), 0 elsewhere; the weights sum to the number of targets."""
         is_target = labels != IGNORE_INDEX
         exponent = _EXPONENT[self.loss_weighting]
         if exponent == 0:
@@ -158,20 +158,20 @@ class PaddingFreeCollator(Collator):
             return 0
         if total > self.pad_to:
             raise BatchError(
-                f"the row has {total} tokens, more than pad_to {self.pad_to}; join fewer packs "
-                "(micro_batch_size * seq_len must fit), or pack with --pad-multiple"
+                f"the row has {total} tokens, more than `pad_to` {self.pad_to}; reduce `micro_batch_size` "
+                "(`micro_batch_size` * `seq_len` must fit), or pack with `pad_multiple`"
             )
         return self.pad_to - total
 
     @staticmethod
     def _positions(samples: Sequence[EncodedSample], bounds: Any) -> torch.Tensor:
-        """int64 (1, T), or (4, 1, T) when the samples carry M-RoPE positions; padding counts on."""
+        """int64 (1, T), or (4, 1, T) if the samples have M-RoPE positions; padding continues the count."""
         text = position_ids_from_cu_seqlens(bounds)
         with_mrope = [sample.position_ids is not None for sample in samples]
         if not any(with_mrope):
             return _row(text)
         if not all(with_mrope):
-            raise BatchError("some samples carry M-RoPE positions and some do not; encode all with one encoder")
+            raise BatchError("some samples have M-RoPE positions and some do not; use one encoder for all")
         rows = np.stack([text] * 4)
         for sample, start in zip(samples, bounds.tolist(), strict=False):
             assert sample.position_ids is not None
@@ -188,6 +188,6 @@ def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     if not present:
         return None
     if all(part.dtype == torch.float32 and part.device.type == "cpu" for part in present):
-        # Numpy asks the system for huge pages, which makes this copy of many megabytes up to four times as fast.
+        # NumPy requests huge pages, which makes this large copy up to four times as fast.
         return torch.from_numpy(np.concatenate([part.numpy() for part in present]))
     return torch.cat(present)

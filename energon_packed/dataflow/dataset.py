@@ -7,19 +7,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from energon_packed.dataflow.cookers import FLAVORS
 from energon_packed.dataflow.encode import encode_pack
-from energon_packed.dataflow.manifests import LoadedSplit
+from energon_packed.dataflow.manifests import LoadedSplit, processor_for
 from energon_packed.encoding import EncodedSample, Processor
-from energon_packed.flavors import PackSample
-from energon_packed.shards.layouts import sample_class_of
+from energon_packed.flavors import PackSample, load_pack
+from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.shards.reader import ShardReader
-from energon_packed.shards.recorded import recorded_lengths
 from energon_packed.shards.split import shards_in_split
 
 
 class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
-    """Pack i of a packed data set, without Energon's loader.
+    """Pack i of a packed dataset, without Energon's loader.
 
         dataset = PackedDataset("out", encoder)
         trainer = transformers.Trainer(model, args, train_dataset=dataset, data_collator=PaddingFreeCollator())
@@ -28,15 +26,15 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
     Args:
         path: folder that `energon-packed pack` wrote, `out` or `out/webdataset`.
-        encoder: the Processor that the data was packed with. None for a PackedTokensSample data set without images,
-            which holds all that is needed.
+        encoder: the Processor that the data was packed with. None for a PackedTokensSample dataset without images,
+            which holds everything that is needed.
         split: `train`, `val` or `test`.
         check_encoder: refuse an encoder other than the one that the data was packed with.
         check_lengths: raise where a sample's length differs from the recorded one.
 
     Raises:
         ConfigError: an empty split, another encoder, or none where one is needed.
-        FormatError: `path` is no packed data set, or is damaged.
+        FormatError: `path` is not a packed dataset, or is damaged.
     """
 
     def __init__(
@@ -49,14 +47,10 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         check_lengths: bool = True,
     ) -> None:
         found = LoadedSplit.of_folder(path, split)
-        if encoder is None:
-            encoder = found.stored_tokens()
-        elif check_encoder:
-            found.check_encoder(encoder)
-        self.encoder = encoder
+        self.encoder = processor_for([found], encoder, check=check_encoder)
         self.check_lengths = check_lengths
         self.reader = ShardReader(shards_in_split(found.path, split))
-        self._sample_class = found.manifest.sample_class if found.manifest else None
+        self._recorded_codec = codec_for(found.manifest.sample_class) if found.manifest else None
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -74,9 +68,11 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
     def sample(self, index: int) -> PackSample:
         """The pack as its flavor, not encoded."""
-        raw = self.reader[index]
-        flavor, load = FLAVORS[self._sample_class or sample_class_of(raw)]
-        return flavor(__key__=raw["__key__"], __restore_key__=(), __subflavors__={}, **load(raw))
+        return load_pack(self._codec, self.reader[index])
+
+    @cached_property
+    def _codec(self) -> Codec:
+        return self._recorded_codec or codec_of(self.reader[0])
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -84,7 +80,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         return np.array([self._length(index) for index in range(len(self))], dtype=np.int64)
 
     def _length(self, index: int) -> int:
-        recorded = recorded_lengths(self.reader, index)
+        recorded = self._codec.lengths(self.reader.part(index, self._codec.lengths_part))
         if None not in recorded:
             return sum(length for length in recorded if length is not None)
         return sum(self.encoder.length(conversation) for conversation in self.sample(index).conversations())

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.errors import EnergonPackedError, FormatError
-from energon_packed.flavors import PackedTokensSample, PackSample
+from energon_packed.flavors import PackSample
+from energon_packed.formats import StoredSample
 
 
 def encode_pack(
@@ -24,31 +23,39 @@ def encode_pack(
         encoder: the Processor that the data was packed with.
         check_lengths: refuse a sample whose length differs from the recorded one.
         on_failure: called with the error and the pack when a sample cannot be encoded; when it returns, that sample
-            is left out and the others stay. None raises.
+            is skipped and the others stay. None raises.
 
     Raises:
         RecordError, FormatError: a sample that cannot be encoded, without `on_failure`.
     """
-    if isinstance(pack, PackedTokensSample) and not any(pack.images):
+    if (row := pack.token_row()) is not None:
         try:
-            input_ids, labels = pack.input_ids.astype(np.int64), pack.labels.astype(np.int64)
-            return encoder.adopt_tokens(pack.ids, input_ids, labels, pack.cu_seqlens.tolist())
+            return encoder.encode_row(row.ids, row.input_ids, row.labels, row.cu_seqlens)
         except EnergonPackedError:  # find the sample, one by one
             pass
-    limit = pack.truncate_to()
     encoded = []
-    for conversation, length in zip(pack.conversations(), pack.expected_lengths(), strict=True):
+    for sample in pack.stored_samples():
         try:
-            one = encoder.encode(conversation)
-            one = one if limit is None else one.truncated(limit)
-            if check_lengths and length is not None and len(one) != length:
-                raise FormatError(
-                    f"sample {one.id} of pack {pack.__key__} has {len(one)} tokens, but {length} were recorded: use "
-                    "the tokenizer, chat template and image settings that it was packed with (see packing.json)"
-                )
-            encoded.append(one)
+            encoded.append(encode_sample(sample, encoder, pack.__key__, check_lengths=check_lengths))
         except EnergonPackedError as error:  # one bad sample costs one sample, not its pack
             if on_failure is None:
                 raise
             on_failure(error, pack)
     return encoded
+
+
+def encode_sample(sample: StoredSample, encoder: Processor, key: str, *, check_lengths: bool = True) -> EncodedSample:
+    """One sample of a pack, truncated as it was packed.
+
+    Raises:
+        RecordError: it cannot be encoded.
+        FormatError: its length differs from the recorded one.
+    """
+    one = encoder.encode(sample.conversation)
+    one = one if sample.truncate is None else one.truncated(sample.truncate)
+    if check_lengths and sample.length is not None and len(one) != sample.length:
+        raise FormatError(
+            f"sample {one.id} of pack {key} has {len(one)} tokens, but {sample.length} were recorded: use the "
+            "tokenizer, chat template and image settings that it was packed with (see packing.json)"
+        )
+    return one

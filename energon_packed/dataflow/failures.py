@@ -1,4 +1,4 @@
-"""FailureLog: what happens to samples that fail while loading. Energon would skip them and only print a trace.
+"""FailureLog: what happens to samples that fail while loading. Energon would skip them and only print a traceback.
 
 Counts are shared with the worker processes, so the main process sees them, and the limit holds for all of a rank.
 """
@@ -23,7 +23,7 @@ class FailureLog:
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit
         self._last_word: Exception | None = None
-        self._counts = multiprocessing.get_context("fork").Array("q", len(_REASONS))
+        self._counts = multiprocessing.Array("q", len(_REASONS))  # of the start method that torch's workers use
 
     @property
     def counts(self) -> dict[str, int]:
@@ -49,8 +49,8 @@ class FailureLog:
         if total > self.limit:
             by_reason = ", ".join(f"{name} {count}" for name, count in self.counts.items())
             self._last_word = BatchError(
-                f"{total} samples failed to load, more than max_failures {self.limit} ({by_reason}); "
-                f"the last is {key}: {error}; mend the data or raise max_failures"
+                f"{total} samples failed to load, more than `max_failures` {self.limit} ({by_reason}); "
+                f"the last is {key}: {error}; fix the data or raise `max_failures`"
             )
             raise self._last_word from error
 

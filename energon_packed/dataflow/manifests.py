@@ -1,23 +1,24 @@
-"""The manifests of what a loader reads: of a data set folder, or of every one that a Metadataset refers to."""
+"""The manifests of what a loader reads: of a dataset folder, or of every one that a Metadataset refers to."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.flavors import PackedTokensSample
+from energon_packed.formats import codec_for
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.split import dataset_folder, excluded_names
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSplit:
-    """One split of one data set folder.
+    """One split of one dataset folder.
 
     Attributes:
         path: folder with `.nv-meta`.
         split: which of its splits is read.
-        manifest: its packing.json; None where other tools packed it.
+        manifest: its packing.json; None where another tool packed it.
     """
 
     path: Path
@@ -33,7 +34,7 @@ class LoadedSplit:
 
     @classmethod
     def of_folder(cls, path: str | Path, split: str) -> "LoadedSplit":
-        """A data set folder.
+        """A dataset folder.
 
         Raises:
             FormatError: there is none, or a packing.json that cannot be read.
@@ -56,10 +57,10 @@ class LoadedSplit:
         """
         sample_class = self.manifest.sample_class if self.manifest else None
         images = self.manifest.images if self.manifest else 0
-        if sample_class != PackedTokensSample.__name__ or images:
+        if sample_class is None or not codec_for(sample_class).stores_tokens or images:
             raise ConfigError(
                 f"{self.path} holds {sample_class or 'packs'}{' with images' if images else ''}, which an encoder "
-                "must turn into tokens and pixels: give ChatEncoder.from_pretrained(...)"
+                "must turn into tokens and pixels: pass ChatEncoder.from_pretrained(...)"
             )
         return StoredTokens()
 
@@ -75,17 +76,31 @@ class LoadedSplit:
         if found != self.manifest.tokenizer_fingerprint:
             raise ConfigError(
                 f"{self.path} was packed with another tokenizer, chat template, image settings or loss_on than this "
-                f"encoder; packing.json names {self.manifest.encoder}; use those, or check_encoder=False if the "
-                "difference is meant"
+                f"encoder; packing.json names {self.manifest.encoder}; use those, or set `check_encoder=False` if the "
+                "difference is intended"
             )
 
 
-def loaded_splits(path: Path, split: str) -> list[LoadedSplit]:
-    """What is read: one data set folder, or all those behind a Metadataset YAML.
+def processor_for(splits: Sequence[LoadedSplit], encoder: Processor | None, *, check: bool = True) -> Processor:
+    """The encoder, compared with every dataset; without one, the processor of stored tokens.
 
     Raises:
-        FormatError: there is no data set, or no Metadataset that Energon can read.
-        ConfigError: a data set without packs in its split.
+        ConfigError: another encoder than a dataset was packed with (where `check`), or none where one is needed.
+    """
+    for one in splits:
+        if encoder is None:
+            one.stored_tokens()
+        elif check:
+            one.check_encoder(encoder)
+    return splits[0].stored_tokens() if encoder is None else encoder
+
+
+def loaded_splits(path: Path, split: str) -> list[LoadedSplit]:
+    """What is read: one dataset folder, or all those behind a Metadataset YAML.
+
+    Raises:
+        FormatError: there is no dataset, or no Metadataset that Energon can read.
+        ConfigError: a dataset without packs in its split.
     """
     if not path.is_file():
         return [LoadedSplit.of_folder(path, split)]
@@ -93,10 +108,10 @@ def loaded_splits(path: Path, split: str) -> list[LoadedSplit]:
 
 
 def metadataset_leaves(path: Path, split: str) -> list[tuple[Path, str]]:
-    """(data set folder, split) of everything that a Metadataset refers to, nested ones included.
+    """(dataset folder, split) of everything that a Metadataset refers to, nested ones included.
 
     Raises:
-        FormatError: no Metadataset that Energon can read.
+        FormatError: the file is not a Metadataset that Energon can read.
         ConfigError: it has no such split.
     """
     from megatron.energon.metadataset.loader import traverse_metadataset
@@ -107,14 +122,14 @@ def metadataset_leaves(path: Path, split: str) -> list[tuple[Path, str]]:
         if isinstance(error, KeyError) and error.args == (split,):
             raise ConfigError(f"{path} has no split {split!r}") from error
         raise FormatError(
-            f"{path} is no Metadataset that Energon can read: {type(error).__name__}: "
+            f"{path} is not a Metadataset that Energon can read: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]}"
         ) from error
     return [(Path(str(leaf.path)), leaf.split_part or split) for leaf in found]
 
 
 def common_seq_len(splits: list[LoadedSplit], seq_len: int | None) -> int | None:
-    """Tokens of a row that holds the packs of all these: `seq_len`, or the most that one was packed with.
+    """Tokens of a row that holds the packs of all these: `seq_len`, or the largest that one was packed with.
 
     Raises:
         ConfigError: `seq_len` is less than one was packed with.
@@ -122,7 +137,7 @@ def common_seq_len(splits: list[LoadedSplit], seq_len: int | None) -> int | None
     for one in splits:
         if one.manifest is not None and seq_len is not None and one.manifest.seq_len > seq_len:
             raise ConfigError(
-                f"{one.path} was packed with seq_len {one.manifest.seq_len}, more than seq_len {seq_len}; raise it"
+                f"{one.path} was packed with seq_len {one.manifest.seq_len}, more than `seq_len` {seq_len}; raise it"
             )
     packed_with = [one.manifest.seq_len for one in splits if one.manifest is not None]
     return max(packed_with, default=None) if seq_len is None else seq_len

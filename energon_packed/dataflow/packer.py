@@ -1,4 +1,4 @@
-"""Packer: which samples share a row, decided while training. One required method: `select`."""
+"""Packers assign samples to rows during training. Subclasses implement `select`."""
 
 from abc import ABC, abstractmethod
 
@@ -13,15 +13,15 @@ class Packer(ABC):
     """Groups a buffer of samples by their lengths.
 
     Attributes:
-        longest: tokens of the longest sample that fits a row; None where any does. Longer ones are never given to
-            `select`: they fail one by one.
+        longest: maximum sample length in tokens that fits a row; None for no limit. Longer samples are never passed
+            to `select`; each counts as a failure.
     """
 
     longest: int | None = None
 
     @abstractmethod
     def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        """Groups of sample numbers; every sample is in exactly one.
+        """Return groups of sample numbers; every sample is in exactly one group.
 
         Args:
             lengths: int64 (n,), tokens of the buffered samples.
@@ -30,11 +30,11 @@ class Packer(ABC):
 
 
 class PoolPacker(Packer):
-    """The offline planner over a buffer.
+    """Applies the offline planner to a buffer.
 
     Args:
-        seq_len: tokens in one row.
-        algorithm, max_samples, multiple: as `pack_lengths` takes them; `sequential` keeps the order.
+        seq_len: tokens per row.
+        algorithm, max_samples, multiple: as for `pack_lengths`; `sequential` keeps the order.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PoolPacker(Packer):
         self._options = {"algorithm": algorithm, "max_samples": max_samples, "multiple": multiple}
 
     def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        """Groups of sample numbers, each at most `seq_len` tokens.
+        """Return groups of sample numbers, each of at most `seq_len` tokens.
 
         Raises:
             BatchError: a sample is longer than `longest`.
@@ -58,7 +58,7 @@ class PoolPacker(Packer):
 
 
 def too_long(length: int, longest: int) -> BatchError:
-    """The error for a sample that fits no row."""
+    """Error for a sample that does not fit a row."""
     return BatchError(
-        f"a sample of {length} tokens does not fit a row of {longest}; pack with that --seq-len, or raise seq_len"
+        f"a sample of {length} tokens does not fit a row of {longest}; raise `seq_len`, or pack with this `seq_len`"
     )

@@ -1,4 +1,4 @@
-"""A small real data set and tokenizer, made without a network: for `energon-packed demo`, tests and benchmarks."""
+"""Synthetic dataset and tokenizer, generated offline, for `energon-packed demo`, tests and benchmarks."""
 
 from energon_packed.demo.dataset import DemoDataset, write_dataset
 from energon_packed.demo.tokenizer import write_tokenizer

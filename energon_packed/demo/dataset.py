@@ -1,4 +1,4 @@
-"""The demo data set: conversations about drawn pictures and small sums, in all record shapes, a few of them broken."""
+"""Demo dataset: conversations about generated images and simple arithmetic in all record formats, some invalid."""
 
 import json
 import random
@@ -16,13 +16,13 @@ _THINGS = ("lantern", "map", "clock", "bicycle", "letter", "kettle", "violin", "
 
 @dataclass(frozen=True, slots=True)
 class DemoDataset:
-    """What `write_dataset` wrote.
+    """Result of `write_dataset`.
 
     Attributes:
-        jsonl: the records.
+        jsonl: file with the records.
         records: number of lines.
-        broken: lines that cannot be used.
-        texts: every text in the records, to train a tokenizer on.
+        broken: number of invalid lines.
+        texts: all texts of the valid records, for tokenizer training.
     """
 
     jsonl: Path
@@ -32,13 +32,13 @@ class DemoDataset:
 
 
 def write_dataset(folder: Path, *, records: int = 400, broken: int = 6, seed: int = 0) -> DemoDataset:
-    """Write `records` lines to `folder/data.jsonl` and their pictures to `folder/images`.
+    """Write `records` lines to `folder/data.jsonl` and their images to `folder/images`.
 
     Args:
-        folder: made when missing.
-        records: number of lines, the broken ones among them.
-        broken: lines that must be rejected: bad JSON, a missing and a truncated image, a wrong role and so on.
-        seed: the same seed gives the same files.
+        folder: created if missing.
+        records: number of lines, including the invalid ones.
+        broken: number of invalid lines: malformed JSON, a missing and a truncated image, an unknown role and others.
+        seed: the same seed produces the same files.
     """
     rng = random.Random(seed)
     images = folder / "images"

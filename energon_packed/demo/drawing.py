@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes, and sentences that say what is in them."""
+"""Generated images of coloured shapes with matching captions."""
 
 import random
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _EXIF_ORIENTATION = 0x0112
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A drawn picture.
+    """A generated image.
 
     Attributes:
         name: file name.
@@ -32,13 +32,13 @@ class Picture:
     figures: tuple[tuple[str, str], ...]
 
     def description(self) -> str:
-        """One sentence that lists the figures from left to right."""
+        """Caption that lists the figures from left to right."""
         words = [f"a {colour} {shape}" for colour, shape in self.figures]
         listed = words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
         return f"From left to right the picture shows {listed}."
 
     def count(self, shape: str) -> int:
-        """How many figures have that shape."""
+        """Number of figures of this shape."""
         return sum(kind == shape for _, kind in self.figures)
 
 
@@ -62,7 +62,7 @@ def draw_picture(rng: random.Random, folder: Path, stem: str) -> Picture:
     extension = rng.choice(FORMATS)
     name = f"{stem}.{extension}"
     if extension == "jpg" and rng.random() < 0.4:
-        # Stored lying on its side, with a note for viewers to turn it upright: as phones do.
+        # Store the image rotated with an EXIF orientation tag, as phone cameras do.
         exif = Image.Exif()
         exif[_EXIF_ORIENTATION] = 6
         image.transpose(Image.Transpose.ROTATE_90).save(folder / name, exif=exif)

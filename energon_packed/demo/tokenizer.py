@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer with a ChatML template and the Qwen-VL special tokens, trained on the spot."""
+"""Small byte-level BPE tokenizer with a ChatML template and the Qwen-VL special tokens."""
 
 import json
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ _PREPROCESSOR = {
 
 
 def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 2000, vision: bool = True) -> Path:
-    """Train a tokenizer on `texts` and save it to `folder`; with `vision`, Qwen2.5-VL image settings beside it."""
+    """Train a tokenizer on `texts` and save it to `folder`; with `vision`, also save Qwen2.5-VL image settings."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,21 +1,30 @@
 """Processors: a Conversation becomes one EncodedSample, or just its length.
 
-Conversation ──template──► text + supervised spans ──tokenizer──► ids ──vision──► EncodedSample
+    Conversation ──rendering──► text + supervised spans ──tokenizer──► TokenBatch ──vision──► EncodedSample
+
+chat.py           ChatEncoder: the path above, for measuring and encoding alike
+template.py       the chat template, rendering.py, skeleton.py and purity.py: text without Jinja where that is proved
+tokenizer.py      ids and supervised tokens of texts
+token_batch.py    the rules that tokens must keep, in one place
+images.py         headers and pixels; patch_positions.py, mrope.py
+vision.py         vision families
+stored_tokens.py  data that is tokenized already
 """
 
 from energon_packed.encoding.chat import ChatEncoder
-from energon_packed.encoding.processor import Measured, Processor
+from energon_packed.encoding.processor import Measurement, Processor
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
 from energon_packed.encoding.stored_tokens import StoredTokens
-from energon_packed.encoding.vision import VisionFamily, load_vision
+from energon_packed.encoding.vision import VisionFamily, load_vision, register_vision
 
 __all__ = [
     "IGNORE_INDEX",
     "ChatEncoder",
     "EncodedSample",
-    "Measured",
+    "Measurement",
     "Processor",
     "StoredTokens",
     "VisionFamily",
     "load_vision",
+    "register_vision",
 ]

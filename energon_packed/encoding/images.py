@@ -1,8 +1,8 @@
 """Image headers and pixels.
 
-`read_header` tells the size that `load_image` will have, without decoding pixels: both look at the EXIF orientation.
-JPEG, PNG and WebP with a good end (PNG: with good check sums) take the short way; every other format, and every file
-that looks wrong, is decoded, so that a file cut short is found while packing and not while training.
+`read_header` returns the size of the image that `load_image` returns; both apply the EXIF orientation. JPEG, PNG and
+WebP files with a valid end (PNG: valid checksums) are not decoded. All other formats and suspicious files are decoded,
+so that truncated files are detected during packing, not during training.
 """
 
 import struct
@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 from PIL import Image, ImageOps
 
-from energon_packed.conversation import MediaReference
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records import MediaReference
 
 _ORIENTATION = 0x0112  # EXIF 2.3, 4.6.4 A: tag 274
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
@@ -24,11 +24,11 @@ _PNG_METADATA = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What packing needs to know of an image.
+    """Image metadata required for packing.
 
     Attributes:
-        width, height: pixels, after the EXIF orientation.
-        extension: file extension of the actual format, without a dot.
+        width, height: pixels, after applying the EXIF orientation.
+        extension: file extension of the actual format, without the dot.
         num_bytes: size of the file.
     """
 
@@ -39,7 +39,7 @@ class ImageHeader:
 
 
 def read_header(reference: MediaReference) -> ImageHeader:
-    """Size and format of an image.
+    """Read the size and format of an image.
 
     Raises:
         RecordError: `missing_image`, `image_outside_root` or `corrupt_image`.
@@ -61,7 +61,7 @@ def read_header(reference: MediaReference) -> ImageHeader:
 
 
 def load_image(reference: MediaReference) -> Image.Image:
-    """The pixels, upright by EXIF, as RGB; the first frame of an animation.
+    """Decode an image to RGB with the EXIF orientation applied; the first frame of an animation.
 
     Raises:
         RecordError: `missing_image`, `image_outside_root` or `corrupt_image`.
@@ -77,7 +77,7 @@ def load_image(reference: MediaReference) -> Image.Image:
 
 
 def sniff_extension(data: bytes) -> str:
-    """File extension by content: `jpg`, `png`, `gif`, `webp`, `bmp`, `tif`, or what Pillow calls the format."""
+    """File extension by content: `jpg`, `png`, `gif`, `webp`, `bmp`, `tif`, or Pillow's format name."""
     if data.startswith(b"\xff\xd8\xff"):
         return "jpg"
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -85,7 +85,7 @@ def sniff_extension(data: bytes) -> str:
     return read_header(MediaReference(data=data)).extension
 
 
-# What Pillow's many parsers raise for broken data; UnidentifiedImageError is an OSError, NotImplementedError a
+# Exceptions of Pillow's parsers for corrupt data; UnidentifiedImageError is an OSError, NotImplementedError a
 # RuntimeError, IndexError and KeyError are LookupErrors, ZeroDivisionError an ArithmeticError.
 _DECODE_ERRORS = (
     OSError,
@@ -113,7 +113,7 @@ def _extension(image: Image.Image) -> str:
 
 
 def _quick_size(image: Image.Image, stream: BinaryIO, num_bytes: int) -> tuple[int, int] | None:
-    """Upright (width, height) from the header, or None where only decoding can tell."""
+    """(width, height) after EXIF orientation from the header, or None if decoding is required."""
     if image.format in ("JPEG", "MPO"):
         complete = _jpeg_ends(stream, num_bytes)
     elif image.format == "PNG":
@@ -125,17 +125,17 @@ def _quick_size(image: Image.Image, stream: BinaryIO, num_bytes: int) -> tuple[i
         complete = False
     if not complete:
         return None
-    # The base class's getexif: that of PNG decodes all pixels to look for a late EXIF chunk, which `_png_is_plain`
-    # has ruled out.
+    # Use the base class's getexif: PNG's override decodes all pixels to find a late EXIF chunk, which
+    # `_png_is_plain` has ruled out.
     orientation = Image.Image.getexif(image).get(_ORIENTATION, 1)
     width, height = image.size
     return (height, width) if orientation in _SIDEWAYS else (width, height)
 
 
 def _jpeg_ends(stream: BinaryIO, num_bytes: int) -> bool:
-    """Whether an end-of-image marker stands near the end and after the start of the scan (ITU-T T.81, B.1.1).
+    """Whether an end-of-image marker occurs near the end and after the start of the scan (ITU-T T.81, B.1.1).
 
-    A thumbnail in the segments before has such a marker too.
+    Thumbnails in earlier segments contain such a marker too.
     """
     at = 2
     while True:
@@ -151,7 +151,7 @@ def _jpeg_ends(stream: BinaryIO, num_bytes: int) -> bool:
 
 
 def _png_is_plain(stream: BinaryIO) -> bool:
-    """True when every chunk is whole by its check sum, and no metadata follows the pixels (PNG specification, 5.3)."""
+    """Whether every chunk has a valid checksum and no metadata follows the pixels (PNG specification, 5.3)."""
     stream.seek(8)
     pixels = False
     while len(head := stream.read(8)) == 8:

@@ -1,13 +1,13 @@
-"""M-RoPE positions: one (t, h, w) triple per token, as Qwen2-VL and its successors number them.
+"""M-RoPE positions: one (t, h, w) triple per token, as in Qwen2-VL and its successors.
 
     tokens     A  B  [image 1 x 2 x 3 merged]  C
     t          0  1   2 2 2 2 2 2              5
     h          0  1   2 2 2 3 3 3              5
     w          0  1   2 3 4 2 3 4              5
 
-Text counts on in all three rows; an image starts at the current position in each row and spans its grid; the text
-after it goes on at start + max(height, width) of the merged grid. Source: P. Wang et al., "Qwen2-VL", 2024, section
-2.1; `get_rope_index` of Qwen2VLModel in Transformers is the reference that the tests compare with.
+Text positions increase by one in all three rows. An image starts at the current position in each row and spans its
+grid; the text after it starts at start + max(height, width) of the merged grid. Source: P. Wang et al., "Qwen2-VL",
+2024, section 2.1; tests compare with `get_rope_index` of Qwen2VLModel in Transformers.
 """
 
 import numpy as np
@@ -17,11 +17,11 @@ Int64 = npt.NDArray[np.int64]
 
 
 def mrope_positions(input_ids: Int64, image_token_id: int, grids: Int64, merge_size: int) -> Int64:
-    """Positions of one sample.
+    """Compute the positions of one sample.
 
     Args:
         input_ids: int64 (L,).
-        image_token_id: token whose runs stand for images.
+        image_token_id: token whose runs represent images.
         grids: int64 (images, 3), patches in t, h, w before merging.
         merge_size: patches merged along each side into one token.
 
@@ -29,13 +29,13 @@ def mrope_positions(input_ids: Int64, image_token_id: int, grids: Int64, merge_s
         int64 (3, L): rows t, h, w.
 
     Raises:
-        ValueError: the image tokens are not as many as the grids say.
+        ValueError: the number of image tokens does not match the grids.
     """
     merged = grids // np.array([1, merge_size, merge_size])
     counts = merged.prod(axis=1)
     places = np.flatnonzero(input_ids == image_token_id)
     if len(places) != counts.sum():
-        raise ValueError(f"{len(places)} image tokens, but the image grids need {counts.sum()}")
+        raise ValueError(f"`input_ids` has {len(places)} image tokens, but `grids` require {counts.sum()}")
     starts = places[(np.cumsum(counts) - counts)]
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     done = 0  # tokens numbered so far

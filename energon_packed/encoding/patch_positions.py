@@ -1,4 +1,4 @@
-"""Patch positions: one .npy file per image, whole numbers (patches, 3) as (t, h, w). Source of the format: NEP 1."""
+"""Patch positions: one .npy file per image, integers (patches, 3) as (t, h, w). Source of the format: NEP 1."""
 
 import io
 import struct
@@ -7,25 +7,25 @@ import tokenize
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.conversation import MediaReference
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records import MediaReference
 
-# What numpy's reader of a mutilated header raises.
+# Exceptions that NumPy raises for a corrupt header.
 _HEADER_ERRORS = (ValueError, SyntaxError, TypeError, EOFError, LookupError, struct.error, tokenize.TokenError)
 
 
 def check_patch_positions(reference: MediaReference, patches: int) -> int:
-    """Look at the header of a file without reading its numbers.
+    """Validate the header of a file without reading its data.
 
     Args:
-        reference: the file.
-        patches: patches of its image.
+        reference: .npy file.
+        patches: number of patches of its image.
 
     Returns:
-        Bytes of the file.
+        File size in bytes.
 
     Raises:
-        RecordError: `missing_patch_positions`, when there is no file or it is not that of such an image.
+        RecordError: `missing_patch_positions`, if the file is missing or does not match the image.
     """
     try:
         with reference.open() as stream:
@@ -40,13 +40,13 @@ def check_patch_positions(reference: MediaReference, patches: int) -> int:
     if shape != (patches, 3) or dtype.kind not in "iu" or size - start != patches * 3 * dtype.itemsize:
         raise RecordError(
             Reason.MISSING_PATCH_POSITIONS,
-            f"{reference.label} holds {dtype} of shape {shape}; the image needs whole numbers of shape ({patches}, 3)",
+            f"{reference.label} has dtype {dtype} and shape {shape}; the image needs integers of shape ({patches}, 3)",
         )
     return size
 
 
 def load_patch_positions(reference: MediaReference, patches: int) -> npt.NDArray[np.int64]:
-    """Positions int64 (patches, 3). Raises as `check_patch_positions` does."""
+    """Load positions, int64 (patches, 3). Raises as `check_patch_positions`."""
     check_patch_positions(reference, patches)
     array = np.lib.format.read_array(io.BytesIO(reference.read()), allow_pickle=False)
     return np.asarray(array, dtype=np.int64)

@@ -8,89 +8,108 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.conversation import Conversation
 from energon_packed.encoding.sample import EncodedSample
-from energon_packed.errors import RecordError
+from energon_packed.encoding.token_batch import TokenBatch, TokenRules
+from energon_packed.errors import RecordError, Reject
+from energon_packed.records import Conversation
 
 Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """What planning needs to know of a sample.
 
     Attributes:
-        length: tokens, as `encode` will give.
+        length: tokens, as `encode` will give; -1 when it is rejected.
         media_bytes: bytes of its images and .npy files.
+        reject: why it cannot be used, or None.
+        sample: its tokens and labels, where they were asked for; pixels may be missing.
     """
 
     length: int
-    media_bytes: int
+    media_bytes: int = 0
+    reject: Reject | None = None
+    sample: EncodedSample | None = None
+
+    @classmethod
+    def rejected(cls, reject: Reject) -> "Measurement":
+        """Of a sample that cannot be used."""
+        return cls(-1, 0, reject)
 
 
 class Processor(ABC):
     """Encodes conversations; the same object measures them offline and encodes them at training time.
 
-    A subclass gives `encode`; `length` and `measure` follow from it, and are overridden only to be faster, with the
+    A subclass implements `encode`; the other methods follow from it, and are overridden only to be faster, with the
     same result: `length(c) == len(encode(c))` always.
+
+    Attributes:
+        image_token_id: token that stands for image features, or None.
     """
+
+    image_token_id: int | None = None
 
     @abstractmethod
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Tokens, labels, pixels and positions of one conversation.
 
         Raises:
-            RecordError: the conversation cannot be used; `reason` says why.
+            RecordError: the conversation cannot be used; `reason` and `detail` say why.
         """
 
-    def encode_tokens(self, conversation: Conversation) -> EncodedSample:
-        """Tokens and labels as `encode` gives them; pixels may be missing. Override it where that is cheaper."""
-        return self.encode(conversation)
+    def measure(self, conversations: Sequence[Conversation], *, keep_tokens: bool = False) -> list[Measurement]:
+        """Length and media size of each conversation, or why it is rejected.
 
-    def adopt_tokens(
+        Args:
+            conversations: S conversations.
+            keep_tokens: return the tokens as well, for datasets that store them.
+        """
+        return [self._measure(conversation, keep_tokens) for conversation in conversations]
+
+    def encode_row(
         self, ids: Sequence[str | None], input_ids: Int64, labels: Int64, cu_seqlens: Sequence[int]
     ) -> list[EncodedSample]:
-        """Samples of a row of text that is tokenized already; the same as `encode` of each.
+        """Samples of a row of stored tokens without images: the tokens pass through.
 
         Args:
             ids: names of the S samples.
             input_ids: int64 (T,).
             labels: int64 (T,), -100 where not supervised.
             cu_seqlens: S + 1 boundaries.
+
+        Raises:
+            RecordError: a sample has no token, or no target after the first token.
         """
+        rules = TokenRules(image_token_id=self.image_token_id)
+        batch, rejects = rules.check(TokenBatch(input_ids, labels, np.asarray(cu_seqlens)), [0] * len(ids))
+        for reject in rejects.values():
+            raise RecordError.of(reject)
         return [
-            self.encode(Conversation(id=ident, input_ids=input_ids[start:end], labels=labels[start:end]))
+            EncodedSample(
+                id=ident,
+                input_ids=batch.input_ids[start:end],
+                labels=batch.labels[start:end],
+                image_token_id=self.image_token_id,
+            )
             for ident, (start, end) in zip(ids, pairwise(cu_seqlens), strict=True)
         ]
 
     def length(self, conversation: Conversation) -> int:
         """Tokens of the encoded conversation. Raises as `encode` does."""
-        result = self.measure([conversation])[0]
-        if isinstance(result, RecordError):
-            raise result
-        return result.length
-
-    def measure(self, conversations: Sequence[Conversation]) -> list[Measured | RecordError]:
-        """Length and media size of each conversation, or the error that leaves it out."""
-        out: list[Measured | RecordError] = []
-        for conversation in conversations:
-            try:
-                media = sum(len(m.read()) for m in (*conversation.images, *conversation.patch_positions))
-                out.append(Measured(len(self.encode(conversation)), media))
-            except RecordError as error:
-                out.append(error)
-        return out
-
-    def measure_tokens(self, conversation: Conversation) -> tuple[Measured, EncodedSample]:
-        """As `measure` of one conversation, with the tokens: for data sets that store them.
-
-        Raises:
-            RecordError: as `encode`.
-        """
-        media = sum(len(m.read()) for m in (*conversation.images, *conversation.patch_positions))
-        encoded = self.encode_tokens(conversation)
-        return Measured(len(encoded), media), encoded
+        measured = self.measure([conversation])[0]
+        if measured.reject is not None:
+            raise RecordError.of(measured.reject)
+        return measured.length
 
     def fingerprint(self) -> str:
-        """Hex digest of everything that decides lengths and tokens. Override it to allow a length cache."""
+        """Hex digest of everything that decides lengths and tokens; "" (the default) disables the length cache."""
         return ""
+
+    def _measure(self, conversation: Conversation, keep_tokens: bool) -> Measurement:
+        try:
+            media = sum(len(m.read()) for m in (*conversation.images, *conversation.patch_positions))
+            sample = self.encode(conversation)
+        except RecordError as error:
+            return Measurement.rejected(error.reject)
+        return Measurement(len(sample), media, sample=sample if keep_tokens else None)

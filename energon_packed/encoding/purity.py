@@ -1,51 +1,28 @@
-"""What a chat template may depend on: made blind to the clock, and asked whether it looks at contents."""
+"""Whether a chat template only joins contents, so that its text can be joined without Jinja."""
 
-import contextlib
 from collections.abc import Iterable
-from datetime import datetime
 from typing import Any
 
-from energon_packed.conversation import EXTRA_FIELDS
+from energon_packed.records import EXTRA_FIELDS
 
-TODAY = datetime(2024, 7, 26)
-"""The date that templates are told, so that the same data gives the same tokens on any day; it is the one that
-Llama 3 templates fall back to."""
 _CONSTANT_TESTS = ("string", "defined", "none", "undefined")  # of a content, which is always a string
 
 
 def only_joins_content(source: str) -> bool:
     """True when a template's text is fixed pieces, chosen by roles alone, around the unchanged contents of messages.
 
-    What holds for one conversation of such a template (its prefixes nest, it is not refused) then holds for every
+    What holds for one conversation of such a template (its prefixes nest, it is not rejected) then holds for every
     conversation with the same roles, no tools and no tool calls. The check reads the template's syntax tree and is
-    careful: `content` may be printed, joined to other text, or asked whether it is a string; messages may be looped
-    over, sliced and asked for their role. Anything else, a filter or a comparison of contents say, gives False.
+    conservative: `content` may be printed, joined to other text, or tested for being a string; messages may be looped
+    over, sliced and asked for their role. Anything else, such as a filter or comparison of contents, gives False.
     """
+    from jinja2 import Environment
     from jinja2.exceptions import TemplateSyntaxError
 
     try:
-        return _Purity(_compiled(source).environment.parse(source)).holds()
+        return _Purity(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)).holds()
     except TemplateSyntaxError:
         return False
-
-
-def with_fixed_date(source: str) -> str:
-    """The same template under a name of its own, whose `strftime_now` always tells `TODAY`.
-
-    Transformers compiles each source once in a process and gives it a clock; the comment makes this one ours alone.
-    """
-    from jinja2.exceptions import TemplateSyntaxError
-
-    source += "{# energon-packed: always the same date #}"
-    with contextlib.suppress(TemplateSyntaxError):  # rendering will say so
-        _compiled(source).globals["strftime_now"] = TODAY.strftime
-    return source
-
-
-def _compiled(source: str) -> Any:
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    return _compile_jinja_template(source)
 
 
 class _Purity:

@@ -1,4 +1,4 @@
-"""EncodedSample: one sample as a model sees it, before it is laid in a row with others."""
+"""EncodedSample: the model inputs of one sample, before collation into a row."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,7 +12,21 @@ if TYPE_CHECKING:
     import torch
 
 IGNORE_INDEX = -100
-"""Label of a token that is no target, as torch.nn.CrossEntropyLoss ignores it."""
+"""Label of a token that is not a target; default `ignore_index` of torch.nn.CrossEntropyLoss."""
+
+
+def targets_per_sample(labels: npt.NDArray[np.int64], cu_seqlens: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Targets of each sample, int64 (S,); the first token of a sample is never one, since nothing predicts it.
+
+    Args:
+        labels: int64 (T,), of samples end to end.
+        cu_seqlens: (S+1,), their boundaries.
+    """
+    bounds = np.asarray(cu_seqlens)
+    sums = np.zeros(len(labels) + 1, dtype=np.int64)
+    np.cumsum(labels != IGNORE_INDEX, out=sums[1:])
+    after_first = np.minimum(bounds[:-1] + 1, bounds[1:])
+    return np.asarray(sums[bounds[1:]] - sums[after_first])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,13 +34,13 @@ class EncodedSample:
     """One encoded sample of L tokens.
 
     Attributes:
-        input_ids: int64 (L,); an image stands as a run of its family's image token.
+        input_ids: int64 (L,); an image is a run of the vision family's image token.
         labels: int64 (L,), unshifted: `input_ids` where supervised, -100 elsewhere.
-        id: name of the sample in reports.
-        image_token_id: token that stands for image features, or None.
+        id: sample name in reports.
+        image_token_id: token that represents image features, or None.
         pixel_values: float32 (patches, patch_dim) of all images, or None.
         image_grid_thw: int64 (images, 3), patches of each image in time, height and width, or None.
-        position_ids: int64 (3, L), M-RoPE positions in t, h and w, or None where the model counts 0..L-1.
+        position_ids: int64 (3, L), M-RoPE positions in t, h and w, or None if the model uses 0..L-1.
         patch_positions: int64 (patches, 3), position of each patch as (t, h, w), or None.
     """
 
@@ -44,21 +58,21 @@ class EncodedSample:
 
     @property
     def num_supervised(self) -> int:
-        """Labels that are targets; the first token of a sample never is, since nothing predicts it."""
-        return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
+        """Number of targets, as `targets_per_sample` counts them."""
+        return int(targets_per_sample(self.labels, np.array([0, len(self)]))[0])
 
     def truncated(self, max_length: int) -> "EncodedSample":
-        """The first `max_length` tokens; the sample itself when it is short enough.
+        """Truncate to the first `max_length` tokens; return the sample itself if it is short enough.
 
         Raises:
-            RecordError: `overlong`, when the cut would fall before the end of an image; `no_supervised_tokens`,
-                when no target is left.
+            RecordError: `overlong`, if truncation would remove part of an image; `no_supervised_tokens`, if no target
+                remains.
         """
         if len(self) <= max_length:
             return self
         if self.image_token_id is not None and (self.input_ids[max_length:] == self.image_token_id).any():
             raise RecordError(
-                Reason.OVERLONG, f"{len(self)} tokens, and a cut at {max_length} would lose part of an image"
+                Reason.OVERLONG, f"{len(self)} tokens; truncation to {max_length} would remove part of an image"
             )
         cut = replace(
             self,
@@ -68,6 +82,6 @@ class EncodedSample:
         )
         if cut.num_supervised == 0:
             raise RecordError(
-                Reason.NO_SUPERVISED_TOKENS, f"{len(self)} tokens, and the first {max_length} hold no target"
+                Reason.NO_SUPERVISED_TOKENS, f"{len(self)} tokens; the first {max_length} contain no target"
             )
         return cut

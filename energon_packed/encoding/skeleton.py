@@ -1,7 +1,7 @@
-"""Skeleton: the fixed text that a chat template puts around the contents of one sequence of roles.
+"""Skeleton: the fixed text of a chat template for one sequence of roles.
 
-A template that only joins contents (`purity.only_joins_content`) renders every conversation of the same roles alike.
-So it is rendered once, with a marker for each content, and from then on text is joined without Jinja:
+A template that only joins contents (`purity.only_joins_content`) produces the same fixed text for all conversations
+with the same roles. It is rendered once, with a marker for each content; later conversations are joined without Jinja:
 
     pieces    "<|im_start|>user\n"     "<|im_end|>\n<|im_start|>assistant\n"    "<|im_end|>\n"
     contents                      [0]                                       [1]
@@ -16,22 +16,22 @@ from itertools import accumulate
 Span = tuple[int, int]
 """Characters [start, end) of the rendered text."""
 _Place = tuple[int, int]
-"""(piece, characters into it)."""
-_MARKER = re.compile("\ue0fe([0-9]+)\ue0ff")  # private-use characters, which no template holds
+"""(piece number, character offset in the piece)."""
+_MARKER = re.compile("\ue0fe([0-9]+)\ue0ff")  # private-use characters, which no template contains
 
 
 def marker(number: int) -> str:
-    """What stands for content `number` while a skeleton is made."""
+    """Marker for content `number` when rendering a skeleton."""
     return f"\ue0fe{number}\ue0ff"
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """Fixed text around n places for contents.
+    """Fixed text with n slots for contents.
 
     Attributes:
-        pieces: n + 1 texts.
-        order: which content follows each piece but the last.
+        pieces: n + 1 fixed texts.
+        order: index of the content after each piece except the last.
         places: start and end of each assistant turn.
     """
 
@@ -41,16 +41,16 @@ class Skeleton:
 
     @classmethod
     def from_marked(cls, text: str, spans: Sequence[Span], ends: tuple[str, ...]) -> "Skeleton | None":
-        """Take apart a text that was rendered with markers.
+        """Build a skeleton from a text that was rendered with markers.
 
         Args:
             text: rendered with `marker(i)` as content i.
-            spans: assistant turns in it.
-            ends: end-of-turn tokens. A turn must end with one that the template wrote: where else it ends may depend
-                on its content.
+            spans: assistant turns in `text`.
+            ends: end-of-turn tokens. A turn must end with one that is part of the template; otherwise its end may
+                depend on the content.
 
         Returns:
-            The skeleton, or None where a span starts or ends in a content or without such a token.
+            The skeleton, or None if a span starts or ends inside a content or does not end with such a token.
         """
         split = _MARKER.split(text)
         pieces, order = split[0::2], split[1::2]
@@ -71,14 +71,14 @@ class Skeleton:
         return cls(tuple(pieces), tuple(int(number) for number in order), tuple(places))
 
     def join(self, contents: Sequence[str]) -> str:
-        """The rendered text."""
+        """Render the text with these contents."""
         parts = [self.pieces[0]]
         for number, piece in zip(self.order, self.pieces[1:], strict=True):
             parts += (contents[number], piece)
         return "".join(parts)
 
     def spans(self, contents: Sequence[str]) -> list[Span]:
-        """Characters of each assistant turn in `join(contents)`."""
+        """Character span of each assistant turn in `join(contents)`."""
         sizes = [len(piece) + len(contents[number]) for number, piece in zip(self.order, self.pieces, strict=False)]
         starts = list(accumulate(sizes, initial=0))
         return [(starts[a] + i, starts[b] + j) for (a, i), (b, j) in self.places]

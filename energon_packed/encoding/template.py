@@ -2,14 +2,19 @@
 
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from energon_packed.encoding.purity import TODAY, only_joins_content, with_fixed_date
+from energon_packed.encoding.purity import only_joins_content
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
 
 Messages = Sequence[dict[str, Any]]
+TODAY = datetime(2024, 7, 26)
+"""The template's date, fixed for reproducibility: the same data gives the same tokens on any day. Llama 3 templates
+fall back to the same one."""
+_DIRECTIVES = ("Y", "y", "m", "B", "b", "d", "-d", "e", "A", "a", "j", "H", "I", "M", "S", "p")
 _PROBES = (" a \n", "", "<b>&'", "Ab cD", "</think>x", "{{ 1 }}")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -19,7 +24,7 @@ class ChatTemplate:
 
     A template with `{% generation %}` tags says itself what the assistant wrote. For any other, prefixes are
     rendered: turn i is what follows the prompt for it, up to where the text with turn i ends. A template that rewrites
-    earlier turns once later ones are known has no such prefixes, and is refused.
+    earlier turns once later ones are known has no such prefixes and is not supported.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -29,14 +34,15 @@ class ChatTemplate:
                 self._template = tokenizer.get_chat_template()
             except ValueError as error:
                 raise ConfigError(f"the tokenizer has no default chat template: {error}") from error
-            self._template = with_fixed_date(self._template)
-        self._variables = dict(tokenizer.special_tokens_map) | {"date_string": TODAY.strftime("%d %b %Y")}
+        self._variables = dict(tokenizer.special_tokens_map)
+        self._variables |= {"date_string": TODAY.strftime("%d %b %Y")}
+        self._dated = _with_fixed_date(self._template or "")
         self._added = tuple(sorted(tokenizer.added_tokens_encoder, key=len, reverse=True))
         # </tool_call> and </think> are added tokens of some tokenizers, but no special ones: they end no turn.
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = tuple(sorted(special, key=len, reverse=True))
         self.is_tagged = bool(self._template and _GENERATION.search(self._template))
-        self._only_joins = bool(self._template) and not self.is_tagged and only_joins_content(self._template or "")
+        self._only_joins = self._template is not None and not self.is_tagged and only_joins_content(self._template)
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
 
     @property
@@ -47,8 +53,8 @@ class ChatTemplate:
     def skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
         """The fixed text around the contents of these roles, for messages with nothing but a role and a content.
 
-        None where the template does more than join contents, does not take these roles, or leaves open what the
-        assistant wrote; `render` and `render_with_spans` then say what is wrong with each conversation.
+        None where the template does more than join contents, does not accept these roles, or does not determine what
+        the assistant wrote; `render` and `render_with_spans` then report the problem of each conversation.
         """
         if roles not in self._skeletons:
             self._skeletons[roles] = self._make_skeleton(roles)
@@ -65,7 +71,7 @@ class ChatTemplate:
             return None
 
     def _renders_as(self, skeleton: Skeleton, roles: tuple[str, ...]) -> bool:
-        """Whether Jinja gives the same text for contents that a template might change: proof beside the proof."""
+        """Whether Jinja gives the same text for contents that a template might change: a test beside the proof."""
         for shift in range(len(_PROBES)):
             contents = [_PROBES[(number + shift) % len(_PROBES)] for number in range(len(roles))]
             messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
@@ -74,11 +80,11 @@ class ChatTemplate:
         return True
 
     def render(self, messages: Messages, tools: Sequence[Any] | None = None, *, prompt: bool = False) -> str:
-        """The text of a conversation; with `prompt`, followed by what asks the assistant to speak.
+        """The text of a conversation; with `prompt`, followed by the generation prompt.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
-            RecordError: the template refuses these messages.
+            RecordError: the template rejects these messages.
         """
         return self._render(messages, tools, add_generation_prompt=prompt)[0]
 
@@ -122,7 +128,7 @@ class ChatTemplate:
         return [span for span in spans if span[0] >= begin]
 
     def _with_end_of_turn(self, text: str, span: Span) -> Span:
-        """A tagged span with the end-of-turn token that directly follows, where the tags leave it out."""
+        """A tagged span with the end-of-turn token that directly follows, where the tags do not include it."""
         start, end = span
         inside, (openers, usual) = text[start:end].rstrip(), self._turn_tokens
         after = end + len(text[end:]) - len(text[end:].lstrip())
@@ -174,15 +180,28 @@ class ChatTemplate:
             texts, spans = render_jinja_template(
                 conversations=[list(messages)],
                 tools=list(tools) if tools else None,
-                chat_template=self._template,
+                chat_template=self._dated,
                 **options,
                 **self._variables,
             )
         except TemplateSyntaxError as error:
-            raise TemplateError(f"the chat template is not valid Jinja: {error}; mend it in the tokenizer") from error
+            raise TemplateError(
+                f"the chat template is not valid Jinja: {error}; fix it in the tokenizer folder"
+            ) from error
         except (UndefinedError, TypeError, ValueError, LookupError) as error:
             raise RecordError(Reason.MISSING_FIELD, f"the chat template cannot render it: {error}") from error
         except JinjaError as error:  # what `raise_exception` in a template raises
             roles = " ".join(message["role"] for message in messages)
-            raise RecordError(Reason.BAD_ROLE, f"the chat template refuses the turns {roles}: {error}") from error
+            raise RecordError(Reason.BAD_ROLE, f"the chat template rejects the turns {roles}: {error}") from error
         return texts[0], [tuple(span) for span in spans[0]] if spans else []
+
+
+def _with_fixed_date(source: str) -> str:
+    """The template with a `strftime_now` that always returns `TODAY`.
+
+    Transformers gives templates a clock of that name; a macro of the template itself has precedence over it.
+    """
+    if "strftime_now" not in source:
+        return source
+    filters = "".join(f" | replace('%{one}', '{TODAY.strftime('%' + one)}')" for one in _DIRECTIVES)
+    return "{%- macro strftime_now(format) -%}{{- format" + filters + " -}}{%- endmacro -%}" + source

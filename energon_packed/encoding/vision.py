@@ -1,8 +1,8 @@
-"""Vision families: how many tokens an image takes, its pixels, and the positions that the model wants.
+"""Vision families: token counts, pixel values and positions of images for each model family.
 
-A new family is one small class: names that configurations use for it, a placeholder, and what differs.
+To add a family, register a small class with its configuration names and its differences from the base class.
 
-    @register
+    @register_vision
     class MyVision(VisionFamily):
         names = ("myvl",)
         patch_size = 16
@@ -27,16 +27,16 @@ Int64 = npt.NDArray[np.int64]
 
 
 class VisionFamily(ABC):
-    """Vision of one model family, around a Transformers image processor of the Qwen2-VL kind.
+    """Image handling of one model family, based on a Transformers image processor such as that of Qwen2-VL.
 
     Attributes:
-        names: lower-case starts of the processor, image processor or model_type names of this family; punctuation
-            is ignored.
-        image_token: token whose run stands for an image.
+        names: lower-case prefixes of the processor, image processor or model_type names of this family;
+            punctuation is ignored.
+        image_token: token whose run represents an image.
         placeholder: text of one image in a conversation, with one `image_token`.
-        reserved: tokens that text must not hold.
-        takes_patch_positions: the vision tower takes positions; those of other families' records are only checked.
-        patch_size, image_mean, image_std, min_pixels, max_pixels: used when there is no processor folder; limits as in
+        reserved: tokens that text must not contain.
+        takes_patch_positions: whether the vision tower takes patch positions; otherwise they are only validated.
+        patch_size, image_mean, image_std, min_pixels, max_pixels: defaults without a processor folder; limits as in
             the preprocessor_config.json of the published models.
     """
 
@@ -56,10 +56,10 @@ class VisionFamily(ABC):
         self.merge_size = int(image_processor.merge_size)
 
     def num_patches(self, height: int, width: int) -> int:
-        """Patches of an image of `height` x `width` pixels, before merging.
+        """Number of patches of an image of `height` x `width` pixels, before merging.
 
         Raises:
-            RecordError: `corrupt_image`, for a shape that the image processor refuses.
+            RecordError: `corrupt_image`, for a shape that the image processor rejects.
         """
         try:
             return int(self.image_processor.get_number_of_image_patches(height, width, {}))
@@ -67,7 +67,7 @@ class VisionFamily(ABC):
             raise RecordError(Reason.CORRUPT_IMAGE, f"{width}x{height} pixels: {error}") from error
 
     def num_tokens(self, patches: int) -> int:
-        """Tokens of an image with that many patches."""
+        """Number of tokens of an image with this many patches."""
         return patches // self.merge_size**2
 
     def pixels(self, images: "list[Image.Image]") -> "tuple[torch.Tensor, torch.Tensor]":
@@ -76,15 +76,15 @@ class VisionFamily(ABC):
         return out["pixel_values"], out["image_grid_thw"]
 
     def position_ids(self, input_ids: Int64, image_token_id: int, grids: Int64) -> Int64 | None:
-        """Positions int64 (3, L) for models with M-RoPE; None for models that count 0..L-1."""
+        """M-RoPE positions, int64 (3, L), or None for models that use 0..L-1."""
         return None
 
     def patch_positions(self, grids: Int64) -> Int64 | None:
-        """Positions int64 (patches, 3) as (t, h, w) for vision towers that take them; None for others."""
+        """Patch positions, int64 (patches, 3) as (t, h, w), or None for vision towers without them."""
         return None
 
     def config(self) -> dict[str, Any]:
-        """What decides lengths and pixels, for fingerprints."""
+        """Settings that determine lengths and pixels, for fingerprints."""
         return {
             "family": type(self).__name__,
             "image_processor": json.loads(self.image_processor.to_json_string()),
@@ -94,24 +94,24 @@ class VisionFamily(ABC):
 _FAMILIES: list[type[VisionFamily]] = []
 
 
-def register(family: type[VisionFamily]) -> type[VisionFamily]:
-    """Make a family known by its names (a class decorator)."""
+def register_vision(family: type[VisionFamily]) -> type[VisionFamily]:
+    """Register a family under its names (class decorator)."""
     _FAMILIES.append(family)
     return family
 
 
-@register
+@register_vision
 class Qwen2VLVision(VisionFamily):
     """Qwen2-VL and Qwen2.5-VL: 14-pixel patches, 2 x 2 merged, M-RoPE."""
 
     names = ("qwen2vl", "qwen25vl")
 
     def position_ids(self, input_ids: Int64, image_token_id: int, grids: Int64) -> Int64:
-        """M-RoPE positions, int64 (3, L); text alone counts on in all three rows."""
+        """M-RoPE positions, int64 (3, L); for text, all three rows increase by one."""
         return mrope_positions(input_ids, image_token_id, grids, self.merge_size)
 
 
-@register
+@register_vision
 class Qwen3VLVision(Qwen2VLVision):
     """Qwen3-VL: as Qwen2-VL, with 16-pixel patches and other pixel statistics."""
 
@@ -123,15 +123,15 @@ class Qwen3VLVision(Qwen2VLVision):
     max_pixels = 4096 * 4096
 
 
-@register
+@register_vision
 class LlavaOnevision2Vision(VisionFamily):
-    """LLaVA-OneVision-1.5 and -2: plain positions for text, and (t, h, w) per patch for the vision tower."""
+    """LLaVA-OneVision-1.5 and -2: sequential text positions, and (t, h, w) per patch for the vision tower."""
 
     names = ("llavaonevision2", "llavaonevision15", "llavaov")
     takes_patch_positions = True
 
     def patch_positions(self, grids: Int64) -> Int64:
-        """Positions int64 (patches, 3), in the order of `pixel_values`: merged blocks row by row."""
+        """Patch positions, int64 (patches, 3), in the order of `pixel_values`: merged blocks in row-major order."""
         m = self.merge_size
         parts = []
         for t, h, w in grids:
@@ -149,31 +149,31 @@ def load_vision(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> VisionFamily | None:
-    """The vision family for a processor folder, or for a name and a factor.
+    """Load the vision family from a processor folder, or from a name and a factor.
 
     Args:
         folder: folder with preprocessor_config.json (or processor_config.json), or None.
-        image_processor: name of the processor, such as `Qwen2_5_VLProcessor`; decides the family when given.
+        image_processor: name of the processor, such as `Qwen2_5_VLProcessor`; determines the family if set.
         factor: pixels per token side (patch size times merge size), for `image_processor` without a folder.
         min_pixels, max_pixels: limits of the resized image in pixels.
 
     Returns:
-        The family, or None where nothing says that there are images.
+        The family, or None if no image processor is configured.
 
     Raises:
-        ConfigError: an unknown family, or settings that contradict each other.
+        ConfigError: an unknown family, or conflicting settings.
     """
     settings = _processor_settings(Path(folder)) if folder is not None else {}
     if not settings and image_processor is None:
         if factor or min_pixels or max_pixels:
-            raise ConfigError("factor, min_pixels and max_pixels need --image-processor NAME or --processor DIR")
+            raise ConfigError("`factor`, `min_pixels` and `max_pixels` require `image_processor` or `processor`")
         return None
     family = _family(image_processor, settings)
     if not settings:
         min_pixels = family.min_pixels if min_pixels is None else min_pixels
         max_pixels = family.max_pixels if max_pixels is None else max_pixels
     if min_pixels is not None and max_pixels is not None and min_pixels > max_pixels:
-        raise ConfigError(f"min_pixels {min_pixels} is above max_pixels {max_pixels}")
+        raise ConfigError(f"`min_pixels` is {min_pixels}; it must be at most `max_pixels` {max_pixels}")
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     limits = {name: value for name, value in limits.items() if value is not None}
     if settings:
@@ -182,11 +182,13 @@ def load_vision(
         processor = AutoImageProcessor.from_pretrained(str(folder), **limits)
         side = processor.patch_size * processor.merge_size
         if factor is not None and factor != side:
-            raise ConfigError(f"factor {factor} differs from {side} in {folder}; leave out --factor or --processor")
+            raise ConfigError(f"`factor` is {factor}, but {folder} has {side}; omit `factor` or `processor`")
         return family(processor)
     merge = 2
     if factor is not None and (factor < merge or factor % merge):
-        raise ConfigError(f"factor {factor} must be a positive multiple of {merge} (patch size times merge size)")
+        raise ConfigError(
+            f"`factor` is {factor}; it must be a positive multiple of {merge} (patch size times merge size)"
+        )
     patch = factor // merge if factor else family.patch_size
     return family(
         _qwen_image_processor()(
@@ -200,7 +202,7 @@ def load_vision(
 
 
 def _qwen_image_processor() -> Any:
-    """The torchvision class where torchvision is installed, else the Pillow one."""
+    """Image processor class: the torchvision one if torchvision is installed, else the Pillow one."""
     import transformers
     from transformers.utils import is_torchvision_available
 
@@ -210,7 +212,7 @@ def _qwen_image_processor() -> Any:
 
 
 def _processor_settings(folder: Path) -> dict[str, Any]:
-    """Names from a processor folder, {} when it holds no image processor."""
+    """JSON files of a processor folder by name; {} if it has no image processor."""
     found: dict[str, Any] = {}
     for name in ("config.json", "processor_config.json", "preprocessor_config.json"):
         path = folder / name
@@ -218,13 +220,13 @@ def _processor_settings(folder: Path) -> dict[str, Any]:
             try:
                 found[name] = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
-                raise ConfigError(f"{path} is not JSON: {error}; mend or remove it") from error
+                raise ConfigError(f"{path} is not valid JSON: {error}; fix or remove it") from error
     nested = "image_processor" in found.get("processor_config.json", {})
     return found if "preprocessor_config.json" in found or nested else {}
 
 
 def _family(name: str | None, settings: dict[str, Any]) -> type[VisionFamily]:
-    """By the explicit name, else by what the folder says, the most specific first."""
+    """Find the family by explicit name, else by the names in the folder, most specific first."""
     candidates = [name] if name else []
     if not name:
         for key in ("model_type", "processor_class", "image_processor_type"):
@@ -236,5 +238,6 @@ def _family(name: str | None, settings: dict[str, Any]) -> type[VisionFamily]:
                 return family
     valid = ", ".join(sorted(n for family in _FAMILIES for n in family.names))
     raise ConfigError(
-        f"unknown image processor {', '.join(map(repr, candidates)) or 'without a name'}; known: {valid}"
+        f"unknown image processor {', '.join(map(repr, candidates)) or 'without a name'}; "
+        f"set `image_processor` to one of {valid}"
     )

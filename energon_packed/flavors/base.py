@@ -1,59 +1,64 @@
 """PackSample: what every flavor can do."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from megatron.energon import Sample, edataclass
 
-from energon_packed.conversation import Conversation, MediaReference, Message
+from energon_packed.formats import StoredImage, StoredSample
+from energon_packed.records import Conversation
+
+
+class TokenRow(NamedTuple):
+    """A row of tokenized text without images.
+
+    Attributes:
+        ids: names of the S samples.
+        input_ids: int64 (T,).
+        labels: int64 (T,), -100 where not supervised.
+        cu_seqlens: S + 1 boundaries.
+    """
+
+    ids: Sequence[str | None]
+    input_ids: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    cu_seqlens: list[int]
 
 
 @edataclass
 class PackSample(Sample):
-    """One member of a shard: one sample or several that share a row."""
+    """One member of a shard: one sample, or several that share a row."""
 
     @abstractmethod
-    def conversations(self) -> list[Conversation]:
+    def stored_samples(self) -> list[StoredSample]:
         """The samples inside, in order."""
 
-    def expected_lengths(self) -> Sequence[int | None]:
-        """Recorded tokens of each sample, None where none was recorded."""
-        return [None] * len(self.conversations())
+    def conversations(self) -> list[Conversation]:
+        """The conversations inside, in order."""
+        return [sample.conversation for sample in self.stored_samples()]
 
-    def truncate_to(self) -> int | None:
-        """Tokens that samples were cut to while packing, or None."""
+    def expected_lengths(self) -> list[int | None]:
+        """Recorded tokens of each sample, None where none was recorded."""
+        return [sample.length for sample in self.stored_samples()]
+
+    def token_row(self) -> TokenRow | None:
+        """The row, where it is tokenized text without images."""
         return None
 
 
-def references(media: Iterable[bytes]) -> tuple[MediaReference, ...]:
-    """Media bytes as references."""
-    return tuple(MediaReference(data=data) for data in media)
+def image_bytes(images: Iterable[Iterable[StoredImage]]) -> list[list[bytes]]:
+    """The bytes of the images of each sample, as flavors hold them."""
+    return [[image.data for image in one] for one in images]
 
 
-def conversation_from_json(
-    value: Mapping[str, Any], images: Iterable[bytes], positions: Iterable[bytes]
-) -> Conversation:
-    """A conversation from the SAMPLE object of the multi-mix layouts."""
-    extra = ("role", "content")
-    return Conversation(
-        id=value.get("id"),
-        messages=tuple(
-            Message(m["role"], m["content"], {k: v for k, v in m.items() if k not in extra})
-            for m in value.get("messages") or ()
-        ),
-        text=value.get("text"),
-        input_ids=_array(value.get("input_ids")),
-        labels=_array(value.get("labels")),
-        images=references(images),
-        patch_positions=references(positions),
-        tools=value.get("tools"),
-        video=bool(value.get("video")),
-        fps=value.get("fps"),
-        timestamp_decimal=value.get("timestamp_decimal"),
-    )
+def stored_images(images: Iterable[Iterable[bytes]]) -> list[tuple[StoredImage, ...]]:
+    """The inverse of `image_bytes`; the extensions are not known any more."""
+    return [tuple([StoredImage("", data) for data in one]) for one in images]
 
 
-def _array(value: Any) -> Any:
-    return None if value is None else np.asarray(value, dtype=np.int64)
+def stored_files(files: Iterable[Iterable[bytes]] | None) -> list[tuple[bytes, ...]] | None:
+    """The .npy files of each sample, as codecs hold them."""
+    return None if files is None else [tuple(one) for one in files]

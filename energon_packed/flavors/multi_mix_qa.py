@@ -5,9 +5,11 @@ from typing import Any
 
 from megatron.energon import edataclass
 
-from energon_packed.conversation import Conversation
-from energon_packed.flavors.base import PackSample, conversation_from_json
-from energon_packed.shards.layouts import multi_mix_qa
+from energon_packed.flavors.base import PackSample, image_bytes, stored_images
+from energon_packed.formats import StoredSample
+from energon_packed.formats.multi_mix_qa import SingleMultiMixCodec
+
+_CODEC = SingleMultiMixCodec()
 
 
 @edataclass
@@ -27,24 +29,24 @@ class MultiMixQASample(PackSample):
     patch_positions: list[bytes]
     length: int | None = None
 
-    def conversations(self) -> list[Conversation]:
+    def stored_samples(self) -> list[StoredSample]:
         """The one sample."""
-        return [conversation_from_json(self.sample, self.images, self.patch_positions)]
-
-    def expected_lengths(self) -> list[int | None]:
-        """Recorded tokens."""
-        return [self.length]
-
-    def truncate_to(self) -> int | None:
-        """Tokens that the sample was cut to, or None."""
-        return self.sample.get("truncate")
+        fields = {"samples": [self.sample], "images": stored_images([self.images])}
+        return _CODEC.samples(fields | {"patch_positions": [tuple(self.patch_positions)]})
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a MultiMixQASample from the parts of a tar member."""
-    return multi_mix_qa.read_single(raw)
+    fields = _CODEC.fields(raw)
+    sample = fields["samples"][0]
+    return {
+        "sample": sample,
+        "images": image_bytes(fields["images"])[0],
+        "patch_positions": list(fields["patch_positions"][0]),
+        "length": sample.get("length"),
+    }
 
 
 def part_filter(part: str) -> bool:
     """Which parts are read from the tar."""
-    return part == "json" or part.startswith("img")
+    return _CODEC.part_filter(part)

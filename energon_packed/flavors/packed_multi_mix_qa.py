@@ -5,9 +5,11 @@ from typing import Any
 
 from megatron.energon import edataclass
 
-from energon_packed.conversation import Conversation
-from energon_packed.flavors.base import PackSample, conversation_from_json
-from energon_packed.shards.layouts import multi_mix_qa
+from energon_packed.flavors.base import PackSample, image_bytes, stored_images
+from energon_packed.formats import StoredSample
+from energon_packed.formats.multi_mix_qa import MultiMixCodec
+
+_CODEC = MultiMixCodec()
 
 
 @edataclass
@@ -27,25 +29,23 @@ class PackedMultiMixQASample(PackSample):
     patch_positions: list[list[bytes]]
     lengths: list[int | None]
 
-    def conversations(self) -> list[Conversation]:
+    def stored_samples(self) -> list[StoredSample]:
         """The samples inside, in order."""
-        columns = zip(self.samples, self.images, self.patch_positions, strict=True)
-        return [conversation_from_json(*column) for column in columns]
-
-    def expected_lengths(self) -> list[int | None]:
-        """Recorded tokens of each sample."""
-        return self.lengths
-
-    def truncate_to(self) -> int | None:
-        """Tokens that samples were cut to, or None."""
-        return self.samples[0].get("truncate")
+        fields = {"samples": self.samples, "images": stored_images(self.images)}
+        return _CODEC.samples(fields | {"patch_positions": [tuple(one) for one in self.patch_positions]})
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a PackedMultiMixQASample from the parts of a tar member."""
-    return multi_mix_qa.read_packed(raw)
+    fields = _CODEC.fields(raw)
+    return {
+        "samples": fields["samples"],
+        "images": image_bytes(fields["images"]),
+        "patch_positions": [list(one) for one in fields["patch_positions"]],
+        "lengths": [sample.get("length") for sample in fields["samples"]],
+    }
 
 
 def part_filter(part: str) -> bool:
     """Which parts are read from the tar."""
-    return part == "json" or part.startswith("img")
+    return _CODEC.part_filter(part)

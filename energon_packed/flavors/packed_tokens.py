@@ -1,16 +1,17 @@
 """PackedTokensSample: a pack tokenized offline; loading it costs a copy, not a tokenizer."""
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from megatron.energon import edataclass
 
-from energon_packed.conversation import Conversation
-from energon_packed.flavors.base import PackSample, references
-from energon_packed.shards.layouts import tokens
+from energon_packed.flavors.base import PackSample, TokenRow, image_bytes, stored_files, stored_images
+from energon_packed.formats import StoredSample
+from energon_packed.formats.tokens import TokensCodec
+
+_CODEC = TokensCodec()
 
 
 @edataclass
@@ -33,30 +34,33 @@ class PackedTokensSample(PackSample):
     ids: list[str | None]
     patch_positions: list[list[bytes]] | None = None
 
-    def conversations(self) -> list[Conversation]:
+    def stored_samples(self) -> list[StoredSample]:
         """The samples inside, in order, already tokenized."""
-        bounds = self.cu_seqlens.tolist()
-        return [
-            Conversation(
-                id=self.ids[i],
-                input_ids=self.input_ids[start:end].astype(np.int64),
-                labels=self.labels[start:end].astype(np.int64),
-                images=references(self.images[i]),
-                patch_positions=references(self.patch_positions[i]) if self.patch_positions else (),
-            )
-            for i, (start, end) in enumerate(pairwise(bounds))
-        ]
+        names = ("input_ids", "labels", "cu_seqlens", "ids")
+        return _CODEC.samples(
+            {name: getattr(self, name) for name in names}
+            | {"images": stored_images(self.images), "patch_positions": stored_files(self.patch_positions)}
+        )
 
     def expected_lengths(self) -> list[int | None]:
         """Tokens of each sample."""
         return list(np.diff(self.cu_seqlens).tolist())
 
+    def token_row(self) -> TokenRow | None:
+        """The row, where it has no images."""
+        if any(self.images):
+            return None
+        ids, labels = self.input_ids.astype(np.int64), self.labels.astype(np.int64)
+        return TokenRow(self.ids, ids, labels, self.cu_seqlens.tolist())
+
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a PackedTokensSample from the parts of a tar member."""
-    return tokens.read(raw)
+    fields = _CODEC.fields(raw)
+    positions = fields["patch_positions"] and [list(one) for one in fields["patch_positions"]]
+    return fields | {"images": image_bytes(fields["images"]), "patch_positions": positions}
 
 
 def part_filter(part: str) -> bool:
     """Which parts are read from the tar."""
-    return part == "json" or part.endswith(".npy") or part.startswith("img")
+    return _CODEC.part_filter(part)

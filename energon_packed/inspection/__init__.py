@@ -1,4 +1,4 @@
-"""What is in a tar, a data set, a plan: read, checked and shown.
+"""What is in a tar, a dataset, a plan: read, checked and shown.
 
 lengths.py    what each seq_len would drop, waste and cost
 find.py       packs of a tar or a folder, by key, from headers and offsets
@@ -6,7 +6,7 @@ view.py       one pack as a person reads it: turns, images
 tokens.py     one pack token by token, as the loader gives it
 extract.py    the members of a pack as files
 blend.py      what a Metadataset blends
-folder.py     a data set folder with its manifest and the encoder it was packed with
+folder.py     a dataset folder with its manifest and the encoder it was packed with
 report_data.py, charts.py, report.py, report.html.j2   one page about it all
 verify/       is it whole, and what its manifest says it is
 """

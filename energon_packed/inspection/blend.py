@@ -1,4 +1,4 @@
-"""What a Metadataset blends: its entries with counts, shares of draws, and how often each is seen."""
+"""Entries of a Metadataset with counts, shares of draws and epochs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ class BlendEntry:
 
     Attributes:
         split: `train`, `val` or `test`.
-        path: as the file resolves it.
+        path: path resolved relative to the file.
         mode: `weight`, `repetitions` or `once`.
         number: weight or repetitions.
-        packs, samples: what it holds; None where it cannot be read.
+        packs, samples: counts; None if the entry cannot be read.
         share: share of the draws, or of an epoch's packs.
-        times: how often it is seen while the largest entry of the split is seen once, or in an epoch.
-        problem: why it cannot be read.
+        times: epochs over it per epoch of the largest entry of the split, or repetitions per epoch.
+        problem: why the entry cannot be read, or None.
     """
 
     split: str
@@ -38,16 +38,16 @@ class BlendEntry:
 
 
 def read_blend(path: Path) -> list[BlendEntry]:
-    """Entries of a Metadataset YAML of either format; data sets that are not here keep their place.
+    """Read the entries of a Metadataset YAML (v1 or v2), including datasets that cannot be read.
 
     Raises:
-        FormatError: the file is no Metadataset.
+        FormatError: the file is not a valid Metadataset.
     """
     try:
         splits = yaml.safe_load(path.read_bytes())["splits"]
         entries = [entry for split, value in splits.items() for entry in _entries(path, str(split), value)]
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"{path} is no Metadataset: {type(error).__name__} {error}") from error
+        raise FormatError(f"{path} is not a valid Metadataset: {type(error).__name__} {error}") from error
     return [counted for split in splits for counted in _counted([e for e in entries if e.split == split])]
 
 
@@ -72,7 +72,7 @@ def _entry(file: Path, split: str, item: Any, mode: str, number: float) -> Blend
 
 
 def _counted(entries: list[BlendEntry]) -> Iterator[BlendEntry]:
-    """With shares and times, where everything could be read."""
+    """Add shares and times if all entries could be read."""
     known = [entry for entry in entries if entry.packs]
     if len(known) != len(entries) or not entries:
         yield from entries

@@ -1,4 +1,4 @@
-"""Charts as inline SVG that follows the colours of the page around it."""
+"""Charts as inline SVG that uses the colours of the page."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -6,17 +6,17 @@ from typing import Any
 
 from energon_packed.errors import ConfigError
 
-_TEXT, _BAR = "#010203", "#010204"  # stand-ins, replaced by what CSS says
+_TEXT, _BAR = "#010203", "#010204"  # placeholders, replaced by CSS colours
 
 
 def histogram_svg(values: Sequence[float], xlabel: str, ylabel: str, *, log: bool = False, bins: int = 40) -> str:
-    """A histogram.
+    """Render a histogram.
 
     Args:
-        values: what is counted.
-        xlabel, ylabel: names of the axes.
-        log: bins grow by a constant factor.
-        bins: how many.
+        values: values to count.
+        xlabel, ylabel: axis labels.
+        log: use logarithmic bins.
+        bins: number of bins.
     """
     import numpy as np
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -40,7 +40,7 @@ def histogram_svg(values: Sequence[float], xlabel: str, ylabel: str, *, log: boo
 
 
 def bars_svg(values: Mapping[str, float], xlabel: str) -> str:
-    """Horizontal bars, one a name."""
+    """Render a horizontal bar chart with one bar per name."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     def draw(axes: Any) -> None:
@@ -56,11 +56,11 @@ def bars_svg(values: Mapping[str, float], xlabel: str) -> str:
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigError, with the command that installs it, where matplotlib is missing."""
+    """Raise ConfigError with the install command if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("a report needs matplotlib; run pip install 'energon-packed[report]'") from error
+        raise ConfigError("reports require matplotlib; run pip install 'energon-packed[report]'") from error
 
 
 def _svg(draw: Any) -> str:

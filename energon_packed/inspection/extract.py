@@ -1,4 +1,4 @@
-"""`extract_pack`: the members of a pack as files, under names that stay inside the folder."""
+"""`extract_pack`: extract the members of a pack as files inside one folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +12,10 @@ def extract_pack(raw: Mapping[str, Any], folder: Path) -> list[Path]:
 
     Args:
         raw: `__key__` and bytes by part name.
-        folder: made when missing; nothing is written outside of it.
+        folder: created if missing; nothing is written outside of it.
 
     Raises:
-        FormatError: a name that would lead out of the folder.
+        FormatError: a member name resolves to a path outside of the folder.
     """
     target = folder / str(raw["__key__"])
     written = []
@@ -24,7 +24,9 @@ def extract_pack(raw: Mapping[str, Any], folder: Path) -> list[Path]:
             continue
         path = target / part
         if not path.resolve().is_relative_to(folder.resolve()) or "\0" in str(path) or "/" in part:
-            raise FormatError(f"member {raw['__key__']}.{part} would be written outside of {folder}; it is left alone")
+            raise FormatError(
+                f"member {raw['__key__']}.{part} would be written outside of {folder}; it was not extracted"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         written.append(path)

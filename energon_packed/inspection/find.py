@@ -1,4 +1,4 @@
-"""Finding packs: in one tar, or in a data set folder by key."""
+"""Finding packs: in one tar, or in a dataset folder by key."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from energon_packed.shards.split import dataset_folder
 
 @dataclass(frozen=True)
 class PackFinder:
-    """Packs of a tar or of a data set folder, without Energon.
+    """Packs of a tar or of a dataset folder, without Energon.
 
     Attributes:
         tars: where packs are looked for, in order.
-        folder: the data set folder, or None for a lone tar.
+        folder: the dataset folder, or None for a lone tar.
     """
 
     tars: list[Path]

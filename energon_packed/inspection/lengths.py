@@ -1,4 +1,4 @@
-"""What each candidate `seq_len` would drop, waste and cost, and which one to take."""
+"""Compare candidate `seq_len` values by dropped tokens, utilization and attention span, and recommend one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from energon_packed.packing import pack_lengths
 
 Int32 = npt.NDArray[np.int32]
 PERCENTS = (1, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
-_MOST_LOST = 0.01  # share of the tokens that a recommended seq_len may drop
+_MOST_LOST = 0.01  # maximum share of tokens that a recommended seq_len may drop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One `seq_len`.
+    """Planning result for one `seq_len`.
 
     Attributes:
-        seq_len: tokens in a row.
-        dropped_records, dropped_tokens: shares that do not fit, 0 to 1.
-        packs: rows, planned as `pack` plans them.
-        utilization: tokens over packs * seq_len.
-        samples_per_pack: mean.
-        attention: tokens that a token can look back on, on average: sum(L * (L + 1) / 2) / sum(L). Packing keeps
-            samples apart, so it grows with the samples and not with the row.
+        seq_len: tokens per row.
+        dropped_records, dropped_tokens: shares that do not fit a row, 0 to 1.
+        packs: number of packs, planned as by `pack`.
+        utilization: tokens / (packs * seq_len).
+        samples_per_pack: mean number of samples per pack.
+        attention: mean attention span in tokens, sum(L * (L + 1) / 2) / sum(L). Tokens attend only to their own
+            sample, so the span depends on the sample lengths L, not on seq_len.
     """
 
     seq_len: int
@@ -38,13 +38,13 @@ class Candidate:
 
 
 def percentiles(lengths: Int32) -> dict[float, int]:
-    """Length that this many percent of the samples do not exceed."""
+    """Length percentiles: the length that each percentage of samples does not exceed."""
     values = np.percentile(lengths, PERCENTS, method="inverted_cdf")
     return {percent: int(value) for percent, value in zip(PERCENTS, values, strict=True)}
 
 
 def histogram(lengths: Int32, bins: int = 16) -> list[tuple[int, int, int]]:
-    """(first length, last length, samples) of bins that grow by a constant factor."""
+    """Histogram with logarithmic bins: (first length, last length, samples) per bin."""
     edges = np.unique(np.geomspace(max(1, lengths.min()), lengths.max() + 1, bins + 1).astype(np.int64))
     if len(edges) < 2:
         edges = np.array([lengths.min(), lengths.max() + 1])
@@ -62,23 +62,25 @@ def compare(
     max_samples: int | None = None,
     multiple: int = 1,
 ) -> list[Candidate]:
-    """Candidates in rising order.
+    """Plan each candidate; results in ascending order of seq_len.
 
     Args:
-        lengths: int32 (n,), of the samples that can be packed.
-        seq_lens: candidates.
-        records: all records, those that cannot be packed included: what `dropped_records` is a share of.
-        algorithm, max_samples, multiple: as `pack_lengths` takes them.
+        lengths: int32 (n,), lengths of the samples that can be packed.
+        seq_lens: candidate values.
+        records: number of all records, including rejected ones; denominator of `dropped_records`.
+        algorithm, max_samples, multiple: as for `pack_lengths`.
 
     Raises:
-        ConfigError: no sample, or a candidate below `multiple`.
+        ConfigError: `lengths` is empty, or a candidate is below `multiple`.
     """
     if len(lengths) == 0:
-        raise ConfigError("no record can be packed, so there is no length to look at; try pack, which says why")
+        raise ConfigError(
+            "no record can be packed, so there are no lengths; run energon-packed pack to get the reject reasons"
+        )
     out = []
     for seq_len in sorted(set(seq_lens)):
         if seq_len < multiple:
-            raise ConfigError(f"seq_len is {seq_len}; it must be at least {multiple}")
+            raise ConfigError(f"`seq_len` is {seq_len}; it must be at least {multiple}")
         plan = pack_lengths(lengths, seq_len, algorithm=algorithm, max_samples=max_samples, multiple=multiple)
         kept = lengths[lengths <= seq_len - seq_len % multiple].astype(np.float64)
         total = lengths.sum(dtype=np.int64)
@@ -97,24 +99,24 @@ def compare(
 
 
 def recommend(candidates: Sequence[Candidate], lengths: Int32) -> tuple[Candidate, str]:
-    """The candidate to take, and why.
+    """Return the recommended candidate and the reason.
 
     Args:
-        candidates: as `compare` gives them.
-        lengths: as it was given.
+        candidates: result of `compare`.
+        lengths: as passed to `compare`.
     """
     enough = [one for one in candidates if one.dropped_tokens < _MOST_LOST]
     if not enough:
         best = next(one for one in candidates if one.dropped_tokens <= candidates[-1].dropped_tokens)
         over = lengths[lengths > best.seq_len]
         return best, (
-            f"no longer one drops less, and it drops {best.dropped_tokens:.1%} of the tokens: {len(over):,} of "
-            f"{len(lengths):,} samples are longer, up to {int(lengths.max()):,}; look at a longer one, cut them with "
-            "--overlong truncate, or let them go"
+            f"no larger candidate drops less, but it drops {best.dropped_tokens:.1%} of the tokens: {len(over):,} of "
+            f"{len(lengths):,} samples are longer, up to {int(lengths.max()):,} tokens; try a larger value, or set "
+            "`overlong` to 'truncate'"
         )
     best = enough[0]
-    lost = "nothing" if best.dropped_tokens == 0 else f"{best.dropped_tokens:.2%} of the tokens"
-    reason = f"the shortest that drops under {_MOST_LOST:.0%} of the tokens ({lost})"
+    lost = "none" if best.dropped_tokens == 0 else f"{best.dropped_tokens:.2%}"
+    reason = f"the smallest candidate that drops less than {_MOST_LOST:.0%} of the tokens ({lost})"
     if best.utilization < 0.95:
-        reason += f"; rows are only {best.utilization:.1%} full, so a longer one may pay"
+        reason += f"; utilization is only {best.utilization:.1%}, a larger value may improve it"
     return best, reason

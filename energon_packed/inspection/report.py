@@ -1,4 +1,4 @@
-"""`render_report`: one self-contained HTML page about a data set or a Metadataset. Everything from data is escaped."""
+"""`render_report`: a self-contained HTML page about a dataset or a Metadataset. All data is escaped."""
 
 import base64
 import hashlib
@@ -37,11 +37,11 @@ for (const gallery of document.querySelectorAll("[data-pages]")) {
 
 
 def render_report(title: str, data: ReportData | None, blend: Sequence[BlendEntry] = ()) -> str:
-    """The page.
+    """Render the page.
 
     Args:
-        title: heading.
-        data: of one data set, or None for a blend alone.
+        title: page heading.
+        data: data of one dataset, or None for a Metadataset only.
         blend: entries of a Metadataset.
 
     Raises:
@@ -54,7 +54,7 @@ def render_report(title: str, data: ReportData | None, blend: Sequence[BlendEntr
     source = importlib.resources.files("energon_packed.inspection").joinpath("report.html.j2").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = lambda value: f"{value:,}"
-    # No other script runs, and nothing is fetched, whatever a record holds.
+    # Blocks all other scripts and all requests, regardless of record contents.
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return environment.from_string(source).render(
@@ -69,17 +69,17 @@ def render_report(title: str, data: ReportData | None, blend: Sequence[BlendEntr
 
 
 def _charts(data: ReportData) -> list[tuple[str, str]]:
-    """(caption, SVG)."""
+    """(caption, SVG) of each chart."""
     charts = []
     seen = "" if data.measured == data.packs else f", from {data.measured:,} of {data.packs:,} packs"
     if any(data.lengths):
-        charts.append((f"Tokens of a sample{seen}", histogram_svg(data.lengths, "tokens", "samples", log=True)))
+        charts.append((f"Tokens per sample{seen}", histogram_svg(data.lengths, "tokens", "samples", log=True)))
     if any(data.lengths) and data.is_packed:
         used = [100 * tokens / data.manifest.seq_len for tokens in data.pack_tokens]
-        charts.append((f"How full packs are{seen}", histogram_svg(used, "% of seq_len", "packs")))
+        charts.append((f"Pack utilization{seen}", histogram_svg(used, "% of seq_len", "packs")))
     if data.is_packed:
-        charts.append((f"Samples in a pack{seen}", histogram_svg(data.pack_samples, "samples", "packs", bins=30)))
+        charts.append((f"Samples per pack{seen}", histogram_svg(data.pack_samples, "samples", "packs", bins=30)))
     if data.token_kinds:
-        caption = f"Tokens by kind, of {data.encoded:,} of {data.packs:,} packs"
+        caption = f"Tokens by kind, from {data.encoded:,} of {data.packs:,} packs"
         charts.append((caption, bars_svg(data.token_kinds, "tokens")))
     return charts

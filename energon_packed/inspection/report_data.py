@@ -1,4 +1,4 @@
-"""What a report shows, gathered from a data set: every shard's counts, a sample of the packs."""
+"""What a report shows, gathered from a dataset: every shard's counts, a sample of the packs."""
 
 import base64
 import io
@@ -11,17 +11,16 @@ from typing import Any
 import numpy as np
 import orjson
 
-from energon_packed.conversation import MediaReference
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.images import load_image
 from energon_packed.errors import ConfigError, EnergonPackedError, FormatError, RecordError
+from energon_packed.formats import Codec, codec_for
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.tokens import token_rows
 from energon_packed.inspection.view import PackView, view_pack
+from energon_packed.records import MediaReference
 from energon_packed.shards import PackingManifest
-from energon_packed.shards.layouts import layout_for
 from energon_packed.shards.reader import ShardReader
-from energon_packed.shards.recorded import recorded_lengths
 
 _MOST_MEASURED = 20_000  # packs whose lengths are read
 _MOST_MAPPED = 120  # packs in the packing map
@@ -44,7 +43,7 @@ class ReportData:
     """Everything on the page, but the blend.
 
     Attributes:
-        path, manifest: of the data set.
+        path, manifest: of the dataset.
         packs: packs there are.
         measured: packs that `pack_tokens`, `pack_samples` and `lengths` were read from.
         pack_tokens, pack_samples: tokens and samples of each pack that was read.
@@ -74,15 +73,15 @@ class ReportData:
     @property
     def is_packed(self) -> bool:
         """A member of a tar is a pack; False for samples that are packed on the fly."""
-        return layout_for(self.manifest.sample_class).packed
+        return codec_for(self.manifest.sample_class).packed
 
 
 def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: str = "", seed: int = 0) -> ReportData:
     """Read what a report needs.
 
     Args:
-        folder: the data set.
-        encoder: counts tokens by kind; None leaves that out.
+        folder: the dataset.
+        encoder: counts tokens by kind; None skips that.
         not_encoded: why there is no encoder.
         seed: which packs are taken where there are too many.
 
@@ -92,12 +91,13 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
     manifest = folder.manifest
     if manifest is None:
         raise FormatError(
-            f"{folder.path} has no packing.json, which a report is made of; inspect and verify work without one"
+            f"{folder.path} has no packing.json, which a report needs; inspect and verify work without one"
         )
     reader = ShardReader([folder.path / shard.name for shard in manifest.shards])
     rng = np.random.default_rng(seed)
     picked = _picked(rng, len(reader), _MOST_MEASURED)
-    sizes = [[length or 0 for length in recorded_lengths(reader, pack)] for pack in picked]
+    codec = codec_for(manifest.sample_class)
+    sizes = [[n or 0 for n in codec.lengths(reader.part(pack, codec.lengths_part))] for pack in picked]
     mapped = _picked(rng, len(reader), _MOST_MAPPED)
     shown = _picked(rng, len(reader), _MOST_SHOWN)
     encoded = _picked(rng, len(reader), _MOST_ENCODED) if encoder is not None else []
@@ -109,9 +109,9 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
         pack_tokens=[sum(lengths) for lengths in sizes],
         pack_samples=[len(lengths) for lengths in sizes],
         lengths=[length for lengths in sizes for length in lengths],
-        mapped=[_map(view_pack(reader[pack], manifest.sample_class)) for pack in mapped],
-        shown=[_with_thumbnails(reader[pack], manifest.sample_class) for pack in shown],
-        token_kinds=_token_kinds([reader[pack] for pack in encoded], encoder, manifest) if encoder else {},
+        mapped=[_map(view_pack(reader[pack], codec)) for pack in mapped],
+        shown=[_with_thumbnails(reader[pack], codec) for pack in shown],
+        token_kinds=_token_kinds([reader[pack] for pack in encoded], encoder, codec) if encoder else {},
         encoded=len(encoded),
         not_encoded=not_encoded,
         rejects=list(_rejects(folder.path.parent / "rejects.jsonl", manifest)),
@@ -119,7 +119,7 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
 
 
 def encoder_or_reason(folder: PackedFolder, tokenizer: Path | None) -> tuple[ChatEncoder | None, str]:
-    """The encoder of the data set, or why it cannot be had; one that is named must be the right one."""
+    """The encoder of the dataset, or why it is not available; one that is named must be the right one."""
     try:
         return folder.load_encoder(tokenizer), ""
     except ConfigError as error:
@@ -140,8 +140,8 @@ def _map(view: PackView) -> MappedPack:
     return MappedPack(key=view.key, segments=segments)
 
 
-def _with_thumbnails(raw: Mapping[str, Any], sample_class: str) -> tuple[PackView, Mapping[str, str]]:
-    view = view_pack(raw, sample_class)
+def _with_thumbnails(raw: Mapping[str, Any], codec: Codec) -> tuple[PackView, Mapping[str, str]]:
+    view = view_pack(raw, codec)
     names = [image.name for sample in view.samples for image in sample.images if image.problem is None]
     return view, {name: url for name in names if (url := _thumbnail(raw[name])) is not None}
 
@@ -157,11 +157,11 @@ def _thumbnail(data: bytes) -> str | None:
     return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
 
 
-def _token_kinds(raws: list[dict[str, Any]], encoder: ChatEncoder, manifest: PackingManifest) -> dict[str, int]:
+def _token_kinds(raws: list[dict[str, Any]], encoder: ChatEncoder, codec: Codec) -> dict[str, int]:
     kinds: dict[str, int] = defaultdict(int)
     for raw in raws:
         try:
-            rows = token_rows(raw, encoder, manifest.sample_class)
+            rows = token_rows(raw, encoder, codec)
         except EnergonPackedError:
             continue
         for row in rows:

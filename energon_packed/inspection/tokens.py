@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from energon_packed.dataflow.collator import PaddingFreeCollator
-from energon_packed.dataflow.cookers import FLAVORS
 from energon_packed.dataflow.encode import encode_pack
 from energon_packed.encoding import ChatEncoder
+from energon_packed.flavors import load_pack
+from energon_packed.formats import Codec, codec_of
 from energon_packed.seqlens import segment_ids_from_cu_seqlens
-from energon_packed.shards.layouts import sample_class_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,15 @@ class TokenRow:
     position: tuple[int, ...]
 
 
-def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, sample_class: str | None = None) -> list[TokenRow]:
+def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None = None) -> list[TokenRow]:
     """Every token of a pack, as the loader's batch of this pack alone has it.
 
     Args:
         raw: parts of the pack.
         encoder: the one that it was packed with.
-        sample_class: flavor; None tells it by the parts.
+        codec: of the flavor; None finds it by the parts.
     """
-    flavor, load = FLAVORS[sample_class or sample_class_of(raw)]
-    pack = flavor(__key__=raw["__key__"], __restore_key__=(), __subflavors__={}, **load(raw))
+    pack = load_pack(codec or codec_of(raw), raw)
     batch = PaddingFreeCollator().collate(encode_pack(pack, encoder, check_lengths=False))
     ids = batch.input_ids[0].tolist()
     positions = batch.position_ids.reshape(-1, len(ids)).T.tolist()

@@ -111,7 +111,7 @@ def train_valid_test_dataloaders_provider(
     first and last stage loads, and the step broadcasts. `valid` and `test` are None where the data has no such split.
 
     Args:
-        path: a packed data set, or a Metadataset YAML.
+        path: a packed dataset, or a Metadataset YAML.
         encoder: the Processor that the data was packed with.
         layout: `bridge` or `megatron-lm`.
         options: as `get_packed_loader` takes them, without rank, world size, split and epochs.

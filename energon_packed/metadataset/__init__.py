@@ -1,11 +1,11 @@
-"""Weighted Metadatasets over the outputs of several builds.
+"""Weighted Metadatasets that blend the outputs of several builds.
 
-Energon draws packs: a weight is a share of draws. How often a data set is then seen depends on how many packs it has,
-so that is worked out and told.
+Energon draws packs, so a weight is a share of the packs drawn. The resulting number of epochs over each input depends
+on its number of packs; it is computed and reported.
 
-inputs.py    one input: its counts and settings, read from packing.json or the tars
-checks.py    inputs that do not go together are refused by name
-blend.py     weights, and how often each input is seen
+inputs.py    counts and settings of one input, read from packing.json or the tars
+checks.py    compatibility checks between inputs
+blend.py     weights and epochs per input
 render.py    the YAML file
 """
 

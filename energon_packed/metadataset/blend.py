@@ -1,4 +1,4 @@
-"""Blend: inputs with their weights, and how often each is then seen."""
+"""Blend: weighted inputs and the resulting epochs over each."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,19 +13,19 @@ from energon_packed.metadataset.inputs import BlendInput, has_split, read_input,
 WeightBy = Literal["samples", "packs", "tokens", "equal"]
 WEIGHT_BY: tuple[WeightBy, ...] = ("samples", "packs", "tokens", "equal")
 Schema = Literal["v2", "v1"]
-_UNEVEN = 1.05  # samples per pack of one input over that of another, from which weights by samples mislead
+_UNEVEN = 1.05  # ratio of samples per pack between inputs above which weights by samples give uneven coverage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blend:
-    """What a Metadataset is made of.
+    """Contents of a Metadataset.
 
     Attributes:
-        train: inputs with their weights.
+        train: weighted inputs.
         val: inputs of the validation split, each read once.
-        schema: `v2`, or `v1` for older code.
-        epochized: each epoch holds every pack `weight` times, instead of drawing for ever.
-        subflavors: handed to every sample.
+        schema: `v2`, or `v1` for code without MetadatasetV2.
+        epochized: each epoch contains every pack `weight` times; otherwise packs are drawn indefinitely.
+        subflavors: attached to every sample.
     """
 
     train: Sequence[BlendInput]
@@ -35,31 +35,30 @@ class Blend:
     subflavors: Mapping[str, str] = field(default_factory=dict)
 
     def times_seen(self) -> list[float]:
-        """How often each input is seen while the one with the most packs is seen once (0 where it is never drawn)."""
+        """Epochs over each input per epoch of the largest one (0 if never drawn), or repetitions if epochized."""
         if self.epochized:
             return [one.weight for one in self.train]
         return epochs_by_weight([one.weight for one in self.train], [one.packs for one in self.train])
 
     def warnings(self) -> list[str]:
-        """What its user should know: nothing that makes it wrong."""
+        """Warnings about a valid blend."""
         found = []
         per_pack = [one.samples_per_pack for one in self.train]
         by_samples = any(one.weighed_by == "samples" for one in self.train)
         if by_samples and max(per_pack) > _UNEVEN * min(per_pack):
             found.append(
-                f"samples per pack differ from {min(per_pack):.2f} to {max(per_pack):.2f} between inputs: weights by "
-                "samples then repeat the packs of some inputs more than those of others; --weight-by packs covers all "
-                "evenly"
+                f"samples per pack range from {min(per_pack):.2f} to {max(per_pack):.2f} between inputs, so weights "
+                "by samples repeat some inputs more often than others; set `weight_by` to 'packs' for even coverage"
             )
         return found
 
 
 def epochs_by_weight(weights: Sequence[float], packs: Sequence[int]) -> list[float]:
-    """How often each input is seen while the largest of those that are drawn is seen once.
+    """Epochs over each input per epoch of the largest input with a nonzero weight.
 
     Args:
         weights: shares of draws, not all 0.
-        packs: packs of each input, at least 1.
+        packs: number of packs of each input, at least 1.
     """
     count, weight = max((count, weight) for weight, count in zip(weights, packs, strict=True) if weight)
     draws = count / weight
@@ -76,25 +75,25 @@ def make_blend(
     epochized: bool = False,
     subflavors: Mapping[str, str] | None = None,
 ) -> Blend:
-    """Read the inputs, compare them and give them weights.
+    """Read the inputs, check their compatibility and assign weights.
 
     Args:
-        inputs: (data set folder or Metadataset, weight or None). Either all have a weight or none has.
-        val: inputs of the validation split; without any, the `val` splits of the inputs are taken.
-        weight_by: what weights are proportional to where none are given.
-        split_from: split of the inputs that is trained on.
-        schema: `v2`, or `v1` for code that knows no MetadatasetV2.
-        epochized: weights are repetitions in an epoch, 1 where none are given; needs `v2`.
-        subflavors: handed to every sample.
+        inputs: (dataset folder or Metadataset, weight or None). Either all inputs have a weight or none.
+        val: inputs of the validation split; defaults to the `val` splits of `inputs`.
+        weight_by: quantity that default weights are proportional to.
+        split_from: split of the inputs used for training.
+        schema: `v2`, or `v1` for code without MetadatasetV2.
+        epochized: weights are repetitions per epoch, 1 by default; requires `v2`.
+        subflavors: attached to every sample.
 
     Raises:
-        ConfigError: inputs that do not go together, or weights that make no blend; the message names them.
-        FormatError: an input is no data set.
+        ConfigError: incompatible inputs or invalid weights; the message names them.
+        FormatError: an input is not a dataset.
     """
     if not inputs:
-        raise ConfigError("no input; give at least one data set folder")
+        raise ConfigError("no input datasets; pass at least one dataset folder")
     if epochized and schema == "v1":
-        raise ConfigError("an epochized blend needs --schema v2; v1 can only draw by weight")
+        raise ConfigError("`epochized` requires `schema` 'v2'; v1 supports only draws by weight")
     train = [read_input(path, split_from) for path, _ in inputs]
     check_settings(train)
     check_together(train)
@@ -119,17 +118,21 @@ def _weighed(
     missing = [one.path for one, weight in zip(inputs, weights, strict=True) if weight is None]
     given = [weight for weight in weights if weight is not None]
     if missing and given:
-        raise ConfigError(f"{missing[0]} has no weight while others have; give all of them =WEIGHT, or none")
+        raise ConfigError(
+            f"{missing[0]} has no weight, but other inputs have one; set a weight for all inputs or for none"
+        )
     for one, weight in zip(inputs, given, strict=False):
         if not math.isfinite(weight) or weight < 0:
-            raise ConfigError(f"the weight of {one.path} is {weight:g}; it must be a number of at least 0")
+            raise ConfigError(f"the weight of {one.path} is {weight:g}; it must be a finite number >= 0")
     if given:
         if not any(given):
-            raise ConfigError("all weights are 0; nothing would be drawn")
+            raise ConfigError("all weights are 0; set at least one weight above 0")
         return [replace(one, weight=w, weighed_by="given") for one, w in zip(inputs, given, strict=True)]
     if epochized or weight_by == "equal":
         return [replace(one, weight=1.0, weighed_by="once" if epochized else "equal") for one in inputs]
     if weight_by == "tokens" and (unknown := [one.path for one in inputs if one.tokens is None]):
-        raise ConfigError(f"{unknown[0]} records no lengths, so its tokens are unknown; use --weight-by samples")
+        raise ConfigError(
+            f"{unknown[0]} has no recorded lengths, so its token count is unknown; set `weight_by` to 'samples'"
+        )
     counts = [{"samples": one.samples, "packs": one.packs, "tokens": one.tokens or 0}[weight_by] for one in inputs]
     return [replace(one, weight=float(count), weighed_by=weight_by) for one, count in zip(inputs, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""What inputs of one blend must not have, and must have in common."""
+"""Compatibility checks between the inputs of a blend."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from energon_packed.errors import ConfigError
 
 
 class Input(Protocol):
-    """What is compared of a BlendInput."""
+    """Attributes of a BlendInput that are compared."""
 
     @property
     def path(self) -> Path:
@@ -18,7 +18,7 @@ class Input(Protocol):
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """By name; None where unknown."""
+        """Packing settings by name; None if unknown."""
 
     @property
     def shards(self) -> frozenset[str]:
@@ -26,48 +26,49 @@ class Input(Protocol):
 
     @property
     def mode(self) -> str | None:
-        """How a Metadataset draws inside."""
+        """Draw mode of a Metadataset; None for a single dataset."""
 
 
 def check_together(inputs: Sequence[Input]) -> None:
-    """Refuse what would show the same packs twice, or give two packs one name."""
+    """Reject inputs that repeat the same packs or share pack keys."""
     twice = [path for path, count in Counter(one.path.resolve() for one in inputs).items() if count > 1]
     if twice:
-        raise ConfigError(f"{twice[0]} is given twice; give it once, with a larger weight")
+        raise ConfigError(f"{twice[0]} is listed twice; list it once with a larger weight")
     owner: dict[str, Path] = {}
     for one in inputs:
         for shard in one.shards:
             if shard in owner:
                 raise ConfigError(
-                    f"{owner[shard]} and {one.path} both have a shard {shard}, so their keys are the same; pack "
-                    "one of them again with another --shard-prefix"
+                    f"{owner[shard]} and {one.path} both have a shard {shard}, so their keys collide; repack "
+                    "one of them with a different `shard_prefix`"
                 )
             owner[shard] = one.path
 
 
 def check_held_out(train: Sequence[Input], val: Sequence[Input]) -> None:
-    """Refuse validation on what is trained on."""
+    """Reject validation inputs that overlap with training inputs."""
     for one in val:
         for other in train:
             if one.shards & other.shards:
                 raise ConfigError(
                     f"the validation data {one.path} and the training data {other.path} share the shard "
-                    f"{min(one.shards & other.shards)}; pack with --split train=0.98,val=0.02, or hold out other data"
+                    f"{min(one.shards & other.shards)}; pack with `split` train=0.98,val=0.02 or use other "
+                    "validation data"
                 )
 
 
 def check_modes(inputs: Sequence[Input], mode: str) -> None:
-    """Refuse a Metadataset that draws in another way than the blend: Energon does not mix them."""
+    """Reject a Metadataset whose draw mode differs from the blend's; Energon does not support mixing them."""
     for one in inputs:
         if one.mode not in (None, mode):
-            kinds = {"weight": "by weight, for ever", "repetitions": "in epochs"}
+            kinds = {"weight": "by weight, indefinitely", "repetitions": "in epochs"}
             raise ConfigError(
-                f"{one.path} draws {kinds[one.mode]}, and this blend {kinds[mode]}; give its data sets themselves"
+                f"{one.path} draws {kinds[one.mode]}, but this blend draws {kinds[mode]}; list its datasets directly"
             )
 
 
 def check_settings(inputs: Sequence[Input]) -> None:
-    """Refuse inputs that were packed with different settings; the message names all that two differ in."""
+    """Reject inputs packed with different settings; the message lists all settings in which two inputs differ."""
     for first, second in combinations(inputs, 2):
         differ = [
             f"{name} {str(value)[:24]} and {str(second.settings[name])[:24]}"
@@ -75,8 +76,8 @@ def check_settings(inputs: Sequence[Input]) -> None:
             if None not in (value, second.settings.get(name)) and second.settings[name] != value
         ]
         if differ:
-            prefix = ", also with another --shard-prefix" if first.shards & second.shards else ""
+            prefix = " and a different `shard_prefix`" if first.shards & second.shards else ""
             raise ConfigError(
-                f"{first.path} and {second.path} have {', '.join(differ)}; a blend needs the same, pack one of them "
-                f"again{prefix}"
+                f"{first.path} and {second.path} have {', '.join(differ)}; all inputs need the same, repack one of "
+                f"them with the other's settings{prefix}"
             )

@@ -1,4 +1,4 @@
-"""BlendInput: one input of a blend, with what it holds and the settings it was packed with."""
+"""BlendInput: counts and packing settings of one input of a blend."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from pathlib import Path
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
+from energon_packed.formats import codec_of
 from energon_packed.metadataset.checks import check_settings
 from energon_packed.shards import PackingManifest
-from energon_packed.shards.layouts.base import read_json
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.split import dataset_folder, shard_names, shards_in_split
@@ -17,18 +17,18 @@ from energon_packed.shards.split import dataset_folder, shard_names, shards_in_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlendInput:
-    """One input of a blend: a data set folder, or another Metadataset.
+    """One input of a blend: a dataset folder, or another Metadataset.
 
     Attributes:
         path: folder with `.nv-meta`, or a YAML file.
-        split: which of its splits is read.
-        packs, samples, tokens: what that split holds; tokens is None where nobody recorded them.
-        counted_by: where the counts come from.
-        settings: what inputs of one blend must have in common, by name; None where unknown.
-        shards: stems of its shards, which must not occur in another input.
-        mode: how a Metadataset draws inside: `weight` or `repetitions`; None for one data set.
-        weight: share of draws, or repetitions in an epoch.
-        weighed_by: where the weight comes from.
+        split: split to read.
+        packs, samples, tokens: totals of that split; tokens is None if not recorded.
+        counted_by: source of the counts.
+        settings: settings that must match between inputs, by name; None if unknown.
+        shards: stems of its shards; unique across inputs.
+        mode: draw mode of a Metadataset: `weight` or `repetitions`; None for a single dataset.
+        weight: share of draws, or repetitions per epoch.
+        weighed_by: source of the weight.
     """
 
     path: Path
@@ -50,11 +50,11 @@ class BlendInput:
 
 
 def read_input(path: str | Path, split: str) -> BlendInput:
-    """Counts and settings of one split of a data set folder, or of all that a Metadataset refers to.
+    """Read counts and settings of one split of a dataset folder, or of all datasets in a Metadataset.
 
     Raises:
         ConfigError: the split is empty.
-        FormatError: there is no data set, or no Metadataset that Energon can read.
+        FormatError: `path` is not a dataset, or not a Metadataset that Energon can read.
     """
     given = Path(path)
     if given.is_file():
@@ -66,7 +66,7 @@ def read_input(path: str | Path, split: str) -> BlendInput:
     shards = [shard for shard in manifest.shards if shard.split == split]
     if not sum(shard.packs for shard in shards):
         there = ", ".join(sorted({shard.split for shard in manifest.shards if shard.packs})) or "none"
-        raise ConfigError(f"{folder} has no packs in split {split!r}; it has {there}")
+        raise ConfigError(f"{folder} has no packs in split {split!r}; available: {there}")
     return BlendInput(
         path=folder,
         split=split,
@@ -84,14 +84,14 @@ def read_input(path: str | Path, split: str) -> BlendInput:
 
 
 def _read_metadataset(path: Path, split: str) -> BlendInput:
-    """The sum of all data sets that a Metadataset refers to."""
-    from energon_packed.dataflow.manifests import metadataset_leaves  # imports torch, as Energon does
+    """Sum over all datasets that a Metadataset references."""
+    from energon_packed.dataflow.manifests import metadataset_leaves  # imports torch through Energon
 
     found = metadataset_leaves(path, split)
     try:
         leaves = [read_input(leaf, part) for leaf, part in found]
     except (ConfigError, FormatError) as error:
-        raise ConfigError(f"{path} refers to a data set that cannot be used: {error}") from error
+        raise ConfigError(f"{path} references a dataset that cannot be used: {error}") from error
     if not leaves:
         raise ConfigError(f"{path} has no split {split!r}")
     check_settings(leaves)
@@ -102,7 +102,7 @@ def _read_metadataset(path: Path, split: str) -> BlendInput:
         packs=sum(leaf.packs for leaf in leaves),
         samples=sum(leaf.samples for leaf in leaves),
         tokens=None if None in tokens else sum(count for count in tokens if count is not None),
-        counted_by=f"sum of {len(leaves)} data sets",
+        counted_by=f"sum of {len(leaves)} datasets",
         settings=leaves[0].settings,
         shards=frozenset(shard for leaf in leaves for shard in leaf.shards),
         mode=_mode(path, split),
@@ -110,7 +110,7 @@ def _read_metadataset(path: Path, split: str) -> BlendInput:
 
 
 def _mode(path: Path, split: str) -> str | None:
-    """How a Metadataset draws inside a split."""
+    """Draw mode of one split of a Metadataset."""
     value = yaml.safe_load(path.read_bytes())["splits"].get(split) or {}
     if "blend_epochized" in value:
         return "repetitions"
@@ -118,26 +118,21 @@ def _mode(path: Path, split: str) -> str | None:
 
 
 def _scan(folder: Path, split: str) -> BlendInput:
-    """Counts of a data set that other tools packed, from its indexes and the json of each pack."""
+    """Count a dataset packed by other tools, from its indexes and the JSON part of each pack."""
     tars = shards_in_split(folder, split)
     reader = ShardReader(tars)
     if not len(reader):
         raise ConfigError(f"{folder} has no packs in split {split!r}")
-    samples, tokens = 0, 0
-    known = True
-    for pack in range(len(reader)):
-        value = read_json(reader.part(pack, "json"))
-        lengths = value.get("lengths")
-        samples += int(value.get("sample_count") or len(value.get("captions") or value.get("samples") or [0]))
-        known = known and isinstance(lengths, list)
-        tokens += sum(lengths) if isinstance(lengths, list) else 0
+    codec = codec_of(reader[0])
+    lengths = [one for pack in range(len(reader)) for one in codec.lengths(reader.part(pack, codec.lengths_part))]
+    known = [length for length in lengths if length is not None]
     return BlendInput(
         path=folder,
         split=split,
         packs=len(reader),
-        samples=samples,
-        tokens=tokens if known else None,
-        counted_by="counted in the tars, as there is no packing.json",
+        samples=len(lengths),
+        tokens=sum(known) if len(known) == len(lengths) else None,
+        counted_by="counted in the tars, no packing.json",
         settings={"seq_len": None, "tokenizer": None, "flavor": _flavor(folder)},
         shards=frozenset(tar.stem for tar in tars),
     )
@@ -151,10 +146,10 @@ def _flavor(folder: Path) -> object:
 
 
 def has_split(path: str | Path, split: str) -> bool:
-    """Whether a split of a data set folder holds packs, or a Metadataset has it.
+    """Whether a dataset folder has packs in `split`, or a Metadataset defines it.
 
     Raises:
-        FormatError: there is no data set.
+        FormatError: `path` is not a dataset.
     """
     if Path(path).is_file():
         return split in (yaml.safe_load(Path(path).read_bytes()).get("splits") or {})
@@ -164,5 +159,5 @@ def has_split(path: str | Path, split: str) -> bool:
 
 
 def validation_split(path: Path) -> str:
-    """`val` where the input has it, else all that it has for training."""
+    """`val` if the input has it, else `train`."""
     return "val" if path.is_file() or has_split(path, "val") else "train"

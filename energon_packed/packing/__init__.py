@@ -1,4 +1,4 @@
-"""The planner: which samples share a row. Arrays in, arrays out; no files, no torch.
+"""Packing planner: assigns samples to rows. Works on arrays only; no file I/O, no torch.
 
 lengths (n,) ──► algorithm ──► Placement(order, pack_at) ──► PackPlan(indices (n,), offsets (P+1,))
 """

@@ -1,4 +1,4 @@
-"""The algorithms that `pack_lengths` knows by name."""
+"""Packing algorithms that `pack_lengths` selects by name."""
 
 import numpy as np
 import numpy.typing as npt
@@ -11,25 +11,25 @@ Int32 = npt.NDArray[np.int32]
 
 
 def best_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
-    """Longest first, each to the fullest pack that still holds it."""
+    """Longest sample first, each into the fullest pack with enough free space."""
     order, placed = kernels.descending_order(lengths, capacity)
     return Placement(order, *kernels.best_fit(placed, capacity, max_samples))
 
 
 def first_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
-    """Longest first, each to the oldest pack that still holds it."""
+    """Longest sample first, each into the oldest pack with enough free space."""
     order, placed = kernels.descending_order(lengths, capacity)
     return Placement(order, *kernels.first_fit(placed, capacity, max_samples))
 
 
 def sequential(lengths: Int32, capacity: int, max_samples: int) -> Placement:
-    """In the order given, a new pack whenever the current one is full."""
+    """Keep the input order and open a new pack when the next sample does not fit."""
     order = np.flatnonzero(lengths <= capacity).astype(np.int32)
     return Placement(order, *kernels.next_fit(lengths[order], capacity, max_samples))
 
 
 def windowed(window: int) -> Algorithm:
-    """Best fit decreasing inside consecutive windows of `window` samples; no pack spans two windows."""
+    """Best fit decreasing within consecutive windows of `window` samples; no pack spans two windows."""
 
     def place(lengths: Int32, capacity: int, max_samples: int) -> Placement:
         rows = np.flatnonzero(lengths <= capacity)

@@ -1,9 +1,9 @@
-"""A set of whole numbers as a 64-ary tree of words, compiled with Numba: the least or largest member in a few steps.
+"""Integer set as a 64-ary tree of bit words, compiled with Numba. Finds the next or previous key in a few steps.
 
-    words   uint64 (levels[-1],)   level 0 has a bit for each number, level k + 1 a bit for each word of level k
-    levels  int64 (L+1,)           first word of each level, and the number of words
+    words   uint64 (levels[-1],)   level 0 has one bit per key, level k + 1 one bit per word of level k
+    levels  int64 (L+1,)           index of the first word of each level, then the number of words
 
-262,144 numbers take three levels. All functions change `words` in place.
+262,144 keys take three levels. `bitset_add` and `bitset_remove` modify `words` in place.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ Int64 = npt.NDArray[np.int64]
 
 @njit(cache=True, nogil=True)
 def bitset_levels(size: int) -> Int64:
-    """First word of each level of a 64-ary bitset over `size` keys, and the total at the end."""
+    """Index of the first word of each level of a 64-ary bitset over `size` keys, then the number of words."""
     offsets = np.zeros(8, dtype=np.int64)
     level = 0
     words = size
@@ -30,7 +30,7 @@ def bitset_levels(size: int) -> Int64:
 
 @njit(cache=True, nogil=True)
 def bitset_add(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
-    """Put `key` in the set."""
+    """Add `key` to the set."""
     for level in range(levels.size - 1):
         slot = levels[level] + (key >> 6)
         before = words[slot]
@@ -42,7 +42,7 @@ def bitset_add(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
 
 @njit(cache=True, nogil=True)
 def bitset_remove(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
-    """Take `key`, which is in the set, out of it."""
+    """Remove `key` from the set; it must be a member."""
     for level in range(levels.size - 1):
         slot = levels[level] + (key >> 6)
         words[slot] &= ~(np.uint64(1) << np.uint64(key & 63))
@@ -53,7 +53,7 @@ def bitset_remove(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> Non
 
 @njit(cache=True, nogil=True)
 def bitset_next(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
-    """Least key >= `key` in the set, or -1."""
+    """Smallest key >= `key` in the set, or -1."""
     top = levels.size - 1
     level = 0
     while level < top:
@@ -74,7 +74,7 @@ def bitset_next(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
 
 @njit(cache=True, nogil=True)
 def bitset_previous(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
-    """Largest number <= `key` in the set, or -1."""
+    """Largest key <= `key` in the set, or -1."""
     for level in range(levels.size - 1):
         word = key >> 6
         masked = words[levels[level] + word] & (~np.uint64(0) >> np.uint64(63 - (key & 63)))

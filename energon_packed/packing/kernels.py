@@ -1,15 +1,14 @@
-"""The packing loops, compiled with Numba.
+"""Packing loops, compiled with Numba.
 
-A kernel places samples in a given order and sees only their lengths in that order, so it reads memory from one end to
-the other however the samples are numbered:
+A kernel receives only the lengths of the samples in placement order, so its memory access is sequential regardless of
+the sample numbers:
 
-    placed       int32 (m,)   lengths in placing order, 1 <= length <= capacity
+    placed       int32 (m,)   lengths in placement order, 1 <= length <= capacity
     capacity     int          tokens that fit in one pack
     max_samples  int          samples that fit in one pack
     pack_at      int32 (m,)   pack number of each placed sample
 
-Best fit keeps open packs in one list per free space, and finds the least free space that is large enough with a
-bitset.
+Best fit keeps one list of open packs per amount of free space and finds the smallest sufficient amount with a bitset.
 
 Source of the heuristics: D. S. Johnson et al., "Worst-Case Performance Bounds for Simple One-Dimensional Packing
 Algorithms", SIAM J. Comput. 3(4), 1974.
@@ -27,11 +26,11 @@ Int64 = npt.NDArray[np.int64]
 
 @njit(cache=True, nogil=True)
 def descending_order(lengths: Int32, top: int) -> tuple[Int32, Int32]:
-    """Counting sort by falling length, equal lengths in ascending order of sample.
+    """Counting sort by descending length; equal lengths stay in ascending order of sample number.
 
     Args:
-        lengths: int32 (n,), each >= 1; samples longer than `top` are left out.
-        top: the largest length that is kept.
+        lengths: int32 (n,), each >= 1; samples longer than `top` are skipped.
+        top: maximum length to keep.
 
     Returns:
         Sample numbers, int32 (m,), and their lengths, int32 (m,).
@@ -61,18 +60,18 @@ def descending_order(lengths: Int32, top: int) -> tuple[Int32, Int32]:
 
 @njit(cache=True, nogil=True)
 def best_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
-    """Each sample goes to the open pack with the least free space that still holds it."""
+    """Place each sample in the open pack with the least sufficient free space."""
     pack_at, packs = windowed_best_fit(placed, np.zeros(0, dtype=np.int64), capacity, max_samples)
     return pack_at, packs
 
 
 @njit(cache=True, nogil=True)
 def windowed_best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: int) -> tuple[Int32, int]:
-    """Best fit, with all packs closed before each place in `closes`, int64 (w,), rising."""
+    """Best fit that closes all packs before each position in `closes`, int64 (w,), ascending."""
     pack_at = np.empty(placed.size, dtype=np.int32)
     levels = bitset_levels(capacity + 1)
     words = np.zeros(levels[-1], dtype=np.uint64)
-    head = np.full(capacity + 1, -1, dtype=np.int32)  # free space -> first open pack with that much
+    head = np.full(capacity + 1, -1, dtype=np.int32)  # free space -> first open pack with that amount
     below = np.empty(placed.size, dtype=np.int32)  # open pack -> next pack with the same free space
     samples = np.zeros(placed.size, dtype=np.int32)
     packs = 0
@@ -109,13 +108,13 @@ def windowed_best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: 
 
 @njit(cache=True, nogil=True)
 def first_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
-    """Each sample goes to the oldest pack that still holds it (a max-tree over packs finds it)."""
+    """Place each sample in the oldest pack with enough free space, found with a max-tree over packs."""
     pack_at = np.empty(placed.size, dtype=np.int32)
     samples = np.zeros(placed.size, dtype=np.int32)
     leaves = 1
     while leaves < placed.size:
         leaves *= 2
-    tree = np.full(2 * leaves, capacity, dtype=np.int32)  # most free space below each node
+    tree = np.full(2 * leaves, capacity, dtype=np.int32)  # maximum free space in each subtree
     packs = 0
     for place in range(placed.size):
         length = placed[place]
@@ -138,7 +137,7 @@ def first_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, in
 
 @njit(cache=True, nogil=True)
 def next_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
-    """Each sample goes to the current pack, or opens a new one: the order is kept."""
+    """Place each sample in the current pack or open a new one, in input order."""
     pack_at = np.empty(placed.size, dtype=np.int32)
     packs = 0
     space = 0
@@ -157,7 +156,7 @@ def next_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int
 
 @njit(cache=True, nogil=True)
 def group_by_pack(order: Int32, pack_at: Int32, packs: int) -> tuple[Int64, Int64]:
-    """Sample numbers grouped by pack, each pack in placing order: (indices int64 (m,), offsets int64 (P+1,))."""
+    """Group sample numbers by pack, in placement order: (indices int64 (m,), offsets int64 (P+1,))."""
     offsets = np.zeros(packs + 1, dtype=np.int64)
     for pack in pack_at:
         offsets[pack + 1] += 1

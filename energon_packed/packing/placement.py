@@ -1,4 +1,4 @@
-"""Placement: what an algorithm gives back."""
+"""Placement: the result of a packing algorithm."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,11 +10,11 @@ Int32 = npt.NDArray[np.int32]
 
 
 class Placement(NamedTuple):
-    """Samples in the order in which they were placed.
+    """Samples in placement order.
 
     Attributes:
-        order: int32 (m,), sample numbers; samples longer than the capacity are missing.
-        pack_at: int32 (m,), pack of each.
+        order: int32 (m,), sample numbers; samples longer than the capacity are excluded.
+        pack_at: int32 (m,), pack number of each sample.
         packs: number of packs.
     """
 

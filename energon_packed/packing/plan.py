@@ -1,4 +1,4 @@
-"""PackPlan: the result of planning, as three flat arrays."""
+"""PackPlan: the planning result as flat arrays."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackPlan:
-    """Which samples share a row.
+    """Assignment of samples to packs.
 
     Iterating gives one index array per pack:
 
@@ -21,8 +21,8 @@ class PackPlan:
     Attributes:
         indices: int64 (n,), sample numbers grouped by pack.
         offsets: int64 (P+1,), pack p is `indices[offsets[p]:offsets[p + 1]]`.
-        overlong: int64 (k,), samples longer than `capacity`, in ascending order; in no pack.
-        tokens: real tokens in all packs (padding from `multiple` not counted).
+        overlong: int64 (k,), samples longer than `capacity`, in ascending order; not in any pack.
+        tokens: real tokens in all packs, without padding from `multiple`.
         capacity: tokens that fit in one row.
     """
 
@@ -39,7 +39,7 @@ class PackPlan:
 
     @property
     def utilization(self) -> float:
-        """Real tokens over the tokens that the rows can hold, 0 to 1; 1.0 for an empty plan."""
+        """Real tokens divided by the capacity of all rows, 0 to 1; 1.0 for an empty plan."""
         room = self.num_packs * self.capacity
         return self.tokens / room if room else 1.0
 
@@ -47,10 +47,10 @@ class PackPlan:
         return self.num_packs
 
     def __getitem__(self, pack: int) -> Int64:
-        """Sample numbers of one pack, int64 (samples,). Negative numbers count from the end."""
+        """Sample numbers of one pack, int64 (samples,). Negative indices count from the end."""
         count = self.num_packs
         if not -count <= pack < count:
-            raise IndexError(f"pack {pack} is not in a plan of {count} packs")
+            raise IndexError(f"pack {pack} is out of range for a plan of {count} packs")
         pack %= count
         return self.indices[self.offsets[pack] : self.offsets[pack + 1]]
 
@@ -67,7 +67,7 @@ class PackPlan:
         counts = np.diff(self.offsets)[order]
         offsets = np.zeros(len(order) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
-        # Position in the old `indices` of every entry of the new one.
+        # Source position in the old `indices` for each entry of the new array.
         source = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][order] - offsets[:-1], counts)
         return PackPlan(
             indices=self.indices[source],

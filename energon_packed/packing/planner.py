@@ -1,6 +1,6 @@
-"""`pack_lengths`: check the input, choose an algorithm by name, return a PackPlan.
+"""`pack_lengths`: validates the input, selects an algorithm by name and returns a PackPlan.
 
-Numba and the kernels are loaded when the first plan is made, so that naming an algorithm costs nothing.
+Numba and the kernels are imported by the first plan, so that validating an algorithm name stays cheap.
 """
 
 import re
@@ -34,26 +34,26 @@ def pack_lengths(
         ([[0, 1], [2, 3]], [4])
 
     Args:
-        lengths: tokens of each sample, whole numbers >= 1, shape (n,).
+        lengths: tokens of each sample, integers >= 1, shape (n,).
         capacity: tokens that fit in one row.
-        algorithm: `bfd` (best fit decreasing), `ffd` (first fit decreasing), `sequential` (the order is kept) or
-            `window_N` (best fit decreasing inside consecutive windows of N samples) or `best` (several heuristics, the
-            one with the fewest packs; takes longer).
-        max_samples: most samples in one pack; None for no limit.
-        multiple: each sample is rounded up to a multiple of this many tokens when its space is counted.
+        algorithm: `bfd` (best fit decreasing), `ffd` (first fit decreasing), `sequential` (keeps the order),
+            `window_N` (best fit decreasing within consecutive windows of N samples) or `best` (tries several
+            heuristics and keeps the plan with the fewest packs; slower).
+        max_samples: maximum number of samples per pack; None for no limit.
+        multiple: sample lengths are rounded up to a multiple of this many tokens to compute free space.
         seed: shuffles the order of the packs; None keeps the order in which they were opened.
 
-    Compiled code does the work and releases the GIL; it takes about 24 bytes a sample beside the lengths.
+    Runs as compiled code that releases the GIL; uses about 24 bytes per sample in addition to `lengths`.
 
     Raises:
-        ConfigError: an argument out of range, or an unknown algorithm (the message lists the valid names).
-        ValueError: lengths that are not whole numbers >= 1 in one dimension.
+        ConfigError: an argument is out of range, or the algorithm is unknown (the message lists the valid names).
+        ValueError: `lengths` is not a one-dimensional array of integers >= 1.
     """
     for name, value in (("capacity", capacity), ("multiple", multiple), ("max_samples", max_samples)):
         if value is not None and (not isinstance(value, int | np.integer) or value < 1):
-            raise ConfigError(f"{name} must be a whole number >= 1, not {value!r}")
+            raise ConfigError(f"`{name}` is {value!r}; it must be an integer >= 1")
     if capacity > np.iinfo(np.int32).max:
-        raise ConfigError(f"capacity {capacity} does not fit int32; use at most {np.iinfo(np.int32).max}")
+        raise ConfigError(f"`capacity` is {capacity}; it must be at most {np.iinfo(np.int32).max} (int32)")
     check_algorithm(algorithm)
     from energon_packed.packing.kernels import group_by_pack
 
@@ -78,18 +78,18 @@ def pack_lengths(
 
 
 def algorithm_names() -> list[str]:
-    """Names that `pack_lengths` accepts; N in `window_N` stands for any whole number >= 1."""
+    """Names that `pack_lengths` accepts; N in `window_N` is any integer >= 1."""
     return [*_NAMES, "window_N"]
 
 
 def check_algorithm(name: str) -> None:
-    """Raise ConfigError, which lists the valid names, for an unknown algorithm."""
+    """Raise a ConfigError that lists the valid names if the algorithm is unknown."""
     if name not in _NAMES and not _WINDOW.fullmatch(name):
         raise ConfigError(f"unknown algorithm {name!r}; use one of {', '.join(algorithm_names())}")
 
 
 def load_kernels() -> None:
-    """Load the compiled code, or compile it, before it is needed: half a second, or some seconds the first time."""
+    """Load the compiled kernels ahead of time: about half a second, or several seconds for the first compilation."""
     pack_lengths([1, 2], 2)
 
 
@@ -103,17 +103,18 @@ def _algorithm(name: str) -> Algorithm:
 def _checked_lengths(lengths: npt.ArrayLike) -> Int32:
     array = np.asarray(lengths)
     if array.ndim != 1:
-        raise ValueError(f"lengths must have one dimension, not shape {array.shape}")
+        raise ValueError(f"`lengths` has shape {array.shape}; it must have one dimension")
     if array.size == 0:
         return np.zeros(0, dtype=np.int32)
     if len(array) > _MOST_SAMPLES:
-        raise ValueError(f"{len(array)} lengths; at most {_MOST_SAMPLES} can be planned at once, plan them in parts")
+        raise ValueError(f"`lengths` has {len(array)} entries, more than {_MOST_SAMPLES}; plan them in several parts")
     if array.dtype.kind not in "iu":
-        raise ValueError(f"lengths must be whole numbers, not {array.dtype}; use .astype(numpy.int32)")
+        raise ValueError(f"`lengths` has dtype {array.dtype}; it must be integer, use .astype(numpy.int32)")
     shortest, longest = int(array.min()), int(array.max())
     if shortest < 1:
         where = int(np.argmin(array))
-        raise ValueError(f"lengths[{where}] is {shortest}; every sample needs at least 1 token")
+        raise ValueError(f"`lengths[{where}]` is {shortest}; it must be at least 1")
     if longest > np.iinfo(np.int32).max:
-        raise ValueError(f"lengths[{int(np.argmax(array))}] is {longest}, more than int32 holds")
+        where = int(np.argmax(array))
+        raise ValueError(f"`lengths[{where}]` is {longest}; it must be at most {np.iinfo(np.int32).max} (int32)")
     return np.ascontiguousarray(array, dtype=np.int32)

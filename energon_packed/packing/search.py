@@ -1,7 +1,7 @@
-"""`best`: several heuristics, the plan with the fewest packs wins.
+"""`best`: tries several heuristics and keeps the plan with the fewest packs.
 
-The search ends when a plan reaches the lower bound, or when its budget of placed samples is spent. The budget stands
-for a time limit (100 million samples take about five seconds) but, unlike one, gives the same plan on every machine.
+The search stops when a plan reaches the lower bound or when the budget of placed samples is exhausted. The budget acts
+as a time limit (100 million samples take about five seconds) that gives the same plan on every machine.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from energon_packed.packing.placement import Placement
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 BUDGET = 100_000_000
-_ROUNDS = 12  # shuffled best fits, at most
-_LOOKAHEAD = 64  # lengths tried for one place before the longest is taken
+_ROUNDS = 12  # maximum number of perturbed best-fit runs
+_LOOKAHEAD = 64  # maximum number of candidate lengths per position
 
 
 def best(lengths: Int32, capacity: int, max_samples: int) -> Placement:
-    """The plan with the fewest packs of all that the budget allows; never more than best fit decreasing.
+    """Return the plan with the fewest packs found within the budget; never more packs than best fit decreasing.
 
     Args:
         lengths: int32 (n,).
@@ -47,7 +47,7 @@ def _candidates(lengths: Int32, capacity: int, max_samples: int) -> Iterator[Pla
     places, pack_at, packs = _fill_exactly(placed, capacity, max_samples, _LOOKAHEAD)
     yield Placement(order[places], pack_at, packs)
     yield Placement(order, *kernels.first_fit(placed, capacity, max_samples))
-    # Best fit again with the order blurred: each length is taken as up to a few percent shorter or longer.
+    # Best fit on perturbed orders: sort by lengths scaled by random factors, from +-30% down to +-0.2%.
     rng = np.random.default_rng(0)
     for blur in np.geomspace(0.3, 0.002, _ROUNDS):
         keys = placed * rng.uniform(1 - blur, 1 + blur, len(placed))
@@ -56,7 +56,7 @@ def _candidates(lengths: Int32, capacity: int, max_samples: int) -> Iterator[Pla
 
 
 def _lower_bound(lengths: Int32, capacity: int, max_samples: int) -> int:
-    """Packs that no plan can do without: by tokens, by samples, and by those that cannot share with another."""
+    """Lower bound on the number of packs: by tokens, by samples, and by samples longer than half the capacity."""
     kept = lengths[lengths <= capacity]
     if len(kept) == 0:
         return 0
@@ -66,21 +66,21 @@ def _lower_bound(lengths: Int32, capacity: int, max_samples: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _fill_exactly(placed: Int32, capacity: int, max_samples: int, lookahead: int) -> tuple[Int32, Int32, int]:
-    """One pack at a time: the longest sample left, then lengths that let a later one fill the rest exactly.
+    """Fill one pack at a time: the longest remaining sample, then lengths that let a later one fill the pack exactly.
 
     After the bin-focused heuristics of J. N. D. Gupta and J. C. Ho, "A new heuristic algorithm for the
     one-dimensional bin-packing problem", Production Planning & Control 10(6), 1999, with a lookahead of two samples.
 
     Args:
-        placed: int32 (m,), falling.
+        placed: int32 (m,), in descending order.
         capacity, max_samples: as in the other kernels.
-        lookahead: how many lengths are tried for a place.
+        lookahead: maximum number of candidate lengths per position.
 
     Returns:
-        Position in `placed` of each sample in the order of placing, int32 (m,); pack_at int32 (m,); packs.
+        Position in `placed` of each sample in placement order, int32 (m,); pack_at int32 (m,); packs.
     """
-    left = np.zeros(capacity + 1, dtype=np.int32)  # samples left of each length
-    start = np.zeros(capacity + 1, dtype=np.int64)  # where the next one of each length is
+    left = np.zeros(capacity + 1, dtype=np.int32)  # remaining samples of each length
+    start = np.zeros(capacity + 1, dtype=np.int64)  # position of the next sample of each length
     for place in range(placed.size - 1, -1, -1):
         left[placed[place]] += 1
         start[placed[place]] = place
@@ -101,25 +101,8 @@ def _fill_exactly(placed: Int32, capacity: int, max_samples: int, lookahead: int
             space = capacity
             room = max_samples
             length = bitset_previous(words, levels, capacity)
-        elif length != space and room > 1:
-            # Of the longest few, the one whose remainder the closest length fills best.
-            candidate = length
-            least = space - length
-            if least >= bitset_next(words, levels, 1):
-                for _ in range(lookahead):
-                    rest = space - candidate
-                    filler = bitset_previous(words, levels, rest)
-                    if filler == candidate and left[candidate] < 2:
-                        filler = bitset_previous(words, levels, filler - 1)
-                    gap = rest - max(filler, 0)
-                    if gap < least:
-                        least = gap
-                        length = candidate
-                    if least == 0 or candidate == 1:
-                        break
-                    candidate = bitset_previous(words, levels, candidate - 1)
-                    if candidate < 0:
-                        break
+        elif length != space and room > 1 and space - length >= bitset_next(words, levels, 1):
+            length = _closest(words, levels, left, space, length, lookahead)
         places[number] = start[length]
         pack_at[number] = packs - 1
         start[length] += 1
@@ -129,3 +112,27 @@ def _fill_exactly(placed: Int32, capacity: int, max_samples: int, lookahead: int
         space -= length
         room -= 1
     return places, pack_at, packs
+
+
+@njit(cache=True, nogil=True)
+def _closest(
+    words: npt.NDArray[np.uint64], levels: Int64, left: Int32, space: int, longest: int, lookahead: int
+) -> int:
+    """Among the longest candidates, the length that leaves the smallest gap after the best filler."""
+    candidate = chosen = longest
+    least = space - longest
+    for _ in range(lookahead):
+        rest = space - candidate
+        filler = bitset_previous(words, levels, rest)
+        if filler == candidate and left[candidate] < 2:
+            filler = bitset_previous(words, levels, filler - 1)
+        gap = rest - max(filler, 0)
+        if gap < least:
+            least = gap
+            chosen = candidate
+        if least == 0 or candidate == 1:
+            break
+        candidate = bitset_previous(words, levels, candidate - 1)
+        if candidate < 0:
+            break
+    return chosen

@@ -1,10 +1,13 @@
-"""The on-disk format: packs as tar members, the tar index, `.nv-meta`, and the manifest `packing.json`.
+"""The on-disk format around the packs: tars, the tar index, `.nv-meta`, and the manifest `packing.json`.
 
-layouts/      which parts a pack of each flavor has, written and read
 tar.py        deterministic tar files
 index.py      `.tar.idx` and `index.sqlite`, as `energon prepare` makes them
 nv_meta.py    dataset.yaml, split.yaml, sample_loader.py, .info.json
 manifest.py   packing.json: what was packed, with what, and the hashes of the shards
+reader.py     any pack by its number, from memory-mapped tars
+scan.py       members of a tar and their faults
+split.py      which shards are in a split
+repair.py     .nv-meta and indexes for tars that exist already
 steps.py      steps per epoch on each rank
 """
 

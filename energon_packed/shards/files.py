@@ -1,4 +1,4 @@
-"""Files that appear under their final name only when they are whole: write aside, fsync, rename."""
+"""Atomic file writes: write to a temporary file, fsync, rename."""
 
 import os
 import socket
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def aside_name(path: Path) -> Path:
-    """A name beside `path` that no other process gives: hosts that share a disk may share process numbers."""
+    """Unique temporary name next to `path`; with the host name, since hosts that share a disk may share PIDs."""
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
 @contextmanager
 def aside(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`; renamed to it when the block ends without an error."""
+    """Yield a temporary path next to `path`; rename it to `path` if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = aside_name(path)
     try:
@@ -29,12 +29,12 @@ def aside(path: Path) -> Iterator[Path]:
 
 
 def named(error: OSError, path: Path) -> OSError:
-    """The error with the file that was written, where it names none: a full disk."""
+    """Add the file name to an error without one, such as a full disk."""
     return error if error.filename or error.errno is None else OSError(error.errno, error.strerror, str(path))
 
 
 def rename_whole(temporary: Path, path: Path) -> None:
-    """Give a finished, synced file its name, and sync the folder, so that the name survives a power cut too."""
+    """Rename a finished, synced file and sync the folder, so that the rename survives a power failure."""
     temporary.rename(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -44,6 +44,6 @@ def rename_whole(temporary: Path, path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file at once."""
+    """Write a file atomically."""
     with aside(path) as temporary:
         temporary.write_bytes(content)

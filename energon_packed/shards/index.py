@@ -1,9 +1,9 @@
-"""The two indexes of a shard folder, byte for byte and row for row as `energon prepare` makes them.
+"""The two indexes of a shard folder, identical to those that `energon prepare` writes.
 
-    {shard}.tar.idx         uint64 little-endian: offset of each sample, then the end of the last one
+    {shard}.tar.idx         uint64 little-endian: offset of each sample, then the end of the last sample
     .nv-meta/index.sqlite   tables `samples` and `sample_parts` over all shards
 
-Source of the format: `TarIndexWriter` and `SqliteIndexWriter` of megatron-energon 7; the tests compare with them.
+Source of the format: `TarIndexWriter` and `SqliteIndexWriter` of megatron-energon 7; tests compare with them.
 """
 
 import sqlite3
@@ -40,12 +40,12 @@ CREATE INDEX idx_sample_parts_full
 
 
 def write_tar_index(tar: Path, rows: ShardRows) -> None:
-    """Write `{shard}.tar.idx` beside the shard."""
+    """Write `{shard}.tar.idx` next to the shard."""
     write_whole(tar.with_suffix(".tar.idx"), np.array(rows.offsets, dtype="<u8").tobytes())
 
 
 def write_sqlite_index(path: Path, shards: Iterable[ShardRows]) -> None:
-    """Write `index.sqlite` over the shards, numbered in the order given."""
+    """Write `index.sqlite` for the shards, numbered in the given order."""
     with aside(path) as temporary:
         temporary.unlink(missing_ok=True)
         database = sqlite3.connect(temporary, isolation_level=None)

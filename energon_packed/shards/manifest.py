@@ -1,7 +1,7 @@
-"""PackingManifest: `packing.json`, what was packed, with what settings, and the hashes of the shards.
+"""PackingManifest: `packing.json` with counts, settings and shard hashes.
 
-It holds no clock or host. Two builds of the same input differ at most in `counters`, which tell what each run did
-itself, and in the paths of `encoder`.
+It contains no timestamps or host names. Builds of the same input differ at most in `counters`, which describe the work
+of one run, and in the paths in `encoder`.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -20,12 +20,12 @@ FILE_NAME = "packing.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """One shard.
+    """Manifest entry of one shard.
 
     Attributes:
         name: file name.
         split: `train`, `val` or `test`.
-        packs, samples, tokens: what it holds.
+        packs, samples, tokens: totals of the shard.
         bytes: size of the tar.
         sha256: hex digest of the tar.
     """
@@ -41,23 +41,23 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingManifest:
-    """Counts and settings of one packed data set.
+    """Counts and settings of one packed dataset.
 
     Attributes:
         sample_class: flavor in `energon_packed.flavors`.
-        records: records in the input; `packed` of them are in packs, `rejects` counts the others by reason.
-        max_samples_per_pack: most samples that a pack may hold, or None.
-        truncated: packed samples that were cut to a row; `tokens_cut` were lost with it.
-        packs, tokens, images: totals over all shards; tokens without padding.
-        seq_len: tokens that one row holds.
-        utilization: tokens over packs * seq_len.
-        pad_multiple: each sample was counted rounded up to a multiple of this many tokens.
-        overlong: what was done with samples longer than a row: drop, error or truncate.
+        records: input records; `packed` of them are in packs, `rejects` counts the others by reason.
+        max_samples_per_pack: maximum samples per pack, or None.
+        truncated: packed samples that were truncated to seq_len; `tokens_cut` tokens were removed.
+        packs, tokens, images: totals over all shards; tokens exclude padding.
+        seq_len: tokens per row.
+        utilization: tokens / (packs * seq_len).
+        pad_multiple: sample lengths were rounded up to a multiple of this many tokens.
+        overlong: handling of samples longer than seq_len: drop, error or truncate.
         tokenizer_fingerprint: digest of tokenizer, template, image settings and loss options.
         input_fingerprint: digest of the input files.
-        encoder: options that made the encoder, to make it again.
+        encoder: options to recreate the encoder.
         counters: records measured, texts tokenized, records whose length came from the cache.
-        shards: every tar, in order.
+        shards: all tars, in order.
     """
 
     format_version: int = FORMAT_VERSION
@@ -93,7 +93,7 @@ class PackingManifest:
         return self.packed / self.packs if self.packs else 0.0
 
     def packs_in(self, split: str) -> int:
-        """Packs of one split."""
+        """Number of packs in one split."""
         return sum(shard.packs for shard in self.shards if shard.split == split)
 
     def save(self, folder: Path) -> None:
@@ -106,23 +106,23 @@ class PackingManifest:
         """Read the manifest of a shard folder, or of an output folder that holds one in `webdataset`.
 
         Raises:
-            FormatError: there is none, it is broken, or a newer version wrote it.
+            FormatError: the manifest is missing, invalid or from a newer version.
         """
         root = Path(path)
         if root.is_file():
-            raise FormatError(f"{root} is a file, and one data set folder is needed here")
+            raise FormatError(f"{root} is a file; pass a single dataset folder")
         for folder in (root, root / "webdataset"):
             file = folder / NV_META / FILE_NAME
             if file.is_file():
                 return cls._parse(file)
-        raise FormatError(f"{root} has no {NV_META}/{FILE_NAME}; is it a folder that energon-packed wrote?")
+        raise FormatError(f"{root} has no {NV_META}/{FILE_NAME}; pass a folder written by energon-packed")
 
     @classmethod
     def load_if_there(cls, path: str | Path) -> "PackingManifest | None":
-        """As `load`; None where there is no packing.json, as in data that other tools packed.
+        """As `load`, but None if there is no packing.json, as in data packed by other tools.
 
         Raises:
-            FormatError: it is broken, or a newer version wrote it: then nobody may go on as if there was none.
+            FormatError: the manifest is invalid or from a newer version.
         """
         root = Path(path)
         files = [folder / NV_META / FILE_NAME for folder in (root, root / "webdataset")]
@@ -135,7 +135,7 @@ class PackingManifest:
             found = value["format_version"]
             if found > FORMAT_VERSION:
                 raise FormatError(
-                    f"{file} has format version {found}, this tool reads up to {FORMAT_VERSION}; update it"
+                    f"{file} has format version {found}, but this version reads at most {FORMAT_VERSION}; upgrade it"
                 )
             return cls(**{**value, "shards": [ShardEntry(**shard) for shard in value["shards"]]})
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:

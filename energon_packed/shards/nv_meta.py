@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
+from energon_packed.formats import Codec
 from energon_packed.shards.files import write_whole
 from energon_packed.shards.index import write_sqlite_index
-from energon_packed.shards.layouts.base import Layout
 from energon_packed.shards.tar import ShardRows, ShardSummary
 
 NV_META = ".nv-meta"
@@ -22,7 +22,7 @@ _HEADER = "# Written by energon-packed.\n"
 def write_nv_meta(
     folder: Path,
     *,
-    layout: Layout,
+    codec: Codec,
     shards: Sequence[ShardSummary],
     rows: Iterable[ShardRows],
     splits: Mapping[str, list[str]],
@@ -32,18 +32,18 @@ def write_nv_meta(
 
     Args:
         folder: the folder of the tars.
-        layout: of the flavor.
+        codec: of the flavor.
         shards: finished shards, in order.
         rows: the index rows of each, in the same order; one shard is held at a time.
         splits: shard names of `train`, `val` and `test`; all three are always written, as Energon's tools ask for
             all three.
-        exclude: names of shards, and `SHARD/KEY` of packs, that Energon leaves out.
+        exclude: names of shards, and `SHARD/KEY` of packs, that Energon skips.
     """
     meta = folder / NV_META
     parts = {name: list(splits.get(name, [])) for name in SPLITS}
     split = {"split_parts": parts, "exclude": list(exclude)}
     info = {"energon_version": _energon_version(), "shard_counts": {shard.name: shard.packs for shard in shards}}
-    for name, content in loader_files(layout).items():
+    for name, content in loader_files(codec).items():
         write_whole(meta / name, content)
     write_whole(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
     write_whole(meta / ".info.json", json.dumps(info, indent=2).encode())
@@ -51,12 +51,12 @@ def write_nv_meta(
     write_sqlite_index(meta / "index.sqlite", rows)
 
 
-def loader_files(layout: Layout) -> dict[str, bytes]:
-    """Content of `sample_loader.py` and `dataset.yaml`: the same for every data set of a flavor."""
+def loader_files(codec: Codec) -> dict[str, bytes]:
+    """Content of `sample_loader.py` and `dataset.yaml`: the same for every dataset of a flavor."""
     names = ("part_filter", "sample_loader")
-    loader = "".join(f"from {layout.loader_module} import {name} as {name}\n" for name in names)
+    loader = "".join(f"from {codec.flavor_module} import {name} as {name}\n" for name in names)
     dataset = {
-        "sample_type": {"__module__": "energon_packed.flavors", "__class__": layout.sample_class},
+        "sample_type": {"__module__": "energon_packed.flavors", "__class__": codec.flavor_class},
         "part_filter": "sample_loader.py:part_filter",
         "sample_loader": "sample_loader.py:sample_loader",
         # Parts reach the loader as bytes: Energon's default decoder would turn images into tensors.

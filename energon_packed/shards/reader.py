@@ -1,4 +1,4 @@
-"""ShardReader: any pack by its number, from memory-mapped tars and their `.tar.idx`."""
+"""ShardReader: random access to packs in memory-mapped tars through their `.tar.idx`."""
 
 import io
 import mmap
@@ -15,27 +15,27 @@ import numpy.typing as npt
 from energon_packed.errors import FormatError
 
 _BLOCK = tarfile.BLOCKSIZE
-_MOST_OPEN = 128  # shards mapped at a time: each holds a file descriptor
+_MOST_OPEN = 128  # maximum number of mapped shards; each uses a file descriptor
 
 
 class ShardReader:
-    """Parts of pack i of a list of shards.
+    """Random access to the packs of a list of shards.
 
-    Offsets are held in one array, 8 bytes a pack. Shards are mapped when first read, by each process for itself, so a
-    reader can be pickled and used after a fork.
+    Offsets take 16 bytes of memory per pack. Each process maps a shard on first access, so a reader can be pickled and
+    used after a fork.
     """
 
     def __init__(self, tars: Sequence[Path]) -> None:
         """Read the `.tar.idx` of each shard.
 
         Raises:
-            FormatError: a shard or its index is missing, or the two do not belong together.
+            FormatError: a shard or its index is missing, or the two do not match.
         """
         self._open(list(tars), [_read_offsets(tar) for tar in tars])
 
     @classmethod
     def from_offsets(cls, offsets: Mapping[Path, Sequence[int]]) -> "ShardReader":
-        """A reader of tars without `.tar.idx`, given what those would hold."""
+        """Create a reader for tars without `.tar.idx` from the offsets that those files would hold."""
         reader = cls.__new__(cls)
         reader._open(list(offsets), [np.asarray(index, dtype=np.int64) for index in offsets.values()])
         return reader
@@ -55,11 +55,11 @@ class ShardReader:
         return {**self.__dict__, "_maps": OrderedDict()}
 
     def __getitem__(self, pack: int) -> dict[str, Any]:
-        """All parts of a pack: `__key__`, and the content of each member by what follows its first dot, as bytes.
+        """All parts of a pack: `__key__`, and the bytes of each member by part name (text after the first dot).
 
         Raises:
-            IndexError: there is no such pack.
-            FormatError: the tar does not hold what its index says.
+            IndexError: `pack` is out of range.
+            FormatError: the tar does not match its index.
         """
         raw: dict[str, Any] = {}
         for name, content in self.members(pack):
@@ -69,7 +69,7 @@ class ShardReader:
         return raw
 
     def part(self, pack: int, part: str) -> dict[str, Any]:
-        """As `[i]`, with this part alone; the others are not read."""
+        """As `[i]`, but read only this part."""
         raw: dict[str, Any] = {}
         for name, content in self.members(pack, only=part):
             key, found = _split(name)
@@ -79,7 +79,7 @@ class ShardReader:
         return raw
 
     def members(self, pack: int, only: str | None = None) -> Iterator[tuple[str, bytes]]:
-        """(member name, content) of each member of a pack; with `only`, the content of that part alone.
+        """Yield (member name, content) for each member of a pack; with `only`, other contents may be empty.
 
         Raises:
             IndexError, FormatError: as `[i]`.
@@ -96,22 +96,24 @@ class ShardReader:
                 size = int(header[124:136].rstrip(b" \0"), 8)
                 name = header[:100].rstrip(b"\0").decode()
             except ValueError as error:
-                raise FormatError(f"{self.tars[shard]} has no tar header at byte {at}: {error}") from error
+                raise FormatError(
+                    f"{self.tars[shard]} has an invalid tar header at byte {at}: {error}; pack it again"
+                ) from error
             content = data[at + _BLOCK : at + _BLOCK + size] if only is None or name.endswith(f".{only}") else b""
             if at + _BLOCK + size > len(data) or not name:
-                raise FormatError(f"{self.tars[shard]} is cut or damaged at byte {at}; pack it again")
+                raise FormatError(f"{self.tars[shard]} is truncated or damaged at byte {at}; pack it again")
             yield name, content
             at += _BLOCK + size + (-size % _BLOCK)
 
     def locate(self, pack: int) -> tuple[int, int, int]:
-        """(shard number, first byte, byte after the last) of a pack."""
+        """(shard number, start byte, end byte) of a pack."""
         if not 0 <= pack < len(self):
-            raise IndexError(f"pack {pack} is not among the {len(self)} packs")
+            raise IndexError(f"pack {pack} is out of range for {len(self)} packs")
         shard = int(np.searchsorted(self._first, pack, side="right")) - 1
         return shard, int(self._starts[pack]), int(self._ends[pack])
 
     def _others(self, shard: int, start: int, end: int) -> Iterator[tuple[str, bytes]]:
-        """Members with long names and the like, which other tools write."""
+        """Yield members with long names or other tar extensions, as written by other tools."""
         data = io.BytesIO(self._map(shard)[start:end] + bytes(2 * _BLOCK))
         try:
             with tarfile.open(fileobj=data) as tar:
@@ -123,7 +125,7 @@ class ShardReader:
             raise FormatError(f"{self.tars[shard]} is damaged after byte {start}: {error}") from error
 
     def _map(self, shard: int) -> mmap.mmap:
-        if self._process != os.getpid():  # a fork: leave the parent's maps alone, and open our own
+        if self._process != os.getpid():  # after a fork: open new maps instead of using the parent's
             self._maps, self._process = OrderedDict(), os.getpid()
         if shard in self._maps:
             self._maps.move_to_end(shard)
@@ -143,15 +145,17 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _read_offsets(tar: Path) -> npt.NDArray[np.int64]:
-    """Offset of each sample and the end of the last: int64 (packs + 1,)."""
+    """Offset of each sample, then the end of the last sample: int64 (packs + 1,)."""
     index = tar.with_suffix(".tar.idx")
     try:
         offsets = np.fromfile(index, dtype="<u8").astype(np.int64)
         size = tar.stat().st_size
     except OSError as error:
         raise FormatError(
-            f"{error.filename}: {error.strerror}; copy the whole folder, or run energon-packed nv-meta to index it"
+            f"{error.filename}: {error.strerror}; copy the complete folder, or run energon-packed nv-meta to index it"
         ) from error
     if len(offsets) == 0 or (np.diff(offsets) <= 0).any() or offsets[-1] > size:
-        raise FormatError(f"{index} does not fit {tar.name} ({size} bytes); pack again or run energon-packed nv-meta")
+        raise FormatError(
+            f"{index} does not match {tar.name} ({size} bytes); pack again or run energon-packed nv-meta"
+        )
     return offsets

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import FormatError
+from energon_packed.formats import codec_for, codec_of
 from energon_packed.shards.index import write_tar_index
-from energon_packed.shards.layouts import layout_for, sample_class_of
 from energon_packed.shards.manifest import FILE_NAME, PackingManifest
 from energon_packed.shards.nv_meta import NV_META, SPLITS, write_nv_meta
 from energon_packed.shards.reader import ShardReader
@@ -56,14 +56,13 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
     if not tars:
         raise FormatError(f"{folder} holds no .tar files; give the folder of the shards")
     summaries, first_packs = _checked(tars)
-    sample_class = sample_class or sample_class_of(first_packs[0])
-    layout = layout_for(sample_class)
+    codec = codec_for(sample_class) if sample_class else codec_of(first_packs[0])
     for tar, pack in zip(tars, first_packs, strict=True):
         try:
-            layout.read(pack)
+            codec.read(pack)
         except (FormatError, KeyError, TypeError, ValueError) as error:
             detail = str(error) if isinstance(error, FormatError) else f"{type(error).__name__} {error}"
-            raise FormatError(f"{tar}: {pack['__key__']} is no {sample_class}: {detail}") from error
+            raise FormatError(f"{tar}: {pack['__key__']} is not a {codec.sample_class}: {detail}") from error
     splits, kept = _splits(folder, [tar.name for tar in tars])
     excluded = excluded_names(folder)
     stale = _stale_manifest(folder, summaries, splits)
@@ -76,7 +75,7 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
         write_tar_index(tar, scan_tar(tar).rows())
     write_nv_meta(
         folder,
-        layout=layout,
+        codec=codec,
         shards=summaries,
         rows=(scan_tar(tar).rows() for tar in tars),
         splits=splits,
@@ -84,7 +83,7 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
     )
     return RepairedFolder(
         folder=folder,
-        sample_class=sample_class,
+        sample_class=codec.sample_class,
         shards=summaries,
         splits=splits,
         kept_split=kept,
@@ -100,7 +99,7 @@ def _checked(tars: list[Path]) -> tuple[list[ShardSummary], list[dict[str, Any]]
         rows = scan_tar(tar).rows()
         for key in rows.keys:
             if key in owner:
-                raise FormatError(f"key {key} is in {owner[key]} and in {tar.name}; keys must be unique in a data set")
+                raise FormatError(f"key {key} is in {owner[key]} and in {tar.name}; keys must be unique in a dataset")
             owner[key] = tar.name
         summaries.append(ShardSummary(rows.name, rows.size, _digest(rows), len(rows.keys)))
         first_packs.append(ShardReader.from_offsets({tar: rows.offsets})[0])

@@ -1,7 +1,7 @@
-"""What a tar holds, read from its headers alone, and what is wrong with it.
+"""Scan the headers of a tar: list its members and detect faults.
 
-Members are grouped as Energon and WebDataset group them: the key ends at the first dot of the file name, and the parts
-of a sample follow each other.
+Members are grouped as in Energon and WebDataset: the key ends at the first dot of the file name, and the parts of a
+sample are adjacent.
 """
 
 import re
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from energon_packed.errors import FormatError
+from energon_packed.formats import CODECS
 from energon_packed.shards.tar import ShardRows
 
 _SPLIT = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
-_META = re.compile(r"__[^/]*__($|/)")  # WebDataset's own members
-_KNOWN_PART = re.compile(r"json|(img\d+_\d+|input_ids|labels|cu_seqlens|loss_spans)\.\w+")
+_META = re.compile(r"__[^/]*__($|/)")  # WebDataset's metadata members
 _MOST_PROBLEMS = 20
 
 
@@ -24,8 +24,8 @@ class Member:
     """One regular file of a tar.
 
     Attributes:
-        name: whole name.
-        key, part: before and after the first dot of the file name; both empty where there is no dot.
+        name: full member name.
+        key, part: text before and after the first dot of the file name; both empty without a dot.
         header: byte offset of its first header.
         offset, size: byte offset and size of its content.
     """
@@ -40,14 +40,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class TarScan:
-    """A tar's members and faults.
+    """Members and faults of a tar.
 
     Attributes:
-        path: of the tar.
-        members: regular files in order, without WebDataset's own.
+        path: path of the tar.
+        members: regular files in order, without WebDataset's metadata members.
         end: byte offset of the end of the last member.
-        problems: faults that make readers lose or mix samples, the first twenty; empty for a sound tar.
-        is_cut: the tar ends early, inside its last pack.
+        problems: first twenty faults that cause readers to lose or mix samples; empty for a valid tar.
+        is_cut: the tar is truncated inside its last pack.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class TarScan:
     is_cut: bool = False
 
     def rows(self) -> ShardRows:
-        """Index rows, without a hash of the content.
+        """Index rows, without a content hash.
 
         Raises:
             FormatError: the tar has problems.
@@ -82,7 +82,7 @@ def scan_tar(path: Path) -> TarScan:
     """Read all headers of a tar.
 
     Raises:
-        FormatError: it is no uncompressed tar, or not readable.
+        FormatError: `path` is not an uncompressed tar or cannot be read.
     """
     members: list[Member] = []
     problems: list[str] = []
@@ -95,7 +95,7 @@ def scan_tar(path: Path) -> TarScan:
                 end = info.offset_data + info.size + (-info.size % tarfile.BLOCKSIZE)
                 if end > size:
                     is_cut = True
-                    problems.append(f"it is cut inside {info.name}, at byte {size}; copy or pack it again")
+                    problems.append(f"truncated inside {info.name} at byte {size}; copy or pack it again")
                     break
                 if info.isreg() and not _META.match(info.name):
                     found = _SPLIT.fullmatch(info.name)
@@ -104,36 +104,36 @@ def scan_tar(path: Path) -> TarScan:
             else:
                 end = tar.offset
     except tarfile.TarError as error:
-        raise FormatError(f"{path} is no tar file, or a compressed one: {error}") from error
+        raise FormatError(f"{path} is not an uncompressed tar file: {error}") from error
     if not problems and (rest := _first_byte_after(path, end)) is not None:
         if size - end < tarfile.BLOCKSIZE:
             is_cut = True
-            problems.append(f"it is cut inside a header, at byte {size}; copy or pack it again")
+            problems.append(f"truncated inside a header at byte {size}; copy or pack it again")
         else:
-            what = "a damaged header, or tars that were joined"
-            problems.append(f"there is data after its end, at byte {rest}: {what}; pack it again")
+            what = "a damaged header or concatenated tars"
+            problems.append(f"data after the end of the archive at byte {rest}: {what}; pack it again")
     if not problems and size < end + 2 * tarfile.BLOCKSIZE:
-        problems.append("it has no end mark, so its last members may be missing; copy or pack it again")
+        problems.append("no end-of-archive marker, so the last members may be missing; copy or pack it again")
     problems += _faults(members)
     return TarScan(path, members, end, problems[:_MOST_PROBLEMS], is_cut)
 
 
 def _members(tar: tarfile.TarFile, problems: list[str]) -> Iterator[tarfile.TarInfo]:
-    """Members until the first header that cannot be read."""
+    """Yield members up to the first unreadable header."""
     while True:
         try:
             info = tar.next()
         except (tarfile.TarError, OSError) as error:
-            problems.append(f"the header at byte {tar.offset} cannot be read: {error}; copy or pack it again")
+            problems.append(f"unreadable header at byte {tar.offset}: {error}; copy or pack it again")
             return
         if info is None:
             return
-        tar.members = []  # type: ignore[attr-defined]  # the library would keep them all
+        tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
         yield info
 
 
 def _first_byte_after(path: Path, end: int) -> int | None:
-    """Place of the first byte from `end` on that is not zero; the library takes a damaged header for the end."""
+    """Offset of the first nonzero byte at or after `end`; tarfile treats a damaged header as the end."""
     with path.open("rb") as stream:
         stream.seek(end)
         while block := stream.read(1 << 20):
@@ -143,27 +143,32 @@ def _first_byte_after(path: Path, end: int) -> int | None:
 
 
 def _faults(members: list[Member]) -> Iterator[str]:
-    """Names that readers would take apart wrongly."""
+    """Yield faults in member names that readers would misinterpret."""
     if not members:
-        yield "it has no member"
+        yield "no members"
     finished: set[str] = set()
     current: str | None = None
     parts: set[str] = set()
     for member in members:
         if not member.key:
-            yield f"{member.name} has no key before a dot; name members KEY.PART"
+            yield f"{member.name} has no key; name members KEY.PART"
             continue
-        if "." in member.part and not _KNOWN_PART.fullmatch(member.part):
+        if "." in member.part and not _is_known(member.part):
             yield (
-                f"{member.name}: its key ends at the first dot, as {member.key!r}, and no flavor has a part "
-                f"{member.part!r}; keys must have no dots, images are named KEY.img{{sample}}_{{image}}.EXT"
+                f"{member.name}: the key ends at the first dot, so it is {member.key!r} with the unknown part "
+                f"{member.part!r}; remove dots from keys and name images KEY.img{{sample}}_{{image}}.EXT"
             )
         if member.key != current:
             if member.key in finished:
-                yield f"{member.name} does not follow the other parts of {member.key}; parts of a key must be adjacent"
+                yield f"{member.name} is not adjacent to the other parts of {member.key}; store a key's parts together"
             if current is not None:
                 finished.add(current)
             current, parts = member.key, set()
         if member.part in parts:
-            yield f"{member.name} is there twice"
+            yield f"{member.name} occurs twice"
         parts.add(member.part)
+
+
+def _is_known(part: str) -> bool:
+    """Whether a flavor has a part of this name."""
+    return any(codec.part_filter(part) for codec in CODECS.values())

@@ -1,8 +1,8 @@
-"""Steps per epoch, exactly, from the number of packs: how Energon deals samples to ranks and workers.
+"""Exact steps per epoch from the number of packs, following Energon's sharding over ranks and workers.
 
-Energon gives each worker of each rank one contiguous slice of all samples, slices differ by at most one, and the
-longer ones are spread in bit-reversal order. Each worker makes batches of its own slice, so its last one can be short.
-Source: `Sharder.split_samples_to_workers` of megatron-energon 7; the tests compare with it.
+Energon assigns each worker of each rank one contiguous slice of the samples. Slice sizes differ by at most one; the
+larger slices are distributed in bit-reversal order. Each worker batches its own slice, so its last batch can be short.
+Source: `Sharder.split_samples_to_workers` of megatron-energon 7; tests compare with it.
 """
 
 from itertools import zip_longest
@@ -21,21 +21,21 @@ def steps_per_epoch(
     split: str = "train",
     drop_last: bool = False,
 ) -> list[int]:
-    """Micro batches that each rank sees in one epoch.
+    """Micro batches per rank in one epoch.
 
     Args:
-        path: a packed data set, or its manifest.
+        path: packed dataset, or its manifest.
         world_size: data-parallel ranks.
-        micro_batch_size: packs in one batch.
-        num_workers: loader workers of each rank.
-        split: which split is read.
-        drop_last: short batches at the end of a worker's slice are left out.
+        micro_batch_size: packs per micro batch.
+        num_workers: loader workers per rank.
+        split: split to read.
+        drop_last: drop the short batch at the end of each worker's slice.
 
     Returns:
-        One number per rank; where they differ, train to the least, or repeat the data.
+        One number per rank. If they differ, train for the minimum or repeat the data.
 
     Raises:
-        ConfigError: a number below its least value.
+        ConfigError: an argument is below its minimum.
     """
     for name, value, least in (
         ("world_size", world_size, 1),
@@ -43,7 +43,7 @@ def steps_per_epoch(
         ("num_workers", num_workers, 0),
     ):
         if value < least:
-            raise ConfigError(f"{name} is {value}; it must be at least {least}")
+            raise ConfigError(f"`{name}` is {value}; it must be at least {least}")
     manifest = path if isinstance(path, PackingManifest) else PackingManifest.load(path)
     workers = max(1, num_workers)
     packs = packs_per_worker(manifest.packs_in(split), world_size * workers)
@@ -55,7 +55,7 @@ def steps_per_epoch(
 
 
 def packs_per_worker(packs: int, workers: int) -> list[int]:
-    """Packs that each of `workers` workers over all ranks reads."""
+    """Packs read by each of `workers` workers, counted over all ranks."""
     least, longer = divmod(packs, workers)
     counts = [least] * workers
     for worker in _bit_reversal(list(range(workers)))[:longer]:
@@ -64,7 +64,7 @@ def packs_per_worker(packs: int, workers: int) -> list[int]:
 
 
 def _bit_reversal(indices: list[int]) -> list[int]:
-    """Halves dealt like two hands of cards, recursively: a bit reversal for any length."""
+    """Bit-reversal order for any length: recursively interleave the two halves."""
     if len(indices) <= 2:
         return indices
     middle = len(indices) // 2

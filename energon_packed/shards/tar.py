@@ -1,6 +1,6 @@
-"""Deterministic tar shards: the same parts give the same bytes, on any machine, at any time.
+"""Deterministic tar shards: identical parts produce identical bytes.
 
-Members are POSIX ustar with no clock, user or host. A shard appears under its final name only when it is whole.
+Members are POSIX ustar without timestamps, users or hosts. A shard appears under its final name only when complete.
 """
 
 import contextlib
@@ -14,24 +14,23 @@ from types import TracebackType
 from typing import Any
 
 from energon_packed.errors import FormatError
+from energon_packed.formats import Part
 from energon_packed.shards.files import aside_name, named, rename_whole
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)  # POSIX.1-1988: an archive ends with two zero blocks
-Part = tuple[str, bytes]
-"""(part name, content): `("json", b"...")` becomes the member `{key}.json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRows:
-    """What indexes need to know of one finished shard.
+    """Index data of one finished shard.
 
     Attributes:
         name: file name.
         size: bytes of the file.
         sha256: hex digest of the file.
         keys: key of each sample, in order.
-        offsets: byte offset of the first header of each sample, and the end of the last sample: one more than keys.
+        offsets: byte offset of the first header of each sample, then the end of the last one: len(keys) + 1 entries.
         parts: (sample number, part name, offset of the content, bytes of the content) of every member.
     """
 
@@ -44,28 +43,28 @@ class ShardRows:
 
     @property
     def summary(self) -> "ShardSummary":
-        """What is kept of a shard once its rows are on disk."""
+        """Summary that is kept after the rows are written to disk."""
         return ShardSummary(self.name, self.size, self.sha256, len(self.keys))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
+        """JSON-serializable dict."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> "ShardRows":
-        """The inverse of `as_dict`."""
+        """Inverse of `as_dict`."""
         return cls(**{**value, "parts": [(int(a), str(b), int(c), int(d)) for a, b, c, d in value["parts"]]})
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSummary:
-    """One finished shard, in a few bytes.
+    """Summary of one finished shard.
 
     Attributes:
         name: file name.
         size: bytes of the file.
         sha256: hex digest of the file.
-        packs: samples in it.
+        packs: number of packs.
     """
 
     name: str
@@ -75,7 +74,7 @@ class ShardSummary:
 
 
 class TarShardWriter:
-    """Writes one shard and remembers where everything is.
+    """Writes one shard and records its index data.
 
     with TarShardWriter(folder / "demo-000000.tar") as shard:
         shard.add("demo_00000000", [("json", b"{}")])
@@ -106,26 +105,26 @@ class TarShardWriter:
                 return
         except OSError as failed:
             error = failed
-        with contextlib.suppress(OSError):  # what is buffered may not be written either
+        with contextlib.suppress(OSError):  # flushing the buffer may fail too
             self._stream.close()
         self._aside.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise named(error, self.path) from error
 
     def add(self, key: str, parts: Iterable[Part]) -> None:
-        """Append one sample: its parts follow each other, as readers of WebDatasets need.
+        """Append one sample; its parts are stored adjacent, as WebDataset readers require.
 
         Raises:
-            FormatError: the key has a dot or a slash, or a member name is longer than 100 bytes.
+            FormatError: the key is empty or contains a dot or slash, or a member name exceeds 100 bytes.
         """
         if not key or "." in key or "/" in key:
-            raise FormatError(f"key {key!r} must be a name without dots and slashes")
+            raise FormatError(f"invalid key {key!r}; it must be a nonempty name without dots or slashes")
         self._offsets.append(self._offset)
         for name, content in parts:
             header = tarfile.TarInfo(f"{key}.{name}")
             if len(header.name.encode()) > tarfile.LENGTH_NAME:
                 raise FormatError(
-                    f"member name {header.name!r} is over {tarfile.LENGTH_NAME} bytes; shorten the prefix"
+                    f"member name {header.name!r} exceeds {tarfile.LENGTH_NAME} bytes; use a shorter `shard_prefix`"
                 )
             header.size = len(content)
             self._write(header.tobuf(format=tarfile.USTAR_FORMAT))

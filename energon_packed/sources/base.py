@@ -1,4 +1,4 @@
-"""Source: one input file whose records can be read in order and one by one."""
+"""Source: one input file whose records can be read in order and by address. Required methods: `extent` and `read`."""
 
 import hashlib
 import os
@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from energon_packed.errors import RecordError
+from energon_packed.errors import Reject
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,24 +18,32 @@ class Row:
     Attributes:
         address: where `Source.read` finds it again: a byte offset or a row number.
         size: bytes of the record in the file; 0 where the format does not tell.
-        record: the parsed record, or the error that parsing gave.
+        record: the parsed record; None when it cannot be parsed.
+        reject: why it cannot be parsed, or None.
     """
 
     address: int
     size: int
     record: Any
+    reject: Reject | None = None
 
 
 class Source(ABC):
-    """One input file. Objects are small and can be pickled; files are opened by the process that reads.
+    """One input file. Objects are small and picklable; each process that reads opens the file itself.
+
+    A container format is one subclass with `@register_source`; without further methods its addresses are row numbers.
 
     Attributes:
+        suffixes: endings of the file names that this class reads, lower case.
         path: the file that the user named.
         data: the file that is read: `path`, or its converted copy.
         image_root: folder that relative media paths start from and must stay in.
-        share: part of the address space to read, as (start, stop, whole): from start / whole to stop / whole of it.
+        share: part of the address space to read, as (start, stop, total): from start / total to stop / total of it.
+        chunk_limits: smallest and largest part of the address space that is one unit of work.
     """
 
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    chunk_limits: ClassVar[tuple[int, int]] = (64, 512)
     share: tuple[int, int, int] = (0, 1, 1)
 
     def __init__(self, path: Path, *, data: Path | None = None, image_root: Path | None = None) -> None:
@@ -43,37 +51,57 @@ class Source(ABC):
         self.data = data or path
         self.image_root = str(image_root if image_root is not None else path.resolve().parent)
 
-    @abstractmethod
-    def extent(self) -> int:
-        """End of the address space: bytes or rows."""
+    @classmethod
+    def matches(cls, path: Path) -> bool:
+        """Whether this class reads `path`: by default, by its `suffixes`."""
+        return path.name.lower().endswith(cls.suffixes) if cls.suffixes else False
 
-    @abstractmethod
-    def scan(self, start: int, stop: int) -> Iterator[Row]:
-        """Rows whose address lies in [start, stop), in order; every row is in exactly one of adjacent ranges."""
-
-    @abstractmethod
-    def read(self, address: int, size: int) -> Any:
-        """The record of one `Row`, given its address and size.
+    @classmethod
+    def files(cls, path: Path) -> list[Path]:
+        """The files that `path` stands for, one source each: itself, unless it is a folder.
 
         Raises:
-            RecordError: the record cannot be parsed.
+            SourceError: they cannot be told.
         """
+        return [path]
 
-    @property
+    @classmethod
+    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> "Source":
+        """A source for one of `files`.
+
+        Args:
+            path: the file.
+            work_dir: folder for converted copies, for formats without random access.
+            image_root: folder of relative media paths; None for the folder of the file.
+
+        Raises:
+            SourceError: the file cannot be read.
+        """
+        return cls(path, image_root=image_root)
+
     @abstractmethod
-    def chunk_limits(self) -> tuple[int, int]:
-        """Least and largest part of the address space that makes one unit of work."""
+    def extent(self) -> int:
+        """End of the address space: the number of rows, or of bytes."""
+
+    @abstractmethod
+    def read(self, address: int, size: int) -> Row:
+        """One record, by the address and size of its `Row`."""
+
+    def scan(self, start: int, stop: int) -> Iterator[Row]:
+        """Rows whose address is in [start, stop), in order; each row is in exactly one of adjacent ranges."""
+        for address in range(start, stop):
+            yield self.read(address, 0)
 
     def chunks(self) -> list[tuple[int, int]]:
-        """Our share of the address space in units of work: [(start, stop), ...]; about 64, within `chunk_limits`."""
-        first, last, whole = self.share
-        begin, end = (self.extent() * edge // whole for edge in (first, last))
-        least, largest = self.chunk_limits
-        step = min(max((end - begin) // 64, least), largest)
+        """Our share of the address space in units of work, [(start, stop), ...]: about 64, within `chunk_limits`."""
+        first, last, total = self.share
+        begin, end = (self.extent() * edge // total for edge in (first, last))
+        smallest, largest = self.chunk_limits
+        step = min(max((end - begin) // 64, smallest), largest)
         return [(start, min(start + step, end)) for start in range(begin, end, step)]
 
     def fingerprint(self) -> str:
-        """Hex digest of the size of the file and of samples of its bytes: the same for a copy elsewhere."""
+        """Hex digest of the file's size and of samples of its bytes: the same for a copy elsewhere."""
         return file_fingerprint(self.path)
 
 
@@ -93,10 +121,3 @@ def file_fingerprint(path: Path) -> str:
 def changed_at(path: Path) -> int:
     """Time of the last change in nanoseconds: part of the restart state, never of the output."""
     return os.stat(path).st_mtime_ns
-
-
-def parsed_or_raise(value: Any) -> Any:
-    """The value, or raise it when it is a RecordError."""
-    if isinstance(value, RecordError):
-        raise value
-    return value

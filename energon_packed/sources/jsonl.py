@@ -1,22 +1,28 @@
-"""JsonlSource: one JSON object a line, read by byte ranges; memory does not grow with the file."""
+"""JSONL, plain or compressed: one JSON object a line, read by byte ranges; memory does not grow with the file."""
 
 import codecs
+import gzip
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import orjson
 
-from energon_packed.errors import Reason, RecordError
-from energon_packed.sources.base import Row, Source, parsed_or_raise
+from energon_packed.errors import Reason, Reject, SourceError
+from energon_packed.sources.base import Row, Source
+from energon_packed.sources.convert import converted
 
 
 class JsonlSource(Source):
-    """A JSONL file. Blank lines are no records.
+    """A JSONL file. Blank lines are skipped.
 
     A range [start, stop) holds the lines that begin in it, so ranges can be read by different processes.
     """
+
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
+    chunk_limits: ClassVar[tuple[int, int]] = (256 << 10, 4 << 20)  # bytes
 
     def __init__(self, path: Path, *, data: Path | None = None, image_root: Path | None = None) -> None:
         super().__init__(path, data=data, image_root=image_root)
@@ -24,11 +30,6 @@ class JsonlSource(Source):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stream": None}
-
-    @property
-    def chunk_limits(self) -> tuple[int, int]:
-        """256 KiB to 4 MiB of lines."""
-        return 256 << 10, 4 << 20
 
     def extent(self) -> int:
         """Size of the file in bytes."""
@@ -45,18 +46,59 @@ class JsonlSource(Source):
                 stream.seek(0)
             while offset < stop and (line := stream.readline()):
                 if line.strip():
-                    yield Row(offset, len(line), _parse(line))
+                    yield _row(offset, line)
                 offset += len(line)
 
-    def read(self, address: int, size: int) -> Any:
+    def read(self, address: int, size: int) -> Row:
         """The record in bytes [address, address + size)."""
         if self._stream is None:
             self._stream = self.data.open("rb", buffering=0)
-        return parsed_or_raise(_parse(os.pread(self._stream.fileno(), size, address)))
+        return _row(address, os.pread(self._stream.fileno(), size, address))
 
 
-def _parse(line: bytes) -> Any:
+class CompressedJsonlSource(JsonlSource):
+    """A .gz or .zst file of JSONL, decompressed once."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson.gz")
+
+    @classmethod
+    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> "Source":
+        """Decompress into `work_dir`."""
+        return cls(path, data=converted(path, work_dir, ".jsonl", _decompress), image_root=image_root)
+
+
+def _row(offset: int, line: bytes) -> Row:
     try:
-        return orjson.loads(line.removeprefix(codecs.BOM_UTF8))
+        return Row(offset, len(line), orjson.loads(line.removeprefix(codecs.BOM_UTF8)))
     except orjson.JSONDecodeError as error:
-        return RecordError(Reason.BAD_JSON, str(error))
+        return Row(offset, len(line), None, Reject(Reason.BAD_JSON, str(error)))
+
+
+def _decompress(path: Path, out: BinaryIO) -> None:
+    import zstandard
+
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rb") as stream:
+                shutil.copyfileobj(stream, out, 1 << 20)
+        else:
+            _decompress_zstd(path, out)
+    except (OSError, EOFError, zstandard.ZstdError) as error:
+        raise SourceError(f"{path} cannot be decompressed: {error}; is the file complete?") from error
+
+
+def _decompress_zstd(path: Path, out: BinaryIO) -> None:
+    """All frames of a file; the library's own stream reader accepts a file that ends inside a frame."""
+    import zstandard
+
+    frame = None
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            while block:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                out.write(frame.decompress(block))
+                block = frame.unused_data
+                if frame.eof:
+                    frame = None
+    if frame is not None:
+        raise EOFError("the last frame is truncated")

@@ -1,4 +1,4 @@
-"""`verify`: is a data set whole, consistent with its own records, and what training will accept?
+"""`verify`: is a dataset intact, consistent with its own records, and accepted by training?
 
 files.py    the tars, their indexes, the files that name them
 packs.py    what is in the packs
@@ -7,8 +7,6 @@ energon.py  whether Energon loads it
 
 from collections.abc import Iterator
 
-from energon_packed.build.engine import LocalEngine
-from energon_packed.build.progress import Progress
 from energon_packed.encoding import ChatEncoder
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
@@ -21,6 +19,8 @@ from energon_packed.inspection.verify.files import (
     shards_are_those_named,
 )
 from energon_packed.inspection.verify.packs import PackChecker, contents_checks
+from energon_packed.pipeline.engine import LocalEngine
+from energon_packed.pipeline.progress import Progress
 
 __all__ = ["Check", "verify"]
 
@@ -28,13 +28,13 @@ __all__ = ["Check", "verify"]
 def verify(
     folder: PackedFolder, encoder: ChatEncoder | None, *, processes: int = 1, progress: Progress | None = None
 ) -> Iterator[Check]:
-    """Check after check, as they are done. Without a packing.json, those that need it are left out.
+    """Check after check, as they are done. Without a packing.json, those that need it are skipped.
 
     Args:
-        folder: the data set.
+        folder: the dataset.
         encoder: the one that it was packed with, to encode every sample again; None skips that.
-        processes: tars read side by side.
-        progress: told of every tar while the packs are read.
+        processes: tars read in parallel.
+        progress: notified of every tar while the packs are read.
     """
     progress = progress or Progress()
     engine = LocalEngine(processes)
@@ -43,19 +43,19 @@ def verify(
     manifest = folder.manifest
     entries = {shard.name: shard for shard in manifest.shards} if manifest else {}
     known = [tar for tar in folder.tars if not entries or tar.name in entries]
-    whole = Check("tars are whole" + (", with the size and hash recorded" if manifest else ""))
+    intact = Check("tars are intact" + (", with the size and hash recorded" if manifest else ""))
     scans = []
     for _, check, scan in sorted(engine.run(TarChecker(entries), known), key=lambda result: result[0]):
-        whole.add(check)
+        intact.add(check)
         scans += [scan] if scan is not None else []
-    whole.found = f"{sum(tar.stat().st_size for tar in known):,} bytes"
-    yield whole
+    intact.found = f"{sum(tar.stat().st_size for tar in known):,} bytes"
+    yield intact
     yield indexes_match(folder, scans)
     yield keys_are_unique(scans)
 
     progress.start("packs", len(scans), "tars")
     contents = []
-    for one in engine.run(PackChecker(folder.sample_class, encoder, manifest), scans):
+    for one in engine.run(PackChecker(folder.codec, encoder, manifest), scans):
         contents.append(one)
         progress.advance(1)
     progress.stop()

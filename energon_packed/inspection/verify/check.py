@@ -1,20 +1,20 @@
-"""Check: one thing that should hold, and where it does not."""
+"""Check: the result of one verification."""
 
 from dataclasses import dataclass, field
 
-_MOST = 5  # problems told of each check
+_MOST = 5  # maximum number of problems listed per check
 
 
 @dataclass(slots=True)
 class Check:
-    """One thing that was looked at.
+    """Result of one verification.
 
     Attributes:
-        name: what should hold.
-        problems: where it does not, with the file; the first five.
-        found: how much was looked at.
-        count: number of all problems.
-        remedy: what mends it: `pack` or `nv-meta`.
+        name: condition that must hold.
+        problems: first five violations, with the file name.
+        found: summary of what was checked.
+        count: total number of problems.
+        remedy: command that fixes it: `pack` or `nv-meta`.
     """
 
     name: str
@@ -24,17 +24,17 @@ class Check:
     remedy: str = "pack"
 
     def fail(self, problem: str) -> None:
-        """Note a problem."""
+        """Record a problem."""
         self.count += 1
         if self.count <= _MOST:
             self.problems.append(problem)
 
     def add(self, other: "Check") -> None:
-        """Take in the problems of the same check of another file."""
+        """Merge the problems of the same check for another file."""
         self.count += other.count
         self.problems = (self.problems + other.problems)[:_MOST]
 
     @property
     def holds(self) -> bool:
-        """No problem was found."""
+        """Whether no problem was found."""
         return self.count == 0

@@ -1,4 +1,4 @@
-"""Whether Energon itself loads the data set."""
+"""Whether Energon itself loads the dataset."""
 
 import warnings
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from energon_packed.errors import FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
-from energon_packed.shards.layouts import layout_for
 from energon_packed.shards.nv_meta import NV_META, loader_files
 from energon_packed.shards.split import shard_names
 
@@ -16,12 +15,12 @@ def energon_loads(folder: PackedFolder) -> Check:
     from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
 
     check = Check("its loader is ours, and Energon loads it", remedy="nv-meta")
-    for name, content in loader_files(layout_for(folder.sample_class)).items():
+    for name, content in loader_files(folder.codec).items():
         file = folder.path / NV_META / name
         if not file.is_file():
             check.fail(f"{name} is missing; run energon-packed nv-meta")
         elif file.read_bytes() != content:
-            check.fail(f"{name} is not what energon-packed writes, so it was not run; look at it, or run nv-meta")
+            check.fail(f"{name} is not what energon-packed writes, so it was not executed; review it, or run nv-meta")
     if not check.holds:
         return check
 

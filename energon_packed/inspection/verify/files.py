@@ -1,4 +1,4 @@
-"""Tars, their indexes and the files that name them, without looking into a pack."""
+"""Checks of tars, indexes and metadata files that do not read pack contents."""
 
 import hashlib
 import json
@@ -23,19 +23,19 @@ from energon_packed.shards.split import excluded_names
 
 
 def shards_are_those_named(folder: PackedFolder) -> Check:
-    """The tars that are there are those that packing.json and split.yaml name."""
+    """Check that the tars on disk match packing.json and split.yaml."""
     source = "split.yaml" if folder.manifest is None else "packing.json"
     sources = source if folder.manifest is None else "packing.json and split.yaml"
-    check = Check(f"shards are those of {sources}", found=f"{len(folder.tars):,} tars")
+    check = Check(f"shards match {sources}", found=f"{len(folder.tars):,} tars")
     if excluded := excluded_names(folder.path):
-        check.found += f"; split.yaml excludes {len(excluded):,} names, which Energon leaves out"
+        check.found += f"; split.yaml excludes {len(excluded):,} names, which Energon skips"
     try:
         named = folder.shards
         there = {tar.name for tar in folder.tars}
         for name in sorted(set(named) - there):
             check.fail(f"{name} is missing")
         for name in sorted(there - set(named)):
-            check.fail(f"{name} is not in {source}; was it added?")
+            check.fail(f"{name} is on disk, but not in {source}")
         splits = folder.named_in_split_yaml()
         for name in sorted(set(named) | set(splits)):
             if splits.get(name) != named.get(name):
@@ -47,7 +47,7 @@ def shards_are_those_named(folder: PackedFolder) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class TarChecker:
-    """Reads one tar whole and compares it with its entry in the manifest: a function for an engine.
+    """Reads a complete tar and compares it with its manifest entry; a callable for an engine.
 
     Attributes:
         entries: the shards of packing.json, by name.
@@ -56,16 +56,16 @@ class TarChecker:
     entries: dict[str, ShardEntry]
 
     def __call__(self, tar: Path) -> tuple[Path, Check, TarScan | None]:
-        """(the tar, what is wrong with it, its members where it is sound)."""
+        """Return (tar, check, scan); the scan is None if the tar has problems."""
         check = Check("")
         if entry := self.entries.get(tar.name):
             size = tar.stat().st_size
             with tar.open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             if size != entry.bytes:
-                check.fail(f"{tar.name} has {size} bytes, packing.json says {entry.bytes}")
+                check.fail(f"{tar.name} has {size} bytes, packing.json has {entry.bytes}")
             elif digest != entry.sha256:
-                check.fail(f"{tar.name} has sha256 {digest[:12]}.., packing.json says {entry.sha256[:12]}..")
+                check.fail(f"{tar.name} has sha256 {digest[:12]}.., packing.json has {entry.sha256[:12]}..")
         try:
             scan = scan_tar(tar)
         except FormatError as error:
@@ -77,7 +77,7 @@ class TarChecker:
 
 
 def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
-    """The indexes of sound tars say what their headers say."""
+    """Check that the indexes of valid tars match their headers."""
     check = Check(".tar.idx, index.sqlite and .info.json match the members", remedy="nv-meta")
     meta = folder.path / NV_META
     rows = {scan.path.name: scan.rows() for scan in scans}
@@ -116,7 +116,7 @@ def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
 
 
 def _compare_rows(check: Check, connection: sqlite3.Connection, number: int, rows: Any) -> None:
-    """The index rows of one tar against its headers."""
+    """Compare the index rows of one tar with its headers."""
     sizes = np.diff(rows.offsets).tolist()
     expected = [
         (key, place, offset, size)
@@ -143,8 +143,8 @@ def _compare(check: Check, tar: str, table: str, expected: list[Any], found: lis
 
 
 def keys_are_unique(scans: Sequence[TarScan]) -> Check:
-    """No two packs have one key."""
-    check = Check("keys are unique in the data set")
+    """Check that no two packs share a key."""
+    check = Check("keys are unique in the dataset")
     owner: dict[str, str] = {}
     for scan in scans:
         for key in scan.rows().keys:
@@ -156,15 +156,15 @@ def keys_are_unique(scans: Sequence[TarScan]) -> Check:
 
 
 def ledger_agrees(folder: PackedFolder, manifest: PackingManifest) -> Check:
-    """The counts of packing.json add up, and rejects.jsonl has as many records of each reason."""
-    check = Check("records = packed + rejected, and rejects.jsonl agrees")
+    """Check that the counts of packing.json add up and match rejects.jsonl for each reason."""
+    check = Check("records = packed + rejected, and rejects.jsonl matches")
     rejected = sum(manifest.rejects.values())
     check.found = f"{manifest.records:,} records"
     if manifest.records != manifest.packed + rejected:
-        check.fail(f"packing.json: {manifest.records} records are not {manifest.packed} packed + {rejected} rejected")
+        check.fail(f"packing.json: {manifest.records} records != {manifest.packed} packed + {rejected} rejected")
     file = folder.path.parent / "rejects.jsonl"
     if not file.is_file():
-        check.found += "; rejects.jsonl is not here"
+        check.found += "; rejects.jsonl not found"
         return check
     try:
         reasons = Counter(orjson.loads(line)["reason"] for line in file.read_bytes().splitlines())
@@ -174,5 +174,5 @@ def ledger_agrees(folder: PackedFolder, manifest: PackingManifest) -> Check:
     for reason in sorted(set(reasons) | set(manifest.rejects)):
         if reasons[reason] != manifest.rejects.get(reason, 0):
             recorded = manifest.rejects.get(reason, 0)
-            check.fail(f"rejects.jsonl has {reasons[reason]} records with {reason}, packing.json says {recorded}")
+            check.fail(f"rejects.jsonl has {reasons[reason]} records with {reason}, packing.json has {recorded}")
     return check

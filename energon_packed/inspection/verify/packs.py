@@ -1,4 +1,4 @@
-"""What is in the packs: samples, images, tokens and their sums. Tars are read side by side, and the results joined."""
+"""What is in the packs: samples, images, tokens and their sums. Tars are read in parallel, and the results joined."""
 
 import zlib
 from collections import Counter
@@ -12,18 +12,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from energon_packed.build.chunks import PACKED, TRUNCATED
-from energon_packed.conversation import Conversation
-from energon_packed.dataflow.cookers import FLAVORS
+from energon_packed.dataflow.encode import encode_sample
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.images import load_image
 from energon_packed.errors import EnergonPackedError
-from energon_packed.flavors import PackedTokensSample, PackSample
+from energon_packed.flavors import load_pack
+from energon_packed.formats import Codec, StoredSample
 from energon_packed.inspection.folder import PackedFolder, packs_of
 from energon_packed.inspection.verify.check import Check
+from energon_packed.pipeline.chunks import PACKED, TRUNCATED
+from energon_packed.records import Conversation
 from energon_packed.seqlens import round_up
 from energon_packed.shards import PackingManifest
-from energon_packed.shards.layouts import layout_for
 from energon_packed.shards.scan import TarScan
 
 
@@ -34,7 +34,7 @@ class TarContents:
     Attributes:
         name: file name of the tar.
         counts: packs, samples, images and tokens.
-        samples: (id, check sum of its text or tokens, key of its pack) of every sample, in order.
+        samples: (id, checksum of its text or tokens, key of its pack) of every sample, in order.
         shortest: tokens of the two shortest samples that may share a row, by kind.
         packs, images, fit, encoded: checks of this tar.
     """
@@ -53,54 +53,49 @@ class TarContents:
 
 @dataclass(frozen=True, slots=True)
 class PackChecker:
-    """Looks at every pack of one tar: a function for an engine.
+    """Checks every pack of one tar: a function for an engine.
 
     Attributes:
-        sample_class: flavor.
+        codec: of the flavor.
         encoder: encodes every sample again; None skips that.
-        manifest: of the data set; None where another tool packed it.
+        manifest: of the dataset; None where another tool packed it.
     """
 
-    sample_class: str
+    codec: Codec
     encoder: ChatEncoder | None
     manifest: PackingManifest | None
 
     def __call__(self, scan: TarScan) -> TarContents:
-        """Read a sound tar."""
+        """Check an intact tar."""
         with _one_thread():
             return self._check(scan)
 
     def _check(self, scan: TarScan) -> TarContents:
-        flavor, load = FLAVORS[self.sample_class]
         here = TarContents(scan.path.name)
         for raw in packs_of(scan):
             key = raw["__key__"]
             try:
-                sample = flavor(__key__=key, __restore_key__=(), __subflavors__={}, **load(raw))
-                conversations = sample.conversations()
-            except (EnergonPackedError, KeyError, TypeError, ValueError) as error:
+                load_pack(self.codec, raw)  # what the loader does
+                samples = self.codec.read(raw)
+            except (EnergonPackedError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 here.packs.fail(f"{here.name}: {key}: {error}")
                 continue
             here.counts["packs"] += 1
-            here.counts["samples"] += len(conversations)
-            here.counts["images"] += sum(len(c.images) for c in conversations)
-            here.samples += [(str(one.id), _checksum(one), key) for one in conversations]
-            self._check_pack(here, sample, conversations)
+            here.counts["samples"] += len(samples)
+            here.counts["images"] += sum(len(one.images) for one in samples)
+            here.samples += [(str(one.conversation.id), _checksum(one.conversation), key) for one in samples]
+            self._check_pack(here, key, samples)
         return here
 
-    def _check_pack(self, here: TarContents, sample: PackSample, conversations: list[Conversation]) -> None:
-        where = f"{here.name}: {sample.__key__}"
-        for conversation in conversations:
-            for image in conversation.images:
+    def _check_pack(self, here: TarContents, key: str, samples: list[StoredSample]) -> None:
+        where = f"{here.name}: {key}"
+        for one in samples:
+            for image in one.conversation.images:
                 try:
                     load_image(image)
                 except EnergonPackedError as error:
-                    here.images.fail(f"{where}, sample {conversation.id}: {error}")
-        lengths = [-1 if length is None else length for length in sample.expected_lengths()]
-        if self.encoder is not None:
-            limit = sample.truncate_to()
-            pairs = zip(conversations, lengths, strict=True)
-            lengths = [self._encoded_length(here, where, c, recorded, limit) for c, recorded in pairs]
+                    here.images.fail(f"{where}, sample {one.conversation.id}: {error}")
+        lengths = [self._length(here, key, one) for one in samples]
         known = np.array([length for length in lengths if length > 0], dtype=np.int64)
         here.counts["tokens"] += int(known.sum())
         if self.manifest is None:
@@ -108,31 +103,31 @@ class PackChecker:
         taken = round_up(known, self.manifest.pad_multiple)
         if taken.sum() > self.manifest.seq_len:
             here.fit.fail(f"{where} has {taken.sum()} tokens, more than seq_len {self.manifest.seq_len}")
-        for conversation, length in zip(conversations, taken.tolist(), strict=False):
-            kind = conversation.kind if self.manifest.group_by == "media" else "any"
+        for one, length in zip(samples, taken.tolist(), strict=False):
+            kind = one.conversation.kind if self.manifest.group_by == "media" else "any"
             here.shortest[kind] = sorted([*here.shortest.get(kind, []), length])[:2]
 
-    def _encoded_length(
-        self, here: TarContents, where: str, conversation: Conversation, recorded: int, limit: int | None
-    ) -> int:
-        assert self.encoder is not None
-        sample = f"{where}, sample {conversation.id}"
+    def _length(self, here: TarContents, key: str, sample: StoredSample) -> int:
+        """Tokens of a sample: as encoded again, else as recorded, else -1."""
+        recorded = -1 if sample.length is None else sample.length
+        if self.encoder is None:
+            return recorded
+        where = f"{here.name}: {key}, sample {sample.conversation.id}"
         try:
-            one = self.encoder.encode(conversation)
-            one = one if limit is None else one.truncated(limit)
+            one = encode_sample(sample, self.encoder, key, check_lengths=False)
         except EnergonPackedError as error:
-            here.encoded.fail(f"{sample}: {error}")
+            here.encoded.fail(f"{where}: {error}")
             return recorded
         if recorded >= 0 and len(one) != recorded:
-            here.encoded.fail(f"{sample} has {len(one)} tokens, recorded are {recorded}")
+            here.encoded.fail(f"{where} has {len(one)} tokens, recorded are {recorded}")
         if one.num_supervised == 0:
-            here.encoded.fail(f"{sample} has no supervised token")
+            here.encoded.fail(f"{where} has no supervised token")
         return len(one)
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Torch on this thread alone: its thread pool does not outlive a fork, and the cores have a process each."""
+    """Torch on this thread alone: its thread pool does not survive a fork, and each core has a process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -145,14 +140,14 @@ def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: 
     """The checks of all tars together.
 
     Args:
-        folder: the data set.
-        contents: of its sound tars, by name.
+        folder: the dataset.
+        contents: of its intact tars, by name.
         fast: samples were not encoded again.
     """
     manifest = folder.manifest
     total = sum((one.counts for one in contents), Counter[str]())
     joined = TarContents("")
-    joined.packs.name = f"packs are {folder.sample_class}"
+    joined.packs.name = f"packs are {folder.codec.sample_class}"
     found = {
         "packs": f"{total['packs']:,} packs",
         "images": f"{total['images']:,} images",
@@ -177,15 +172,17 @@ def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: 
     if manifest is None:
         return
     yield _sums(manifest, contents, total)
-    if layout_for(manifest.sample_class).packed and len(contents) == len(manifest.shards):
-        yield _samples_share_rows(manifest, contents, total)
+    if folder.codec.packed and len(contents) == len(manifest.shards):
+        yield _samples_share_rows(folder.codec, manifest, contents, total)
 
 
-def _samples_share_rows(manifest: PackingManifest, contents: list[TarContents], total: Counter[str]) -> Check:
+def _samples_share_rows(
+    codec: Codec, manifest: PackingManifest, contents: list[TarContents], total: Counter[str]
+) -> Check:
     """Packs hold more than one sample, where any two would fit a row."""
     check = Check("samples share rows", found=f"{total['samples'] / max(total['packs'], 1):.2f} samples a pack")
     in_order = manifest.algorithm not in ("bfd", "ffd", "best")
-    unknown_kinds = manifest.group_by == "media" and manifest.sample_class == PackedTokensSample.__name__
+    unknown_kinds = manifest.group_by == "media" and codec.stores_tokens
     if total["samples"] > total["packs"] or in_order or unknown_kinds or manifest.max_samples_per_pack == 1:
         return check
     for kind in {kind for one in contents for kind in one.shortest}:
@@ -201,11 +198,11 @@ def _samples_share_rows(manifest: PackingManifest, contents: list[TarContents], 
 
 
 def _every_sample_once(folder: PackedFolder, contents: list[TarContents]) -> Check:
-    """The samples in the packs are those that lengths.parquet says, each as often.
+    """The samples in the packs are those of lengths.parquet, each the same number of times.
 
     Two records of the input may have one id. Without lengths.parquet, one id with one text is the same sample twice.
     """
-    check = Check("every sample is there once")
+    check = Check("every sample is packed exactly once")
     recorded = _recorded_ids(folder)
     seen: dict[str, str] = {}
     times: Counter[str] = Counter()
@@ -217,16 +214,16 @@ def _every_sample_once(folder: PackedFolder, contents: list[TarContents]) -> Che
             is_twice = texts[ident, text] > 0 if recorded is None else times[ident] > recorded[ident] > 0
             texts[ident, text] += 1
             if recorded is not None and not recorded[ident]:
-                check.fail(f"sample {ident} is in {where}, but lengths.parquet does not say that it is packed")
+                check.fail(f"sample {ident} is in {where}, but lengths.parquet does not list it as packed")
             elif is_twice:
                 check.fail(f"sample {ident} is in {seen[ident]} and in {where}")
             seen[ident] = where
     for ident, count in (recorded or {}).items():
         if times[ident] < count:
-            check.fail(f"sample {ident} is packed as lengths.parquet says, but is in no sound tar")
+            check.fail(f"sample {ident} is listed as packed in lengths.parquet, but is in no intact tar")
     check.found = f"{times.total():,} samples"
     if recorded is None:
-        check.found += "; lengths.parquet is not here"
+        check.found += "; there is no lengths.parquet"
     return check
 
 
@@ -260,9 +257,9 @@ def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter
 
 
 def _recorded_ids(folder: PackedFolder) -> Counter[str] | None:
-    """How many packed records have each id, as lengths.parquet says: two of the input may have the same.
+    """How many packed records have each id by lengths.parquet: two of the input may have the same.
 
-    None where the file is not here.
+    None where there is no such file.
     """
     try:
         table = pq.read_table(folder.path.parent / "lengths.parquet", columns=["id", "status"])

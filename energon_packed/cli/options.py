@@ -1,0 +1,160 @@
+"""Click options, config files and error texts from declared options: nothing about an option is written twice."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from energon_packed.errors import ConfigError
+from energon_packed.options import Declaration, declared
+
+_ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
+Decorated = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists options in groups."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """One section per group, in the order of the declarations."""
+        groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for parameter in self.get_params(context):
+            if not isinstance(parameter, click.Option):
+                continue
+            if (record := parameter.get_help_record(context)) is not None:
+                groups[getattr(parameter, "group", None) or "Other"].append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+class DeclaredOption(click.Option):
+    """A click option of a declaration; `group` is its heading in the help text."""
+
+    def __init__(self, *arguments: Any, group: str = "", **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.group = group
+
+
+def options_of(cls: type[Any], *, without: Iterable[str] = (), config: bool = True) -> Decorated:
+    """A decorator that adds every declared option of a class to a command.
+
+    Values that are not given on the command line are absent from its keyword arguments, so that defaults and config
+    files apply.
+
+    Args:
+        cls: the option class.
+        without: names that the command declares itself.
+        config: add `--config FILE.yaml`.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        if config:
+            command = click.option(
+                "--config", type=click.Path(path_type=Path, dir_okay=False, exists=True), cls=DeclaredOption,
+                group="Run", metavar="FILE.yaml", help="Options by name; the command line wins over them.",
+            )(command)  # fmt: skip
+        for one in reversed(declared(cls)):
+            if one.name not in without and one.flags:
+                command = _click_option(one)(command)
+        return command
+
+    return decorate
+
+
+def collect(given: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
+    """Values by name, from the command line and from `--config`.
+
+    Args:
+        given: keyword arguments of the command; None stands for not given. `config` names the file.
+        cls: the option class.
+
+    Raises:
+        ConfigError: the config file is not a mapping of option names.
+    """
+    file = given.pop("config", None)
+    values: dict[str, Any] = _read_config(file, cls) if file is not None else {}
+    for one in declared(cls):
+        value = given.get(one.name)
+        if value is not None:
+            values[one.name] = _parsed(one, value)
+    return values
+
+
+def _parsed(one: Declaration, value: Any) -> Any:
+    if one.parse is None or not isinstance(value, str):
+        return value
+    try:
+        return one.parse(value)
+    except ConfigError as error:
+        raise click.UsageError(as_options(str(error))) from error
+
+
+def as_options(message: str) -> str:
+    """An error text with arguments as command line options: `seq_len` becomes --seq-len."""
+
+    def replace(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        flag = _flags().get(name, f"--{name.replace('_', '-')}")
+        if value is None or value == "True":
+            return flag
+        return f"--no-{flag[2:]}" if value == "False" else f"{flag} {value.strip(chr(39))}"
+
+    return _ARGUMENT.sub(replace, message)
+
+
+@lru_cache(maxsize=1)
+def _flags() -> dict[str, str]:
+    """First flag of every declared option, by name."""
+    from energon_packed.pipeline.options import PackOptions
+    from energon_packed.pipeline.survey import LengthsOptions
+
+    every = [*declared(LengthsOptions), *declared(PackOptions)]
+    return {one.name: one.flags[0].split("/")[0] for one in every if one.flags}
+
+
+def _click_option(one: Declaration) -> Decorated:
+    options: dict[str, Any] = {"help": _help(one), "metavar": one.metavar, "default": None}
+    if one.is_flag and len(one.flags) == 1 and "/" not in one.flags[0]:
+        options |= {"is_flag": True, "flag_value": not one.default}
+    elif one.is_flag:
+        options |= {"is_flag": True}
+    elif one.parse is not None:
+        options |= {"type": str}
+    elif one.valid is not None:
+        options |= {"type": click.Choice(one.valid), "metavar": None}
+    elif one.kind is Path:
+        options |= {"type": click.Path(path_type=Path)}
+    else:
+        options |= {"type": one.kind}
+    return click.option(*one.flags, one.name, cls=DeclaredOption, group=one.group, **options)
+
+
+def _help(one: Declaration) -> str:
+    default = one.shown_default
+    if default is None and not one.is_required and one.default is not None and not one.is_flag:
+        default = str(one.default)
+    if one.is_required:
+        return f"{one.help} [required]"
+    return f"{one.help} [default: {default}]" if default else one.help
+
+
+def _read_config(file: Path, cls: type[Any]) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(file.read_bytes())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must be a mapping of option names to values, such as `seq_len`: 4096")
+    by_name = {one.name: one for one in declared(cls)}
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        one = by_name.get(name)
+        out[name] = one.parse(value) if one is not None and one.parse and isinstance(value, str) else value
+    return out

@@ -1,0 +1,142 @@
+"""PackedLoader: Energon's savable loader of PackedBatch objects, epoch after epoch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.energon import get_savable_loader
+
+from energon_packed.dataflow.batch import PackedBatch
+from energon_packed.dataflow.energon.fingerprint import dataset_fingerprint
+from energon_packed.dataflow.energon.plain import from_plain, to_plain
+from energon_packed.dataflow.energon.source import EnergonSource
+from energon_packed.dataflow.failures import FailureLog
+from energon_packed.dataflow.state import LOADER_VERSION, check_state
+
+
+class PackedLoader:
+    """A loader whose state can be saved and restored at every step.
+
+    Iterating again resumes where the last iteration stopped; after a complete epoch the next one begins, in another
+    order. The iterator has `state_dict` and `save_state_rank` too.
+
+    Attributes:
+        failures: samples that failed to load, by reason.
+        epoch_steps: batches in one epoch, None for as many as there are.
+    """
+
+    def __init__(self, source: EnergonSource, failures: FailureLog) -> None:
+        """Use `get_packed_loader`.
+
+        Args:
+            source: makes Energon's dataset for an epoch.
+            failures: handles the errors of that dataset.
+        """
+        self.failures = failures
+        self.epoch_steps: int | None = None
+        self._source = source
+        self._epoch = self._steps = 0
+        self._last_restore_key: tuple[Any, ...] | None = None
+        self._loader: Any = None
+        self._fingerprint: str | None = None
+
+    @property
+    def energon_loader(self) -> Any:
+        """The Energon loader of the current epoch, made when it is first needed."""
+        if self._loader is None:
+            dataset = self._source.dataset(self._epoch)
+            if self._fingerprint is None:
+                self._fingerprint = dataset_fingerprint(dataset.config())
+            self._loader = get_savable_loader(dataset)
+            # Energon always asks for pinned memory; without a GPU torch only warns.
+            self._loader.pin_memory = torch.cuda.is_available()
+        return self._loader
+
+    def __iter__(self) -> "PackedIterator":
+        return PackedIterator(self, self._batches())
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of this rank after the last batch returned: nested dicts and lists of numbers and strings."""
+        return self._identity() | {
+            "epoch": self._epoch,
+            "steps": self._steps,
+            "last_restore_key": to_plain(self._last_restore_key),
+            "energon": to_plain(self.energon_loader.save_state_rank()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the batch at which `state` was saved; call it before iterating.
+
+        Raises:
+            BatchError: the state is of another world size, rank, number of workers, batch size, seed, dataset or
+                version; the message names what differs.
+        """
+        check_state(state, LOADER_VERSION)
+        if self._epoch != state["epoch"] or self._steps:
+            self._begin(state["epoch"])
+        loader = self.energon_loader
+        check_state(state, LOADER_VERSION, self._identity())
+        loader.restore_state_rank(from_plain(state["energon"]))
+        self._steps = state["steps"]
+        self._last_restore_key = from_plain(state["last_restore_key"])
+
+    save_state_rank = state_dict
+    restore_state_rank = load_state_dict
+
+    def _begin(self, epoch: int) -> None:
+        """A new epoch has an Energon loader of its own, so that each is shuffled differently and ends for good."""
+        self._epoch = epoch
+        self._steps = 0
+        self._last_restore_key = None
+        self._loader = None
+
+    def _identity(self) -> dict[str, Any]:
+        """What a state must have in common with the loader that continues from it."""
+        config, worker_config = self._source.config, self._source.worker_config
+        assert self.energon_loader is not None  # makes the fingerprint
+        return {
+            "version": LOADER_VERSION,
+            "world_size": worker_config.world_size,
+            "rank": worker_config.rank,
+            "num_workers": worker_config.num_workers,
+            "micro_batch_size": config.micro_batch_size,
+            "seed": config.seed,
+            **config.deciding_order(),
+            "epoch_steps": self.epoch_steps,
+            "dataset": self._fingerprint,
+        }
+
+    def _batches(self) -> Iterator[PackedBatch]:
+        """Batches of one epoch, as many as `epoch_steps` says."""
+        limit = self.epoch_steps
+        for batch in self.energon_loader:
+            if limit is not None and self._steps >= limit:
+                break
+            self._count(batch)
+            yield batch
+        while limit is not None and self._steps < limit and self._last_restore_key is not None:
+            batch = self.energon_loader.restore_sample(self._last_restore_key)
+            self._count(batch)
+            yield batch
+        self._begin(self._epoch + 1)
+
+    def _count(self, batch: PackedBatch) -> None:
+        self._steps += 1
+        self._last_restore_key = batch.__restore_key__
+
+
+class PackedIterator(Iterator[PackedBatch]):
+    """Iterates a PackedLoader; its state can be saved from here as well."""
+
+    def __init__(self, loader: PackedLoader, batches: Iterator[PackedBatch]) -> None:
+        self._loader = loader
+        self._batches = batches
+
+    def __next__(self) -> PackedBatch:
+        return next(self._batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `PackedLoader.state_dict`."""
+        return self._loader.state_dict()
+
+    save_state_rank = state_dict

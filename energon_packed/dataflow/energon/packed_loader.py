@@ -1,0 +1,113 @@
+"""`get_packed_loader`: padding-free batches from a packed dataset, in one call."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
+from energon_packed.dataflow.energon.config import LoaderConfig
+from energon_packed.dataflow.energon.loader import PackedLoader
+from energon_packed.dataflow.energon.ranks import check_every_worker_has_packs, epoch_steps
+from energon_packed.dataflow.energon.source import EnergonSource, worker_config_of
+from energon_packed.dataflow.energon.task_encoder import PackedTaskEncoder
+from energon_packed.dataflow.failures import FailureLog
+from energon_packed.dataflow.manifests import LoadedSplit, common_seq_len, loaded_splits, processor_for
+from energon_packed.dataflow.packer import Packer, PoolPacker
+from energon_packed.encoding import Processor
+from energon_packed.errors import ConfigError
+from energon_packed.options import make
+
+_log = logging.getLogger(__name__)
+
+
+def get_packed_loader(
+    path: str | Path,
+    encoder: Processor | None = None,
+    *,
+    config: LoaderConfig | None = None,
+    collator: Collator | None = None,
+    packer: Packer | None = None,
+    **settings: Any,
+) -> PackedLoader:
+    """A loader of padding-free batches.
+
+        loader = get_packed_loader("out", encoder, micro_batch_size=2, epochs=1)
+        for batch in loader:
+            loss = model(**batch.transformers_inputs()).loss
+
+    Args:
+        path: folder that `energon-packed pack` wrote (`out` or `out/webdataset`), or an Energon Metadataset YAML.
+        encoder: the Processor that the data was packed with; None for PackedTokensSample data without images, which
+            holds everything that is needed.
+        config: all settings in one object.
+        collator: how samples are joined into a row; by default without padding.
+        packer: how samples are grouped on the fly; by default best fit decreasing.
+        settings: the fields of `LoaderConfig`, in place of `config`.
+
+    Raises:
+        ConfigError: settings that contradict each other or the data.
+        FormatError: `path` is not a packed dataset.
+    """
+    if config is not None and settings:
+        raise ConfigError(f"pass `config` or settings such as `{next(iter(settings))}`, not both")
+    config = config or make(LoaderConfig, settings)
+    splits = loaded_splits(Path(path), config.split)
+    seq_len = common_seq_len(splits, config.seq_len)
+    processor = processor_for(splits, encoder, check=config.check_encoder)
+    collator = collator or PaddingFreeCollator()
+    if isinstance(collator, PaddingFreeCollator):
+        _warn_about_padding(collator, splits)
+    if config.on_the_fly and packer is None:
+        packer = _default_packer(seq_len)
+    failures = FailureLog(config.max_failures)
+    worker_config = worker_config_of(config, failures.handle)
+    task_encoder = PackedTaskEncoder(
+        processor,
+        collator=collator,
+        packer=packer,
+        one_pass=config.epochs is not None,
+        on_failure=failures.handle,
+        shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle else 1,
+        check_lengths=config.check_lengths,
+    )
+    folder = path if Path(path).is_file() else splits[0].path
+    source = EnergonSource(path=folder, config=config, task_encoder=task_encoder, worker_config=worker_config)
+    loader = PackedLoader(source, failures)
+    if config.epochs is None:
+        check_every_worker_has_packs(splits, worker_config)
+    else:
+        _limit_epoch(loader, source, splits)
+    return loader
+
+
+def _limit_epoch(loader: PackedLoader, source: EnergonSource, splits: Sequence[LoadedSplit]) -> None:
+    """Make all ranks end an epoch together.
+
+    Raises:
+        ConfigError: the data has no epoch, or `even_ranks` cannot be held.
+    """
+    if Path(source.path).is_file():
+        assert loader.energon_loader is not None  # raises for a blend that draws by weight: it has no epoch
+    dataset = lambda: loader.energon_loader  # noqa: E731 - made only where no manifest tells the steps
+    loader.epoch_steps = epoch_steps(source.config, splits, source.worker_config, dataset)
+
+
+def _default_packer(seq_len: int | None) -> Packer:
+    if seq_len is None:
+        raise ConfigError("packing on the fly needs `seq_len`: no dataset has a packing.json")
+    return PoolPacker(seq_len)
+
+
+def _warn_about_padding(collator: PaddingFreeCollator, splits: Sequence[LoadedSplit]) -> None:
+    for one in splits:
+        if one.manifest is not None and one.manifest.pad_multiple % collator.pad_multiple:
+            _log.warning(
+                "%s was packed with pad_multiple %d and is padded to multiples of %d, so rows can be longer than "
+                "seq_len %d; pack with that pad_multiple",
+                one.path,
+                one.manifest.pad_multiple,
+                collator.pad_multiple,
+                one.manifest.seq_len,
+            )
+            return

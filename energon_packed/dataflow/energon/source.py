@@ -1,0 +1,81 @@
+"""EnergonSource: Energon's dataset over a folder or Metadataset, one for each epoch."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, get_val_dataset
+
+from energon_packed.dataflow.batch import PackedBatch
+from energon_packed.dataflow.energon.config import LoaderConfig
+from energon_packed.dataflow.energon.task_encoder import PackedTaskEncoder
+from energon_packed.errors import ConfigError
+
+_SEEDS_PER_EPOCH = 1_000_003  # far apart, so that neighbouring seeds do not share epochs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnergonSource:
+    """Makes Energon's datasets.
+
+    Attributes:
+        path: folder of shards, or a Metadataset YAML.
+        config: of the loader.
+        task_encoder: encodes packs and makes batches.
+        worker_config: place of this process among the ranks.
+    """
+
+    path: str | Path
+    config: LoaderConfig
+    task_encoder: PackedTaskEncoder
+    worker_config: WorkerConfig
+
+    def dataset(self, epoch: int) -> "SavableDataset[PackedBatch]":
+        """Batches of this rank for one epoch, or without end where `epochs` is None.
+
+        Raises:
+            ConfigError: one epoch of a blend that draws by weight.
+        """
+        config = self.config
+        common: dict[str, Any] = {
+            "split_part": config.split,
+            "worker_config": replace(self.worker_config, seed_offset=config.seed + _SEEDS_PER_EPOCH * epoch),
+            "batch_size": config.micro_batch_size,
+            "batch_drop_last": config.drop_last,
+            "packing_buffer_size": config.packing_buffer_size,
+            "task_encoder": self.task_encoder,
+        }
+        if not config.shuffle:
+            return get_val_dataset(self.path, **common)
+        try:
+            return get_train_dataset(
+                self.path,
+                **common,
+                shuffle_buffer_size=None if self.task_encoder.one_pass else config.shuffle_buffer_size,
+                max_samples_per_sequence=None,
+                repeat=config.epochs is None,
+            )
+        except AssertionError as error:
+            if config.epochs is None or "weights" not in str(error):
+                raise
+            raise ConfigError(
+                f"{self.path} draws by weight indefinitely, so it has no epoch; use `epochs=None`, or make the blend "
+                "with energon-packed metadataset --epochized (`shuffle=False` reads each input once)"
+            ) from error
+
+
+def worker_config_of(config: LoaderConfig, error_handler: Any) -> WorkerConfig:
+    """Place of this process among the data-parallel ranks: as configured, else from torch.distributed."""
+    rank, world_size = config.rank, config.world_size
+    if rank is None or world_size is None:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if distributed else 0
+        world_size = torch.distributed.get_world_size() if distributed else 1
+    return WorkerConfig(
+        rank=rank,
+        world_size=world_size,
+        num_workers=config.num_workers,
+        seed_offset=config.seed,
+        global_error_handler=error_handler,
+    )

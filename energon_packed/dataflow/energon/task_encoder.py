@@ -1,0 +1,138 @@
+"""PackedTaskEncoder: Energon's hooks, each a call of one role."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from megatron.energon import (
+    Cooker,
+    Sample,
+    SavableDataset,
+    ShuffleBufferDataset,
+    SkipSample,
+    TaskEncoder,
+    WorkerConfig,
+    edataclass,
+    stateless,
+)
+
+from energon_packed.dataflow.batch import PackedBatch
+from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
+from energon_packed.dataflow.encode import encode_pack
+from energon_packed.dataflow.energon.cookers import cook_pack
+from energon_packed.dataflow.energon.one_pass import OnePass
+from energon_packed.dataflow.packer import Packer, too_long
+from energon_packed.encoding import EncodedSample, Processor
+from energon_packed.errors import EnergonPackedError
+from energon_packed.flavors import PackSample
+
+
+@edataclass
+class EncodedPack(Sample):
+    """The encoded sub-samples of one pack.
+
+    Attributes:
+        samples: in the order of the pack.
+    """
+
+    samples: list[EncodedSample]
+
+
+class PackedTaskEncoder(TaskEncoder):
+    """Encodes packs of any flavor and joins a micro batch of them into one row.
+
+    Args:
+        encoder: makes tokens; the one that the data was packed with.
+        collator: lays samples in a row.
+        packer: groups samples when Energon is given a `packing_buffer_size`.
+        one_pass: the data is read once, shuffled by `shuffle_buffer_size` here, and a state saved anywhere in that
+            pass restores to the rest of it; otherwise Energon shuffles and repeats.
+        shuffle_buffer_size: packs in the shuffle buffer of `one_pass`.
+        on_failure: called with the error and the pack when one of its samples cannot be encoded; when it returns,
+            that sample is skipped and the others of the pack stay. None raises.
+        check_lengths: a sample whose length differs from the recorded one raises, since its tokenizer, template or
+            image settings are not those that it was packed with.
+    """
+
+    decoder = None
+    cookers = (Cooker(cook_pack),)
+
+    def __init__(
+        self,
+        encoder: Processor,
+        *,
+        collator: Collator | None = None,
+        packer: Packer | None = None,
+        one_pass: bool = False,
+        shuffle_buffer_size: int = 1,
+        on_failure: Callable[[Exception, Any], None] | None = None,
+        check_lengths: bool = True,
+    ) -> None:
+        self.encoder = encoder
+        self.collator = collator or PaddingFreeCollator()
+        self.packer = packer
+        self.one_pass = one_pass
+        self.shuffle_buffer_size = shuffle_buffer_size
+        self.on_failure = on_failure
+        self.check_lengths = check_lengths
+
+    def build_encode_sample(
+        self, dataset: "SavableDataset[PackSample]", *, worker_config: WorkerConfig
+    ) -> "SavableDataset[PackSample]":
+        """Energon's hook between blending and packing: where one pass begins and is shuffled."""
+        dataset = super().build_encode_sample(dataset, worker_config=worker_config)
+        if not self.one_pass:
+            return dataset
+        dataset = OnePass(dataset, worker_config=worker_config)
+        if self.shuffle_buffer_size <= 1:
+            return dataset
+        return ShuffleBufferDataset(dataset, size=self.shuffle_buffer_size, worker_config=worker_config)
+
+    @stateless
+    def postencode_sample(self, sample: PackSample) -> EncodedPack:
+        """Encode every sub-sample; with packing on the fly, after the samples of a row are chosen."""
+        encoded = encode_pack(sample, self.encoder, check_lengths=self.check_lengths, on_failure=self.on_failure)
+        if not encoded:
+            raise SkipSample
+        pack: EncodedPack = EncodedPack.derive_from(sample, samples=encoded)
+        return pack
+
+    def select_samples_to_pack(self, samples: list[PackSample]) -> list[list[PackSample]]:
+        """Group a buffer of samples by the packer; one that cannot be measured or fits no row fails alone."""
+        assert self.packer is not None, "packing_buffer_size needs a packer"
+        fitting, lengths = [], []
+        for sample in samples:
+            try:
+                length = self._length(sample)
+                if self.packer.longest is not None and length > self.packer.longest:
+                    raise too_long(length, self.packer.longest)
+            except EnergonPackedError as error:
+                if self.on_failure is None:
+                    raise
+                self.on_failure(error, sample)
+                continue
+            fitting.append(sample)
+            lengths.append(length)
+        groups = self.packer.select(np.array(lengths, dtype=np.int64)) if fitting else []
+        return [[fitting[i] for i in group] for group in groups]
+
+    @stateless
+    def pack_selected_samples(self, samples: list[EncodedPack]) -> EncodedPack:
+        """One pack of the samples that were chosen."""
+        inside = [encoded for sample in samples for encoded in sample.samples]
+        pack: EncodedPack = EncodedPack.derive_from(samples[0], samples=inside)
+        return pack
+
+    @stateless
+    def batch(self, samples: list[EncodedPack]) -> PackedBatch:
+        """One row of all sub-samples of a micro batch."""
+        batch = self.collator.collate([encoded for sample in samples for encoded in sample.samples])
+        batch.__key__ = [sample.__key__ for sample in samples]
+        return batch
+
+    def _length(self, sample: PackSample) -> int:
+        """Recorded tokens, or measured where none are recorded."""
+        return sum(
+            self.encoder.length(one.conversation) if one.length is None else one.length
+            for one in sample.stored_samples()
+        )

@@ -1,0 +1,67 @@
+"""Flavors on disk: one codec each, with what a pack of it looks like, written and read in one place.
+
+codec.py         Codec: matches, check, write, read, lengths
+sample.py        StoredSample: what is written and read back
+parts.py         JSON and media parts
+captioning.py    PackedCaptioningSample
+multi_mix_qa.py  PackedMultiMixQASample, MultiMixQASample
+tokens.py        PackedTokensSample
+
+A new flavor is one subclass of `Codec` with `@register_codec`; its dataclass in `energon_packed.flavors` is optional.
+"""
+
+from energon_packed.errors import ConfigError, FormatError
+from energon_packed.formats.captioning import CaptioningCodec
+from energon_packed.formats.codec import Codec, Part, RawPack
+from energon_packed.formats.multi_mix_qa import MultiMixCodec, SingleMultiMixCodec
+from energon_packed.formats.parts import read_object
+from energon_packed.formats.sample import StoredImage, StoredSample
+from energon_packed.formats.tokens import TokensCodec
+
+CODECS: dict[str, Codec] = {
+    codec.sample_class: codec for codec in (CaptioningCodec(), MultiMixCodec(), SingleMultiMixCodec(), TokensCodec())
+}
+"""By `sample_class`; `codec_of` asks them in this order, those registered later first."""
+
+
+def register_codec(codec: type[Codec]) -> type[Codec]:
+    """Add a flavor of your own (a class decorator)."""
+    CODECS[codec.sample_class] = codec()
+    return codec
+
+
+def codec_for(sample_class: str) -> Codec:
+    """The codec of a flavor.
+
+    Raises:
+        ConfigError: an unknown name; the message lists the valid ones.
+    """
+    if sample_class not in CODECS:
+        raise ConfigError(f"unknown sample class {sample_class!r}; use one of {', '.join(CODECS)}")
+    return CODECS[sample_class]
+
+
+def codec_of(raw: RawPack) -> Codec:
+    """The codec of a pack, by its parts.
+
+    Raises:
+        FormatError: none matches.
+    """
+    for codec in reversed(CODECS.values()):
+        if codec.matches(raw):
+            return codec
+    keys = f"its json has the keys {', '.join(value)}" if (value := read_object(raw)) else "it has no json part"
+    raise FormatError(f"{raw.get('__key__')} matches no known flavor: {keys}")
+
+
+__all__ = [
+    "CODECS",
+    "Codec",
+    "Part",
+    "RawPack",
+    "StoredImage",
+    "StoredSample",
+    "codec_for",
+    "codec_of",
+    "register_codec",
+]

@@ -1,0 +1,71 @@
+"""Codec: what a pack of one flavor looks like on disk, written and read in one place."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from energon_packed.formats.sample import StoredSample
+from energon_packed.records import Conversation
+
+_MEDIA = re.compile(r"img\w*\.\w+")
+Part = tuple[str, bytes]
+"""(part name, content): `("json", b"...")` becomes the member `{key}.json`."""
+RawPack = Mapping[str, Any]
+"""`__key__` and the content of each member by what follows the first dot of its name."""
+
+
+class Codec(ABC):
+    """The parts of a pack of one flavor. `read(write(samples)) == samples` holds for what `check` accepts.
+
+    Attributes:
+        sample_class: name of the flavor, as `pack --sample-class` takes it.
+        flavor_class, flavor_module: its Energon dataclass in `energon_packed.flavors`, and the module with that, its
+            `sample_loader` and `part_filter`. The defaults serve any codec that is registered where the data is
+            loaded.
+        packed: a member holds a pack; False for one sample per member.
+        stores_tokens: conversations are written as `input_ids` and `labels`.
+        lengths_part: the one part that `lengths` needs.
+    """
+
+    sample_class: ClassVar[str]
+    flavor_class: ClassVar[str] = "StoredPack"
+    flavor_module: ClassVar[str] = "energon_packed.flavors.stored_pack"
+    packed: ClassVar[bool] = True
+    stores_tokens: ClassVar[bool] = False
+    lengths_part: ClassVar[str] = "json"
+
+    @abstractmethod
+    def matches(self, raw: RawPack) -> bool:
+        """Whether a pack is of this flavor, by its parts."""
+
+    def check(self, conversation: Conversation) -> None:  # noqa: B027 - by default everything fits
+        """Reject a conversation that this flavor cannot hold; called while measuring.
+
+        Raises:
+            RecordError: the message names what it cannot hold, and a flavor that can.
+        """
+
+    @abstractmethod
+    def write(self, samples: Sequence[StoredSample]) -> list[Part]:
+        """The parts of one pack."""
+
+    @abstractmethod
+    def read(self, raw: RawPack) -> list[StoredSample]:
+        """The samples of one pack.
+
+        Raises:
+            FormatError: a part is missing or damaged.
+        """
+
+    @abstractmethod
+    def lengths(self, raw: RawPack) -> list[int | None]:
+        """Tokens of each sample as recorded, None where none was; `raw` needs `lengths_part` only.
+
+        Raises:
+            FormatError: the part is missing or damaged.
+        """
+
+    def part_filter(self, part: str) -> bool:
+        """Which parts are read from the tar; others are not of this flavor."""
+        return part == "json" or _MEDIA.fullmatch(part) is not None

@@ -1,0 +1,149 @@
+"""PackedMultiMixQASample and MultiMixQASample: full conversations, as records gave them.
+
+{key}.json   packed: {"sample_count": S, "samples": [SAMPLE, ...]}, single: SAMPLE
+             SAMPLE: id, length, one of messages / text / input_ids + labels, images,
+             and, when given: tools, patch_positions, video, fps, timestamp_decimal, truncate, truncated
+{key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample; i is 0 in a single sample
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from energon_packed.formats.codec import Codec, Part, RawPack
+from energon_packed.formats.parts import (
+    any_given,
+    read_files,
+    read_images,
+    read_json,
+    read_object,
+    write_json,
+    write_media,
+)
+from energon_packed.formats.sample import StoredImage, StoredSample, byte_references, media_references
+from energon_packed.records import Conversation, Message
+
+
+class MultiMixCodec(Codec):
+    """Several conversations in one member."""
+
+    sample_class = "PackedMultiMixQASample"
+    flavor_class = "PackedMultiMixQASample"
+    flavor_module = "energon_packed.flavors.packed_multi_mix_qa"
+
+    def matches(self, raw: RawPack) -> bool:
+        """By the `samples` of the json."""
+        return "samples" in read_object(raw)
+
+    def write(self, samples: Sequence[StoredSample]) -> list[Part]:
+        """Parts of one pack."""
+        media, values = _values(samples)
+        return [("json", write_json({"sample_count": len(samples), "samples": values})), *media]
+
+    def read(self, raw: RawPack) -> list[StoredSample]:
+        """The samples of one pack."""
+        return self.samples(self.fields(raw))
+
+    def samples(self, fields: Mapping[str, Any]) -> list[StoredSample]:
+        """The samples of columns as `fields` returns them."""
+        columns = zip(fields["samples"], fields["images"], fields["patch_positions"], strict=True)
+        return [_sample(*column) for column in columns]
+
+    def fields(self, raw: RawPack) -> dict[str, Any]:
+        """The columns of a pack: SAMPLE objects, `images` as StoredImage, bytes of .npy files."""
+        samples = self._objects(raw)
+        return {
+            "samples": samples,
+            "images": read_images(raw, [sample.get("images", []) for sample in samples]),
+            "patch_positions": read_files(raw, [sample.get("patch_positions", []) for sample in samples]),
+        }
+
+    def lengths(self, raw: RawPack) -> list[int | None]:
+        """Tokens of each sample."""
+        return [sample.get("length") for sample in self._objects(raw)]
+
+    def _objects(self, raw: RawPack) -> list[dict[str, Any]]:
+        return list(read_json(raw)["samples"])
+
+
+class SingleMultiMixCodec(MultiMixCodec):
+    """One conversation in one member, for packing on the fly."""
+
+    sample_class = "MultiMixQASample"
+    flavor_class = "MultiMixQASample"
+    flavor_module = "energon_packed.flavors.multi_mix_qa"
+    packed = False
+
+    def matches(self, raw: RawPack) -> bool:
+        """By the messages, text or input_ids of the json."""
+        return not {"messages", "text", "input_ids"}.isdisjoint(read_object(raw))
+
+    def write(self, samples: Sequence[StoredSample]) -> list[Part]:
+        """Parts of one sample."""
+        media, values = _values(samples)
+        return [("json", write_json(values[0])), *media]
+
+    def _objects(self, raw: RawPack) -> list[dict[str, Any]]:
+        return [read_json(raw)]
+
+
+def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str, Any]]]:
+    """(media parts, SAMPLE objects)."""
+    media, images, positions = write_media(samples)
+    values = []
+    for sample, image_names, position_names in zip(samples, images, positions, strict=True):
+        c = sample.conversation
+        value: dict[str, Any] = {"id": c.id, "length": sample.length}
+        if c.input_ids is not None:
+            value |= {"input_ids": c.input_ids, "labels": c.labels}
+        elif c.text is not None:
+            value["text"] = c.text
+        else:
+            value["messages"] = [message.as_dict() for message in c.messages]
+        value["images"] = image_names
+        given = {
+            "tools": c.tools,
+            "patch_positions": position_names,
+            "video": c.video,
+            "fps": c.fps,
+            "timestamp_decimal": c.timestamp_decimal,
+            "truncate": sample.truncate,
+            "truncated": sample.is_truncated,
+        }
+        value.update({name: one for name, one in given.items() if any_given([one])})
+        values.append(value)
+    return media, values
+
+
+def _sample(value: Mapping[str, Any], images: tuple[StoredImage, ...], positions: tuple[bytes, ...]) -> StoredSample:
+    conversation = Conversation(
+        id=value.get("id"),
+        messages=tuple([_message(message) for message in value.get("messages") or ()]),
+        text=value.get("text"),
+        input_ids=_array(value.get("input_ids")),
+        labels=_array(value.get("labels")),
+        images=media_references(images),
+        patch_positions=byte_references(positions),
+        tools=value.get("tools"),
+        video=bool(value.get("video")),
+        fps=value.get("fps"),
+        timestamp_decimal=value.get("timestamp_decimal"),
+    )
+    return StoredSample(
+        conversation=conversation,
+        length=value.get("length"),
+        truncate=value.get("truncate"),
+        is_truncated=bool(value.get("truncated")),
+        images=images,
+        patch_positions=positions,
+    )
+
+
+def _message(value: Mapping[str, Any]) -> Message:
+    extra = {key: one for key, one in value.items() if key not in ("role", "content")}
+    return Message(value["role"], value["content"], extra)
+
+
+def _array(value: Any) -> Any:
+    return None if value is None else np.asarray(value, dtype=np.int64)

@@ -1,0 +1,147 @@
+"""PackedTokensSample: a pack that was tokenized offline.
+
+{key}.input_ids.npy    int32 (T,), images as runs of the image token
+{key}.cu_seqlens.npy   int32 (S+1,)
+{key}.loss_spans.npy   int32 (K, 2): tokens [start, end) of the row that are supervised
+{key}.labels.npy       int32 (T,), instead of loss_spans, where a label differs from its token
+{key}.json             sample_count, ids, images, and patch_positions when given
+{key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.errors import FormatError
+from energon_packed.formats.codec import Codec, Part, RawPack
+from energon_packed.formats.parts import any_given, read_files, read_images, read_json, write_json, write_media
+from energon_packed.formats.sample import StoredSample, byte_references, media_references
+from energon_packed.records import Conversation
+from energon_packed.seqlens import cu_seqlens_from_lengths
+
+Int32 = npt.NDArray[np.int32]
+_ARRAYS = ("input_ids.npy", "cu_seqlens.npy", "loss_spans.npy", "labels.npy")
+_IGNORE = -100  # label of a token that is not a target, as torch.nn.CrossEntropyLoss ignores it
+
+
+class TokensCodec(Codec):
+    """Token ids, boundaries and supervised spans of a row; conversations carry `input_ids` and `labels`."""
+
+    sample_class = "PackedTokensSample"
+    flavor_class = "PackedTokensSample"
+    flavor_module = "energon_packed.flavors.packed_tokens"
+    stores_tokens = True
+    lengths_part = "cu_seqlens.npy"
+
+    def matches(self, raw: RawPack) -> bool:
+        """By input_ids.npy."""
+        return "input_ids.npy" in raw
+
+    def write(self, samples: Sequence[StoredSample]) -> list[Part]:
+        """Parts of one pack."""
+        media, images, positions = write_media(samples)
+        rows = [_tokens(sample.conversation) for sample in samples]
+        input_ids = np.concatenate([ids for ids, _ in rows])
+        labels = np.concatenate([labels for _, labels in rows])
+        value: dict[str, Any] = {
+            "sample_count": len(samples),
+            "ids": [sample.conversation.id for sample in samples],
+            "images": images,
+        }
+        if any_given(positions):
+            value["patch_positions"] = positions
+        supervised = labels != _IGNORE
+        if (labels[supervised] == input_ids[supervised]).all():
+            target: Part = ("loss_spans.npy", _dump(spans_from_mask(supervised)))
+        else:
+            target = ("labels.npy", _dump(labels))
+        return [
+            ("input_ids.npy", _dump(input_ids)),
+            ("cu_seqlens.npy", _dump(cu_seqlens_from_lengths([len(ids) for ids, _ in rows]))),
+            target,
+            ("json", write_json(value)),
+            *media,
+        ]
+
+    def read(self, raw: RawPack) -> list[StoredSample]:
+        """The samples of one pack, tokenized."""
+        return self.samples(self.fields(raw))
+
+    def samples(self, fields: Mapping[str, Any]) -> list[StoredSample]:
+        """The samples of a row as `fields` returns it."""
+        samples = []
+        for i, (start, end) in enumerate(pairwise(fields["cu_seqlens"].tolist())):
+            images = fields["images"][i]
+            positions = fields["patch_positions"][i] if fields["patch_positions"] else ()
+            conversation = Conversation(
+                id=fields["ids"][i],
+                input_ids=fields["input_ids"][start:end].astype(np.int64),
+                labels=fields["labels"][start:end].astype(np.int64),
+                images=media_references(images),
+                patch_positions=byte_references(positions),
+            )
+            samples.append(
+                StoredSample(conversation=conversation, length=end - start, images=images, patch_positions=positions)
+            )
+        return samples
+
+    def fields(self, raw: RawPack) -> dict[str, Any]:
+        """Arrays of the row, int32; `images` as StoredImage, bytes of .npy files, ids."""
+        value = read_json(raw)
+        input_ids = _load(raw, "input_ids.npy")
+        if "labels.npy" in raw:
+            labels = _load(raw, "labels.npy")
+        else:
+            labels = np.full_like(input_ids, _IGNORE)
+            for start, end in _load(raw, "loss_spans.npy").tolist():
+                labels[start:end] = input_ids[start:end]
+        return {
+            "input_ids": input_ids,
+            "labels": labels,
+            "cu_seqlens": _load(raw, "cu_seqlens.npy"),
+            "images": read_images(raw, value["images"]),
+            "patch_positions": read_files(raw, value["patch_positions"]) if value.get("patch_positions") else None,
+            "ids": value["ids"],
+        }
+
+    def lengths(self, raw: RawPack) -> list[int | None]:
+        """Tokens of each sample, from its boundaries."""
+        return [int(length) for length in np.diff(_load(raw, self.lengths_part))]
+
+    def part_filter(self, part: str) -> bool:
+        """The arrays of the row, the json and the media."""
+        return part in _ARRAYS or super().part_filter(part)
+
+
+def spans_from_mask(mask: npt.NDArray[np.bool_]) -> Int32:
+    """Runs of True as [start, end): int32 (K, 2)."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
+    return edges.reshape(-1, 2).astype(np.int32)
+
+
+def _tokens(conversation: Conversation) -> tuple[Any, Any]:
+    ids, labels = conversation.input_ids, conversation.labels
+    assert ids is not None, "PackedTokensSample is written from tokenized conversations"
+    return ids, ids if labels is None else labels
+
+
+def _dump(array: npt.NDArray[Any]) -> bytes:
+    out = io.BytesIO()
+    np.lib.format.write_array(out, np.ascontiguousarray(array, dtype="<i4"), version=(1, 0), allow_pickle=False)
+    return out.getvalue()
+
+
+def _load(raw: RawPack, name: str) -> Int32:
+    value = raw.get(name)
+    if isinstance(value, np.ndarray):  # a decoder was there first
+        return value.astype(np.int32)
+    if value is None:
+        raise FormatError(f"{raw.get('__key__')} has no {name}; is this a PackedTokensSample?")
+    try:
+        return np.asarray(np.lib.format.read_array(io.BytesIO(value), allow_pickle=False), dtype=np.int32)
+    except ValueError as error:
+        raise FormatError(f"{raw.get('__key__')}.{name}: {error}") from error

@@ -1,0 +1,163 @@
+"""Options, declared once as fields of a dataclass; the command line, config files and docs are made from them.
+
+    @dataclass(frozen=True, kw_only=True)
+    class PackOptions:
+        seq_len: int = option(help="Tokens in one row.", group="Packing", minimum=1)
+
+`declared(PackOptions)` lists the declarations, `make(PackOptions, values)` builds one from names and values, and
+`check(self)` in `__post_init__` holds the values to their declared limits.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from energon_packed.errors import ConfigError
+
+_KEY = "option"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """One option.
+
+    Attributes:
+        name: of the argument.
+        kind: type of the value; `None` is allowed where it is not required.
+        default: value when it is not given; `dataclasses.MISSING` when it is required.
+        help: one sentence.
+        group: heading in the help text.
+        flags: on the command line, such as `--seq-len`; () for arguments that only Python takes.
+        metavar: stands for the value in help texts.
+        choices: valid values, or a function that returns them.
+        minimum: smallest valid number.
+        parse: turns text of the command line or a config file into the value.
+        decides: what the value decides: `lengths`, `tars`, or "" for neither.
+        shown_default: the default in words, where the value does not tell.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    group: str
+    flags: tuple[str, ...]
+    metavar: str | None = None
+    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] | None = None
+    minimum: float | None = None
+    parse: Callable[[str], Any] | None = None
+    decides: str = ""
+    shown_default: str | None = None
+
+    @property
+    def is_required(self) -> bool:
+        """There is no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def is_flag(self) -> bool:
+        """True or False."""
+        return self.kind is bool
+
+    @property
+    def valid(self) -> tuple[str, ...] | None:
+        """Valid values, or None for any."""
+        return self.choices() if callable(self.choices) else self.choices
+
+
+def option(
+    default: Any = dataclasses.MISSING, *, help: str, group: str, flags: tuple[str, ...] | None = None, **rest: Any
+) -> Any:
+    """A dataclass field with a declaration.
+
+    Args:
+        default: as `dataclasses.field`; a callable is a factory. Without one the option is required.
+        help, group, flags: as in `Declaration`; flags are made from the name by default.
+        rest: other attributes of `Declaration`.
+    """
+    metadata = {_KEY: {"help": help, "group": group, "flags": flags, **rest}}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def declared(cls: type[Any]) -> list[Declaration]:
+    """All declarations of an option class, in order."""
+    hints = typing.get_type_hints(cls)
+    return [_declaration(field, hints[field.name]) for field in dataclasses.fields(cls) if _KEY in field.metadata]
+
+
+def make(cls: type[T], values: Mapping[str, Any], *, what: str = "argument") -> T:
+    """An option object.
+
+    Args:
+        cls: the option class.
+        values: by name.
+        what: what the names are, for messages.
+
+    Raises:
+        ConfigError: an unknown name (with the likely one), or a required one that is missing.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    if unknown := [name for name in values if name not in names]:
+        close = difflib.get_close_matches(unknown[0], names, 1)
+        hint = f"; did you mean `{close[0]}`?" if close else f"; valid names: {', '.join(names)}"
+        raise ConfigError(f"unknown {what} {unknown[0]!r}{hint}")
+    missing = [one.name for one in declared(cls) if one.is_required and one.name not in values]
+    if missing:
+        raise ConfigError(f"{', '.join(f'`{name}`' for name in missing)} must be given")
+    return cls(**values)
+
+
+def check(options: Any) -> None:
+    """Hold the values of an option object to the declared types, choices and minimums; paths become `Path`.
+
+    Raises:
+        ConfigError: the message names the argument, the value and the limit.
+    """
+    for one in declared(type(options)):
+        value = getattr(options, one.name)
+        if value is None:
+            continue
+        if one.kind is Path:
+            object.__setattr__(options, one.name, Path(value))
+        elif one.kind in (int, float) and (isinstance(value, bool | str) or not isinstance(value, int | one.kind)):
+            raise ConfigError(
+                f"`{one.name}` is {value!r}; it must be {'an integer' if one.kind is int else 'a number'}"
+            )
+        if one.minimum is not None and value < one.minimum:
+            raise ConfigError(f"`{one.name}` is {value}; it must be at least {one.minimum}")
+        if one.valid is not None and value not in one.valid:
+            raise ConfigError(f"`{one.name}` is {value!r}; use one of {', '.join(one.valid)}")
+
+
+def plain_values(options: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of every declared option, in plain types for JSON."""
+    for one in declared(type(options)):
+        value = getattr(options, one.name)
+        yield one.name, str(value) if isinstance(value, Path) else value
+
+
+def _declaration(field: Any, hint: Any) -> Declaration:
+    given = dict(field.metadata[_KEY])
+    flags = given.pop("flags")
+    if flags is None:
+        flags = (f"--{field.name.replace('_', '-')}",)
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return Declaration(name=field.name, kind=_kind(hint), default=default, flags=flags, **given)
+
+
+def _kind(hint: Any) -> Any:
+    """The type without `None`; `str` for literals."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        inner = [one for one in typing.get_args(hint) if one is not type(None)]
+        return _kind(inner[0]) if len(inner) == 1 else Any
+    if typing.get_origin(hint) is typing.Literal:
+        return str
+    return hint

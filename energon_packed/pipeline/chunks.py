@@ -1,0 +1,102 @@
+"""Chunk: a range of one source and the Arrow file that its measured records go to, one row each.
+
+The files are restart state: a run that finds a complete one does not measure that range again. Datasets that store
+tokens keep those too, in a second file (`kept_tokens`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from energon_packed.errors import Reason
+from energon_packed.pipeline.columns import as_numpy, numbers, texts
+from energon_packed.pipeline.kept_tokens import tokens_file, tokens_size
+from energon_packed.shards.files import aside
+
+KINDS = ("text", "image", "video")
+PACKED = "packed"
+TRUNCATED = "truncated"
+"""Status in lengths.parquet of a record that is packed, but truncated to `seq_len`."""
+STATUSES = (PACKED, *(reason.value for reason in Reason))
+SCHEMA = pa.schema(
+    {
+        "address": pa.int64(),
+        "size": pa.int32(),
+        "length": pa.int32(),
+        "text_bytes": pa.int32(),
+        "media_bytes": pa.int64(),
+        "num_images": pa.int32(),
+        "kind": pa.int8(),
+        "status": pa.int8(),
+        "id": pa.string(),
+        "detail": pa.string(),
+    }
+)
+NUMBERS = {name: SCHEMA.field(name).type.to_pandas_dtype() for name in SCHEMA.names if name not in ("id", "detail")}
+_FIXABLE = [
+    STATUSES.index(reason.value)
+    for reason in (
+        Reason.MISSING_IMAGE,
+        Reason.CORRUPT_IMAGE,
+        Reason.IMAGE_OUTSIDE_ROOT,
+        Reason.MISSING_PATCH_POSITIONS,
+    )
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A range of one source.
+
+    Attributes:
+        source: number of the source.
+        start, stop: range of addresses.
+        file: where the measured rows go.
+        keep_tokens: their tokens are kept too.
+    """
+
+    source: int
+    start: int
+    stop: int
+    file: Path
+    keep_tokens: bool = False
+
+    @property
+    def tokens(self) -> Path:
+        """Where their tokens go."""
+        return tokens_file(self.file)
+
+
+def read_rows(file: Path) -> Any:
+    """The Arrow table of one chunk file, mapped into memory."""
+    return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+
+
+def measured_records(chunk: Chunk) -> int:
+    """Rows in the file of a measured chunk."""
+    return int(read_rows(chunk.file).num_rows)
+
+
+def is_measured(chunk: Chunk) -> bool:
+    """Whether an earlier run has measured a chunk, and no missing or damaged medium may have been fixed since."""
+    if not chunk.file.exists():
+        return False
+    try:
+        rows = read_rows(chunk.file)
+        status = as_numpy(rows["status"], np.int8)
+        if chunk.keep_tokens and chunk.tokens.stat().st_size != tokens_size(as_numpy(rows["length"], np.int32)):
+            return False
+    except (pa.ArrowInvalid, OSError):
+        return False
+    return not np.isin(status, _FIXABLE).any()
+
+
+def write_rows(file: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    """Write the columns of `SCHEMA`; the file appears when it is complete."""
+    arrays = [numbers(columns[n], NUMBERS[n]) if n in NUMBERS else texts(columns[n]) for n in SCHEMA.names]
+    with aside(file) as temporary, pa.OSFile(str(temporary), "wb") as out, pa.ipc.new_file(out, SCHEMA) as writer:
+        writer.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA))

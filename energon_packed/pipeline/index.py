@@ -1,0 +1,99 @@
+"""Stage 4, index: `.nv-meta` and packing.json over the finished shards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from energon_packed.pipeline.keys import Keys
+from energon_packed.pipeline.options import PackOptions
+from energon_packed.pipeline.plan import Plan
+from energon_packed.pipeline.run_state import RunState
+from energon_packed.pipeline.shard_writer import shard_rows
+from energon_packed.pipeline.table import RecordTable, reject_counts
+from energon_packed.pipeline.write import state_file
+from energon_packed.shards import PackingManifest, ShardEntry
+from energon_packed.shards.nv_meta import write_nv_meta
+from energon_packed.shards.tar import ShardSummary
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStage:
+    """Writes the indexes and the manifest.
+
+    Attributes:
+        state: of the run.
+        keys: of the run.
+    """
+
+    state: RunState
+    keys: Keys
+    name = "index"
+
+    def run(self, table: RecordTable, plan: Plan, shards: Sequence[ShardSummary]) -> PackingManifest:
+        """The manifest, as saved in packing.json."""
+        state = self.state
+        state.progress.start(self.name, len(shards), "shards")
+        entries = _entries(table, plan, shards, state.options)
+        folder = state.space.write_folder(self.keys.write)
+        write_nv_meta(
+            state.space.shards,
+            codec=state.options.codec,
+            shards=shards,
+            rows=(shard_rows(state_file(folder, shard.name)) for shard in shards),
+            splits={name: [e.name for e in entries if e.split == name] for name in state.options.split},
+        )
+        manifest = _manifest(state, self.keys, table, plan, entries)
+        manifest.save(state.space.shards)
+        state.progress.advance(len(shards))
+        return manifest
+
+
+def _entries(table: RecordTable, plan: Plan, shards: Sequence[ShardSummary], options: PackOptions) -> list[ShardEntry]:
+    """What each planned shard holds, and the size and hash that its tar has."""
+    return [
+        ShardEntry(
+            name=shard.name,
+            split=planned.split,
+            packs=shard.packs,
+            samples=len(planned.rows),
+            tokens=int(np.minimum(table.length[planned.rows], options.usable_len).sum(dtype=np.int64)),
+            bytes=shard.size,
+            sha256=shard.sha256,
+        )
+        for planned, shard in zip(plan.shards, shards, strict=True)
+    ]
+
+
+def _manifest(
+    state: RunState, keys: Keys, table: RecordTable, plan: Plan, entries: list[ShardEntry]
+) -> PackingManifest:
+    """Counts and settings of a run whose shards are written."""
+    options, packs = state.options, plan.packs
+    cut = np.maximum(table.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
+    return PackingManifest(
+        sample_class=options.sample_class,
+        shard_prefix=options.prefix,
+        records=len(table),
+        packed=len(packs.indices),
+        truncated=int(np.count_nonzero(cut)),
+        tokens_cut=int(cut.sum(dtype=np.int64)),
+        rejects=reject_counts(plan.status),
+        packs=packs.num_packs,
+        tokens=packs.tokens,
+        images=int(table.num_images[packs.indices].sum(dtype=np.int64)),
+        seq_len=options.seq_len,
+        algorithm=options.algorithm if options.codec.packed else "none",
+        max_samples_per_pack=options.max_samples_per_pack,
+        group_by=options.group_by,
+        seed=options.seed,
+        utilization=round(packs.utilization, 6),
+        pad_multiple=options.pad_multiple,
+        overlong=options.overlong,
+        tokenizer_fingerprint=keys.encoder,
+        input_fingerprint=keys.input,
+        fingerprint=keys.tars,
+        encoder=options.encoder_loader.as_dict(),
+        counters=state.counters,
+        shards=entries,
+    )

@@ -1,0 +1,94 @@
+"""The account of every record: lengths.parquet and rejects.jsonl, streamed chunk by chunk."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from energon_packed.pipeline.chunks import STATUSES, TRUNCATED, read_rows
+from energon_packed.pipeline.columns import named, numbers, texts
+from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.table import RecordTable
+from energon_packed.pipeline.workspace import Workspace
+from energon_packed.shards.files import aside
+
+_SCHEMA = pa.schema(
+    {
+        "source": pa.dictionary(pa.int32(), pa.string()),
+        "row": pa.int64(),
+        "id": pa.string(),
+        "length": pa.int32(),
+        "num_images": pa.int32(),
+        "status": pa.dictionary(pa.int8(), pa.string()),
+    }
+)
+
+
+def write_ledger(
+    table: RecordTable,
+    status: npt.NDArray[np.int8],
+    detail_of: Callable[[int], str],
+    reader: RecordReader,
+    *,
+    usable_len: int,
+    space: Workspace,
+) -> None:
+    """Write both files.
+
+    Args:
+        table: measured records.
+        status: int8 (n,), index into STATUSES, plan-time rejects included.
+        detail_of: detail of a plan-time reject by record number.
+        reader: names sources and records.
+        usable_len: tokens of a row; the status of packed records with more is `truncated`.
+        space: where they go. lengths.parquet has source, row, id, length (tokens, null where unknown), num_images and
+            status; rejects.jsonl has source, row, id, reason and detail.
+    """
+    names_of, cut = (*STATUSES, TRUNCATED), len(STATUSES)
+    paths = [str(source.path) for source in reader.sources]
+    with (
+        aside(space.lengths) as lengths_aside,
+        aside(space.rejects) as rejects_aside,
+        pq.ParquetWriter(lengths_aside, _SCHEMA) as writer,
+        rejects_aside.open("wb") as out,
+    ):
+        for start, ids, chunk_details in _chunks(table):
+            rows = np.arange(start, start + len(ids))
+            source, local = table.locate(rows)
+            names = [
+                ident if ident is not None else reader.default_id(int(s), int(r))
+                for ident, s, r in zip(ids, source, local, strict=True)
+            ]
+            part = slice(start, start + len(ids))
+            measured = table.length[part]
+            columns = [
+                named(source, paths, np.int32),
+                numbers(local, np.int64),
+                texts(names),
+                numbers(measured, np.int32, valid=measured >= 0),
+                numbers(table.num_images[part], np.int32),
+                named(np.where((status[part] == 0) & (measured > usable_len), cut, status[part]), names_of, np.int8),
+            ]
+            writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA))
+            for place in np.flatnonzero(status[part]).tolist():
+                reject = {
+                    "source": paths[int(source[place])],
+                    "row": int(local[place]),
+                    "id": names[place],
+                    "reason": STATUSES[int(status[start + place])],
+                    "detail": chunk_details[place] or detail_of(start + place),
+                }
+                out.write(orjson.dumps(reject, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def _chunks(table: RecordTable) -> Iterator[tuple[int, list[str | None], list[str | None]]]:
+    """(first row, ids, details) of each chunk file."""
+    start = 0
+    for file in table.files:
+        part = read_rows(file)
+        if part.num_rows:
+            yield start, part["id"].to_pylist(), part["detail"].to_pylist()
+        start += part.num_rows

@@ -1,0 +1,224 @@
+"""Stage 1, measure: the length of every record, in chunks of the input that run in parallel."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from energon_packed.encoding import EncodedSample, Measurement
+from energon_packed.errors import RecordError, Reject, RejectLimitError
+from energon_packed.packing import load_kernels
+from energon_packed.pipeline.chunks import (
+    KINDS,
+    SCHEMA,
+    STATUSES,
+    Chunk,
+    is_measured,
+    measured_records,
+    write_rows,
+)
+from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
+from energon_packed.pipeline.engine import Engine
+from energon_packed.pipeline.kept_tokens import write_tokens
+from energon_packed.pipeline.progress import Progress
+from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.table import RecordTable, load_table
+from energon_packed.records import Conversation
+from energon_packed.sources import Row
+
+_BATCH = 256  # records held at a time
+_JSON_OVERHEAD = 200  # bytes of keys, id and length of one sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureStage:
+    """Measures the chunks that no earlier run has measured.
+
+    Attributes:
+        folder: of the chunk files, named after the key of the stage.
+        reader: of the input.
+        encoder: loads the encoder in each process.
+        engine: runs the chunks.
+        progress: notified of each chunk.
+        counters: `measured`, `tokenized` and `reused` records are added.
+        keep_tokens: tokens are kept beside the lengths.
+        strict: stop at the first rejected record.
+    """
+
+    folder: Path
+    reader: RecordReader
+    encoder: EncoderOptions | GivenEncoder
+    engine: Engine
+    progress: Progress
+    counters: dict[str, int]
+    keep_tokens: bool
+    strict: bool = False
+    name = "measure"
+
+    def chunks(self) -> list[Chunk]:
+        """All of the input."""
+        ranges = [
+            (number, place, *chunk)
+            for number, source in enumerate(self.reader.sources)
+            for place, chunk in enumerate(source.chunks())
+        ]
+        return [self.chunk(f"{number:05d}-{place:07d}", number, *edges) for number, place, *edges in ranges]
+
+    def chunk(self, name: str, source: int, start: int, stop: int) -> Chunk:
+        """A range of a source, measured into a file of that name."""
+        file = self.folder / f"{name}.arrow"
+        return Chunk(source=source, start=start, stop=stop, file=file, keep_tokens=self.keep_tokens)
+
+    def run(self, chunks: Sequence[Chunk] | None = None) -> RecordTable:
+        """Lengths, statuses and places of the records.
+
+        Args:
+            chunks: what is measured; by default all of the input.
+
+        Raises:
+            RejectLimitError: a record is rejected, with `strict`.
+        """
+        chunks = self.chunks() if chunks is None else chunks
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.progress.start(self.name, sum(chunk.stop - chunk.start for chunk in chunks), "records")
+        todo = []
+        for chunk in chunks:
+            if is_measured(chunk):
+                records = measured_records(chunk)
+                self.counters["reused"] += records
+                self.progress.advance(chunk.stop - chunk.start, records)
+            else:
+                todo.append(chunk)
+        for report in self.engine.run(Measurer(reader=self.reader, encoder=self.encoder), todo):
+            self.counters["measured"] += report.records
+            self.counters["tokenized"] += report.tokenized
+            self.progress.advance(report.chunk.stop - report.chunk.start, report.records)
+            if self.strict and report.first_reject is not None:
+                raise self._rejected(report.chunk, report.first_reject)
+            load_kernels()  # while the workers are busy
+        return load_table(chunks, len(self.reader.sources))
+
+    def _rejected(self, chunk: Chunk, first: "FirstReject") -> RejectLimitError:
+        path = self.reader.sources[chunk.source].path
+        name = f"record {first.id}" if first.id else f"record {first.row} after position {chunk.start}"
+        return RejectLimitError(f"{name} of {path} is rejected: {first.reject} (`strict` stops at the first)")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstReject:
+    """The first rejected record of a chunk: its row in the chunk, its id where it has one, and why."""
+
+    row: int
+    id: str | None
+    reject: Reject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkReport:
+    """What a finished chunk reports to the driver.
+
+    Attributes:
+        chunk: the chunk.
+        records: rows in it.
+        tokenized: texts that went through the tokenizer.
+        first_reject: the first rejected record, or None.
+    """
+
+    chunk: Chunk
+    records: int
+    tokenized: int
+    first_reject: FirstReject | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurer:
+    """Measures one chunk: the function of the measure stage."""
+
+    reader: RecordReader
+    encoder: EncoderOptions | GivenEncoder
+
+    def __call__(self, chunk: Chunk) -> ChunkReport:
+        """Measure a chunk and write its file; few records are held at a time, as they may hold images."""
+        columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+        first: FirstReject | None = None
+        tokenized = 0
+        tokens: list[EncodedSample] = []
+        rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
+        encoder = self.encoder.load()
+        while batch := list(islice(rows, _BATCH)):
+            conversations, results = self._read(chunk.source, batch)
+            usable = [place for place, one in enumerate(conversations) if one is not None]
+            found = encoder.measure([c for c in conversations if c is not None], keep_tokens=chunk.keep_tokens)
+            for place, measurement in zip(usable, found, strict=True):
+                results[place] = measurement
+            tokens += [one.sample for one in found if one.sample is not None]
+            tokenized += sum([c is not None and c.input_ids is None for c in conversations])
+            made = _columns(batch, conversations, results)
+            if first is None:
+                first = _first_reject(len(columns["id"]), made["id"], results)
+            for name, values in made.items():
+                columns[name] += values
+        if chunk.keep_tokens:
+            write_tokens(chunk.tokens, tokens)  # before the rows, which say that the chunk is done
+        write_rows(chunk.file, columns)
+        return ChunkReport(chunk=chunk, records=len(columns["id"]), tokenized=tokenized, first_reject=first)
+
+    def _read(self, source: int, rows: Sequence[Row]) -> tuple[list[Conversation | None], list[Measurement]]:
+        """Conversations, None where a record is rejected, and the measurement of those."""
+        conversations: list[Conversation | None] = []
+        results: list[Measurement] = []
+        for row in rows:
+            try:
+                conversations.append(self.reader.conversation(source, row))
+                results.append(_PENDING)
+            except RecordError as error:
+                conversations.append(None)
+                results.append(Measurement.rejected(error.reject))
+        return conversations, results
+
+
+_PENDING = Measurement(0)
+
+
+def _columns(
+    rows: Sequence[Row], conversations: Sequence[Conversation | None], results: Sequence[Measurement]
+) -> dict[str, list[Any]]:
+    """The columns of `SCHEMA` for some rows, their conversations where they have one, and what measuring gave."""
+    pairs = list(zip(rows, conversations, strict=True))
+    rejects = [result.reject for result in results]
+    return {
+        "address": [row.address for row in rows],
+        "size": [row.size for row in rows],
+        "length": [result.length for result in results],
+        "text_bytes": [0 if c is None else _text_bytes(c) for c in conversations],
+        "media_bytes": [result.media_bytes for result in results],
+        "num_images": [0 if c is None else len(c.images) for c in conversations],
+        "kind": [0 if c is None else KINDS.index(c.kind) for c in conversations],
+        "status": [0 if reject is None else STATUSES.index(reject.reason.value) for reject in rejects],
+        "id": [_raw_id(row.record) if c is None else c.id for row, c in pairs],
+        "detail": [None if reject is None else reject.detail[:500] for reject in rejects],
+    }
+
+
+def _first_reject(start: int, ids: Sequence[str | None], results: Sequence[Measurement]) -> FirstReject | None:
+    """The first rejected record of these, which begin at row `start`."""
+    for place, result in enumerate(results):
+        if result.reject is not None:
+            return FirstReject(start + place, ids[place], result.reject)
+    return None
+
+
+def _text_bytes(conversation: Conversation) -> int:
+    """Bytes of a conversation in JSON, about: UTF-8 and some escapes."""
+    if conversation.input_ids is not None:
+        return 14 * len(conversation.input_ids) + _JSON_OVERHEAD
+    texts = [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
+    extra = sum(len(str(m.extra)) for m in conversation.messages if m.extra) + len(str(conversation.tools or ""))
+    size = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
+    return size + size // 20 + extra + _JSON_OVERHEAD + 40 * len(texts) + 40 * len(conversation.images)
+
+
+def _raw_id(record: Any) -> str | None:
+    ident = record.get("id") if isinstance(record, dict) else None
+    return None if ident is None else str(ident)[:200]

@@ -1,0 +1,285 @@
+"""PackOptions, and what it shares with the survey of lengths: all that decides a run, checked at construction."""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from energon_packed.encoding import Processor
+from energon_packed.encoding.rendering import LOSS_ON, LossOn
+from energon_packed.errors import ConfigError
+from energon_packed.formats import CODECS, Codec, codec_for
+from energon_packed.options import check, declared, option
+from energon_packed.packing import algorithm_names, check_algorithm
+from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
+from energon_packed.shards.nv_meta import SPLITS
+
+_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+INPUT, TOKENS, IMAGES, PACKING, OUTPUT, RUN = "Input", "Tokens", "Images", "Packing", "Output", "Run"
+Overlong = Literal["drop", "error", "truncate"]
+GroupBy = Literal["none", "media"]
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """`2/8` as (2, 8); `auto` takes both numbers from SLURM.
+
+    Raises:
+        ConfigError: the text has another form, or there is no SLURM task.
+    """
+    if text == "auto":
+        try:
+            return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                "`part=auto` needs SLURM_PROCID and SLURM_NTASKS, which srun sets; pass `part=I/N`"
+            ) from error
+    found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    if not found:
+        raise ConfigError(f"invalid `part` {text!r}; use the form 0/4, or auto")
+    return int(found[1]), int(found[2])
+
+
+def parse_split(text: str) -> dict[str, float]:
+    """`train=0.98,val=0.02` as a dict.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    try:
+        return {name.strip(): float(share) for name, share in (part.split("=") for part in text.split(","))}
+    except ValueError as error:
+        raise ConfigError(f"invalid `split` {text!r}; use the form train=0.98,val=0.02") from error
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `512M`, `1GB` or `1073741824`; K, M, G and T are powers of 1024.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"invalid size {text!r}; use bytes or a unit, such as 512M or 1G")
+    return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputOptions:
+    """What is read, and how it becomes tokens: the same for packing and for surveying lengths.
+
+    Raises ConfigError when made with an invalid value.
+    """
+
+    inputs: Sequence[str | Path] = option(
+        help="Files, globs or Hugging Face folders.", group=INPUT, flags=("--jsonl",), metavar="FILE"
+    )
+    image_root: Path | None = option(
+        None, help="Folder that image paths start from and must stay in.", group=INPUT,
+        shown_default="the folder of each input", metavar="DIR",
+    )  # fmt: skip
+    use_patch_positions: bool = option(
+        True, help="Ignore patch_positions in the records.", group=INPUT, flags=("--no-npy",), decides="lengths"
+    )
+    tokenizer: Path | None = option(
+        None, help="Folder with tokenizer.json and a chat template.", group=TOKENS, metavar="DIR"
+    )
+    loss_on: LossOn = option(
+        "assistant", help="Supervised text: all assistant turns, the last one, or everything.", group=TOKENS,
+        choices=LOSS_ON,
+    )  # fmt: skip
+    encoder: Processor | None = None
+    processor: Path | None = option(
+        None, help="Folder with preprocessor_config.json.", group=IMAGES, shown_default="--tokenizer", metavar="DIR"
+    )
+    image_processor: str | None = option(
+        None, help="Image processor by name, such as Qwen2_5_VLProcessor.", group=IMAGES, metavar="NAME"
+    )
+    factor: int | None = option(
+        None, help="Pixels per token side: patch size times merge size.", group=IMAGES, minimum=1
+    )
+    min_pixels: int | None = option(None, help="Minimum pixels of a resized image.", group=IMAGES, minimum=1)
+    max_pixels: int | None = option(None, help="Maximum pixels of a resized image.", group=IMAGES, minimum=1)
+    sample_class: str = option(
+        "PackedCaptioningSample", help="Flavor to write.", group=OUTPUT, choices=lambda: tuple(CODECS), decides="tars"
+    )
+    algorithm: str = option(
+        "bfd", help=f"Planner: {', '.join(algorithm_names())}.", group=PACKING, decides="tars", metavar="NAME"
+    )
+    max_samples_per_pack: int | None = option(
+        None, help="Maximum samples in one pack.", group=PACKING, minimum=1, decides="tars"
+    )
+    pad_multiple: int = option(
+        1, help="Plan each sample rounded up to a multiple of this (context parallelism: 2 * cp).", group=PACKING,
+        minimum=1, decides="tars",
+    )  # fmt: skip
+    seed: int = option(0, help="Order of the packs.", group=PACKING, minimum=0, decides="tars")
+    workers: int = option(0, help="Processes.", group=RUN, minimum=0, shown_default="all cores")
+
+    def __post_init__(self) -> None:
+        given = self.inputs
+        object.__setattr__(self, "inputs", tuple(map(str, [given] if isinstance(given, str | Path) else given)))
+        check(self)
+        check_algorithm(self.algorithm)
+        if not self.inputs:
+            raise ConfigError("no input; pass one or more files")
+        if (self.encoder is None) == (self.tokenizer is None):
+            given = "neither" if self.tokenizer is None else "both"
+            raise ConfigError(f"pass the folder of a `tokenizer` or, from Python, an `encoder`; {given} is given")
+        if self.encoder is not None and not isinstance(self.encoder, Processor):
+            raise ConfigError(f"`encoder` is a {type(self.encoder).__name__}; pass a Processor such as ChatEncoder")
+        if self.image_root is not None and not self.image_root.is_dir():
+            raise ConfigError(
+                f"`image_root` {self.image_root} is not a folder; pass the folder that image paths start from"
+            )
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of `sample_class`."""
+        return codec_for(self.sample_class)
+
+    @property
+    def processes(self) -> int:
+        """Processes to use: `workers`, or all cores that this process may run on."""
+        return self.workers or available_cores()
+
+    @property
+    def encoder_loader(self) -> EncoderOptions | GivenEncoder:
+        """What loads the encoder in each process."""
+        if self.encoder is not None:
+            return GivenEncoder(self.encoder)
+        assert self.tokenizer is not None
+        return EncoderOptions(**{name: getattr(self, name) for name in EncoderOptions.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions(InputOptions):
+    """What to pack, and how.
+
+    Attributes that have no help text of their own: `part` (I, N) packs the I-th of N parts of the input, as one of N
+    runs without communication; each needs its own `output_dir`, in which `{part}` stands for `p000` and so on.
+    """
+
+    output_dir: Path = option(
+        help="Folder for the dataset and its reports.", group=OUTPUT, flags=("--output-dir", "-o"), metavar="DIR"
+    )
+    seq_len: int = option(help="Tokens in one row.", group=PACKING, minimum=1, decides="tars")
+    group_by: GroupBy = option(
+        "none", help="media: text, image and video samples in separate packs.", group=PACKING,
+        choices=("none", "media"), decides="tars",
+    )  # fmt: skip
+    overlong: Overlong = option(
+        "drop", help="What happens to samples longer than a row.", group=PACKING,
+        choices=("drop", "error", "truncate"), decides="tars",
+    )  # fmt: skip
+    split: dict[str, float] = option(
+        lambda: {"train": 1.0}, help="Shares of the packs, such as train=0.98,val=0.02.", group=PACKING,
+        parse=parse_split, decides="tars", shown_default="train=1", metavar="SHARES",
+    )  # fmt: skip
+    shard_prefix: str = option("pack", help="Start of shard names and keys.", group=OUTPUT, metavar="NAME")
+    max_packs_per_shard: int = option(
+        1000, help="Maximum packs in one shard.", group=OUTPUT, minimum=1, decides="tars"
+    )
+    max_shard_bytes: int = option(
+        1 << 30, help="Maximum bytes in one shard.", group=OUTPUT, minimum=1, parse=parse_size,
+        flags=("--max-shard-size",), decides="tars", shown_default="1G", metavar="SIZE",
+    )  # fmt: skip
+    part: tuple[int, int] | None = option(
+        None, help="Pack only the I-th of N parts of the input; auto takes both from SLURM.", group=INPUT,
+        parse=parse_part, metavar="I/N|auto",
+    )  # fmt: skip
+    engine: Literal["local", "ray"] = option(
+        "local", help="Where tasks run: processes of this machine, or a Ray cluster.", group=RUN,
+        choices=("local", "ray"),
+    )  # fmt: skip
+    ray_address: str | None = option(
+        None, help="Address of the Ray cluster.", group=RUN,
+        shown_default="the running cluster, else one on this machine", metavar="ADDRESS",
+    )  # fmt: skip
+    max_reject_rate: float = option(
+        0.05, help="Stop before writing when a larger share of the records is rejected.", group=RUN, minimum=0
+    )
+    strict: bool = option(False, help="Stop at the first rejected record.", group=RUN)
+    resume: bool = option(
+        True, help="Reuse completed work from a previous run.", group=RUN, flags=("--resume/--no-resume",)
+    )
+    overwrite: bool = option(False, help="Replace shards of another run in the output folder.", group=RUN)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._place_part()
+        if self.seq_len > np.iinfo(np.int32).max:
+            raise ConfigError(f"`seq_len` is {self.seq_len}; it must be at most {np.iinfo(np.int32).max}")
+        if self.pad_multiple > self.seq_len:
+            raise ConfigError(
+                f"`pad_multiple` {self.pad_multiple} is above `seq_len` {self.seq_len}; no sample would fit"
+            )
+        if not _PREFIX.fullmatch(self.shard_prefix):
+            raise ConfigError(
+                f"`shard_prefix` {self.shard_prefix!r} must be 1 to 64 letters, digits, '_' and '-': keys have no dots"
+            )
+        if self.max_reject_rate > 1:
+            raise ConfigError(f"`max_reject_rate` is {self.max_reject_rate}; it must be between 0 and 1")
+        object.__setattr__(self, "split", _checked_split(self.split))
+
+    def _place_part(self) -> None:
+        if self.part is None:
+            if "{part}" in str(self.output_dir):
+                raise ConfigError(
+                    f"`output_dir` {self.output_dir} has a {{part}}, but no part is given; pass `part=I/N`"
+                )
+            return
+        number, count = self.part
+        if not 0 <= number < count:
+            raise ConfigError(f"`part` is {number}/{count}; the first number must be from 0 to below the second")
+        folder = str(self.output_dir).replace("{part}", part_suffix(number)[1:])
+        object.__setattr__(self, "output_dir", Path(folder))
+
+    @property
+    def prefix(self) -> str:
+        """Start of shard names and keys, with the number of the part."""
+        return self.shard_prefix + part_suffix(None if self.part is None else self.part[0])
+
+    @property
+    def usable_len(self) -> int:
+        """Tokens of the longest sample that fits: `seq_len` down to a multiple of `pad_multiple`."""
+        return self.seq_len // self.pad_multiple * self.pad_multiple
+
+    @property
+    def truncate(self) -> int | None:
+        """Tokens that longer samples are truncated to, or None."""
+        return self.usable_len if self.overlong == "truncate" else None
+
+    def deciding_tars(self) -> dict[str, Any]:
+        """The options that decide the bytes of the tars, by name."""
+        names = [one.name for one in declared(type(self)) if one.decides == "tars"]
+        return {name: getattr(self, name) for name in (*names, "use_patch_positions", "prefix")}
+
+
+def part_suffix(number: int | None) -> str:
+    """`_p003` for part 3, nothing for the complete input."""
+    return "" if number is None else f"_p{number:03d}"
+
+
+def available_cores() -> int:
+    """Cores that this process may run on; on systems that cannot tell (macOS), all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _checked_split(split: dict[str, float]) -> dict[str, float]:
+    """The shares in the order of `SPLITS`, so that the same shares always make the same shards."""
+    if not split or not all(math.isfinite(share) and share >= 0 for share in split.values()):
+        raise ConfigError("`split` must name shares >= 0, such as train=0.98,val=0.02")
+    if unknown := set(split) - set(SPLITS):
+        raise ConfigError(f"unknown split {', '.join(sorted(unknown))}; use {', '.join(SPLITS)}")
+    if abs(sum(split.values()) - 1) > 1e-6:
+        raise ConfigError(f"the shares of `split` add up to {sum(split.values()):g}; they must add up to 1")
+    return {name: split[name] for name in SPLITS if name in split}

@@ -1,0 +1,102 @@
+"""RayEngine: tasks on the machines of a Ray cluster that share a disk."""
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+from energon_packed.errors import ConfigError, EnergonPackedError
+from energon_packed.pipeline.engine import Engine, WorkerDied
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+_AHEAD = 2  # tasks per core that wait or run
+
+
+class RayEngine(Engine):
+    """Ray tasks, one core each.
+
+    Every node must see the same paths, and have this package installed. Tasks write files under their final name only
+    when they are complete, and the same bytes each time: one that was lost with its node runs again elsewhere, and
+    what it had finished is replaced by identical files.
+
+    Args:
+        address: of the cluster, as `ray.init` takes it; None for the running one, or else one on this machine.
+        tasks: maximum tasks at a time; 0 for as many as the cluster has cores.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no cluster at `address`.
+    """
+
+    def __init__(self, address: str | None = None, tasks: int = 0) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError("`engine=ray` needs Ray; run pip install 'energon-packed[ray]'") from error
+        self._ray: Any = ray
+        lost = ray.exceptions
+        self._lost = (lost.WorkerCrashedError, lost.NodeDiedError, lost.OutOfMemoryError, lost.ObjectLostError)
+        self._tasks = tasks
+        self._connect(address)
+
+    def _connect(self, address: str | None) -> None:
+        ray = self._ray
+        if ray.is_initialized():
+            return
+        options = {"log_to_driver": False, "logging_level": "warning", "configure_logging": False}
+        try:
+            ray.init(address=address or "auto", **options)
+        except (ConnectionError, ValueError) as error:
+            if address is not None:
+                raise ConfigError(
+                    f"no Ray cluster answers at {address}: {' '.join(str(error).split())[:200]}; start one with "
+                    "ray start --head, or omit `ray_address`"
+                ) from error
+            ray.init(num_cpus=self._tasks or None, include_dashboard=False, **options)
+
+    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """Results as they come.
+
+        Raises:
+            WorkerDied: a task was lost with its process or node repeatedly.
+        """
+        ray = self._ray
+        remote = ray.remote(num_cpus=1, max_retries=5)(_call)
+        shared, folder = ray.put(function), os.getcwd()
+        waiting = iter(tasks)
+        running: list[Any] = [remote.remote(shared, task, folder) for task in islice(waiting, self._limit())]
+        try:
+            while running:
+                done, running = ray.wait(running)
+                room = max(0, self._limit() - len(running))
+                running += [remote.remote(shared, task, folder) for task in islice(waiting, room)]
+                for result, error in ray.get(done):
+                    if error is not None:
+                        raise error
+                    yield result
+        except self._lost as error:
+            raise WorkerDied(
+                f"a Ray task was lost repeatedly ({type(error).__name__}), perhaps because memory ran out; use fewer "
+                "`workers` and run again, completed work is reused"
+            ) from error
+        finally:
+            for task in running:
+                ray.cancel(task, force=True)
+
+    def _limit(self) -> int:
+        """Tasks to hand out, from the cores that the cluster has now."""
+        cores = self._tasks or int(self._ray.cluster_resources().get("CPU", 1))
+        return cores if self._tasks else _AHEAD * cores
+
+
+def _call(function: Callable[[Any], Any], task: Any, folder: str) -> tuple[Any, EnergonPackedError | None]:
+    """Run a task where the driver's relative paths are right; our errors come back as values."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one task a core already
+    gc.set_threshold(100_000)
+    try:
+        return function(task), None
+    except EnergonPackedError as error:
+        return None, error

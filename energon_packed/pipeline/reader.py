@@ -1,0 +1,56 @@
+"""RecordReader: the records of all sources as conversations, read the same way in every stage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from energon_packed.errors import RecordError
+from energon_packed.formats import codec_for
+from energon_packed.pipeline.options import part_suffix
+from energon_packed.records import Conversation, normalize
+from energon_packed.sources import Row, Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordReader:
+    """Reads records of all sources as conversations.
+
+    Attributes:
+        sources: the input.
+        sample_class: flavor that will hold the conversations; those it cannot hold are rejected.
+        use_patch_positions: False ignores the .npy files that records name.
+        part: number of the part of the input, or None for all of it.
+    """
+
+    sources: Sequence[Source]
+    sample_class: str
+    use_patch_positions: bool
+    part: int | None = None
+
+    def conversation(self, source: int, row: Row) -> Conversation:
+        """A record as a conversation; `id` is None where the record has none.
+
+        Raises:
+            RecordError: the record cannot be used.
+        """
+        if row.reject is not None:
+            raise RecordError.of(row.reject)
+        conversation = normalize(row.record, image_root=self.sources[source].image_root)
+        if conversation.patch_positions and not self.use_patch_positions:
+            conversation = replace(conversation, patch_positions=())
+        codec_for(self.sample_class).check(conversation)
+        return conversation
+
+    def read(self, source: int, address: int, size: int) -> Conversation:
+        """The record at an address, as `conversation` reads it."""
+        return self.conversation(source, self.sources[source].read(address, size))
+
+    def default_id(self, source: int, row: int) -> str:
+        """Name of a record that has none: its file, the part of it, and its number there."""
+        return f"{self._names[source]}{part_suffix(self.part)}:{row}"
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """Stems of the files; their paths, where two have the same stem."""
+        stems = [source.path.name.split(".")[0] for source in self.sources]
+        return stems if len(set(stems)) == len(stems) else [str(source.path) for source in self.sources]

@@ -1,0 +1,151 @@
+"""`pack`: measure, plan, write, index."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from energon_packed.encoding import Processor
+from energon_packed.options import make
+from energon_packed.pipeline.engine import Engine, LocalEngine
+from energon_packed.pipeline.index import IndexStage
+from energon_packed.pipeline.keys import make_keys
+from energon_packed.pipeline.lock import FolderLock
+from energon_packed.pipeline.measure import MeasureStage
+from energon_packed.pipeline.options import PackOptions
+from energon_packed.pipeline.plan import PlanStage
+from energon_packed.pipeline.progress import Progress
+from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.run_state import RunState
+from energon_packed.pipeline.workspace import Workspace
+from energon_packed.pipeline.write import WriteStage
+from energon_packed.shards import PackingManifest
+from energon_packed.sources import open_sources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackResult:
+    """What a run has done.
+
+    Attributes:
+        manifest: as saved in packing.json.
+        shards: folder of the tars.
+        lengths, rejects: files with a row per record, and per rejected record.
+        bytes: size of all tars.
+        splits: splits that were asked for; one may have got no pack.
+        seconds: wall time of each stage.
+        mixed_utilization: what `group_by='none'` would reach, where the run groups.
+    """
+
+    manifest: PackingManifest
+    shards: Path
+    lengths: Path
+    rejects: Path
+    bytes: int
+    splits: tuple[str, ...]
+    seconds: dict[str, float]
+    mixed_utilization: float | None = None
+
+
+def pack(
+    inputs: PackOptions | str | Path | Sequence[str | Path],
+    *,
+    encoder: Processor | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> PackResult:
+    """Pack records into an Energon dataset.
+
+        pack("data.jsonl", output_dir="out", seq_len=4096, tokenizer="DIR")
+
+    Args:
+        inputs: files, globs or folders; or all options in one object.
+        encoder: a Processor of your own, in place of `tokenizer` and the image options.
+        progress: notified of every stage.
+        options: the fields of `PackOptions`; the options of `energon-packed pack` under the names of Python.
+
+    Raises:
+        ConfigError: options that do not fit the input or the output folder.
+        SourceError: an input that cannot be read, or that changed while it was packed.
+        RejectLimitError: more records rejected than allowed; only lengths.parquet and rejects.jsonl are written.
+    """
+    if not isinstance(inputs, PackOptions):
+        inputs = make(PackOptions, {"inputs": inputs, "encoder": encoder, **options})
+    with FolderLock(inputs.output_dir):
+        return _run(inputs, progress or Progress())
+
+
+def _run(options: PackOptions, progress: Progress) -> PackResult:
+    space = Workspace(options.output_dir)
+    sources = open_sources(options.inputs, work_dir=space.work, image_root=options.image_root, part=options.part)
+    reader = RecordReader(
+        sources=sources,
+        sample_class=options.sample_class,
+        use_patch_positions=options.use_patch_positions,
+        part=options.part[0] if options.part else None,
+    )
+    keys = make_keys(options, sources, options.part)
+    if not options.resume:
+        space.forget(keys.measure, keys.write)
+    space.check_owner(keys.write, overwrite=options.overwrite)
+    state = RunState(options=options, progress=progress, engine=make_engine(options), space=space, reader=reader)
+
+    clock = _Clock(progress)
+    measure = MeasureStage(
+        folder=space.measure_folder(keys.measure),
+        reader=reader,
+        encoder=options.encoder_loader,
+        engine=state.engine,
+        progress=progress,
+        counters=state.counters,
+        keep_tokens=options.codec.stores_tokens,
+        strict=options.strict,
+    )
+    with clock.stage(measure):
+        table = measure.run()
+    with clock.stage(planning := PlanStage(state)):
+        plan = planning.run(table)
+    with clock.stage(write := WriteStage(state, keys.write)):
+        shards = write.run(table, plan)
+    with clock.stage(index := IndexStage(state, keys)):
+        manifest = index.run(table, plan, shards)
+    return PackResult(
+        manifest=manifest,
+        shards=space.shards,
+        lengths=space.lengths,
+        rejects=space.rejects,
+        bytes=sum(shard.size for shard in shards),
+        splits=tuple(options.split),
+        seconds=clock.seconds,
+        mixed_utilization=plan.mixed_utilization,
+    )
+
+
+def make_engine(options: PackOptions) -> Engine:
+    """The engine that the options name.
+
+    Raises:
+        ConfigError: Ray is not installed, or no cluster answers.
+    """
+    if options.engine == "ray":
+        from energon_packed.pipeline.ray_engine import RayEngine
+
+        return RayEngine(options.ray_address, options.workers)
+    return LocalEngine(options.processes)
+
+
+class _Clock:
+    """Wall time of each stage."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+
+    @contextmanager
+    def stage(self, stage: Any) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[stage.name] = time.perf_counter() - begin
+        self._progress.finish(self.seconds[stage.name])

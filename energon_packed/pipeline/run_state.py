@@ -1,0 +1,30 @@
+"""RunState: what all stages of one run share."""
+
+from dataclasses import dataclass, field
+
+from energon_packed.pipeline.engine import Engine
+from energon_packed.pipeline.options import PackOptions
+from energon_packed.pipeline.progress import Progress
+from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Of one run.
+
+    Attributes:
+        options: of the run.
+        progress: notified of every stage.
+        engine: runs the tasks.
+        space: the output folder.
+        reader: of the input.
+        counters: records measured, texts tokenized, records reused from an earlier run.
+    """
+
+    options: PackOptions
+    progress: Progress
+    engine: Engine
+    space: Workspace
+    reader: RecordReader
+    counters: dict[str, int] = field(default_factory=lambda: {"measured": 0, "tokenized": 0, "reused": 0})

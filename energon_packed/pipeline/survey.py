@@ -1,0 +1,150 @@
+"""`survey_lengths`: the measure stage alone, over all records or a sample of them."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.errors import ConfigError
+from energon_packed.options import option
+from energon_packed.pipeline.chunks import Chunk, measured_records
+from energon_packed.pipeline.engine import LocalEngine
+from energon_packed.pipeline.keys import make_keys
+from energon_packed.pipeline.lock import FolderLock
+from energon_packed.pipeline.measure import Measurer, MeasureStage
+from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions
+from energon_packed.pipeline.progress import Progress
+from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.table import reject_counts
+from energon_packed.pipeline.workspace import Workspace
+from energon_packed.sources import open_sources
+
+_SPREAD = 64  # places of the input that a sample comes from
+
+
+def parse_seq_lens(text: str) -> tuple[int, ...]:
+    """`2048,4096` as numbers.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    try:
+        return tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError as error:
+        raise ConfigError(f"`seq_lens` {text} must be integers") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthsOptions(InputOptions):
+    """What is measured, and which `seq_len` are compared. Raises ConfigError for an invalid value."""
+
+    seq_lens: Sequence[int] = option(
+        lambda: (2048, 4096, 8192, 16384, 32768), help="Candidates.", group=PACKING, parse=parse_seq_lens,
+        flags=("--seq-len",), metavar="N [N...]", shown_default="2048 4096 8192 16384 32768",
+    )  # fmt: skip
+    sample: int | None = option(
+        None, help="Measure about N records, from all over the input.", group=PACKING, minimum=1, metavar="N"
+    )
+    output_dir: Path | None = option(
+        None, help="Keep the measurements here, where pack reuses them.", group=OUTPUT,
+        flags=("--output-dir", "-o"), metavar="DIR",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.seq_lens:
+            raise ConfigError("`seq_lens` must have at least one candidate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Survey:
+    """Measured records.
+
+    Attributes:
+        lengths: int32 (n,), tokens of the records that can be packed.
+        rejects: records that cannot, by reason.
+        is_sample: only some of the records were measured.
+        reused: records whose length an earlier run had measured.
+    """
+
+    lengths: npt.NDArray[np.int32]
+    rejects: dict[str, int]
+    is_sample: bool
+    reused: int = 0
+
+    @property
+    def records(self) -> int:
+        """Records measured."""
+        return len(self.lengths) + sum(self.rejects.values())
+
+
+def survey_lengths(options: LengthsOptions, progress: Progress | None = None) -> Survey:
+    """Measure records as `pack` does.
+
+    Args:
+        options: what is measured.
+        progress: notified of the stage.
+
+    Raises:
+        ConfigError, SourceError: as `pack`.
+    """
+    progress = progress or Progress()
+    with _work_folder(options) as space:
+        sources = open_sources(options.inputs, work_dir=space.work, image_root=options.image_root)
+        reader = RecordReader(
+            sources=sources, sample_class=options.sample_class, use_patch_positions=options.use_patch_positions
+        )
+        stage = MeasureStage(
+            folder=space.measure_folder(make_keys(options, sources, None).measure),
+            reader=reader,
+            encoder=options.encoder_loader,
+            engine=LocalEngine(options.processes),
+            progress=progress,
+            counters={"measured": 0, "tokenized": 0, "reused": 0},
+            keep_tokens=options.codec.stores_tokens and options.output_dir is not None,
+        )
+        chunks = None if options.sample is None else _sampled(stage, options.sample, options.seed)
+        table = stage.run(chunks)
+    return Survey(
+        lengths=table.length[table.status == 0],
+        rejects=reject_counts(table.status),
+        is_sample=options.sample is not None,
+        reused=stage.counters["reused"],
+    )
+
+
+@contextmanager
+def _work_folder(options: LengthsOptions) -> Iterator[Workspace]:
+    """The output folder, or a temporary one; a sample is not worth keeping."""
+    if options.output_dir is None or options.sample is not None:
+        with tempfile.TemporaryDirectory(prefix="energon-packed-") as folder:
+            yield Workspace(Path(folder))
+        return
+    with FolderLock(options.output_dir):
+        yield Workspace(options.output_dir)
+
+
+def _sampled(stage: MeasureStage, sample: int, seed: int) -> list[Chunk]:
+    """Short ranges spread over the input, with about `sample` records in all."""
+    ranges = [(number, *chunk) for number, source in enumerate(stage.reader.sources) for chunk in source.chunks()]
+    number, start, stop = ranges[0]
+    first = stage.chunk("first", number, start, min(stop, start + max(1, (stop - start) // 16)))
+    first.file.parent.mkdir(parents=True, exist_ok=True)
+    Measurer(reader=stage.reader, encoder=stage.encoder)(first)
+    per_record = (first.stop - first.start) / max(measured_records(first), 1)
+    total = sum(stop - start for _, start, stop in ranges)
+    wanted = min(total, int(sample * per_record) + 1)
+    if wanted < total:
+        rng = np.random.default_rng(seed)
+        each = max(1, wanted // min(_SPREAD, len(ranges)))
+        picked = sorted(rng.permutation(len(ranges))[: -(-wanted // each)].tolist())
+        chosen = []
+        for number, start, stop in (ranges[place] for place in picked):
+            begin = start + int(rng.integers(0, max(1, stop - start - each + 1)))
+            chosen.append((number, begin, min(stop, begin + each)))
+        ranges = chosen
+    return [stage.chunk(f"{place:07d}", *edges) for place, edges in enumerate(ranges)]

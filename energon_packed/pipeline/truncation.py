@@ -1,0 +1,69 @@
+"""Which samples cannot be truncated to `seq_len`: a part of the plan stage, with `overlong='truncate'`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.encoding import EncodedSample
+from energon_packed.errors import Reason, RecordError, Reject
+from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
+from energon_packed.pipeline.kept_tokens import TokenReader, TokenRefs
+from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.table import RecordRefs
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncationTask:
+    """Samples longer than a row.
+
+    Attributes:
+        rows: int64 (k,), record numbers.
+        records: where they are.
+        tokens: where their tokens are, for flavors that store them.
+    """
+
+    rows: Int64
+    records: RecordRefs
+    tokens: TokenRefs | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncationCheck:
+    """Finds the samples that cannot be truncated: a function for an engine.
+
+    Attributes:
+        reader, encoder: as in the other stages.
+        max_length: tokens of a row.
+    """
+
+    reader: RecordReader
+    encoder: EncoderOptions | GivenEncoder
+    max_length: int
+
+    def __call__(self, task: TruncationTask) -> list[tuple[int, Reject]]:
+        """(record number, why) of those records that cannot be truncated."""
+        failures = []
+        for row, sample in zip(task.rows.tolist(), self._samples(task), strict=True):
+            try:
+                sample.truncated(self.max_length)
+            except RecordError as error:
+                failures.append((row, error.reject))
+        return failures
+
+    def _samples(self, task: TruncationTask) -> Iterator[EncodedSample]:
+        encoder, records = self.encoder.load(), task.records
+        if task.tokens is not None:
+            with TokenReader(task.tokens) as reader:
+                for place, length in enumerate(records.length.tolist()):
+                    yield replace(reader.read(place, length), image_token_id=encoder.image_token_id)
+            return
+        for place, source in enumerate(records.source.tolist()):
+            conversation = self.reader.read(source, int(records.address[place]), int(records.size[place]))
+            measured = encoder.measure([conversation], keep_tokens=True)[0]
+            if measured.reject is not None or measured.sample is None:
+                raise RecordError.of(measured.reject or Reject(Reason.EMPTY, "its encoder keeps no tokens"))
+            yield measured.sample

@@ -1,0 +1,109 @@
+"""Workspace: the output folder and the restart state in it."""
+
+import shutil
+from pathlib import Path
+
+import orjson
+
+from energon_packed.errors import ConfigError
+from energon_packed.shards.files import write_whole
+
+
+class Workspace:
+    """Paths of one run.
+
+    out/webdataset/                the dataset
+    out/lengths.parquet            one row per record
+    out/rejects.jsonl              every rejected record
+    out/.work/measure-{digest}/    lengths of chunks of the input
+    out/.work/write-{digest}/      index rows of finished shards
+    out/.work/run.json             which run the shards belong to
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.work = root / ".work"
+        self.shards = root / "webdataset"
+        self._ledger = root
+
+    @property
+    def lengths(self) -> Path:
+        """One row per record: in the output folder, or in `.work` while that holds another run's data."""
+        return self._ledger / "lengths.parquet"
+
+    @property
+    def rejects(self) -> Path:
+        """Every rejected record: where `lengths` is."""
+        return self._ledger / "rejects.jsonl"
+
+    def measure_folder(self, fingerprint: str) -> Path:
+        """Folder of measured chunks."""
+        return self.work / f"measure-{fingerprint[:16]}"
+
+    def write_folder(self, fingerprint: str) -> Path:
+        """Folder of index rows of finished shards."""
+        return self.work / f"write-{fingerprint[:16]}"
+
+    def check_owner(self, key: str, *, overwrite: bool) -> None:
+        """Refuse an output folder that holds shards of another run.
+
+        Raises:
+            ConfigError: there are such shards and `overwrite` is off.
+        """
+        if not overwrite and not self._is_owner(key) and any(self.shards.glob("*.tar")):
+            raise ConfigError(
+                f"{self.shards} holds shards of another run (input, options or image root differ, or its .work is "
+                "gone); set `overwrite` to replace them, or use another `output_dir`"
+            )
+        self.work.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        # The files beside the shards are kept until this run is sure to replace them.
+        self._ledger = self.work if not self._is_owner(key) and any(self.shards.glob("*.tar")) else self.root
+
+    def claim(self, key: str) -> None:
+        """Make the shard folder ours before the first shard is written; shards of another run are removed."""
+        if not self._is_owner(key):
+            self.open_shards()
+            self.remove_strays(set())
+        for file in (self.lengths, self.rejects):
+            file.replace(self.root / file.name)
+        self._ledger = self.root
+        self.shards.mkdir(parents=True, exist_ok=True)
+        write_whole(self.work / "run.json", orjson.dumps({"key": key}))
+
+    def open_shards(self) -> None:
+        """Before a shard is written or rewritten: without `.nv-meta` no reader opens a half-written folder."""
+        shutil.rmtree(self.shards / ".nv-meta", ignore_errors=True)
+
+    def remove_strays(self, names: set[str]) -> None:
+        """Remove shards that are not in the plan, left by an earlier run, and what a lost worker was writing."""
+        self._remove_leftovers()
+        for tar in self.shards.glob("*.tar"):
+            if tar.name not in names:
+                tar.unlink()
+                tar.with_suffix(".tar.idx").unlink(missing_ok=True)
+
+    def _remove_leftovers(self) -> None:
+        """Temporary files of a killed run: only those with names that we give."""
+        own = [
+            *self.work.rglob(".*.tmp"),
+            *(self.shards / ".nv-meta").glob(".*.tmp"),
+            *self.shards.glob(".*.tar.*tmp"),
+            *self.root.glob(".lengths.parquet.*.tmp"),
+            *self.root.glob(".rejects.jsonl.*.tmp"),
+        ]
+        for leftover in own:
+            leftover.unlink()
+
+    def forget(self, *fingerprints: str) -> None:
+        """Drop the restart state of these fingerprints."""
+        for fingerprint in fingerprints:
+            for folder in (self.measure_folder(fingerprint), self.write_folder(fingerprint)):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _is_owner(self, key: str) -> bool:
+        """Whether the shards were written by the run with this key."""
+        try:
+            return bool(orjson.loads((self.work / "run.json").read_bytes())["key"] == key)
+        except (OSError, orjson.JSONDecodeError, KeyError):
+            return False

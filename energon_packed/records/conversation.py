@@ -1,0 +1,135 @@
+"""Conversation: the one shape that every record becomes before it is measured, packed or encoded.
+
+The place of each image is a `<image>` placeholder in the text, in every shape of record; `images[k]` belongs to the
+k-th placeholder. `energon_packed.records.normalize` makes conversations from records.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.errors import Reason, RecordError
+from energon_packed.records.media import MediaReference
+
+IMAGE_PLACEHOLDER = "<image>"
+ROLES = ("system", "user", "assistant", "tool")
+EXTRA_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+"""Keys of a message, beside role and content, that are passed to the chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn.
+
+    Attributes:
+        role: one of `ROLES`.
+        content: text with one `<image>` per image.
+        extra: any of `EXTRA_FIELDS`, as the record gave them.
+    """
+
+    role: str
+    content: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The form that chat templates and JSON files take."""
+        return {"role": self.role, "content": self.content, **self.extra}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conversation:
+    """One sample, before encoding. Exactly one of `messages`, `text` and `input_ids` is given.
+
+    Attributes:
+        id: name of the sample in reports; None where the record gave none.
+        messages: turns in order; a system prompt is the first.
+        text: plain text without a chat template, every token supervised.
+        input_ids: int64 (L,), already tokenized; `labels` int64 (L,) with -100 where not supervised.
+        images: one per `<image>` placeholder, in order.
+        patch_positions: one .npy file per image, int (patches, 3) as (t, h, w); empty when absent.
+        tools: JSON schemas of functions, passed to the chat template.
+        video: the images are frames of a video.
+        fps: frames per second of the source video, stored as given.
+        timestamp_decimal: decimals of frame timestamps, stored as given.
+
+    Two conversations are equal when all of these are.
+    """
+
+    id: str | None = None
+    messages: tuple[Message, ...] = ()
+    text: str | None = None
+    input_ids: npt.NDArray[np.int64] | None = None
+    labels: npt.NDArray[np.int64] | None = None
+    images: tuple[MediaReference, ...] = ()
+    patch_positions: tuple[MediaReference, ...] = ()
+    tools: Sequence[Any] | None = None
+    video: bool = False
+    fps: float | None = None
+    timestamp_decimal: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.messages and not self.text and (self.input_ids is None or len(self.input_ids) == 0):
+            raise RecordError(Reason.EMPTY, "no message, text or token")
+        if self.messages:
+            self._check_messages()
+        elif self.text is not None and self.text.count(IMAGE_PLACEHOLDER) != len(self.images):
+            raise _count_mismatch(self.text.count(IMAGE_PLACEHOLDER), len(self.images))
+        if self.labels is not None and (self.input_ids is None or len(self.labels) != len(self.input_ids)):
+            raise RecordError(
+                Reason.MISSING_FIELD,
+                f"labels has {len(self.labels)} entries for "
+                f"{0 if self.input_ids is None else len(self.input_ids)} input_ids; one label per token is needed",
+            )
+        if self.patch_positions and len(self.patch_positions) != len(self.images):
+            raise RecordError(
+                Reason.MISSING_PATCH_POSITIONS,
+                f"{len(self.patch_positions)} patch_positions for {len(self.images)} images; one per image is needed",
+            )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Conversation):
+            return NotImplemented
+        return all(_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]  # arrays have none
+
+    @property
+    def kind(self) -> str:
+        """`text`, `image` or `video`: what `group_by='media'` keeps apart."""
+        return "video" if self.video else "image" if self.images else "text"
+
+    def _check_messages(self) -> None:
+        placeholders = 0
+        answers = 0
+        has_answer = has_text = False
+        for place, message in enumerate(self.messages):
+            role, content = message.role, message.content
+            if role not in ROLES:
+                raise RecordError(Reason.BAD_ROLE, f"role {role!r}; use one of {', '.join(ROLES)}")
+            if role == "system" and place > 0:
+                raise RecordError(Reason.BAD_ROLE, f"message {place} is a system message; only the first may be one")
+            placeholders += content.count(IMAGE_PLACEHOLDER)
+            says = bool(content and not content.isspace()) or bool(message.extra.get("tool_calls"))
+            has_text = has_text or says
+            if role == "assistant":
+                answers += 1
+                has_answer = has_answer or says
+        if placeholders != len(self.images):
+            raise _count_mismatch(placeholders, len(self.images))
+        if not (has_answer if answers else has_text):
+            raise RecordError(Reason.EMPTY, "every assistant turn is empty" if answers else "every turn is empty")
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return left is not None and right is not None and np.array_equal(left, right)
+    return bool(left == right)
+
+
+def _count_mismatch(placeholders: int, images: int) -> RecordError:
+    return RecordError(
+        Reason.IMAGE_COUNT_MISMATCH, f"{placeholders} {IMAGE_PLACEHOLDER} placeholders for {images} images"
+    )

@@ -1,0 +1,149 @@
+"""MediaReference: where the bytes of one image (or .npy file) are, and the only code that reads them.
+
+A reference is a path, bytes in memory, or a byte range of a larger file. Paths from data files are untrusted: with a
+`root`, a path that resolves outside it (through `..` or a symbolic link) is refused.
+"""
+
+import base64
+import binascii
+import io
+import os
+from dataclasses import dataclass
+from typing import BinaryIO
+from urllib.parse import unquote, urlparse
+
+from energon_packed.errors import Reason, RecordError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaReference:
+    """Bytes of one media file: exactly one of `path` and `data` is given.
+
+    Attributes:
+        path: a file; relative paths are taken from `root`, or from the working directory without one.
+        data: the bytes themselves.
+        root: folder that `path` must stay inside; None for no limit.
+        offset, size: byte range of `path`; None for the whole file.
+    """
+
+    path: str | None = None
+    data: bytes | None = None
+    root: str | None = None
+    offset: int | None = None
+    size: int | None = None
+
+    @classmethod
+    def from_value(cls, value: object, root: str | None = None) -> "MediaReference":
+        """A reference from what a record holds: path, `file://` or `data:` URL, bytes, or {"bytes"/"path"/"url"}.
+
+        Raises:
+            RecordError: `missing_image`, when the value names no media, or a remote one.
+        """
+        if isinstance(value, MediaReference):
+            return value
+        if isinstance(value, dict):
+            inner = next((value[key] for key in ("bytes", "path", "url", "image") if value.get(key)), None)
+            if isinstance(inner, dict):
+                raise RecordError(Reason.MISSING_IMAGE, "an image is nested in two objects; use a path, url or bytes")
+            return cls.from_value(inner, root)
+        if isinstance(value, bytes | bytearray | memoryview):
+            return cls(data=bytes(value))
+        if not isinstance(value, str) or not value:
+            raise RecordError(Reason.MISSING_IMAGE, f"an image is {_short(value)}; use a path or bytes")
+        if value.startswith("data:"):
+            return cls(data=_data_url(value))
+        if value.startswith("file://"):
+            return cls(path=_file_url(value), root=root)
+        if value.startswith(("http://", "https://", "s3://", "gs://")):
+            raise RecordError(
+                Reason.MISSING_IMAGE,
+                f"{_short(value)} is remote; download it and pass a path, nothing is fetched",
+            )
+        return cls(path=value, root=root)
+
+    def resolved(self) -> str:
+        """The real path of the file.
+
+        Raises:
+            RecordError: `image_outside_root`, when it is not inside `root`.
+        """
+        assert self.path is not None
+        if self.root is None:
+            return self.path
+        if "\0" in self.path:
+            raise RecordError(Reason.MISSING_IMAGE, f"{_short(self.path)} holds a null byte")
+        root = os.path.realpath(self.root)
+        real = os.path.realpath(os.path.join(root, self.path))
+        if real != root and not real.startswith(root.rstrip("/") + "/"):
+            raise RecordError(
+                Reason.IMAGE_OUTSIDE_ROOT,
+                f"{self.path} resolves to {real}, outside `image_root` {self.root}; "
+                "pass the folder that holds all images",
+            )
+        return real
+
+    def open(self) -> BinaryIO:
+        """A readable, seekable binary stream over the bytes.
+
+        Raises:
+            RecordError: `missing_image` or `image_outside_root`.
+        """
+        if self.data is not None:
+            return io.BytesIO(self.data)
+        path = self.resolved()
+        try:
+            stream = open(path, "rb")  # noqa: SIM115 - returned to the caller
+        except (OSError, ValueError) as error:
+            raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {_reason(error)}") from error
+        if self.offset is None:
+            return stream
+        with stream:
+            stream.seek(self.offset)
+            data = stream.read(self.size if self.size is not None else -1)
+        if self.size is not None and len(data) != self.size:
+            raise RecordError(
+                Reason.MISSING_IMAGE,
+                f"{self.path} ends inside bytes {self.offset}..{self.offset + self.size}",
+            )
+        return io.BytesIO(data)
+
+    def read(self) -> bytes:
+        """All bytes. Raises as `open` does."""
+        if self.data is not None:
+            return self.data
+        with self.open() as stream:
+            try:
+                return stream.read()
+            except OSError as error:
+                raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {_reason(error)}") from error
+
+    @property
+    def label(self) -> str:
+        """A short name for messages."""
+        return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
+
+
+def _data_url(value: str) -> bytes:
+    head, _, body = value.partition(",")
+    if not head.endswith(";base64"):
+        raise RecordError(Reason.MISSING_IMAGE, f"{_short(value)} is not a base64 data URL")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RecordError(Reason.CORRUPT_IMAGE, f"{_short(value)}: {error}") from error
+
+
+def _file_url(value: str) -> str:
+    try:
+        return unquote(urlparse(value).path)
+    except ValueError as error:
+        raise RecordError(Reason.MISSING_IMAGE, f"{_short(value)}: {error}") from error
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

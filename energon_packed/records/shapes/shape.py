@@ -1,0 +1,54 @@
+"""Shape: one way in which records say what a conversation is. Two methods: `matches` and `read`."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.records.conversation import Message
+from energon_packed.records.fields import Record
+from energon_packed.records.media_fields import Media
+
+
+@dataclass(slots=True)
+class Draft:
+    """What a shape reads: exactly one of `messages`, `text` and `input_ids`.
+
+    Attributes:
+        messages: turns in order; a system field of the record is added later.
+        text: a document, every token supervised.
+        input_ids: int64 (L,), with `labels` int64 (L,).
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    text: str | None = None
+    input_ids: npt.NDArray[np.int64] | None = None
+    labels: npt.NDArray[np.int64] | None = None
+
+
+class Shape(ABC):
+    """Reads records of one shape.
+
+    Attributes:
+        key: the field that identifies the shape; also its name in messages.
+    """
+
+    key: ClassVar[str]
+
+    def matches(self, record: Record) -> bool:
+        """Whether the record has this shape: by default, whether `key` has a value."""
+        return record.get(self.key) is not None
+
+    @abstractmethod
+    def read(self, record: Record, media: Media) -> Draft:
+        """Turns, text or tokens of a record.
+
+        Args:
+            record: a mapping that `matches`.
+            media: images and videos of its fields; images of content parts are added to it.
+
+        Raises:
+            RecordError: the record cannot be used.
+        """

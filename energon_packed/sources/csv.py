@@ -1,0 +1,79 @@
+"""CSV with a header line, rewritten once as an Arrow file of texts; JSON in cells becomes lists."""
+
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+import orjson
+import pyarrow as pa
+
+from energon_packed.errors import SourceError
+from energon_packed.sources.arrow import ArrowSource
+from energon_packed.sources.base import Source
+from energon_packed.sources.convert import converted, write_batches
+
+_BLOCK = 64 << 20  # bytes; a row must fit
+_JSON_COLUMNS = (
+    "messages",
+    "conversations",
+    "images",
+    "videos",
+    "video",
+    "tools",
+    "input_ids",
+    "labels",
+    "loss_mask",
+    "patch_positions",
+)
+_TURN_COLUMNS = ("prompts", "captions")
+
+
+class CsvSource(ArrowSource):
+    """A CSV file."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".csv",)
+
+    @classmethod
+    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
+        """Rewrite it in `work_dir`."""
+        return cls(path, data=converted(path, work_dir, ".arrow", _to_arrow), image_root=image_root)
+
+    def record(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Lists where cells hold JSON. Prompts and captions are lists where both are; else texts."""
+        out = {name: _json_cell(value) if name in _JSON_COLUMNS else value or None for name, value in values.items()}
+        turns = {name: _json_cell(out[name]) for name in _TURN_COLUMNS if out.get(name)}
+        if all(_are_texts(value) for value in turns.values()):
+            out |= turns
+        return out
+
+
+def _to_arrow(path: Path, out: BinaryIO) -> None:
+    """Cells may hold line ends inside quotes."""
+    from pyarrow import csv
+
+    try:
+        options = {
+            "read_options": csv.ReadOptions(block_size=_BLOCK),
+            "parse_options": csv.ParseOptions(newlines_in_values=True),
+        }
+        names = csv.open_csv(path, **options).schema.names
+        reader = csv.open_csv(
+            path,
+            **options,
+            convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
+        )
+        write_batches(reader.schema, iter(reader), out)
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(f"{path} cannot be read as CSV in UTF-8 with a header line: {error}") from error
+
+
+def _json_cell(value: Any) -> Any:
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return value
+    return value or None
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -1,0 +1,44 @@
+"""JSON: an array of records, rewritten once as JSONL; a .json file of JSON lines is read in place."""
+
+import codecs
+import json
+from pathlib import Path
+from typing import BinaryIO, ClassVar
+
+import orjson
+
+from energon_packed.errors import SourceError
+from energon_packed.sources.base import Source
+from energon_packed.sources.convert import converted
+from energon_packed.sources.jsonl import JsonlSource
+
+
+class JsonSource(JsonlSource):
+    """A .json file."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".json",)
+
+    @classmethod
+    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
+        """Rewrite an array as JSONL in `work_dir`."""
+        with path.open("rb") as stream:
+            is_array = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+        return cls(
+            path, data=converted(path, work_dir, ".jsonl", _to_jsonl) if is_array else None, image_root=image_root
+        )
+
+
+def _to_jsonl(path: Path, out: BinaryIO) -> None:
+    """One line per element of a JSON array."""
+    import ijson
+
+    try:
+        with path.open("rb") as stream:
+            stream.seek(len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
+            for element in ijson.items(stream, "item"):  # numbers as Decimal: a huge one stops nothing
+                try:
+                    out.write(orjson.dumps(element, default=float, option=orjson.OPT_APPEND_NEWLINE))
+                except TypeError:  # an integer over 64 bits
+                    out.write(json.dumps(element, default=float).encode() + b"\n")
+    except (ijson.JSONError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path} is not a complete JSON array: {' '.join(str(error).split())}") from error

@@ -1,0 +1,111 @@
+"""From what a user names (files, folders, globs) to Sources: the container classes, tried in order."""
+
+import glob
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from energon_packed.errors import SourceError
+from energon_packed.sources.arrow import ArrowSource
+from energon_packed.sources.base import Source
+from energon_packed.sources.csv import CsvSource
+from energon_packed.sources.hugging_face import HuggingFaceSource
+from energon_packed.sources.json import JsonSource
+from energon_packed.sources.jsonl import CompressedJsonlSource, JsonlSource
+from energon_packed.sources.parquet import ParquetSource
+
+SOURCES: list[type[Source]] = [
+    JsonlSource,
+    CompressedJsonlSource,
+    JsonSource,
+    ParquetSource,
+    ArrowSource,
+    CsvSource,
+    HuggingFaceSource,
+]
+
+
+def register_source(source: type[Source]) -> type[Source]:
+    """Add a container format of your own (a class decorator); it is tried before the built-in ones."""
+    SOURCES.insert(0, source)
+    return source
+
+
+def known_formats() -> str:
+    """Endings and folders that can be read, for messages."""
+    suffixes = [suffix for source in SOURCES for suffix in source.suffixes]
+    return f"{' '.join(suffixes)} and Hugging Face save_to_disk folders"
+
+
+def open_sources(
+    inputs: Iterable[str | Path],
+    *,
+    work_dir: Path,
+    image_root: Path | None = None,
+    part: tuple[int, int] | None = None,
+) -> list[Source]:
+    """Sources for files, globs and folders, in the order given; a glob's files by name.
+
+    Args:
+        inputs: paths or glob patterns.
+        work_dir: folder for converted copies of formats without random access.
+        image_root: folder of relative media paths; by default the folder of each input.
+        part: (I, N) opens the I-th of N parts of about the same number of bytes. The parts of one input have every
+            record once.
+
+    Raises:
+        SourceError: nothing matches, a format is unknown, or a file is broken or named twice; a part is empty.
+    """
+    files = [
+        (kind, file, path if path.is_dir() else None)
+        for given in inputs
+        for path in _expand(str(given))
+        for kind in [_kind_of(path)]
+        for file in kind.files(path)
+    ]
+    seen: set[Path] = set()
+    for _, file, _ in files:
+        if (real := file.resolve()) in seen:
+            raise SourceError(f"{file} is named twice; every record would be packed twice")
+        seen.add(real)
+    if not files:
+        raise SourceError(f"no input file; pass one or more of {known_formats()}")
+    sources = []
+    for (kind, file, folder), share in zip(files, _shares([file for _, file, _ in files], part), strict=True):
+        if share is not None:
+            root = image_root if image_root is not None else folder
+            source = kind.open(file, work_dir=work_dir / "converted", image_root=root)
+            source.share = share
+            sources.append(source)
+    if not sources:
+        raise SourceError(f"part {part[0]}/{part[1]} of the input is empty; use fewer parts" if part else "no input")
+    return sources
+
+
+def _kind_of(path: Path) -> type[Source]:
+    for kind in SOURCES:
+        if kind.matches(path):
+            return kind
+    if path.is_dir():
+        raise SourceError(f"{path} is a folder without a Hugging Face state.json; pass files or a glob")
+    raise SourceError(f"{path} has an unknown format; known formats: {known_formats()}")
+
+
+def _shares(paths: list[Path], part: tuple[int, int] | None) -> Iterator[tuple[int, int, int] | None]:
+    """What a part has of each file, as `Source.share`; None for nothing."""
+    number, count = part or (0, 1)
+    sizes = [path.stat().st_size for path in paths]
+    begin, end = (sum(sizes) * edge // count for edge in (number, number + 1))
+    start = 0
+    for size in sizes:
+        first, last = max(begin - start, 0), min(end - start, size)
+        yield (first, last, size) if first < last else (None if part or size else (0, 1, 1))
+        start += size
+
+
+def _expand(pattern: str) -> list[Path]:
+    if Path(pattern).exists():
+        return [Path(pattern)]
+    matches = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+    if not matches:
+        raise SourceError(f"nothing matches {pattern}" if glob.has_magic(pattern) else f"{pattern}: no such file")
+    return matches
