@@ -1,4 +1,4 @@
-"""Data that many tests share: the demo data set, its tokenizer, and packed outputs of each flavor."""
+"""Data that many tests share: the demo dataset, its tokenizer, and packed outputs of each flavor."""
 
 import os
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from energon_packed import ChatEncoder, EncoderOptions, PackOptions, PackResult, pack
+from energon_packed import ChatEncoder, PackOptions, PackResult, pack
 from energon_packed.demo import DemoDataset, write_dataset, write_tokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -52,7 +52,7 @@ def pack_demo(demo: DemoDataset, tokenizer_dir: Path, tmp_path_factory: pytest.T
             settings: dict[str, object] = {
                 "inputs": (str(demo.jsonl),),
                 "output_dir": tmp_path_factory.mktemp("packed"),
-                "encoder": EncoderOptions(tokenizer=tokenizer_dir),
+                "tokenizer": tokenizer_dir,
                 "seq_len": 1024,
                 "max_reject_rate": 0.2,
                 "workers": 1,

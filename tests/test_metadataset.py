@@ -12,7 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from energon_packed import ChatEncoder, EncoderOptions, PackOptions, get_packed_loader, pack
+from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
 from energon_packed.cli.metadataset import command
 from energon_packed.errors import ConfigError, EnergonPackedError
 from energon_packed.metadataset import make_blend, render, write_metadataset
@@ -30,7 +30,7 @@ def outputs(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
             PackOptions(
                 inputs=(str(data),),
                 output_dir=root / name,
-                encoder=EncoderOptions(tokenizer=tokenizer_dir),
+                tokenizer=tokenizer_dir,
                 seq_len=256,
                 sample_class="PackedTokensSample",
                 shard_prefix=name,
@@ -48,7 +48,7 @@ def test_weights_and_how_often_each_is_seen(outputs: Path) -> None:
     assert [one.weight for one in by_packs.train] == [one.packs for one in by_packs.train]
     assert by_packs.times_seen() == pytest.approx([1, 1, 1])
     assert not by_packs.warnings()
-    assert "--weight-by packs" in by_samples.warnings()[0]
+    assert "set `weight_by` to 'packs'" in by_samples.warnings()[0]
     largest = max(by_samples.train, key=lambda one: one.packs)
     draws = largest.packs / (largest.weight / 520)
     expected = [draws * one.weight / 520 / one.packs for one in by_samples.train]
@@ -92,7 +92,7 @@ def test_nested_inputs_and_validation(outputs: Path, encoder: ChatEncoder, tmp_p
     write_metadataset(make_blend([(outputs / "a", None), (outputs / "b", None)]), inner)
     blend = make_blend([(inner, 3), (outputs / "c", 1)], subflavors={"from": "test"})
     nested = blend.train[0]
-    assert (nested.samples, nested.counted_by) == (500, "sum of 2 data sets")
+    assert (nested.samples, nested.counted_by) == (500, "sum of 2 datasets")
     out = tmp_path / "outer.yaml"
     write_metadataset(blend, out)
     loader = get_packed_loader(out, encoder, num_workers=0)
@@ -107,7 +107,7 @@ def test_nested_inputs_and_validation(outputs: Path, encoder: ChatEncoder, tmp_p
 
 def test_comments_say_where_weights_come_from(outputs: Path, tmp_path: Path) -> None:
     text = render(make_blend([(outputs / "a", None), (outputs / "b", None)]), tmp_path / "mix.yaml")
-    assert "400 samples (packing.json); weight: samples; seen 1 times" in text
+    assert "400 samples (packing.json); weight: samples; 1 epochs per epoch of the largest input" in text
     assert "weight: given" in render(make_blend([(outputs / "a", 2)]), tmp_path / "mix.yaml")
 
 
@@ -131,31 +131,34 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (["a", "./a"], "a/webdataset is given twice"),
+        (["a", "./a"], "a/webdataset is listed twice"),
         (["a", "a_copy"], "both have a shard a-000000"),
         (
             ["a", "long"],
-            "a/webdataset and .*long/webdataset have seq_len 256 and 512; a blend .* pack one of them again$",
+            "a/webdataset and .*long/webdataset have seq_len 256 and 512; .* repack one of them with .* settings$",
         ),
         (["a", "other"], "have tokenizer .* and zzz"),
         (["a", "flavor"], "have flavor PackedTokensSample and PackedCapt"),
-        (["c", "both"], "have seq_len 256 and 512, flavor .*; .* again, also with another --shard-prefix"),
+        (["c", "both"], "have seq_len 256 and 512, flavor .*; .* repack .* and a different `shard_prefix`"),
         (["a", "nothing"], "nothing has no .nv-meta folder"),
         (["a", "missing"], "missing does not exist"),
-        (["a=1", "b"], "b/webdataset has no weight while others have"),
+        (["a=1", "b"], "b/webdataset has no weight, but other inputs have"),
         (["a=-1"], "weight of .*a/webdataset is -1"),
         (["a=nan"], "weight of .*a/webdataset is nan"),
         (["a=0", "b=0"], "all weights are 0"),
-        (["a=many"], "weight 'many' of .* is no number"),
-        (["a", "--split-from", "val"], "has no packs in split 'val'; it has train"),
-        (["a", "--epochized", "--schema", "v1"], "needs --schema v2"),
-        (["a", "--subflavor", "x"], "must look like key=value"),
+        (["a=many"], "weight 'many' of .* is not a number"),
+        (["a", "--split-from", "val"], "has no packs in split 'val'; available: train"),
+        (["a", "--epochized", "--schema", "v1"], "`epochized` requires `schema` 'v2'"),
+        (["a", "--subflavor", "x"], "must have the form key=value"),
         (["a", "--val", "a"], "validation data .*a/webdataset and the training data .* share the shard a-000000"),
-        (["weighted.yaml", "c", "--epochized"], "weighted.yaml draws by weight, for ever, and this blend in epochs"),
-        (["epochs.yaml", "c"], "epochs.yaml draws in epochs, and this blend by weight"),
-        (["outer.yaml", "c"], "mix.yaml is an input of itself, through outer.yaml"),
-        (["--out", "mix.txt", "a"], "mix.txt must end in .yaml"),
-        (["broken.yaml"], "broken.yaml is no Metadataset that Energon can read"),
+        (
+            ["weighted.yaml", "c", "--epochized"],
+            "weighted.yaml draws by weight, indefinitely, but this blend draws in epochs",
+        ),
+        (["epochs.yaml", "c"], "epochs.yaml draws in epochs, but this blend draws by weight"),
+        (["outer.yaml", "c"], "mix.yaml would include itself through outer.yaml"),
+        (["--out", "mix.txt", "a"], "mix.txt must end in .yaml or .yml"),
+        (["broken.yaml"], "broken.yaml is not a Metadataset that Energon can read"),
     ],
 )
 def test_refusals_name_what_is_wrong(

@@ -55,7 +55,7 @@ def test_epochized(recipes: Path, encoder: ChatEncoder) -> None:
 
 
 def test_a_weighted_blend_has_no_epoch(recipes: Path, encoder: ChatEncoder) -> None:
-    with pytest.raises(ConfigError, match=r"nested.yaml draws by weight for ever, .*--epochized"):
+    with pytest.raises(ConfigError, match=r"nested.yaml draws by weight indefinitely, .*--epochized"):
         get_packed_loader(recipes / "nested.yaml", encoder, num_workers=0, epochs=1)
 
 

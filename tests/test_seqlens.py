@@ -26,5 +26,5 @@ def test_errors_name_the_value() -> None:
         seqlens.cu_seqlens_from_lengths([1, 0])
     with pytest.raises(ValueError, match="do not fit int32"):
         seqlens.cu_seqlens_from_lengths([2**30, 2**30])
-    with pytest.raises(ValueError, match="multiple must be at least 1"):
+    with pytest.raises(ValueError, match="`multiple` is 0; it must be at least 1"):
         seqlens.round_up(np.array([1]), 0)

@@ -1,10 +1,10 @@
-"""How close loading comes to its limits.
+"""Benchmark the loader against baselines.
 
     python tools/bench_loader.py [--json loader.json]
 
-Packs per second of the loader against a bare Energon loader over the same tars, of `PackedDataset[i]` in random order
-against `datasets` memory-mapped rows of the same packs, and of raw text with images against the tokenizer and the
-image processor alone on the same samples. Medians of interleaved runs, one thread.
+Compares the loader with a bare Energon loader over the same tars, `PackedDataset[i]` in random order with
+memory-mapped `datasets` rows of the same packs, and loading of raw text and images with the tokenizer and the image
+processor alone. Reports medians of interleaved runs on one thread.
 """
 
 import logging
@@ -25,7 +25,7 @@ from energon_packed.encoding.images import load_image
 
 _SEQ_LEN = 4096
 
-# The same packs as rows of an Arrow file, read in random order: what a Hugging Face user would do.
+# Baseline: the same packs as rows of an Arrow file, read in random order with Hugging Face datasets.
 _DATASETS = """
 import json, random, sys, time
 import numpy as np, pyarrow as pa
@@ -49,11 +49,11 @@ print(json.dumps(sorted(times)[2]))
 
 
 class _Nothing(DefaultTaskEncoder):  # type: ignore[misc]
-    """Gives out what Energon read."""
+    """Returns samples as Energon reads them."""
 
 
 def bare(folder: Path) -> Iterator[Any]:
-    """Energon alone."""
+    """Iterate over a bare Energon loader."""
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     dataset = get_train_dataset(
         folder / "webdataset",
@@ -69,7 +69,7 @@ def bare(folder: Path) -> Iterator[Any]:
 
 
 def spent(run: Callable[[], Any]) -> float:
-    """Seconds to use up an iterable."""
+    """Seconds to consume an iterable."""
     begin = time.perf_counter()
     for _ in run():
         pass
@@ -77,13 +77,13 @@ def spent(run: Callable[[], Any]) -> float:
 
 
 def interleaved(*runs: Callable[[], Any], times: int = 5) -> list[float]:
-    """Median seconds of each, taken in turns after one round to warm up."""
+    """Median seconds of each, in interleaved rounds after one warm-up round."""
     rounds = [[spent(run) for run in runs] for _ in range(times + 1)]
     return [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
 
 
 def packed(work: Path, source: Path, sample_class: str) -> Path:
-    """Pack a JSONL, or take what an earlier run has packed."""
+    """Pack a JSONL, or reuse the output of a previous run."""
     out = work / f"loader-{source.stem}-{sample_class}"
     tokenizer = bench_tokenizer(work, vision="images" in source.stem)
     cli("pack", source, "-o", out, "--seq-len", _SEQ_LEN, "--tokenizer", tokenizer, "--sample-class", sample_class)
@@ -91,7 +91,7 @@ def packed(work: Path, source: Path, sample_class: str) -> Path:
 
 
 def bench_tokens(report: Report, work: Path) -> None:
-    """Tokens: the loader against Energon, random access against `datasets`."""
+    """Stored tokens: the loader against Energon, random access against `datasets`."""
     source = write_jsonl(work / "text-20k.jsonl", text_records(20_000))
     folder = packed(work, source, "PackedTokensSample")
     encoder = ChatEncoder.from_pretrained(bench_tokenizer(work, vision=False))
@@ -99,7 +99,9 @@ def bench_tokens(report: Report, work: Path) -> None:
     ours, energon = interleaved(lambda: loader, lambda: bare(folder))
     dataset = PackedDataset(folder)
     packs = len(dataset)
-    report.add("tokens: packs/s over a bare Energon loader's", energon / ours, "", ">= 0.8", per_second=packs / ours)
+    report.add(
+        "tokens: packs/s relative to a bare Energon loader", energon / ours, "", ">= 0.8", per_second=packs / ours
+    )
 
     samples = [dataset.sample(i) for i in range(packs)]
     np.savez(
@@ -114,12 +116,16 @@ def bench_tokens(report: Report, work: Path) -> None:
     order = np.random.default_rng(0).permutation(packs).tolist()
     (ours,) = interleaved(lambda: (dataset[i] for i in order))
     report.add(
-        "PackedDataset[i] in random order over datasets[i]", peer / ours, "x", ">= 1.5", per_second=packs / ours
+        "PackedDataset[i] in random order: speedup over datasets[i]",
+        peer / ours,
+        "x",
+        ">= 1.5",
+        per_second=packs / ours,
     )
 
 
 def bench_images(report: Report, work: Path) -> None:
-    """Raw text and images: the loader against the tokenizer and the image processor alone."""
+    """Raw text and images: the loader against the tokenizer and image processor alone."""
     source = write_jsonl(work / "images-800.jsonl", image_records(work / "images-800", 800))
     folder = packed(work, source, "PackedCaptioningSample")
     encoder = ChatEncoder.from_pretrained(bench_tokenizer(work, vision=True))
@@ -138,12 +144,12 @@ def bench_images(report: Report, work: Path) -> None:
             yield
 
     ours, limit = interleaved(lambda: loader, alone, times=3)
-    what = "text and images: samples/s over tokenizer and image processor alone"
+    what = "text and images: samples/s relative to tokenizer and image processor alone"
     report.add(what, limit / ours, "", ">= 0.8", per_second=len(conversations) / ours)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmarks and print the results."""
     options = arguments(__doc__, "loader").parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -1,11 +1,11 @@
-"""How close packing comes to its limits.
+"""Benchmark packing against baselines.
 
     python tools/bench_pack.py [--json pack.json] [--records 200000] [--slopes]
 
-The whole `energon-packed pack`, from start-up to indexed shards, against the tokenizer alone on the same rendered
-texts, against `datasets` and TRL doing what they do of the same job, and with JPEGs against a plain copy of them. Then
-what another --seq-len costs, what `--help` costs, what --group-by media costs in utilization, and the memory of a
-million records. `--slopes` adds the cost per million records, from 10 thousand, 100 thousand and a million.
+Compares a complete `energon-packed pack` run, from start-up to indexed shards, with the tokenizer alone on the same
+rendered texts, with tokenization and packing by `datasets` and TRL, and, for JPEGs, with a plain file copy. Also
+measures a rerun with another --seq-len, `--help`, the utilization lost by --group-by media, and the memory for a
+million records. `--slopes` instead measures the cost per stage for 10 thousand, 100 thousand and a million records.
 """
 
 import os
@@ -26,7 +26,7 @@ from energon_packed import PackingManifest
 _CORES = len(os.sched_getaffinity(0))
 _SEQ_LEN = 4096
 
-# The limit: the rendered texts are in memory, and nothing is kept of the tokens.
+# Upper bound: the rendered texts are in memory and the tokens are discarded.
 _TOKENIZER = """
 import sys, time, orjson
 from tokenizers import Tokenizer
@@ -55,13 +55,13 @@ packed = pack_dataset(data, 4096, "bfd", map_kwargs={"batch_size": len(data)})
 print(json.dumps({"seconds": time.perf_counter() - begin, "packs": len(packed)}))
 """
 
-# The driver's share of a large build: plan made-up lengths of many records, and cut the packs into shards.
+# Driver part of a large build: plan synthetic lengths of many records and divide the packs into shards.
 _DRIVER = """
 import sys, time
 import numpy as np
-from energon_packed import EncoderOptions, PackOptions
-from energon_packed.build.table import RecordTable
-from energon_packed.build.planning import plan_packs, plan_shards
+from energon_packed import PackOptions
+from energon_packed.pipeline.table import RecordTable
+from energon_packed.pipeline.shard_plans import plan_packs, plan_shards
 from energon_packed.packing import load_kernels
 
 load_kernels()
@@ -85,7 +85,7 @@ table = RecordTable(
     files=[],
     file_starts=np.zeros(0, np.int64),
 )
-options = PackOptions(inputs=("x",), output_dir="x", encoder=EncoderOptions(tokenizer="x"), seq_len=4096)
+options = PackOptions(inputs=("x",), output_dir="x", tokenizer="x", seq_len=4096)
 begin = time.perf_counter()
 shards = plan_shards(plan_packs(table, table.status, options), table, options)
 print(time.perf_counter() - begin, (peak() - before) / count, len(shards))
@@ -93,7 +93,7 @@ print(time.perf_counter() - begin, (peak() - before) / count, len(shards))
 
 
 def pack(out: Path, source: Path, tokenizer: Path, *options: object, fresh: bool = True) -> tuple[float, Path]:
-    """(seconds of the whole command, output folder)."""
+    """Run `energon-packed pack`: (wall seconds, output folder)."""
     if fresh:
         shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", "energon_packed", "pack", source, "-o", out, "--seq-len", _SEQ_LEN]
@@ -103,7 +103,7 @@ def pack(out: Path, source: Path, tokenizer: Path, *options: object, fresh: bool
 
 
 def tokenizer_alone(tokenizer: Path, source: Path) -> float:
-    """Seconds of `encode_batch_fast` on one thread a core."""
+    """Seconds of `encode_batch_fast` with one thread per core."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(_CORES)}
     command = [sys.executable, "-c", _TOKENIZER, str(tokenizer / "tokenizer.json"), str(source)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
@@ -111,19 +111,19 @@ def tokenizer_alone(tokenizer: Path, source: Path) -> float:
 
 
 def bench_text(report: Report, work: Path, records: int) -> float:
-    """Text: against the tokenizer, and against TRL; the seconds of one whole run."""
+    """Text: compare with the tokenizer and with TRL; returns the seconds of one complete run."""
     source = write_jsonl(work / f"text-{records}.jsonl", text_records(records))
     tokenizer = bench_tokenizer(work, vision=False)
     rounds = [(tokenizer_alone(tokenizer, source), pack(work / "out-text", source, tokenizer)[0]) for _ in range(3)]
     limit, ours = (statistics.median(column) for column in zip(*rounds, strict=True))
-    what = "text: records/s over encode_batch_fast alone"
+    what = "text: records/s relative to encode_batch_fast alone"
     report.add(what, limit / ours, "", ">= 0.85", seconds=ours, tokenizer_seconds=limit, per_second=records / ours)
     shutil.rmtree(work / "hf-cache", ignore_errors=True)
     peer = run_peer(work, _TRL, tokenizer, source, work / "hf-cache", _CORES)
-    report.add("text: times as fast as datasets and TRL", peer["seconds"] / ours, "x", ">= 1.3", peer=peer)
+    report.add("text: speedup over datasets and TRL", peer["seconds"] / ours, "x", ">= 1.3", peer=peer)
 
     tokens, _ = pack(work / "out-tokens", source, tokenizer, "--sample-class", "PackedTokensSample")
-    report.add("text stored as tokens: records/s over encode_batch_fast alone", limit / tokens, seconds=tokens)
+    report.add("text stored as tokens: records/s relative to encode_batch_fast alone", limit / tokens, seconds=tokens)
 
     again, out = pack(work / "out-text", source, tokenizer, "--overwrite", "--seq-len", 8192, fresh=False)
     counters = PackingManifest.load(out).counters
@@ -133,7 +133,7 @@ def bench_text(report: Report, work: Path, records: int) -> float:
 
 
 def bench_images(report: Report, work: Path) -> None:
-    """JPEGs: header reads and byte copies, against a plain copy plus the same records without images."""
+    """JPEGs: compare with a plain file copy plus packing of the same records without images."""
     source = write_jsonl(work / "images-3k.jsonl", image_records(work / "images-3k", 3000))
     plain = write_jsonl(work / "images-3k-text.jsonl", text_records(3000, mean_chars=400))
     tokenizer = bench_tokenizer(work, vision=True)
@@ -156,12 +156,17 @@ def bench_images(report: Report, work: Path) -> None:
     limit, ours = (statistics.median(column) for column in zip(*rounds, strict=True))
     size = sum(path.stat().st_size for path in images)
     report.add(
-        "JPEGs: speed over text-only time plus copyfileobj", limit / ours, "", ">= 0.6", seconds=ours, bytes=size
+        "JPEGs: speed relative to text-only packing plus copyfileobj",
+        limit / ours,
+        "",
+        ">= 0.6",
+        seconds=ours,
+        bytes=size,
     )
 
 
 def bench_groups(report: Report, work: Path) -> None:
-    """What keeping text and images apart costs."""
+    """Utilization lost by separating text and images."""
     mixed = work / "mixed.jsonl"
     mixed.write_bytes(b"".join((work / f"images-3k{kind}.jsonl").read_bytes() for kind in ("", "-text")))
     tokenizer = bench_tokenizer(work, vision=True)
@@ -173,16 +178,16 @@ def bench_groups(report: Report, work: Path) -> None:
 
 
 def bench_help(report: Report) -> None:
-    """CPU of `energon-packed --help`."""
+    """CPU time of `energon-packed --help`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-m", "energon_packed", "--help"], check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    report.add("--help: CPU", spent, "s", "<= 0.3")
+    report.add("--help: CPU time", spent, "s", "<= 0.3")
 
 
 def bench_memory(report: Report, work: Path) -> None:
-    """Peak of a million short records, all processes added up."""
+    """Peak memory for a million short records, summed over all processes."""
     source = write_jsonl(work / "short-1m.jsonl", text_records(1_000_000, mean_chars=60))
     command = [sys.executable, "-m", "energon_packed", "pack", source, "-o", work / "out-1m", "--seq-len", _SEQ_LEN]
     command += ["--tokenizer", bench_tokenizer(work, vision=False), "--overwrite", "--no-resume"]
@@ -191,7 +196,7 @@ def bench_memory(report: Report, work: Path) -> None:
 
 
 def bench_slopes(report: Report, work: Path) -> None:
-    """Cost of each stage per million records."""
+    """Cost of each stage by number of records."""
     tokenizer = bench_tokenizer(work, vision=False)
     for records in (10_000, 100_000, 1_000_000):
         source = write_jsonl(work / f"text-{records}.jsonl", text_records(records))
@@ -213,8 +218,8 @@ def bench_slopes(report: Report, work: Path) -> None:
         command = [sys.executable, "-c", _DRIVER, str(records)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         spent, memory, shards = map(float, done.stdout.split())
-        report.add(f"{records:,} made-up records: plan and shards in the driver", spent, "s", shards=shards)
-        report.add(f"{records:,} made-up records: memory of the driver per record", memory, "bytes")
+        report.add(f"{records:,} synthetic records: plan and shards in the driver", spent, "s", shards=shards)
+        report.add(f"{records:,} synthetic records: driver memory per record", memory, "bytes")
 
 
 def peak_memory(command: list[str]) -> tuple[float, float]:
@@ -255,10 +260,12 @@ def _proportional(pid: int) -> int:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmarks and print the results."""
     parser = arguments(__doc__, "pack")
     parser.add_argument("--records", type=int, default=200_000)
-    parser.add_argument("--slopes", action="store_true", help="measure the cost per million records instead")
+    parser.add_argument(
+        "--slopes", action="store_true", help="measure the cost per stage and number of records instead"
+    )
     options: Any = parser.parse_args()
     report = Report("pack", options.json)
     if options.slopes:

@@ -1,9 +1,9 @@
-"""How fast and how good the planner is.
+"""Benchmark the speed and the packing quality of the planner.
 
     python tools/bench_planner.py [--json planner.json]
 
-200,000 lengths against the loop of TRL's best-fit-decreasing packing on the same lengths, 10 million against numpy's
-stable argsort of the same int32 array; packs over the lower bound ceil(tokens / capacity) for each algorithm.
+Compares 200,000 lengths with the loop of TRL's best-fit-decreasing packing and 10 million lengths with NumPy's stable
+argsort of the same int32 array. Reports the packs above the lower bound ceil(tokens / capacity) for each algorithm.
 """
 
 import json
@@ -19,8 +19,8 @@ from energon_packed import pack_lengths
 _FEW, _MANY = 200_000, 10_000_000
 CAPACITIES = (4096, 32768)
 
-# Times what `_pack_bfd` does between making its segment tree and taking the rows: its loop. The lists themselves are
-# empty and their lengths are told, since 200,000 rows of up to 32,768 tokens would not fit in memory.
+# Times the loop of `_pack_bfd`, from the creation of its segment tree to the gathering of rows. The lists are empty
+# and their lengths are patched in, since 200,000 rows of up to 32,768 tokens would not fit in memory.
 _TRL = """
 import json, sys, time
 import numpy as np, pyarrow as pa, pyarrow.compute as pc
@@ -59,7 +59,7 @@ for name, lengths in np.load(sys.argv[1]).items():
 print(json.dumps(results))
 """
 
-# The whole plan in a process of its own: peak resident memory after minus before, per length.
+# Planning in a separate process: increase of peak resident memory per length.
 _MEMORY = """
 import resource, sys
 import numpy as np
@@ -78,7 +78,7 @@ print((resident("VmHWM") - before) / len(lengths))
 
 
 def mixtures(count: int, capacity: int, only: str | None = None) -> dict[str, np.ndarray]:
-    """Length distributions that are met in practice, and two that are hard: int32 (count,) each."""
+    """Two typical and two hard length distributions: int32 (count,) each."""
     rng = np.random.default_rng(0)
     makers = {
         "lognormal": lambda: rng.lognormal(5.5, 0.9, count),
@@ -93,7 +93,7 @@ def mixtures(count: int, capacity: int, only: str | None = None) -> dict[str, np
 
 
 def against_trl(report: Report, work: Path) -> None:
-    """Speed against TRL's loop, packs against TRL's and against the bound."""
+    """Compare speed with TRL's loop, and the number of packs with TRL's and with the lower bound."""
     cases = {f"{name}@{c}": values for c in CAPACITIES for name, values in mixtures(_FEW, c).items()}
     work.mkdir(parents=True, exist_ok=True)
     np.savez(work / "lengths.npz", **cases)
@@ -105,19 +105,21 @@ def against_trl(report: Report, work: Path) -> None:
         best = pack_lengths(lengths, capacity, algorithm="best")
         bound = -(-plan.tokens // capacity)
         hard = name.startswith(("near half", "long tail"))
-        report.add(f"{name}: times as fast as TRL", peer[name]["seconds"] / seconds, "x", ">= 80", seconds=seconds)
-        report.add(f"{name}: packs beyond TRL's", plan.num_packs - peer[name]["packs"], "", "<= 0")
-        report.add(f"{name}: over the bound", 100 * (plan.num_packs / bound - 1), "%", "" if hard else "<= 0.02")
-        report.add(f"{name}: packs of `best` beyond bfd", best.num_packs - plan.num_packs, "", "<= 0")
+        report.add(f"{name}: speedup over TRL", peer[name]["seconds"] / seconds, "x", ">= 80", seconds=seconds)
+        report.add(f"{name}: packs in excess of TRL", plan.num_packs - peer[name]["packs"], "", "<= 0")
+        report.add(
+            f"{name}: packs above the lower bound", 100 * (plan.num_packs / bound - 1), "%", "" if hard else "<= 0.02"
+        )
+        report.add(f"{name}: packs of `best` in excess of bfd", best.num_packs - plan.num_packs, "", "<= 0")
 
 
 def against_sort(report: Report) -> None:
-    """Ten million lengths against a sort of them, and the memory they take."""
+    """Compare planning of ten million lengths with sorting them, and measure the memory."""
     for capacity in CAPACITIES:
         for name, lengths in mixtures(_MANY, capacity).items():
             sort = median_seconds(lambda lengths=lengths: np.argsort(lengths, kind="stable"))
             plan = median_seconds(lambda lengths=lengths, c=capacity: pack_lengths(lengths, c))
-            what = f"{name}@{capacity}, 10 million: time over argsort"
+            what = f"{name}@{capacity}, 10 million: time relative to argsort"
             report.add(what, plan / sort, "", "<= 1", seconds=plan, argsort_seconds=sort)
     here = str(Path(__file__).resolve().parent)
     command = [sys.executable, "-c", _MEMORY, here, str(_MANY)]
@@ -126,7 +128,7 @@ def against_sort(report: Report) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmarks and print the results."""
     options = arguments(__doc__, "planner").parse_args()
     report = Report("planner", options.json)
     pack_lengths([1, 2], 4)  # compile

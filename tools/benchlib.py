@@ -1,7 +1,7 @@
-"""What the benchmarks share: data made from text that Python itself brings along, timing, and tables.
+"""Shared benchmark code: synthetic data from Python's standard library, timing and tables.
 
-The texts are English prose (the help topics of the standard library) and Python code (its modules), cut into
-paragraphs and mixed anew for each conversation: real words, so that a tokenizer has real work.
+The texts are English prose (help topics of the standard library) and Python code (its modules), split into paragraphs
+and recombined for each conversation, so that the tokenizer workload is realistic.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Report:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, what: str, value: float, unit: str = "", target: str = "", **details: Any) -> None:
-        """One figure; `target` such as ">= 0.85" is compared with it."""
+        """Add a measured value; `target`, such as ">= 0.85", is checked against it."""
         row: dict[str, Any] = {"what": what, "value": value, "unit": unit, "target": target, **details}
         if target:
             sign, limit = target.split()
@@ -63,10 +63,14 @@ class Report:
 
 
 def arguments(doc: str | None, name: str) -> argparse.ArgumentParser:
-    """The options of all benchmarks: where work files and the JSON go."""
+    """Command-line options common to all benchmarks."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("bench-results") / f"{name}.json", help="figures go here")
-    parser.add_argument("--work", type=Path, default=Path("bench-work"), help="data and peers; kept between runs")
+    parser.add_argument(
+        "--json", type=Path, default=Path("bench-results") / f"{name}.json", help="file for the results"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("bench-work"), help="folder for data and peer packages; kept between runs"
+    )
     return parser
 
 
@@ -83,7 +87,7 @@ def median_seconds(function: Callable[[], object], runs: int = 3) -> float:
 
 
 def peer_python(work: Path) -> str:
-    """A Python with the peers, in a virtual environment of their own that is made when missing."""
+    """Python of a separate virtual environment with the peer packages, created if missing."""
     folder = work / "peers"
     python = folder / "bin" / "python"
     done = folder / ".installed"
@@ -98,14 +102,14 @@ def peer_python(work: Path) -> str:
 
 
 def run_peer(work: Path, code: str, *args: object) -> Any:
-    """Run code in the peers' Python; it prints one line of JSON last."""
+    """Run code in the peers' Python and parse its last output line as JSON."""
     command = [peer_python(work), "-c", code, *map(str, args)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def paragraphs() -> tuple[list[str], list[str]]:
-    """(prose, code): paragraphs of 40 to 2000 characters."""
+    """Return (prose, code): paragraphs of 40 to 2000 characters."""
     prose = [part for text in topics.topics.values() for part in text.split("\n\n")]
     code = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -120,7 +124,7 @@ def paragraphs() -> tuple[list[str], list[str]]:
 
 
 def text_records(count: int, *, mean_chars: int = 1000, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Conversations of one to three exchanges whose lengths are lognormal."""
+    """Conversations of one to three exchanges with lognormal lengths."""
     prose, code = paragraphs()
     rng = np.random.default_rng(seed)
     budgets = rng.lognormal(np.log(mean_chars) - 0.32, 0.8, count)
@@ -139,7 +143,7 @@ def text_records(count: int, *, mean_chars: int = 1000, seed: int = 0) -> Iterat
 
 
 def write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> Path:
-    """The records as JSONL; an existing file is kept."""
+    """Write the records as JSONL unless the file exists."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".tmp")
@@ -150,7 +154,7 @@ def write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> Path:
 
 
 def image_records(folder: Path, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Short conversations about JPEGs of 300 to 900 pixels a side, which are written to `folder`."""
+    """Short conversations about JPEGs of 300 to 900 pixels per side, written to `folder`."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for number, record in enumerate(text_records(count, mean_chars=400, seed=seed)):
@@ -175,6 +179,6 @@ def bench_tokenizer(work: Path, *, vision: bool) -> Path:
 
 
 def cli(*args: object) -> subprocess.CompletedProcess[str]:
-    """`energon-packed` with these arguments, in a process of its own."""
+    """Run `energon-packed` with these arguments in a subprocess."""
     command = [sys.executable, "-m", "energon_packed", *map(str, args)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -1,6 +1,6 @@
-"""What a tar holds: `python tools/inspect_tar.py SHARD.tar...`.
+"""Inspect tars: `python tools/inspect_tar.py SHARD.tar...`.
 
-Prints keys, parts and sizes of the first packs of each tar, and what is wrong with it; exit status 1 if anything is.
+Prints keys, parts and sizes of the first packs of each tar, and its problems; exits with status 1 if there are any.
 """
 
 import argparse
@@ -15,24 +15,24 @@ from energon_packed.shards.scan import scan_tar
 
 
 def show(tar: Path, limit: int) -> bool:
-    """Print one tar; True when it is sound."""
+    """Print one tar; True if it has no problems."""
     scan = scan_tar(tar)
     packs = [(key, list(parts)) for key, parts in groupby(scan.members, key=lambda member: member.key)]
     print(f"{tar}: {len(packs):,} packs, {len(scan.members):,} members, {tar.stat().st_size:,} bytes")
     for key, parts in packs[:limit]:
         print(f"  {key or '(no key)'}: {', '.join(f'{m.part or m.name} {m.size:,}' for m in parts)}")
     if len(packs) > limit:
-        print(f"  and {len(packs) - limit:,} more; --limit shows them")
+        print(f"  and {len(packs) - limit:,} more; use --limit to show them")
     for problem in scan.problems:
         print(f"  PROBLEM: {problem}")
     return not scan.problems
 
 
 def main() -> None:
-    """Show every tar that is named."""
+    """Show all given tars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tars", nargs="+", type=Path)
-    parser.add_argument("--limit", type=int, default=5, help="packs to show of each tar")
+    parser.add_argument("--limit", type=int, default=5, help="maximum number of packs to show per tar")
     options = parser.parse_args()
     try:
         sound = [show(tar, options.limit) for tar in options.tars]

@@ -60,7 +60,7 @@ def test_the_closing_table_tells_what_happened(demo: DemoDataset, tokenizer_dir:
     }
     assert rows["records"] == str(demo.records)
     assert rows["packed"] == str(manifest.packed)
-    assert rows["left out"].startswith(f"{demo.broken} (")
+    assert rows["rejected"].startswith(f"{demo.broken} (")
     assert rows["bad_json"] == rows["corrupt_image"] == "1"
     assert rows["packs"] == str(manifest.packs)
     assert rows["tokens"].replace(",", "") == str(manifest.tokens)
@@ -75,16 +75,16 @@ def test_the_closing_table_tells_what_happened(demo: DemoDataset, tokenizer_dir:
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (["--seq-len", "0"], 1, "error: seq_len is 0; it must be at least 1"),
+        (["--seq-len", "0"], 1, "error: --seq-len is 0; it must be at least 1"),
         (["--seq-len", "8"], 1, "error: none of 126 records can be packed"),
         (["--seq-len", "256", "--tokenizer", "/nowhere"], 1, "error: /nowhere is not a folder"),
-        (["--seq-len", "256", "--split", "train"], 1, "error: split 'train' must look like train=0.98,val=0.02"),
+        (["--seq-len", "256", "--split", "train"], 2, "invalid --split 'train'; use the form train=0.98,val=0.02"),
         (["--seq-len", "256", "--algorithm", "magic"], 1, "error: unknown algorithm 'magic'; use one of bfd"),
-        (["--seq-len", "256", "--max-reject-rate", "0"], 1, "are left out, more than --max-reject-rate 0"),
+        (["--seq-len", "256", "--max-reject-rate", "0"], 1, "are rejected, more than --max-reject-rate 0"),
         (["--seq-len", "256", "--strict"], 1, "--strict stops at the first"),
         (["--seq-len", "256", "--image-root", "/usr"], 1, "missing_image"),
         (["--seq-len", "many"], 2, "Invalid value for '--seq-len'"),
-        (["--seq-len", "256", "--max-shard-size", "big"], 2, "is no size; use bytes or a unit"),
+        (["--seq-len", "256", "--max-shard-size", "big"], 2, "use bytes or a unit"),
         ([], 2, "Missing option '--seq-len'"),
     ],
 )
@@ -130,7 +130,7 @@ def test_the_demo_does_not_touch_other_data(tmp_path: Path) -> None:
     tar.write_bytes(b"mine")
     done = run("demo", "-o", tmp_path, "--records", "20")
     assert done.returncode == 1
-    assert "holds a data set that is not the demo's; give another --output-dir" in done.stderr
+    assert "holds a dataset that is not the demo's; pass another --output-dir" in done.stderr
     assert tar.read_bytes() == b"mine"
     assert not (tmp_path / "source").exists()
 

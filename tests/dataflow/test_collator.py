@@ -106,9 +106,9 @@ def test_padding_can_be_taken_off_again(lengths: list[int], multiple: int, spare
     ("samples", "options", "message"),
     [
         ([], {}, "at least one sample"),
-        ([sample([1, 2, 3])], {"pad_to": 2}, "3 tokens, more than pad_to 2"),
+        ([sample([1, 2, 3])], {"pad_to": 2}, "3 tokens, more than `pad_to` 2"),
         ([sample([1, 2], 2), sample([3], 0)], {}, "no token of s1, s3 is a target"),
-        ([sample([1, 2]), sample([3, 4], mrope=True)], {}, "some samples carry M-RoPE positions and some do not"),
+        ([sample([1, 2]), sample([3, 4], mrope=True)], {}, "some samples have M-RoPE positions and some do not"),
     ],
 )
 def test_what_makes_no_batch_is_refused(samples: list[EncodedSample], options: dict[str, int], message: str) -> None:
@@ -120,7 +120,7 @@ def test_patch_positions_of_some_images_only_are_refused() -> None:
     grid = torch.tensor([[1, 2, 2]])
     plain = replace(sample([1, 2]), image_grid_thw=grid, pixel_values=torch.zeros(4, 3))
     placed = replace(plain, patch_positions=np.zeros((4, 3), dtype=np.int64))
-    with pytest.raises(BatchError, match="carry patch positions and some do not"):
+    with pytest.raises(BatchError, match="have patch positions and some do not"):
         PaddingFreeCollator().collate([plain, placed])
     batch = PaddingFreeCollator().collate([placed, sample([3, 4]), placed])
     assert batch.patch_positions is not None
@@ -128,7 +128,7 @@ def test_patch_positions_of_some_images_only_are_refused() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match="pad_multiple is 0"):
+    with pytest.raises(ConfigError, match="`pad_multiple` is 0"):
         PaddingFreeCollator(pad_multiple=0)
 
 
@@ -145,6 +145,6 @@ def test_a_collator_serves_a_torch_loader() -> None:
 def test_weights_that_a_stock_trainer_would_not_read_are_refused() -> None:
     packs = [[sample([1, 2])], [sample([3, 4])]]
     assert set(PaddingFreeCollator()(packs)) > {"input_ids", "labels"}
-    with pytest.raises(BatchError, match="loss_weighting 'sample' stands in loss_mask"):
+    with pytest.raises(BatchError, match="`loss_weighting` is 'sample', but a model's own loss ignores loss_mask"):
         PaddingFreeCollator(loss_weighting="sample")(packs)
     PaddingFreeCollator(loss_weighting="sample")(packs[0])  # a PackedBatch has its loss_mask

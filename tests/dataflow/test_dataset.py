@@ -12,7 +12,6 @@ import torch
 
 from energon_packed import (
     ChatEncoder,
-    EncoderOptions,
     PackedDataset,
     PackOptions,
     PaddingFreeCollator,
@@ -96,9 +95,8 @@ def test_it_can_be_pickled_and_few_shards_are_open(
 def test_tokens_need_no_encoder(text_tokenizer_dir: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"story {'of stones ' * n}"}) + "\n" for n in range(1, 40)))
-    encoder = EncoderOptions(tokenizer=text_tokenizer_dir)
     options = {"output_dir": tmp_path / "out", "sample_class": "PackedTokensSample", "seq_len": 256, "workers": 1}
-    result = pack(PackOptions(inputs=(str(data),), encoder=encoder, **options))
+    result = pack(PackOptions(inputs=(str(data),), tokenizer=text_tokenizer_dir, **options))
     plain = PackedDataset(result.shards)
     encoded = PackedDataset(result.shards, ChatEncoder.from_pretrained(text_tokenizer_dir))
     assert all(same(plain[index], encoded[index]) for index in range(len(plain)))
@@ -117,7 +115,7 @@ def test_what_is_missing_is_said(pack_demo: Any, encoder: ChatEncoder, tmp_path:
     first = sorted(copy.glob("*.tar"))[0]
     content = first.read_bytes()
     first.write_bytes(content[: len(content) // 2])
-    with pytest.raises(FormatError, match=rf"{first.name}.idx does not fit {first.name}"):
+    with pytest.raises(FormatError, match=rf"{first.name}.idx does not match {first.name}"):
         PackedDataset(copy, encoder)
     first.write_bytes(content[:512] + bytes(512) + content[1024:])
     assert PackedDataset(copy, encoder)

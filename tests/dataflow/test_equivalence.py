@@ -26,11 +26,10 @@ def text_encoder(text_tokenizer_dir: Any) -> ChatEncoder:
 @pytest.fixture(scope="session")
 def text_packs(demo: DemoDataset, pack_demo: Packer, text_tokenizer_dir: Any, tmp_path_factory: Any) -> Any:
     """Packs of the text-only records."""
-    from energon_packed import EncoderOptions
 
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
     path.write_text("".join(line for line in demo.jsonl.open() if "demo-" in line and "images/" not in line))
-    return pack_demo(inputs=(str(path),), encoder=EncoderOptions(tokenizer=text_tokenizer_dir), seq_len=300).shards
+    return pack_demo(inputs=(str(path),), tokenizer=text_tokenizer_dir, seq_len=300).shards
 
 
 class Case:

@@ -16,7 +16,7 @@ from tests.conftest import FLAVORS, Packer
 
 @pytest.fixture
 def damaged(pack_demo: Packer, tmp_path: Path) -> Path:
-    """A data set in which two packs name an image that is not there."""
+    """A dataset in which two packs name an image that is not there."""
     shards = pack_demo(max_packs_per_shard=1000).shards
     copy = tmp_path / "damaged"
     shutil.copytree(shards, copy)
@@ -85,7 +85,7 @@ def test_a_failing_sample_inside_a_pack_is_counted_once(
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_past_the_limit_the_run_stops(damaged: Path, encoder: ChatEncoder, num_workers: int) -> None:
     loader = get_packed_loader(damaged, encoder, epochs=1, num_workers=num_workers, max_failures=1)
-    with pytest.raises(BatchError, match=r"2 samples failed to load, more than max_failures 1 \(bad_format 2\)"):
+    with pytest.raises(BatchError, match=r"2 samples failed to load, more than `max_failures` 1 \(bad_format 2\)"):
         list(loader)
 
 

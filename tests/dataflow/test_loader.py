@@ -137,15 +137,16 @@ def test_another_encoder_is_noticed(pack_demo: Packer, tokenizer_dir: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq_len": 512}, "packed with seq_len 1024, more than seq_len 512"),
+        ({"seq_len": 512}, "packed with seq_len 1024, more than `seq_len` 512"),
         ({"split": "val"}, "has no packs in split 'val'; it has train"),
-        ({"num_workers": -1}, "num_workers is -1"),
-        ({"epochs": 2}, "epochs is 2; use None to repeat for ever, or 1"),
-        ({"shuffle": False}, "give epochs=1 with it"),
-        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
-        ({"packing_buffer_size": 0}, "packing_buffer_size is 0"),
-        ({"rank": 1}, "give both rank and world_size"),
-        ({"rank": 2, "world_size": 2}, "rank 2 is not below world_size 2"),
+        ({"num_workers": -1}, "`num_workers` is -1"),
+        ({"epochs": 2}, "`epochs` is 2; use None to repeat indefinitely, or 1"),
+        ({"shuffle": False}, "set `epochs=1` with it"),
+        ({"micro_batch_size": 0}, "`micro_batch_size` is 0"),
+        ({"sead": 3}, "unknown argument 'sead'; did you mean `seed`"),
+        ({"packing_buffer_size": 0}, "`packing_buffer_size` is 0"),
+        ({"rank": 1}, "pass both `rank` and `world_size`"),
+        ({"rank": 2, "world_size": 2}, "`rank` 2 is not below `world_size` 2"),
     ],
 )
 def test_bad_options_are_named(pack_demo: Packer, encoder: ChatEncoder, options: dict[str, Any], message: str) -> None:
@@ -156,7 +157,7 @@ def test_bad_options_are_named(pack_demo: Packer, encoder: ChatEncoder, options:
 def test_what_is_no_data_set_is_named(encoder: ChatEncoder, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="does not exist"):
         get_packed_loader(tmp_path / "none", encoder)
-    with pytest.raises(FormatError, match=r"has no \.nv-meta folder; was the build finished\?"):
+    with pytest.raises(FormatError, match=r"has no \.nv-meta folder; check that the build completed"):
         get_packed_loader(tmp_path, encoder)
 
 
@@ -218,3 +219,26 @@ def test_ranks_of_a_process_group_do_not_hang(pack_demo: Packer, tokenizer_dir: 
         out, error = process.communicate(timeout=120)
         assert process.returncode == 0, error[-2000:]
         assert int(out.split()[-1]) == result.manifest.packs // 2 + 1
+
+
+def test_a_dataset_is_built_once_an_epoch_and_only_when_needed(
+    pack_demo: Packer, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from energon_packed.dataflow.energon.source import EnergonSource
+
+    built: list[int] = []
+    dataset = EnergonSource.dataset
+    monkeypatch.setattr(EnergonSource, "dataset", lambda self, epoch: built.append(epoch) or dataset(self, epoch))
+    shards = pack_demo(sample_class="PackedTokensSample").shards
+    loader = get_packed_loader(shards, encoder, epochs=1, num_workers=0)
+    assert built == []
+    first = list(loader)
+    assert built == [0]
+    assert len(list(loader)) == len(first)
+    state = loader.state_dict()
+    assert built == [0, 1, 2]
+    resumed = get_packed_loader(shards, encoder, epochs=1, num_workers=0)
+    resumed.load_state_dict(state)
+    assert built == [0, 1, 2, 2]
+    assert [b.ids for b in resumed] == [b.ids for b in loader]
+    assert built == [0, 1, 2, 2]

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 
 from energon_packed import (
     ChatEncoder,
-    EncoderOptions,
     PackedDataset,
     PackOptions,
     PaddingFreeCollator,
@@ -76,7 +75,7 @@ def test_the_encoder_is_compared_with_every_data_set_of_a_metadataset(
             with pytest.raises(ConfigError, match="packed with another tokenizer, chat template, image settings"):
                 get_packed_loader(tmp_path / path, other, split=split, num_workers=0)
         get_packed_loader(tmp_path / path, other, num_workers=0, check_encoder=False)
-        with pytest.raises(ConfigError, match="packed with seq_len 1024, more than seq_len 512"):
+        with pytest.raises(ConfigError, match="packed with seq_len 1024, more than `seq_len` 512"):
             get_packed_loader(tmp_path / path, encoder, num_workers=0, seq_len=512)
         assert next(iter(get_packed_loader(tmp_path / path, encoder, num_workers=0))).num_samples > 0
     with pytest.raises(ConfigError, match="has no split 'test'"):
@@ -87,9 +86,9 @@ def test_tokens_need_no_encoder(text_tokenizer_dir: Path, pack_demo: Packer, tmp
     lines = [{"id": f"r{n}", "text": "red square " * (n + 1)} for n in range(30)]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
     options = {"inputs": (str(tmp_path / "d.jsonl"),), "output_dir": tmp_path / "out", "seq_len": 128, "workers": 1}
-    encoder = EncoderOptions(tokenizer=text_tokenizer_dir)
-    pack(PackOptions(encoder=encoder, sample_class="PackedTokensSample", **options))  # type: ignore[arg-type]
-    loaders = [get_packed_loader(tmp_path / "out", given, epochs=1, num_workers=0) for given in (None, encoder.load())]
+    pack(PackOptions(tokenizer=text_tokenizer_dir, sample_class="PackedTokensSample", **options))  # type: ignore[arg-type]
+    encoder = ChatEncoder.from_pretrained(text_tokenizer_dir)
+    loaders = [get_packed_loader(tmp_path / "out", given, epochs=1, num_workers=0) for given in (None, encoder)]
     for bare, full in zip(*loaders, strict=True):
         assert bare.ids == full.ids
         assert bare.input_ids.equal(full.input_ids)
@@ -141,7 +140,7 @@ def test_padding_that_was_not_planned_is_told(
     pack_demo: Packer, encoder: ChatEncoder, caplog: pytest.LogCaptureFixture
 ) -> None:
     get_packed_loader(pack_demo().shards, encoder, num_workers=0, collator=PaddingFreeCollator(pad_multiple=16))
-    assert "was packed with --pad-multiple 1 and is padded to multiples of 16" in caplog.text
+    assert "was packed with pad_multiple 1 and is padded to multiples of 16" in caplog.text
     caplog.clear()
     shards = pack_demo(pad_multiple=16).shards
     get_packed_loader(shards, encoder, num_workers=0, collator=PaddingFreeCollator(pad_multiple=8))

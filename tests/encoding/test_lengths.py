@@ -81,7 +81,8 @@ def test_length_is_the_length_of_the_encoding(
             assert caught.value.reason == error.reason
         return
     assert encoder.length(conversation) == len(encoded.input_ids)
-    tokens_only = encoder.encode_tokens(conversation)
+    tokens_only = encoder.measure([conversation], keep_tokens=True)[0].sample
+    assert tokens_only is not None
     assert tokens_only.input_ids.tolist() == encoded.input_ids.tolist()
     assert tokens_only.labels.tolist() == encoded.labels.tolist()
     assert len(encoded.labels) == len(encoded.input_ids)
@@ -165,7 +166,7 @@ def test_patch_positions_are_read_and_checked(tokenizer_dir: Path, tmp_path: Pat
     for wrong in (positions[:-1], positions.astype(float), positions.reshape(-1)):
         np.save(tmp_path / "p.npy", wrong)
         for call in (encoder.length, encoder.encode):
-            with pytest.raises(RecordError, match="missing_patch_positions: .*p.npy holds"):
+            with pytest.raises(RecordError, match="missing_patch_positions: .*p.npy has dtype"):
                 call(normalize(record))
     whole = (tmp_path / "p.npy").read_bytes()
     for junk in (b"", b"\x93NUMPY", whole[:40], whole.replace(b"descr", b"de(cr"), whole.replace(b"}", b"'")):

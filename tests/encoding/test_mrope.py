@@ -60,5 +60,5 @@ def test_golden() -> None:
 
 
 def test_a_wrong_number_of_image_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 image tokens, but the image grids need 6"):
+    with pytest.raises(ValueError, match="`input_ids` has 5 image tokens, but `grids` require 6"):
         mrope_positions(np.full(5, IMAGE), IMAGE, np.array([[1, 4, 6]]), 2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from energon_packed import ChatEncoder, EncoderOptions, PackOptions, get_packed_loader, pack
+from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
 from energon_packed.cli.inspect import command
 from energon_packed.errors import FormatError
 from energon_packed.inspection.extract import extract_pack
@@ -63,7 +63,7 @@ def test_tars_of_other_packers(tmp_path: Path, tokenizer_dir: Path) -> None:
     assert "ps_0  PackedCaptioningSample  2 samples, lengths not recorded" in shown.output
     assert "56 x 84" in shown.output
     assert "It is green." in shown.output
-    assert "no lengths, as in data of other packers" in shown.output
+    assert "lengths are not recorded" in shown.output
     assert "--tokens needs --tokenizer DIR" in str(run(tar, "--tokens").exception)
     assert "What" in run(tar, "--tokens", "--tokenizer", tokenizer_dir).output
 
@@ -73,21 +73,21 @@ def test_broken_and_unknown_tars_are_explained(tmp_path: Path, pack_demo: Packer
     cut = tmp_path / "cut.tar"
     cut.write_bytes(content[: len(content) // 2])
     shown = run(cut)
-    assert "it is cut inside" in shown.output
+    assert "truncated inside" in shown.output
     assert "pack_0000000" in shown.output  # what is left can be seen
     assert run(cut, "--limit", 100).exit_code == 0
     strange = tmp_path / "strange.tar"
     write_tar(strange, [("a.img0.jpg", b"x"), ("a.json", b'{"captions": [["c"]], "images": [["img0.jpg"]]}')])
-    shown = run(strange)
-    assert "no flavor has a part 'img0.jpg'; keys must have no dots, images are named" in shown.output
-    assert "the image member img0.jpg is not named img{sample}_{image}.{extension}" in str(shown.exception)
+    assert "img0.jpg  <1 bytes>: not an image that Pillow can read" in run(strange).output
+    write_tar(strange, [("a.pic.jpg", b"x"), ("a.json", b'{"captions": [["c"]]}')])
+    assert "with the unknown part 'pic.jpg'; remove dots from keys and name images" in run(strange).output
     write_tar(strange, [("a.json", b'{"what": 1}')])
-    assert "of no flavor that is known" in str(run(strange).exception)
+    assert "matches no known flavor: its json has the keys what" in str(run(strange).exception)
     write_tar(strange, [("a.txt", b"x")])
-    assert "a has no json part" in str(run(strange).exception)
+    assert "a matches no known flavor: it has no json part" in str(run(strange).exception)
     other = tmp_path / "other.tar"
     other.write_bytes(b"x" * 3000)
-    assert "is no tar file" in run(other).output
+    assert "is not an uncompressed tar file" in run(other).output
 
 
 def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_names_with_brackets_are_no_markup(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     write_tar(folder / "x.tar", llava_pack("ps_0", ["red"]))
     (folder / "broken.tar").write_bytes(b"x" * 3000)
-    assert "[red]run[/[/b]/broken.tar is no tar file" in run(folder).output
+    assert "[red]run[/[/b]/broken.tar is not an uncompressed tar file" in run(folder).output
     (folder / "broken.tar").unlink()
     shown = run(folder, "--extract", tmp_path / "[e]")
     assert shown.exit_code == 0, shown.output
@@ -127,7 +127,7 @@ def test_tool_calls_tabs_and_joined_emoji_are_seen(tokenizer_dir: Path, tmp_path
     for flavor in ("PackedMultiMixQASample", "MultiMixQASample"):
         options = {"inputs": (str(tmp_path / "d.jsonl"),), "seq_len": 512, "workers": 1, "sample_class": flavor}
         out = tmp_path / flavor
-        result = pack(PackOptions(encoder=EncoderOptions(tokenizer=tokenizer_dir), output_dir=out, **options))  # type: ignore[arg-type]
+        result = pack(PackOptions(tokenizer=tokenizer_dir, output_dir=out, **options))  # type: ignore[arg-type]
         shown = run(result.shards).output.replace("\n[", "[")  # lines are wrapped
         assert 'tools     [{"name":"get_weather"}]' in shown
         assert 'tool_calls: [{"function":{"name":"get_weather","arguments":{"city":"Oslo"}}}]' in shown
@@ -168,4 +168,4 @@ def test_a_metadataset(pack_demo: Packer, tmp_path: Path) -> None:
     entry = json.loads(run(mix, "--json").output)
     assert (entry["share"], entry["times"], entry["mode"]) == (1.0, 1.0, "weight")
     mix.write_text("- 1\n")
-    assert "mix.yaml is no Metadataset" in str(run(mix).exception)
+    assert "mix.yaml is not a valid Metadataset" in str(run(mix).exception)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from energon_packed import EncoderOptions, PackOptions, pack
+from energon_packed import pack
 from energon_packed.cli.report import command
 from energon_packed.errors import ConfigError
 from tests.conftest import FLAVORS, Packer
@@ -54,10 +54,7 @@ def evil(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     records.append({"id": EVIL, "messages": [{"role": EVIL, "content": "x"}]})
     (root / "d.jsonl").write_text("\n".join(map(json.dumps, records)))
-    encoder = EncoderOptions(tokenizer=tokenizer_dir)
-    pack(
-        PackOptions(inputs=(str(root / "d.jsonl"),), output_dir=root / "out", encoder=encoder, seq_len=512, workers=1)
-    )
+    pack(root / "d.jsonl", output_dir=root / "out", tokenizer=tokenizer_dir, seq_len=512, workers=1)
     result = run(root / "out", "-o", root / "report.html")
     assert result.exit_code == 0, result.output
     return root / "report.html"

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
-from energon_packed import EncoderOptions, PackOptions, pack
+from energon_packed import PackOptions, pack
 from energon_packed.cli.verify import command
 from energon_packed.shards.repair import make_nv_meta
 from tests.conftest import FLAVORS, Packer
@@ -24,7 +24,7 @@ Change = Callable[[Path], None]
 
 @pytest.fixture
 def copy(pack_demo: Packer, tmp_path: Path) -> Path:
-    """A data set of three packs a shard, which may be damaged."""
+    """A dataset of three packs a shard, which may be damaged."""
     shards = pack_demo(max_packs_per_shard=3, seq_len=512).shards
     shutil.copytree(shards.parent, tmp_path / "out", ignore=shutil.ignore_patterns(".work"))
     return tmp_path / "out" / "webdataset"
@@ -40,7 +40,7 @@ def test_what_was_packed_is_sound(pack_demo: Packer, flavor: str) -> None:
     result = run(shards.parent)
     assert result.exit_code == 0, result.output
     assert "✗" not in result.output
-    assert "is sound" in result.output
+    assert "all checks passed" in result.output
 
 
 def _flip_a_byte(folder: Path) -> None:
@@ -132,11 +132,11 @@ def _change_a_text(folder: Path) -> None:
     [
         (_flip_a_byte, "pack-000001.tar has sha256"),
         (_remove_a_shard, "pack-000001.tar is missing"),
-        (_add_a_shard, "pack-900000.tar is not in packing.json; was it added?"),
+        (_add_a_shard, "pack-900000.tar is on disk, but not in packing.json"),
         (_change_an_index_row, "index.sqlite, samples of pack-000001.tar: the row"),
         (_lower_seq_len, "tokens, more than seq_len 400"),
         (_repeat_a_sample, "and in pack-000001.tar: pack_0000000"),
-        (_cut_a_tar, "pack-000001.tar: it is cut inside"),
+        (_cut_a_tar, "pack-000001.tar: truncated inside"),
         (_change_the_counts, "samples, packing.json says"),
         (_change_a_text, "pack-000001.tar: pack_00000003, sample"),
     ],
@@ -166,13 +166,13 @@ def test_another_tokenizer_is_refused(copy: Path, text_tokenizer_dir: Path) -> N
 def test_an_id_that_two_records_share_is_no_fault(tokenizer_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": "red square", "id": "twin"}\n{"text": "blue square", "id": "twin"}\n')
     options = {"inputs": (str(tmp_path / "d.jsonl"),), "output_dir": tmp_path / "out", "seq_len": 64, "workers": 1}
-    pack(PackOptions(encoder=EncoderOptions(tokenizer=tokenizer_dir), **options))  # type: ignore[arg-type]
+    pack(PackOptions(tokenizer=tokenizer_dir, **options))  # type: ignore[arg-type]
     result = run(tmp_path / "out")
     assert result.exit_code == 0, result.output
     (tmp_path / "out" / "lengths.parquet").unlink()
     result = run(tmp_path / "out")
     assert result.exit_code == 0, result.output
-    assert "every sample is there once (2 samples; lengths.parquet is not here)" in result.output
+    assert "every sample is packed exactly once (2 samples; there is no lengths.parquet)" in result.output
 
 
 def test_without_lengths_parquet_a_repeated_sample_is_still_found(copy: Path) -> None:
@@ -193,7 +193,7 @@ def test_packs_of_one_sample_are_no_fault_where_no_two_fit(
     lines = [json.dumps({"text": "red square " * words, "id": f"r{number}"}) for number in range(3)]
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
     options = {"inputs": (str(tmp_path / "d.jsonl"),), "output_dir": tmp_path / "out", "seq_len": 256, "workers": 1}
-    pack(PackOptions(encoder=EncoderOptions(tokenizer=tokenizer_dir), max_samples_per_pack=1, **options))  # type: ignore[arg-type]
+    pack(PackOptions(tokenizer=tokenizer_dir, max_samples_per_pack=1, **options))  # type: ignore[arg-type]
     assert run(tmp_path / "out").exit_code == 0  # one sample a pack was asked for
     _edit_manifest(tmp_path / "out" / "webdataset", lambda value: value.update(max_samples_per_pack=None))
     result = run(tmp_path / "out")
@@ -207,7 +207,7 @@ def test_code_in_the_data_set_is_not_run(copy: Path) -> None:
     loader = copy / ".nv-meta" / "sample_loader.py"
     loader.write_text(loader.read_text() + f"\nopen({str(copy / 'ran')!r}, 'w').close()\n")
     result = run(copy)
-    assert "sample_loader.py is not what energon-packed writes, so it was not run" in result.output
+    assert "sample_loader.py is not what energon-packed writes, so it was not executed" in result.output
     assert not (copy / "ran").exists()
     assert result.exit_code == 1
 
@@ -231,7 +231,7 @@ def test_data_of_other_packers_is_checked_as_far_as_it_tells(copy: Path, tokeniz
         assert "recorded" not in result.output.replace("to their recorded length", "")
         assert ("skipped (--fast" in result.output) is not bool(arguments)
     _cut_a_tar(copy)
-    assert "pack-000001.tar: it is cut inside" in run(copy).output
+    assert "pack-000001.tar: truncated inside" in run(copy).output
 
 
 def test_utilization_is_that_of_the_packs(copy: Path) -> None:
@@ -249,6 +249,6 @@ def test_samples_are_those_that_lengths_parquet_says(copy: Path) -> None:
     result = run(copy)
     assert result.exit_code == 1
     assert re.search(
-        rf"sample {packed['id']} is in pack-0.*, but lengths.parquet does not say that it is packed", result.output
+        rf"sample {packed['id']} is in pack-0.*, but lengths.parquet does not list it as packed", result.output
     )
-    assert f"sample {rejected['id']} is packed as lengths.parquet says, but is in no sound tar" in result.output
+    assert f"sample {rejected['id']} is listed as packed in lengths.parquet, but is in no intact tar" in result.output

@@ -103,13 +103,13 @@ TWO = llava_pack("b", ["red"])
     [
         (
             [("a.b.json", b"{}")],
-            r"a\.b\.json: its key ends at the first dot, as 'a', and no flavor has a part 'b\.json'",
+            r"a\.b\.json: the key ends at the first dot, so it is 'a' with the unknown part 'b\.json'",
         ),
-        ([*ONE, *TWO, ("a.img9_0.jpg", b"x")], r"a\.img9_0\.jpg does not follow the other parts of a"),
-        ([*ONE, ONE[0]], r"a\.json is there twice"),
-        ([("readme", b"x")], "readme has no key before a dot"),
-        ([], "it has no member"),
-        ([("a.json", b"{]")], "a is no PackedCaptioningSample: .*the json part is broken"),
+        ([*ONE, *TWO, ("a.img9_0.jpg", b"x")], r"a\.img9_0\.jpg is not adjacent to the other parts of a"),
+        ([*ONE, ONE[0]], r"a\.json occurs twice"),
+        ([("readme", b"x")], "readme has no key"),
+        ([], "no members"),
+        ([("a.json", b"{]")], "a is not a PackedCaptioningSample: .*the json part is damaged"),
         ([("a.json", b'{"captions": [["x"]], "images": [["gone.jpg"]]}')], "names gone.jpg, which is not in the tar"),
     ],
 )
@@ -126,12 +126,12 @@ def test_a_key_in_two_tars_and_a_cut_tar_are_named(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"key a is in x\.tar and in y\.tar"):
         make_nv_meta(tmp_path)
     content = (tmp_path / "x.tar").read_bytes()
-    for size, message in ((600, "cut inside a.json"), (1024, "no end mark")):
+    for size, message in ((600, "truncated inside a.json"), (1024, "no end-of-archive marker")):
         (tmp_path / "y.tar").write_bytes(content[:size])
         with pytest.raises(FormatError, match=rf"y\.tar: .*{message}"):
             make_nv_meta(tmp_path)
     (tmp_path / "y.tar").write_bytes(b"not a tar at all" * 100)
-    with pytest.raises(FormatError, match=r"y\.tar is no tar file"):
+    with pytest.raises(FormatError, match=r"y\.tar is not an uncompressed tar file"):
         make_nv_meta(tmp_path)
     with pytest.raises(FormatError, match=r"holds no \.tar files"):
         make_nv_meta(tmp_path / "nothing")
@@ -158,11 +158,11 @@ def test_damage_in_the_middle_and_joined_tars_are_not_taken_for_the_end(tmp_path
     third = scan_tar(tmp_path / "x.tar").rows().offsets[2]
     content[third + 148] ^= 1  # the check sum of a header
     (tmp_path / "x.tar").write_bytes(content)
-    with pytest.raises(FormatError, match=rf"data after its end, at byte {third}: a damaged header"):
+    with pytest.raises(FormatError, match=rf"data after the end of the archive at byte {third}: a damaged header"):
         make_nv_meta(tmp_path)
     write_tar(tmp_path / "x.tar", members[:2])
     (tmp_path / "x.tar").write_bytes((tmp_path / "x.tar").read_bytes() * 2)
-    with pytest.raises(FormatError, match="or tars that were joined"):
+    with pytest.raises(FormatError, match="or concatenated tars"):
         make_nv_meta(tmp_path)
 
 

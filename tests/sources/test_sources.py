@@ -17,9 +17,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packed.errors import RecordError, SourceError
+from energon_packed.errors import SourceError
 from energon_packed.sources import JsonlSource, Source, open_sources
-from energon_packed.sources.convert import _parquet_batches
+from energon_packed.sources.parquet import parquet_batches
 
 RECORDS = [
     {
@@ -77,7 +77,7 @@ def test_formats_read_in_order_and_one_by_one(tmp_path: Path, name: str) -> None
     for source in sources:
         rows = [row for chunk in source.chunks() for row in source.scan(*chunk)]
         for row in rows[::97]:
-            assert source.read(row.address, row.size) == row.record
+            assert source.read(row.address, row.size) == row
 
 
 @given(
@@ -96,7 +96,7 @@ def test_any_cut_into_ranges_gives_every_line_once(
     rows = [row for start in range(0, end, step) for row in source.scan(start, min(start + step, end))]
     assert len(rows) == sum(bool(line.strip()) for line in lines)
     assert [row.address for row in rows] == sorted({row.address for row in rows})
-    assert sum(isinstance(row.record, RecordError) for row in rows) == lines.count("broken")
+    assert sum(row.reject is not None for row in rows) == lines.count("broken")
 
 
 def test_globs_and_several_inputs(tmp_path: Path) -> None:
@@ -142,11 +142,11 @@ def test_a_copy_elsewhere_has_the_same_fingerprint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"x", "unknown format; known are .jsonl"),
-        ("a.json", b'[{"a": 1}, {"a"', "not a whole JSON array"),
+        ("a.txt", b"x", "unknown format; known formats: .jsonl"),
+        ("a.json", b'[{"a": 1}, {"a"', "not a complete JSON array"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 1000, mtime=0)[:-9], "cannot be decompressed"),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x00bad", "cannot be decompressed"),
-        ("a.parquet", b"PAR1 nothing", "not a Parquet file"),
+        ("a.parquet", b"PAR1 nothing", "not a readable Parquet file"),
         ("a.arrow", b"nothing", "not an Arrow file"),
     ],
 )
@@ -168,7 +168,7 @@ def test_what_cannot_be_an_input(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no input file"):
         open_sources([], work_dir=tmp_path)
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(SourceError, match=r"state.json is not that of a Hugging Face data set"):
+    with pytest.raises(SourceError, match=r"state.json is not that of a Hugging Face dataset"):
         open_sources([tmp_path], work_dir=tmp_path)
     datasets.DatasetDict({"train": datasets.Dataset.from_list(RECORDS[:3])}).save_to_disk(str(tmp_path / "dict"))
     with pytest.raises(SourceError, match="holds the splits train; name one"):
@@ -203,7 +203,7 @@ def test_batches_that_cannot_be_joined_are_read_in_smaller_ones() -> None:
                     raise pa.ArrowNotImplementedError("Nested data conversions not implemented")
                 yield table.slice(50 * group + start, min(batch_size, 50 - start)).to_batches()[0]
 
-    batches = list(_parquet_batches(Stubborn()))
+    batches = list(parquet_batches(Stubborn()))
     assert pa.Table.from_batches(batches)["x"].to_pylist() == list(range(100))
 
 

@@ -18,10 +18,10 @@ import pytest
 SCRIPT = """
 import sys
 from pathlib import Path
-from energon_packed import EncoderOptions, PackOptions, pack
+from energon_packed import PackOptions, pack
 source, out, tokenizer, flavor, workers = sys.argv[1:]
 options = PackOptions(
-    inputs=(source,), output_dir=Path(out), encoder=EncoderOptions(tokenizer=Path(tokenizer)), seq_len=2048,
+    inputs=(source,), output_dir=Path(out), tokenizer=Path(tokenizer), seq_len=2048,
     sample_class=flavor, workers=int(workers), max_packs_per_shard=40, max_reject_rate=0.2,
     split={"train": 0.9, "val": 0.1})
 options.encoder.load()

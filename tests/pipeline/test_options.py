@@ -17,8 +17,8 @@ from energon_packed.demo import DemoDataset
 from energon_packed.errors import ConfigError, RejectLimitError, SourceError
 from energon_packed.inspection.view import view_pack
 from energon_packed.shards.reader import ShardReader
-from tests.build.test_conservation import packed_samples
 from tests.conftest import Packer
+from tests.pipeline.test_conservation import packed_samples
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
 
@@ -31,13 +31,13 @@ def test_overlong_is_dropped_named_and_counted(build: Any) -> None:
     long = {"prompts": ["Go on."], "captions": ["word " * 400]}
     result = build([{"messages": TURNS}, long], max_reject_rate=1)
     assert [reason for reason, _ in rejects(result)] == ["overlong"]
-    assert "tokens, more than --seq-len 256" in rejects(result)[0][1]
+    assert "tokens, more than seq_len 256" in rejects(result)[0][1]
     assert pq.read_table(result.lengths)["length"].to_pylist()[1] > 256
 
 
 def test_overlong_may_be_an_error(build: Any) -> None:
     long = {"prompts": ["Go on."], "captions": ["word " * 400]}
-    with pytest.raises(RejectLimitError, match=r"1 records are longer than --seq-len 256, the first is record 1 of"):
+    with pytest.raises(RejectLimitError, match=r"1 records are longer than `seq_len` 256, the first is record 1 of"):
         build([{"messages": TURNS}, long], overlong="error")
 
 
@@ -69,9 +69,9 @@ def test_overlong_may_be_cut(build: Any, encoder: ChatEncoder, demo: DemoDataset
     console = Console(width=200)
     with console.capture() as shown:
         console.print(result_table(result, world_size=1, micro_batch_size=1, num_workers=0))
-    assert re.search(r"cut to a row\s+│\s+1 ", shown.get())
+    assert re.search(r"truncated\s+│\s+1 ", shown.get())
     reader = ShardReader(sorted(result.shards.glob("*.tar")))
-    cut = {s.id: s.cut_to for pack in range(len(reader)) for s in view_pack(reader[pack]).samples}
+    cut = {s.id: s.truncated_to for pack in range(len(reader)) for s in view_pack(reader[pack]).samples}
     assert cut == {"short": None, "cut": None if flavor == "PackedTokensSample" else 256}
     verified = CliRunner().invoke(verify_command, [str(result.shards)])
     assert verified.exit_code == 0, verified.output
@@ -141,13 +141,13 @@ def test_what_a_flavor_cannot_hold_is_rejected_with_the_remedy(build: Any) -> No
     ]
     found = rejects(build(records, max_reject_rate=1))
     assert [reason for reason, _ in found] == ["bad_role", "bad_role", "missing_field"]
-    assert all("use --sample-class Packed" in detail for _, detail in found)
+    assert all("set `sample_class` to Packed" in detail for _, detail in found)
     assert not rejects(build(records, sample_class="PackedMultiMixQASample", overwrite=True))
 
 
 def test_too_many_rejects_stop_before_writing(build: Any, tmp_path: Path) -> None:
     records = [{"messages": TURNS}] * 8 + ["{broken"] * 2
-    with pytest.raises(RejectLimitError, match=r"2 of 10 records \(20.0%\) .* --max-reject-rate 0.05 \(bad_json 2\)"):
+    with pytest.raises(RejectLimitError, match=r"2 of 10 records \(20.0%\) .* `max_reject_rate` 0.05 \(bad_json 2\)"):
         build(records, max_reject_rate=0.05)
     assert not list((tmp_path / "out" / "webdataset").glob("*"))
     assert len((tmp_path / "out" / "rejects.jsonl").read_text().splitlines()) == 2
@@ -155,7 +155,7 @@ def test_too_many_rejects_stop_before_writing(build: Any, tmp_path: Path) -> Non
 
 
 def test_strict_stops_at_the_first(build: Any) -> None:
-    with pytest.raises(RejectLimitError, match=r"left out: bad_json.*--strict stops at the first"):
+    with pytest.raises(RejectLimitError, match=r"rejected: bad_json.*`strict` stops at the first"):
         build([{"messages": TURNS}, "{broken"], strict=True, max_reject_rate=1)
 
 
@@ -168,7 +168,7 @@ def test_another_build_is_not_overwritten_by_accident(build: Any) -> None:
     records = [{"messages": TURNS}] * 5
     first = build(records)
     tar = next(first.shards.glob("*.tar")).read_bytes()
-    with pytest.raises(ConfigError, match="holds shards of another build.*--overwrite"):
+    with pytest.raises(ConfigError, match="holds shards of another run.*`overwrite`"):
         build(records, seq_len=512)
     assert next(first.shards.glob("*.tar")).read_bytes() == tar
     assert build(records, seq_len=512, overwrite=True).manifest.seq_len == 512
@@ -195,22 +195,22 @@ def test_an_image_that_vanishes_while_packing_is_named(build: Any, tmp_path: Pat
     records = [{"images": ["a.png"], "captions": ["c"]}]
     build(records)
     (tmp_path / "a.png").unlink()
-    with pytest.raises(SourceError, match=r"record 0 of .*data.jsonl changed since it was measured.*--no-resume"):
+    with pytest.raises(SourceError, match=r"record 0 of .*data.jsonl changed since it was measured.*`resume=False`"):
         build(records, seq_len=300, overwrite=True)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq_len": 0}, "seq_len is 0; it must be at least 1"),
-        ({"sample_class": "Sample"}, "unknown sample class 'Sample'; use one of PackedCaptioningSample"),
+        ({"seq_len": 0}, "`seq_len` is 0; it must be at least 1"),
+        ({"sample_class": "Sample"}, "`sample_class` is 'Sample'; use one of PackedCaptioningSample"),
         ({"algorithm": "magic"}, "unknown algorithm 'magic'"),
         ({"shard_prefix": "a.b"}, "keys have no dots"),
         ({"split": {"train": 0.5}}, "add up to 0.5"),
         ({"split": {"dev": 1.0}}, "unknown split dev"),
         ({"max_reject_rate": 2}, "between 0 and 1"),
-        ({"pad_multiple": 512}, "pad_multiple 512 is above seq_len 256"),
-        ({"overlong": "keep"}, "overlong is 'keep'; use one of drop, error, truncate"),
+        ({"pad_multiple": 512}, "`pad_multiple` 512 is above `seq_len` 256"),
+        ({"overlong": "keep"}, "`overlong` is 'keep'; use one of drop, error, truncate"),
     ],
 )
 def test_options_are_checked_when_made(build: Any, options: Any, message: str) -> None:

@@ -8,9 +8,9 @@ import orjson
 import pytest
 
 from energon_packed import ChatEncoder, PackedDataset, normalize
-from energon_packed.build.kept_tokens import KeptTokens, TokenReader, tokens_size, write_tokens
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import RecordError
+from energon_packed.pipeline.kept_tokens import KeptTokens, TokenReader, tokens_size, write_tokens
 
 FLAVOR = {"sample_class": "PackedTokensSample"}
 
@@ -29,8 +29,8 @@ def test_writing_tokenizes_nothing(
 ) -> None:
     first = build(records(), overlong=overlong, **FLAVOR)
     assert first.manifest.counters["tokenized"] == 60
-    monkeypatch.setattr(ChatEncoder, "encode_tokens", refuse)
-    monkeypatch.setattr(ChatEncoder, "measure_tokens", refuse)
+    monkeypatch.setattr(ChatEncoder, "measure", refuse)
+    monkeypatch.setattr(ChatEncoder, "encode", refuse)
     seq_len = 128 if overlong == "drop" else 30
     result = build(seq_len=seq_len, overlong=overlong, overwrite=True, max_packs_per_shard=2, **FLAVOR)
     assert (result.manifest.truncated > 0) is (overlong == "truncate")
@@ -65,14 +65,18 @@ def test_measuring_with_tokens_equals_measuring(encoder: ChatEncoder, demo: Any)
         except (RecordError, orjson.JSONDecodeError):
             continue
         (expected,) = encoder.measure([conversation])
-        if isinstance(expected, RecordError):
-            with pytest.raises(RecordError) as caught:
-                encoder.measure_tokens(conversation)
-            assert caught.value.reason == expected.reason
+        (measured,) = encoder.measure([conversation], keep_tokens=True)
+        assert (measured.length, measured.media_bytes, measured.reject) == (
+            expected.length,
+            expected.media_bytes,
+            expected.reject,
+        )
+        if measured.reject is not None:
+            assert measured.sample is None
             continue
-        measured, encoded = encoder.measure_tokens(conversation)
-        assert measured == expected
-        assert len(encoded) == expected.length
+        assert measured.sample is not None
+        assert len(measured.sample) == expected.length
+        assert expected.sample is None
         count += 1
     assert count > 100
 

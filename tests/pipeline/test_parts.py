@@ -16,13 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from energon_packed import ChatEncoder, EncoderOptions, PackOptions, get_packed_loader, pack
-from energon_packed.build.lock import FolderLock
-from energon_packed.build.options import parse_part
+from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
 from energon_packed.errors import ConfigError, SourceError
 from energon_packed.metadataset import make_blend, write_metadataset
-
-LOCK = ".energon-packed.lock"
+from energon_packed.pipeline.lock import FolderLock
+from energon_packed.pipeline.options import parse_part
 
 
 def ids_in(folder: Path) -> list[str]:
@@ -81,7 +79,7 @@ def test_parts_of_several_files_and_formats(tokenizer_dir: Path, tmp_path: Path,
             inputs=tuple(str(tmp_path / n) for n in ("a.jsonl", "c.parquet", "d.jsonl", "b.jsonl")),
             output_dir=tmp_path / "out" / "{part}",
             part=(number, count),
-            encoder=EncoderOptions(tokenizer=tokenizer_dir),
+            tokenizer=tokenizer_dir,
             seq_len=256,
             workers=1,
         )
@@ -93,13 +91,12 @@ def test_parts_of_several_files_and_formats(tokenizer_dir: Path, tmp_path: Path,
 
 
 def test_part_numbers_are_checked(tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = EncoderOptions(tokenizer=tokenizer_dir)
     for part in ((3, 3), (-1, 2), (0, 0)):
-        with pytest.raises(ConfigError, match=f"part is {part[0]}/{part[1]}"):
-            PackOptions(inputs=("x",), output_dir=tmp_path, encoder=encoder, seq_len=8, part=part)
-    with pytest.raises(ConfigError, match=r"has a \{part\}, but no part is given; use --part I/N"):
-        PackOptions(inputs=("x",), output_dir=tmp_path / "{part}", encoder=encoder, seq_len=8)
-    with pytest.raises(ConfigError, match="part 'x' must look like 0/4"):
+        with pytest.raises(ConfigError, match=f"`part` is {part[0]}/{part[1]}"):
+            PackOptions(inputs=("x",), output_dir=tmp_path, tokenizer=tokenizer_dir, seq_len=8, part=part)
+    with pytest.raises(ConfigError, match=r"has a \{part\}, but no part is given; pass `part=I/N`"):
+        PackOptions(inputs=("x",), output_dir=tmp_path / "{part}", tokenizer=tokenizer_dir, seq_len=8)
+    with pytest.raises(ConfigError, match="invalid `part` 'x'; use the form 0/4"):
         parse_part("x")
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     with pytest.raises(ConfigError, match="SLURM_PROCID"):
@@ -108,7 +105,11 @@ def test_part_numbers_are_checked(tokenizer_dir: Path, tmp_path: Path, monkeypat
     with pytest.raises(SourceError, match=r"part 0/9 of the input is empty; use fewer parts"):
         pack(
             PackOptions(
-                inputs=(str(tmp_path / "one.jsonl"),), output_dir=tmp_path, encoder=encoder, seq_len=8, part=(0, 9)
+                inputs=(str(tmp_path / "one.jsonl"),),
+                output_dir=tmp_path,
+                tokenizer=tokenizer_dir,
+                seq_len=8,
+                part=(0, 9),
             )
         )
 
@@ -131,7 +132,7 @@ def test_a_second_run_in_one_folder_is_refused(build: Any, tmp_path: Path) -> No
     release.set()
     holder.join()
     assert build([{"text": "hello there"}]).manifest.packed == 1
-    assert not (tmp_path / "out" / LOCK).exists()
+    assert not (tmp_path / "out" / ".work" / "owner.json").exists()
 
 
 def test_the_lock_of_a_killed_run_is_taken_over_on_its_host(build: Any, tmp_path: Path) -> None:
@@ -142,24 +143,7 @@ def test_the_lock_of_a_killed_run_is_taken_over_on_its_host(build: Any, tmp_path
     ready.wait()
     holder.kill()
     holder.join()
-    assert (tmp_path / "out" / LOCK).exists()
-    assert build([{"text": "hello there"}]).manifest.packed == 1
-
-
-def test_the_lock_of_another_host_is_explained(build: Any, tmp_path: Path) -> None:
-    lock = tmp_path / "out" / LOCK
-    lock.parent.mkdir()
-    lock.write_text(json.dumps({"host": "node-17", "pid": 4242}))
-    with pytest.raises(ConfigError, match=r"locked by process 4242 on node-17; wait .* delete .*lock and run again"):
-        build([{"text": "hello there"}])
-    lock.unlink()
-    assert build([{"text": "hello there"}]).manifest.packed == 1
-
-
-def test_a_process_with_the_number_of_the_killed_one_takes_over(build: Any, tmp_path: Path) -> None:
-    lock = tmp_path / "out" / LOCK
-    lock.parent.mkdir()
-    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+    assert (tmp_path / "out" / ".work" / "owner.json").exists()
     assert build([{"text": "hello there"}]).manifest.packed == 1
 
 
@@ -167,28 +151,25 @@ def test_one_process_does_not_lock_a_folder_twice(tmp_path: Path) -> None:
     with FolderLock(tmp_path):
         with pytest.raises(ConfigError, match=f"is being written by process {os.getpid()}"), FolderLock(tmp_path):
             pass
-        code = "import sys; from pathlib import Path; from energon_packed.build.lock import FolderLock\n"
+        code = "import sys; from pathlib import Path; from energon_packed.pipeline.lock import FolderLock\n"
         code += "with FolderLock(Path(sys.argv[1])): pass"
         other = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
         assert f"is being written by process {os.getpid()}" in other.stderr  # the refusal did not give it away
 
 
-def test_without_locks_in_the_file_system_the_content_counts(
+def test_a_file_system_without_locks_is_locked_by_a_file(
     build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(*arguments: object) -> None:
         raise OSError(errno.ENOSYS, "no locks")
 
-    monkeypatch.setattr(fcntl, "lockf", unsupported)
-    lock = tmp_path / "out" / LOCK
-    lock.parent.mkdir()
-    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
-    with pytest.raises(ConfigError, match=f"is being written by process {os.getppid()}"):
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with (
+        pytest.warns(UserWarning, match="flock not supported"),
+        FolderLock(tmp_path / "out"),
+        pytest.raises(ConfigError, match=f"is being written by process {os.getpid()}"),
+    ):
         build([{"text": "hello there"}])
-    done = subprocess.Popen(["true"])
-    done.wait()
-    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": done.pid}))
-    assert build([{"text": "hello there"}]).manifest.packed == 1
 
 
 def test_a_wrong_name_leaves_no_folder_behind(build: Any, tmp_path: Path) -> None:

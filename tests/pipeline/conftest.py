@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from energon_packed import EncoderOptions, PackOptions, PackResult, pack
+from energon_packed import PackOptions, PackResult, pack
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def build(tmp_path: Path, tokenizer_dir: Path) -> Any:
         settings = {
             "inputs": (str(data),),
             "output_dir": tmp_path / "out",
-            "encoder": EncoderOptions(tokenizer=tokenizer_dir),
+            "tokenizer": tokenizer_dir,
             "seq_len": 256,
             "workers": 1,
             "max_reject_rate": 1,

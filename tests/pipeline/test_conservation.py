@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from energon_packed import ChatEncoder, EncoderOptions, PackOptions, get_packed_loader, pack
+from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
 from energon_packed.demo import DemoDataset
 from tests.conftest import FLAVORS, Packer
 
@@ -82,7 +82,7 @@ def test_short_conversations_fill_their_rows(tmp_path: Path, text_tokenizer_dir:
         PackOptions(
             inputs=(str(tmp_path / "a.jsonl"),),
             output_dir=tmp_path / "out",
-            encoder=EncoderOptions(tokenizer=text_tokenizer_dir),
+            tokenizer=text_tokenizer_dir,
             seq_len=4096,
         )
     )

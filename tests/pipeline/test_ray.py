@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from energon_packed import PackOptions, pack
-from energon_packed.build.progress import Progress
 from energon_packed.cli.main import main
+from energon_packed.pipeline.progress import Progress
 from tests.conftest import Packer
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -64,7 +64,7 @@ def test_three_nodes_write_what_one_process_writes_even_when_one_dies(
     assert len(list(local.shards.glob("*.tar"))) > 20
     settings = {
         "inputs": (str(demo.jsonl),),
-        "encoder": local_encoder(tokenizer_dir),
+        "tokenizer": tokenizer_dir,
         "seq_len": 512,
         "max_packs_per_shard": 1,
         "max_reject_rate": 0.2,
@@ -84,12 +84,6 @@ def test_three_nodes_write_what_one_process_writes_even_when_one_dies(
     assert contents(hurt.shards.parent) == contents(local.shards.parent)
     assert not list(hurt.shards.rglob(".*.tmp"))
     assert hurt.manifest.shards == local.manifest.shards
-
-
-def local_encoder(tokenizer_dir: Path) -> Any:
-    from energon_packed import EncoderOptions
-
-    return EncoderOptions(tokenizer=tokenizer_dir)
 
 
 def test_without_ray_the_pip_command_is_told(

@@ -30,7 +30,7 @@ def test_nothing_outside_the_root_is_read(tmp_path: Path, name: str) -> None:
     (root / "sub").mkdir(parents=True)
     (tmp_path / "secret").write_bytes(b"s")
     (root / "link").symlink_to(tmp_path / "secret")
-    with pytest.raises(RecordError, match="outside --image-root") as caught:
+    with pytest.raises(RecordError, match="outside `image_root`") as caught:
         MediaReference.from_value(name, str(root)).read()
     assert caught.value.reason.value == "image_outside_root"
 

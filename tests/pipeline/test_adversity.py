@@ -14,13 +14,12 @@ from PIL import Image
 
 from energon_packed import (
     ChatEncoder,
-    EncoderOptions,
     PackingManifest,
     get_packed_loader,
 )
-from energon_packed.build.planning import split_ranges
 from energon_packed.demo.tokenizer import CHATML_TEMPLATE
 from energon_packed.errors import ConfigError, RejectLimitError, SourceError, TemplateError
+from energon_packed.pipeline.shard_plans import split_ranges
 from energon_packed.shards.files import aside
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.tar import TarShardWriter
@@ -44,11 +43,11 @@ def packed_ids(shards: Path) -> list[str]:
     )
 
 
-def with_template(tokenizer_dir: Path, folder: Path, template: str) -> EncoderOptions:
+def with_template(tokenizer_dir: Path, folder: Path, template: str) -> Path:
     tokenizer = ChatEncoder.from_pretrained(tokenizer_dir).tokenizer
     tokenizer.chat_template = template
     tokenizer.save_pretrained(str(folder))
-    return EncoderOptions(tokenizer=folder)
+    return folder
 
 
 def test_the_order_of_split_shares_does_not_matter(build: Any) -> None:
@@ -61,7 +60,7 @@ def test_the_order_of_split_shares_does_not_matter(build: Any) -> None:
 
 @pytest.mark.parametrize("share", [float("nan"), float("inf")])
 def test_shares_that_are_no_numbers_are_refused(build: Any, share: float) -> None:
-    with pytest.raises(ConfigError, match="split must name shares"):
+    with pytest.raises(ConfigError, match="`split` must name shares"):
         build([{"messages": TURNS}], split={"train": share})
 
 
@@ -78,7 +77,7 @@ def test_another_image_root_is_another_build(build: Any, tmp_path: Path) -> None
         (tmp_path / name / "x.png").write_bytes(png(60, 40, number))
     records = [{"images": ["x.png"], "captions": ["c"]}]
     first = build(records, image_root=tmp_path / "a")
-    with pytest.raises(ConfigError, match="holds shards of another build"):
+    with pytest.raises(ConfigError, match="holds shards of another run"):
         build(image_root=tmp_path / "b")
     second = build(image_root=tmp_path / "b", overwrite=True)
     third = build(image_root=tmp_path / "a", overwrite=True)
@@ -119,19 +118,18 @@ def test_default_ids_of_files_with_one_name_differ(build: Any, tmp_path: Path) -
 def test_a_changed_tokenizer_folder_is_loaded_anew(build: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
     fingerprints = set()
     for template in (CHATML_TEMPLATE, "Once. " + CHATML_TEMPLATE):
-        encoder = with_template(tokenizer_dir, tmp_path / "t", template)
-        fingerprints.add(build([{"messages": TURNS}], encoder=encoder, overwrite=True).manifest.tokenizer_fingerprint)
+        folder = with_template(tokenizer_dir, tmp_path / "t", template)
+        fingerprints.add(build([{"messages": TURNS}], tokenizer=folder, overwrite=True).manifest.tokenizer_fingerprint)
     assert len(fingerprints) == 2
 
 
 def test_paths_may_be_texts(build: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
-    encoder = EncoderOptions(tokenizer=str(tokenizer_dir))  # type: ignore[arg-type]
-    result = build([{"messages": TURNS}], encoder=encoder, output_dir=str(tmp_path / "text"))
+    result = build([{"messages": TURNS}], tokenizer=str(tokenizer_dir), output_dir=str(tmp_path / "text"))
     assert result.manifest.packed == 1
 
 
 def test_an_image_root_that_is_not_there_is_named(build: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="image_root .*nowhere is not a folder"):
+    with pytest.raises(ConfigError, match="`image_root` .*nowhere is not a folder"):
         build([{"messages": TURNS}], image_root=tmp_path / "nowhere")
 
 
@@ -184,7 +182,7 @@ def test_an_image_that_changed_is_noticed(build: Any, tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(png(60, 40))
     build([{"images": ["x.png"], "captions": ["c"]}])
     (tmp_path / "x.png").write_bytes(png(200, 100))
-    with pytest.raises(SourceError, match="changed since it was measured .its media has .*--no-resume"):
+    with pytest.raises(SourceError, match="changed since it was measured .its media has .*`resume=False`"):
         build(seq_len=300, overwrite=True)
     assert build(seq_len=300, resume=False, overwrite=True).manifest.packed == 1
 
@@ -193,7 +191,7 @@ def test_overwrite_keeps_the_old_data_until_the_new_is_sure(build: Any) -> None:
     good = build([{"messages": TURNS}] * 5)
     before = next(good.shards.glob("*.tar")).read_bytes()
     beside = {file: file.read_bytes() for file in (good.lengths, good.rejects)}
-    with pytest.raises(RejectLimitError, match=r"\.work/rejects\.jsonl, mend the data"):
+    with pytest.raises(RejectLimitError, match=r"\.work/rejects\.jsonl, fix the data"):
         build([{"messages": TURNS}, {"x": 1}], max_reject_rate=0, overwrite=True)
     assert {file: file.read_bytes() for file in beside} == beside
     assert next(good.shards.glob("*.tar")).read_bytes() == before
@@ -224,34 +222,35 @@ def test_a_template_that_refuses_some_texts_rejects_just_those(
     build: Any, tokenizer_dir: Path, tmp_path: Path
 ) -> None:
     template = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}" + CHATML_TEMPLATE
-    encoder = with_template(tokenizer_dir, tmp_path / "t", template)
+    folder = with_template(tokenizer_dir, tmp_path / "t", template)
     records = [{"prompts": ["x"], "captions": ["bad" if n % 6 == 5 else "good"]} for n in range(300)]
     shards = []
     for workers in (1, 2):
-        result = build(records, encoder=encoder, workers=workers, output_dir=tmp_path / str(workers))
+        result = build(records, tokenizer=folder, workers=workers, output_dir=tmp_path / str(workers))
         assert result.manifest.rejects == {"bad_role": 50}
         shards.append(result.manifest.shards)
     assert shards[0] == shards[1]
 
 
 def test_a_template_that_rewrites_some_texts_stops_the_build(build: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
-    encoder = with_template(tokenizer_dir, tmp_path / "t", FORGETTING)
+    folder = with_template(tokenizer_dir, tmp_path / "t", FORGETTING)
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     plain = {"messages": [{"role": role, "content": text} for role, text in turns]}
     thinking = json.loads(json.dumps(plain).replace('"b"', '"<think>t</think>b"'))
-    assert build([plain], encoder=encoder).manifest.packed == 1
+    assert build([plain], tokenizer=folder).manifest.packed == 1
     with pytest.raises(TemplateError, match="once later turns are known"):
-        build([plain, thinking], encoder=encoder, overwrite=True)
+        build([plain, thinking], tokenizer=folder, overwrite=True)
 
 
 def test_a_template_with_a_date_gives_the_same_tokens_every_day(
     build: Any, tokenizer_dir: Path, tmp_path: Path
 ) -> None:
     template = "{{ strftime_now('%d %b %Y') }}{{ date_string }}" + CHATML_TEMPLATE
-    encoder = with_template(tokenizer_dir, tmp_path / "t", template)
-    result = build([{"messages": TURNS}], encoder=encoder, sample_class="PackedTokensSample")
-    batch = next(iter(get_packed_loader(result.shards, encoder.load(), epochs=1, num_workers=0)))
-    assert encoder.load().tokenizer.decode(batch.input_ids[0]).startswith("26 Jul 202426 Jul 2024<|im_start|>user")
+    folder = with_template(tokenizer_dir, tmp_path / "t", template)
+    result = build([{"messages": TURNS}], tokenizer=folder, sample_class="PackedTokensSample")
+    encoder = ChatEncoder.from_pretrained(folder)
+    batch = next(iter(get_packed_loader(result.shards, encoder, epochs=1, num_workers=0)))
+    assert encoder.tokenizer.decode(batch.input_ids[0]).startswith("26 Jul 202426 Jul 2024<|im_start|>user")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""What a codec writes it reads back: `read(write(samples)) == samples`, for every flavor."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from energon_packed import Conversation, MediaReference, Message, RecordError, StoredImage, StoredSample
+from energon_packed.errors import FormatError
+from energon_packed.formats import CODECS, codec_for, codec_of
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+NUMBER = st.integers(-5, 200)
+
+
+def npy(rows: int) -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.arange(3 * rows).reshape(-1, 3))
+    return out.getvalue()
+
+
+@st.composite
+def conversations(draw: Any, kind: str, images: int) -> dict[str, Any]:
+    """Fields of a conversation that says something, with `images` placeholders."""
+    if kind == "tokens":
+        ids = np.array(draw(st.lists(st.integers(0, 200), min_size=1, max_size=12)), dtype=np.int64)
+        if draw(st.booleans()):
+            return {"input_ids": ids, "labels": np.where(draw(st.booleans()), ids, -100)}
+        return {"input_ids": ids, "labels": np.array(draw(st.lists(NUMBER, min_size=len(ids), max_size=len(ids))))}
+    marks = "<image>" * images
+    if kind == "text":
+        return {"text": marks + draw(TEXT) + "."}
+    messages = []
+    if draw(st.booleans()):
+        messages.append(Message("system", draw(TEXT)))
+    for turn in range(draw(st.integers(1, 3))):
+        messages += [Message("user", marks * (turn == 0) + draw(TEXT)), Message("assistant", draw(TEXT) + "!")]
+    if kind == "tools":
+        call = {"function": {"name": "f", "arguments": {"x": draw(NUMBER)}}}
+        messages += [Message("assistant", "", {"tool_calls": [call]}), Message("tool", draw(TEXT), {"name": "f"})]
+        return {"messages": tuple(messages), "tools": [{"name": "f", "parameters": {}}]}
+    return {"messages": tuple(messages)}
+
+
+@st.composite
+def stored_samples(draw: Any, kinds: tuple[str, ...], truncate: int | None, with_extras: bool) -> StoredSample:
+    """A sample as the write stage hands it to a codec."""
+    data = draw(st.lists(st.binary(min_size=1, max_size=30), max_size=3))
+    images = tuple(StoredImage(draw(st.sampled_from(["jpg", "png", "webp"])), one) for one in data)
+    positions = tuple(npy(n + 1) for n in range(len(images))) if draw(st.booleans()) else ()
+    fields = draw(conversations(draw(st.sampled_from(kinds)), len(images)))
+    if with_extras:
+        fields |= {"video": draw(st.booleans()), "fps": draw(st.none() | st.sampled_from([2.0, 29.97]))}
+        fields["timestamp_decimal"] = draw(st.none() | st.integers(0, 3))
+    conversation = Conversation(
+        id=draw(TEXT),
+        images=tuple(MediaReference(data=one) for one in data),
+        patch_positions=tuple(MediaReference(data=one) for one in positions),
+        **fields,
+    )
+    length = len(conversation.input_ids) if conversation.input_ids is not None else draw(st.integers(1, 99))
+    return StoredSample(
+        conversation=conversation,
+        length=length,
+        truncate=truncate,
+        is_truncated=truncate is not None and draw(st.booleans()),
+        images=images,
+        patch_positions=positions,
+    )
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(CODECS)))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_what_is_written_is_read_back(data: Any, name: str) -> None:
+    codec = codec_for(name)
+    truncate = None if codec.stores_tokens else data.draw(st.none() | st.integers(1, 50))
+    kinds = ("tokens",) if codec.stores_tokens else ("messages", "text", "tools", "tokens")
+    strategy = stored_samples(kinds, truncate, not codec.stores_tokens)
+    samples = data.draw(st.lists(strategy, min_size=1, max_size=4 if codec.packed else 1))
+    try:
+        for sample in samples:
+            codec.check(sample.conversation)
+    except RecordError:
+        assume(False)
+    raw = {"__key__": "k", **dict(codec.write(samples))}
+    assert codec_of(raw) is codec
+    assert codec.read(raw) == samples
+    assert codec.lengths({"__key__": "k", codec.lengths_part: raw[codec.lengths_part]}) == [s.length for s in samples]
+    assert all(codec.part_filter(part) for part in raw if part != "__key__")
+
+
+def test_equality_notices_every_field() -> None:
+    def made(**changes: Any) -> StoredSample:
+        conversation = Conversation(id="a", input_ids=np.array([1, 2]), labels=np.array([1, changes.pop("label", 2)]))
+        return StoredSample(**{"conversation": conversation, "length": 2, **changes})
+
+    assert made() == made()
+    assert made() != made(label=-100)
+    assert made() != made(length=3)
+    assert made(images=(StoredImage("jpg", b"x"),)) != made(images=(StoredImage("png", b"x"),))
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+def test_a_missing_member_is_named(name: str) -> None:
+    codec = codec_for(name)
+    ids = np.array([1, 2, 3])
+    fields: dict[str, Any] = {"input_ids": ids, "labels": ids} if codec.stores_tokens else {"text": "<image>."}
+    image = (MediaReference(data=b"x"),)
+    sample = StoredSample(
+        conversation=Conversation(id="a", images=image, **fields), length=3, images=(StoredImage("jpg", b"x"),)
+    )
+    raw = {"__key__": "k", **dict(codec.write([sample]))}
+    raw.pop("img0_0.jpg")
+    with pytest.raises(FormatError, match="k names img0_0.jpg, which is not in the tar"):
+        codec.read(raw)

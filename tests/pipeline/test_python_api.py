@@ -1,0 +1,205 @@
+"""`pack(...)` from Python, config files, a Processor of one's own, and measurements that two commands share."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from energon_packed import (
+    ChatEncoder,
+    ConfigError,
+    Conversation,
+    EncodedSample,
+    PackedDataset,
+    PackOptions,
+    PackResult,
+    Processor,
+    get_packed_loader,
+    pack,
+)
+from energon_packed.cli.lengths import command as lengths_command
+from energon_packed.cli.pack import command as pack_command
+from energon_packed.cli.verify import command as verify_command
+from energon_packed.options import declared
+from energon_packed.pipeline.engine import LocalEngine
+from energon_packed.pipeline.options import parse_size
+from energon_packed.pipeline.survey import LengthsOptions
+
+
+def tars(result: PackResult) -> dict[str, bytes]:
+    return {tar.name: tar.read_bytes() for tar in result.shards.glob("*.tar")}
+
+
+def test_the_command_line_a_config_file_and_python_make_the_same_shards(
+    demo: Any, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    first = pack(
+        demo.jsonl,
+        output_dir=tmp_path / "a",
+        seq_len=512,
+        tokenizer=str(tokenizer_dir),
+        split={"train": 0.9, "val": 0.1},
+        max_shard_bytes=1 << 20,
+        max_reject_rate=0.5,
+        use_patch_positions=False,
+        workers=1,
+    )
+    config = {
+        "inputs": [str(demo.jsonl)],
+        "seq-len": 4096,
+        "tokenizer": str(tokenizer_dir),
+        "split": "train=0.9,val=0.1",
+        "max_shard_bytes": "1M",
+        "max_reject_rate": 0.5,
+        "use_patch_positions": False,
+        "workers": 1,
+    }
+    (tmp_path / "pack.yaml").write_text(yaml.safe_dump(config))
+    run = CliRunner().invoke
+    options = ["--config", str(tmp_path / "pack.yaml"), "-o", str(tmp_path / "b"), "--seq-len", "512"]
+    assert run(pack_command, options).exit_code == 0
+    options = ["-o", str(tmp_path / "c"), "--seq-len", "512", "--tokenizer", str(tokenizer_dir), "--no-npy"]
+    options += ["--split", "train=0.9,val=0.1", "--max-shard-size", "1M", "--max-reject-rate", "0.5"]
+    assert run(pack_command, [str(demo.jsonl), *options]).exit_code == 0
+    for name in ("b", "c"):
+        assert {t.name: t.read_bytes() for t in (tmp_path / name / "webdataset").glob("*.tar")} == tars(first)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seq_lem: 4", "unknown option 'seq_lem'; did you mean `seq_len`?"),
+        ("[1]", "must be a mapping of option names"),
+        ("a: [", "is not YAML"),
+        ("seq_len: many", "`seq_len` is 'many'; it must be an integer"),
+        ("split: most", "invalid `split` 'most'"),
+        ("overlong: keep", "`overlong` is 'keep'; use one of drop, error, truncate"),
+    ],
+)
+def test_mistakes_in_a_config_file_are_named(
+    demo: Any, tokenizer_dir: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    options = ["--config", str(tmp_path / "c.yaml"), "-o", str(tmp_path / "o"), "--tokenizer", str(tokenizer_dir)]
+    if "seq_len" not in text:
+        options += ["--seq-len", "64"]
+    assert message in str(CliRunner().invoke(pack_command, [str(demo.jsonl), *options]).exception)
+
+
+def test_mistakes_in_python_are_named(tokenizer_dir: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
+    good: dict[str, Any] = {"output_dir": tmp_path, "seq_len": 8}
+    for changes, message in (
+        ({"tokenizer": tokenizer_dir, "sequence_length": 8}, "unknown argument 'sequence_length'"),
+        ({}, "pass the folder of a `tokenizer` or, from Python, an `encoder`; neither is given"),
+        ({"tokenizer": tokenizer_dir, "encoder": encoder}, "both is given"),
+        ({"encoder": tokenizer_dir}, "pass a Processor such as ChatEncoder"),
+        ({"tokenizer": tokenizer_dir, "seq_len": "8"}, "`seq_len` is '8'; it must be an integer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            pack("x.jsonl", **{**good, **changes})
+    with pytest.raises(ConfigError, match="`output_dir`, `seq_len` must be given"):
+        pack("x.jsonl", tokenizer=tokenizer_dir)
+    with pytest.raises(ConfigError, match="invalid size 'big'"):
+        parse_size("big")
+    assert (parse_size("512M"), parse_size("1.5 KiB"), parse_size("7")) == (512 << 20, 1536, 7)
+
+
+def test_every_option_says_what_it_does() -> None:
+    for cls in (PackOptions, LengthsOptions):
+        for one in declared(cls):
+            assert one.help.endswith(".")
+            assert one.flags
+            assert one.group
+    names = {one.name for one in declared(PackOptions)} | {"encoder"}
+    assert names == {field for field in PackOptions.__dataclass_fields__}
+
+
+class Letters(Processor):
+    """One token a letter; the last half is supervised."""
+
+    def encode(self, conversation: Conversation) -> EncodedSample:
+        """Code points."""
+        text = "".join(message.content for message in conversation.messages)
+        ids = np.array([ord(letter) for letter in text], dtype=np.int64)
+        return EncodedSample(id=conversation.id, input_ids=ids, labels=np.where(np.arange(len(ids)) > 2, ids, -100))
+
+
+@pytest.mark.parametrize("flavor", ["PackedCaptioningSample", "PackedTokensSample"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_processor_of_ones_own_packs_and_loads(tmp_path: Path, flavor: str, workers: int) -> None:
+    rows = [{"prompts": ["Count to."], "captions": ["x" * (n % 40 + 1)]} for n in range(100)]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options: dict[str, Any] = {"output_dir": tmp_path / "o", "seq_len": 256, "sample_class": flavor}
+    result = pack(tmp_path / "d.jsonl", encoder=Letters(), workers=workers, **options)
+    assert (result.manifest.packed, result.manifest.tokens) == (100, sum(len(r["captions"][0]) + 9 for r in rows))
+    for source in (PackedDataset(result.shards, Letters()), get_packed_loader(tmp_path / "o", Letters(), epochs=1)):
+        ids = [s.id for pack in source for s in pack] if isinstance(source, PackedDataset) else []
+        ids = ids or [name for batch in source for name in batch.ids]
+        assert sorted(ids) == sorted(f"d:{n}" for n in range(100))
+    shown = CliRunner().invoke(verify_command, [str(tmp_path / "o")])
+    assert "was packed with the Processor tests.pipeline.test_python_api.Letters" in str(shown.exception)
+    assert CliRunner().invoke(verify_command, [str(tmp_path / "o"), "--fast"]).exit_code == 0
+    again = pack(tmp_path / "d.jsonl", encoder=Letters(), workers=workers, overwrite=True, **options)
+    assert again.manifest.counters["reused"] == 0  # without a fingerprint nothing is reused
+
+
+def test_pack_reuses_what_lengths_measured(demo: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
+    common = [str(demo.jsonl), "--tokenizer", str(tokenizer_dir), "-o", str(tmp_path / "out"), "--workers", "1"]
+    shown = CliRunner().invoke(lengths_command, [*common, "--seq-len", "512", "1024"])
+    assert shown.exit_code == 0, shown.output
+    result = pack(
+        demo.jsonl, tokenizer=tokenizer_dir, output_dir=tmp_path / "out", seq_len=512, max_reject_rate=0.5, workers=1
+    )
+    # The chunk with the missing image is measured again, in case that image exists now.
+    counters = result.manifest.counters
+    assert counters["reused"] + counters["measured"] == demo.records
+    clean = tmp_path / "clean.jsonl"
+    clean.write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(50)))
+    common[0] = str(clean)
+    assert CliRunner().invoke(lengths_command, [*common, "--seq-len", "64"]).exit_code == 0
+    result = pack(clean, tokenizer=tokenizer_dir, output_dir=tmp_path / "out", seq_len=64, workers=1, overwrite=True)
+    assert result.manifest.counters == {"measured": 0, "tokenized": 0, "reused": 50}
+
+
+def _double(number: int) -> int:
+    return 2 * number
+
+
+def test_workers_can_be_spawned(demo: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
+    """What macOS does, where forking a process with threads is not safe."""
+    assert sorted(LocalEngine(2, "spawn").run(_double, range(20))) == [2 * n for n in range(20)]
+    code = (
+        "import sys; from energon_packed import pack\n"
+        "from energon_packed.pipeline import engine\n"
+        "if __name__ == '__main__':\n"
+        "    engine.sys = type('S', (), {'platform': 'darwin'})\n"
+        "    assert engine.LocalEngine(2).start_method == 'spawn'\n"
+        "    pack(sys.argv[1], output_dir=sys.argv[2], tokenizer=sys.argv[3], seq_len=512, workers=2,\n"
+        "         max_reject_rate=0.5)\n"
+    )
+    (tmp_path / "run.py").write_text(code)
+    arguments = [str(demo.jsonl), str(tmp_path / "spawned"), str(tokenizer_dir)]
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "run.py"), *arguments], capture_output=True, text=True, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    forked = pack(
+        demo.jsonl, output_dir=tmp_path / "f", tokenizer=tokenizer_dir, seq_len=512, workers=2, max_reject_rate=0.5
+    )
+    spawned = {tar.name: tar.read_bytes() for tar in (tmp_path / "spawned" / "webdataset").glob("*.tar")}
+    assert spawned == tars(forked)
+
+
+def test_cores_are_counted_where_affinity_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    from energon_packed.pipeline.options import available_cores
+
+    assert available_cores() >= 1
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert available_cores() == os.cpu_count()
