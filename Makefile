@@ -1,6 +1,6 @@
 # make demo   set up if needed, pack a small real data set, show the result
 # make test   set up if needed, all checks and all tests
-# make lint   checks only          make bench   benchmarks
+# make lint   checks only          make docs   the pages, into site/          make bench   benchmarks
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ DEMO_OUT ?= demo-out
 
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint unit bench setup clean
+.PHONY: demo test lint docs unit bench setup clean
 
 setup: $(VENV)/.installed
 
@@ -28,13 +28,17 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: setup
+	$(BIN)/python tools/make_option_tables.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 unit: setup
 	$(BIN)/python -m pytest -n 2
 
-test: lint unit
+test: lint docs unit
 
 bench: setup
 	for script in tools/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(DEMO_OUT)
+	rm -rf $(VENV) $(DEMO_OUT) site
