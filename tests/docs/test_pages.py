@@ -1,0 +1,71 @@
+"""Pages show what really happens: their commands and Python blocks run, in order, and their output is compared."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from tests.docs.pages import PAGES, ROOT, make_demo, needs_demo, normalized, run_page, steps
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+_RUNNABLE = [page for page in PAGES if steps(page.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture(scope="session")
+def demo_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo data, made once for all test processes."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "demo-of-pages"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            making = folder.with_suffix(".tmp")
+            making.mkdir()
+            make_demo(making)
+            making.rename(folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", _RUNNABLE, ids=lambda page: page.stem)
+def test_blocks_print_what_the_page_says(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if needs_demo(page):
+        shutil.copytree(request.getfixturevalue("demo_out"), tmp_path, dirs_exist_ok=True)
+    for step, printed in run_page(page, tmp_path):
+        assert normalized(printed) == normalized(step.shown), step.code
+
+
+def test_there_are_blocks_on_most_pages() -> None:
+    assert len(_RUNNABLE) >= 12
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_option_tables_are_up_to_date() -> None:
+    done = subprocess.run([sys.executable, "tools/make_option_tables.py", "--check"], cwd=ROOT, check=False)
+    assert done.returncode == 0, "run python tools/make_option_tables.py"
+
+
+@pytest.mark.parametrize(("name", "page"), [("pack", "packing.md"), ("lengths", "inspect.md")])
+def test_every_option_is_on_its_page(name: str, page: str) -> None:
+    module: Any = __import__(f"energon_packed.cli.{name}", fromlist=["command"])
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    missing = [
+        flag for one in module.command.params for flag in one.opts if flag.startswith("--") and flag not in text
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_relative_links_exist(page: Path) -> None:
+    text = _CODE.sub("", page.read_text(encoding="utf-8"))
+    for target in _LINK.findall(text):
+        if not target.startswith(("http://", "https://", "#")):
+            assert (page.parent / target.partition("#")[0]).exists(), target
