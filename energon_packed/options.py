@@ -126,7 +126,11 @@ def check(options: Any) -> None:
         if value is None:
             continue
         if one.kind is Path:
+            if not isinstance(value, str | Path):
+                raise ConfigError(f"`{one.name}` is {value!r}; it must be a path")
             object.__setattr__(options, one.name, Path(value))
+        elif one.kind is bool and not isinstance(value, bool):
+            raise ConfigError(f"`{one.name}` is {value!r}; it must be True or False")
         elif one.kind in (int, float) and (isinstance(value, bool | str) or not isinstance(value, int | one.kind)):
             raise ConfigError(
                 f"`{one.name}` is {value!r}; it must be {'an integer' if one.kind is int else 'a number'}"

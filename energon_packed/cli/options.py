@@ -1,5 +1,6 @@
 """Click options, config files and error texts from declared options: nothing about an option is written twice."""
 
+import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -152,9 +153,17 @@ def _read_config(file: Path, cls: type[Any]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must be a mapping of option names to values, such as `seq_len`: 4096")
     by_name = {one.name: one for one in declared(cls)}
+    by_flag = {flag.lstrip("-"): one for one in by_name.values() for part in one.flags for flag in part.split("/")}
     out: dict[str, Any] = {}
     for key, value in values.items():
-        name = str(key).replace("-", "_")
-        one = by_name.get(name)
-        out[name] = one.parse(value) if one is not None and one.parse and isinstance(value, str) else value
+        one = by_name.get(str(key).replace("-", "_")) or by_flag.get(str(key).replace("_", "-"))
+        if one is None:
+            close = difflib.get_close_matches(str(key).replace("-", "_"), by_name, 1)
+            hint = f"did you mean {close[0]}?" if close else "energon-packed pack --help lists the options"
+            raise ConfigError(f"{file}: unknown option {key!r}; {hint}")
+        if one.is_flag and not isinstance(value, bool):
+            raise ConfigError(f"{file}: {key} is {value!r}; it must be true or false")
+        if one.is_flag and one.name != str(key).replace("-", "_") and str(key).startswith(("no-", "no_")):
+            value = not value
+        out[one.name] = one.parse(value) if one.parse and isinstance(value, str) else value
     return out

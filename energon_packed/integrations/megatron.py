@@ -93,7 +93,7 @@ class MegatronIterator(Iterator[dict[str, Any]]):
         return self._loader.save_state_rank()
 
     def restore_state(self, state: Any) -> None:
-        """Go on from a saved state; call it before the first batch is taken."""
+        """Resume from a saved state; call it before the first batch is taken."""
         self._loader.restore_state_rank(state)
         self._batches = iter(self._loader)
 

@@ -5,7 +5,6 @@ import numpy.typing as npt
 
 from energon_packed.packing import kernels
 from energon_packed.packing.placement import Algorithm, Placement
-from energon_packed.packing.search import best
 
 Int32 = npt.NDArray[np.int32]
 
@@ -39,11 +38,3 @@ def windowed(window: int) -> Algorithm:
         return Placement(order, *kernels.windowed_best_fit(lengths[order], closes, capacity, max_samples))
 
     return place
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "bfd": best_fit_decreasing,
-    "ffd": first_fit_decreasing,
-    "sequential": sequential,
-    "best": best,
-}

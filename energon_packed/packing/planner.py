@@ -3,6 +3,7 @@
 Numba and the kernels are imported by the first plan, so that validating an algorithm name stays cheap.
 """
 
+import importlib
 import re
 
 import numpy as np
@@ -14,7 +15,13 @@ from energon_packed.packing.plan import PackPlan
 
 Int32 = npt.NDArray[np.int32]
 _MOST_SAMPLES = 2**31 - 1
-_NAMES = ("bfd", "ffd", "sequential", "best")
+_ALGORITHMS = {
+    "bfd": "algorithms:best_fit_decreasing",
+    "ffd": "algorithms:first_fit_decreasing",
+    "sequential": "algorithms:sequential",
+    "best": "search:best",
+}
+"""Module in this folder and function of each planner: imported when it is used, so that naming one costs nothing."""
 _WINDOW = re.compile(r"window_([1-9][0-9]*)")
 
 
@@ -79,12 +86,12 @@ def pack_lengths(
 
 def algorithm_names() -> list[str]:
     """Names that `pack_lengths` accepts; N in `window_N` is any integer >= 1."""
-    return [*_NAMES, "window_N"]
+    return [*_ALGORITHMS, "window_N"]
 
 
 def check_algorithm(name: str) -> None:
     """Raise a ConfigError that lists the valid names if the algorithm is unknown."""
-    if name not in _NAMES and not _WINDOW.fullmatch(name):
+    if name not in _ALGORITHMS and not _WINDOW.fullmatch(name):
         raise ConfigError(f"unknown algorithm {name!r}; use one of {', '.join(algorithm_names())}")
 
 
@@ -94,10 +101,13 @@ def load_kernels() -> None:
 
 
 def _algorithm(name: str) -> Algorithm:
-    from energon_packed.packing.algorithms import ALGORITHMS, windowed
+    if match := _WINDOW.fullmatch(name):
+        from energon_packed.packing.algorithms import windowed
 
-    match = _WINDOW.fullmatch(name)
-    return windowed(int(match.group(1))) if match else ALGORITHMS[name]
+        return windowed(int(match.group(1)))
+    module, function = _ALGORITHMS[name].split(":")
+    found: Algorithm = getattr(importlib.import_module(f"energon_packed.packing.{module}"), function)
+    return found
 
 
 def _checked_lengths(lengths: npt.ArrayLike) -> Int32:

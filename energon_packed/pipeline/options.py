@@ -123,8 +123,10 @@ class InputOptions:
     workers: int = option(0, help="Processes.", group=RUN, minimum=0, shown_default="all cores")
 
     def __post_init__(self) -> None:
-        given = self.inputs
-        object.__setattr__(self, "inputs", tuple(map(str, [given] if isinstance(given, str | Path) else given)))
+        given = [self.inputs] if isinstance(self.inputs, str | Path) else self.inputs
+        if not isinstance(given, list | tuple) or not all(isinstance(one, str | Path) for one in given):
+            raise ConfigError(f"`inputs` is {self.inputs!r}; pass one path or a list of paths")
+        object.__setattr__(self, "inputs", tuple(map(str, given)))
         check(self)
         check_algorithm(self.algorithm)
         if not self.inputs:
@@ -276,6 +278,8 @@ def available_cores() -> int:
 
 def _checked_split(split: dict[str, float]) -> dict[str, float]:
     """The shares in the order of `SPLITS`, so that the same shares always make the same shards."""
+    if not isinstance(split, dict):
+        raise ConfigError(f"`split` is {split!r}; use shares such as train=0.98,val=0.02")
     if not split or not all(math.isfinite(share) and share >= 0 for share in split.values()):
         raise ConfigError("`split` must name shares >= 0, such as train=0.98,val=0.02")
     if unknown := set(split) - set(SPLITS):

@@ -56,9 +56,9 @@ def test_the_command_line_a_config_file_and_python_make_the_same_shards(
         "seq-len": 4096,
         "tokenizer": str(tokenizer_dir),
         "split": "train=0.9,val=0.1",
-        "max_shard_bytes": "1M",
+        "max-shard-size": "1M",
         "max_reject_rate": 0.5,
-        "use_patch_positions": False,
+        "no-npy": True,
         "workers": 1,
     }
     (tmp_path / "pack.yaml").write_text(yaml.safe_dump(config))
@@ -75,7 +75,11 @@ def test_the_command_line_a_config_file_and_python_make_the_same_shards(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seq_lem: 4", "unknown option 'seq_lem'; did you mean `seq_len`?"),
+        ("seq_lem: 4", "unknown option 'seq_lem'; did you mean seq_len?"),
+        ("encoder: x", "unknown option 'encoder'"),
+        ("split: 5", "`split` is 5; use shares such as"),
+        ("inputs: 5", "`inputs` is 5; pass one path or a list of paths"),
+        ("strict: 'no'", "strict is 'no'; it must be true or false"),
         ("[1]", "must be a mapping of option names"),
         ("a: [", "is not YAML"),
         ("seq_len: many", "`seq_len` is 'many'; it must be an integer"),
@@ -90,7 +94,8 @@ def test_mistakes_in_a_config_file_are_named(
     options = ["--config", str(tmp_path / "c.yaml"), "-o", str(tmp_path / "o"), "--tokenizer", str(tokenizer_dir)]
     if "seq_len" not in text:
         options += ["--seq-len", "64"]
-    assert message in str(CliRunner().invoke(pack_command, [str(demo.jsonl), *options]).exception)
+    inputs = [] if "inputs" in text else [str(demo.jsonl)]
+    assert message in str(CliRunner().invoke(pack_command, [*inputs, *options]).exception)
 
 
 def test_mistakes_in_python_are_named(tokenizer_dir: Path, encoder: ChatEncoder, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def energon_loads(folder: PackedFolder) -> Check:
     """The first sample of every split, through Energon, which runs `sample_loader.py`: only one that we wrote."""
     from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
 
-    check = Check("its loader is ours, and Energon loads it", remedy="nv-meta")
+    check = Check("sample_loader.py is unmodified, and Energon loads the dataset", remedy="nv-meta")
     for name, content in loader_files(folder.codec).items():
         file = folder.path / NV_META / name
         if not file.is_file():
