@@ -58,7 +58,9 @@ class Reason(StrEnum):
     OVERLONG = "overlong"
     EMPTY = "empty"
     NO_SUPERVISED_TOKENS = "no_supervised_tokens"
-    UNSUPPORTED_MEDIA = "unsupported_media"  # append new reasons at the end: restart state stores their index
+    UNSUPPORTED_MEDIA = "unsupported_media"
+    UNSUPPORTED_FIELD = "unsupported_field"
+    NOT_RENDERED = "not_rendered"  # append new reasons at the end: restart state stores their index
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,13 @@ class Message:
         role: one of `ROLES`.
         content: text with one `<image>` per image.
         extra: any of `EXTRA_FIELDS`, as the record gave them.
+        weight: of its tokens in the loss, for assistant turns: 0 makes the turn context, not a target.
     """
 
     role: str
     content: str
     extra: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """The form that chat templates and JSON files take."""
@@ -54,8 +56,9 @@ class Conversation:
         video: the images are frames of a video.
         fps: frames per second of the source video, stored as given.
         timestamp_decimal: decimals of frame timestamps, stored as given.
+        unused_fields: names of fields of the record and of its turns that nothing reads, for the counts of a run.
 
-    Two conversations are equal when all of these are.
+    Two conversations are equal when all of these are, `unused_fields` aside.
     """
 
     id: str | None = None
@@ -69,6 +72,7 @@ class Conversation:
     video: bool = False
     fps: float | None = None
     timestamp_decimal: int | None = None
+    unused_fields: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.messages and not self.text and (self.input_ids is None or len(self.input_ids) == 0):
@@ -92,7 +96,8 @@ class Conversation:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Conversation):
             return NotImplemented
-        return all(_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__)
+        names = (name for name in self.__slots__ if name != "unused_fields")
+        return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     __hash__ = None  # type: ignore[assignment]  # arrays have none
 
