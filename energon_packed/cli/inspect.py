@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from energon_packed.cli.display import format_bytes
+from energon_packed.cli.options import as_options
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_for
 from energon_packed.inspection.blend import read_blend
@@ -21,7 +22,7 @@ from energon_packed.inspection.view import PackView, SampleView, view_pack
 from energon_packed.shards.scan import scan_tar
 
 _LONGEST = 2000  # characters of a turn that are shown
-_ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow", "text": "green"}
+_ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yellow"}
 _HARMLESS = "\n\t\xa0\u3000\u200c\u200d"  # white space, and the joiners of scripts and emoji
 Raw = Mapping[str, Any]
 
@@ -32,7 +33,7 @@ Raw = Mapping[str, Any]
 @click.option("--limit", type=click.IntRange(min=0), default=1, show_default=True, help="Packs to show.")
 @click.option("--tokens", is_flag=True, help="Show packs token by token, with label, position and sample.")
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="For --tokens. [default: the one that packing.json names]")  # fmt: skip
+              help="Tells what is supervised. [default: the one that packing.json names]")  # fmt: skip
 @click.option("--extract", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Write the members of the shown packs to DIR/KEY/.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, a line for each thing.")
@@ -47,7 +48,8 @@ def command(
 ) -> None:
     """Show the content of a tar, a dataset folder or a Metadataset YAML.
 
-    No code of the dataset is executed; only the headers of images are read. Supervised text is green.
+    No code of the dataset is executed; only the headers of images are read. Turns with targets, by the labels of
+    training, are green.
 
     \b
     energon-packed inspect out/webdataset/pack-000000.tar
@@ -68,10 +70,12 @@ def command(
             console.print(f"and {len(finder.tars) - 20:,} more tars")
         _show_manifest(console, finder, as_json)
     shown = [finder.pack(key)] if key is not None else list(finder.first(limit))
-    encoder = _encoder(finder, tokenizer) if tokens else None
+    encoder, unknown = _encoder_or_reason(finder, tokenizer, needed=tokens) if shown else (None, "")
+    if unknown and not as_json:
+        console.print(f"what is supervised is not known: {as_options(unknown)}\n", soft_wrap=True)
     for raw in shown:
-        view = view_pack(raw, codec_for(finder.manifest.sample_class) if finder.manifest else None)
-        if encoder is not None:
+        view = view_pack(raw, codec_for(finder.manifest.sample_class) if finder.manifest else None, encoder)
+        if tokens:
             _show_tokens(console, raw, encoder, view, as_json)
         elif as_json:
             click.echo(orjson.dumps(view.as_dict()))
@@ -82,13 +86,23 @@ def command(
             console.print(f"{len(written)} files in {written[0].parent}", soft_wrap=True)
 
 
+def _encoder_or_reason(finder: PackFinder, tokenizer: Path | None, *, needed: bool) -> tuple[Any, str]:
+    """The encoder, or why there is none."""
+    try:
+        return _encoder(finder, tokenizer), ""
+    except ConfigError as error:
+        if needed or tokenizer is not None:
+            raise
+        return None, str(error)
+
+
 def _encoder(finder: PackFinder, tokenizer: Path | None) -> Any:
     if finder.manifest is not None and finder.folder is not None:
         from energon_packed.inspection.folder import PackedFolder
 
         return PackedFolder(finder.folder, finder.manifest).load_encoder(tokenizer)
     if tokenizer is None:
-        raise ConfigError("--tokens needs --tokenizer DIR, as there is no packing.json")
+        raise ConfigError("there is no packing.json that names a tokenizer; pass `tokenizer`")
     from energon_packed.encoding import ChatEncoder
 
     return ChatEncoder.from_pretrained(tokenizer)

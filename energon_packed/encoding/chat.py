@@ -70,8 +70,8 @@ class ChatEncoder(Processor):
             raise ConfigError(f"{type(tokenizer).__name__} is a slow tokenizer; a tokenizer.json is needed")
         self.tokenizer = tokenizer
         self.vision = vision
-        self._text = TextTokenizer(tokenizer.backend_tokenizer)
-        backend = self._text.backend
+        self.text_tokenizer = TextTokenizer(tokenizer.backend_tokenizer)
+        backend = self.text_tokenizer.backend
         ends = backend.encode("a", add_special_tokens=True).ids[-1:]
         self.renderer = Renderer(
             ChatTemplate(tokenizer),
@@ -202,7 +202,7 @@ class ChatEncoder(Processor):
         source = self.renderer.template.source
         parts = {
             "version": _VERSION,
-            "tokenizer": self._text.backend.to_str(),
+            "tokenizer": self.text_tokenizer.backend.to_str(),
             "special": dict(self.tokenizer.special_tokens_map),
             "template": None if source is None else source + _DATE_NOTE,
             "vision": self.vision.config() if self.vision else None,
@@ -233,7 +233,7 @@ class ChatEncoder(Processor):
             if not chosen:
                 continue
             texts, spans = [one.text for one in chosen.values()], [one.spans for one in chosen.values()]
-            found = self._text.encode(texts, spans, special=is_document)
+            found = self.text_tokenizer.encode(texts, spans, special=is_document)
             labels = np.where(found.covered, found.input_ids, IGNORE_INDEX)
             if len(chosen) == len(conversations):
                 return self._checked(conversations, media, TokenBatch(found.input_ids, labels, found.cu_seqlens))

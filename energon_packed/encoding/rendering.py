@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from energon_packed.encoding.completeness import check_rendered
 from energon_packed.encoding.skeleton import Skeleton, Span
 from energon_packed.encoding.template import ChatTemplate
+from energon_packed.errors import Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation
 
 LossOn = Literal["assistant", "last", "all"]
@@ -49,9 +51,12 @@ class Renderer:
         """
         if conversation.text is not None:
             return Rendered(self._document(conversation), None, True)
+        weights = [message.weight for message in conversation.messages]
+        if any(weight != 1 for weight in weights):
+            return self._weighted(conversation)
         skeleton = self._skeleton(conversation)
         if skeleton is not None:
-            contents = self._contents(conversation)
+            contents = self.contents(conversation)
             text = skeleton.join(contents)
             if self.loss_on == "all":
                 return Rendered(text, None, False)
@@ -59,11 +64,33 @@ class Renderer:
             return Rendered(text, spans[-1:] if self.loss_on == "last" else spans, False)
         messages = self._as_dicts(conversation)
         if self.loss_on == "all":
-            return Rendered(self.template.render(messages, conversation.tools), None, False)
+            text = self.template.render(messages, conversation.tools)
+            check_rendered(text, messages, conversation.tools, self.template.render)
+            return Rendered(text, None, False)
         text, spans = self.template.render_with_spans(messages, conversation.tools)
+        check_rendered(text, messages, conversation.tools, self.template.render)
         if self.loss_on == "last":
             spans = self.template.last_turn(text, spans, messages, conversation.tools)
         return Rendered(text, spans, False)
+
+    def _weighted(self, conversation: Conversation) -> Rendered:
+        """A conversation with turns that are context only."""
+        for turn, message in enumerate(conversation.messages):
+            if message.weight not in (0, 1):
+                raise RecordError(
+                    Reason.UNSUPPORTED_FIELD,
+                    f"turn {turn} has the loss weight {message.weight:g}; use 0 (context) or 1 (target)",
+                )
+        messages = self._as_dicts(conversation)
+        text, spans = self.template.render_with_spans(messages, conversation.tools)
+        check_rendered(text, messages, conversation.tools, self.template.render)
+        by_turn = self.template.spans_by_turn(text, spans, messages, conversation.tools)
+        weights = {turn: conversation.messages[turn].weight for turn in by_turn}
+        if self.loss_on == "all":
+            context = [span for turn in by_turn if not weights[turn] for span in by_turn[turn]]
+            return Rendered(text, _outside(len(text), context), False)
+        turns = list(by_turn)[-1:] if self.loss_on == "last" else list(by_turn)
+        return Rendered(text, [span for turn in turns if weights[turn] for span in by_turn[turn]], False)
 
     def _document(self, conversation: Conversation) -> str:
         text = conversation.text or ""
@@ -79,13 +106,20 @@ class Renderer:
         return self.template.skeleton(tuple([message.role for message in messages]))
 
     def _as_dicts(self, conversation: Conversation) -> list[dict[str, Any]]:
-        columns = zip(conversation.messages, self._contents(conversation), strict=True)
+        columns = zip(conversation.messages, self.contents(conversation), strict=True)
         return [{**message.as_dict(), "content": content} for message, content in columns]
 
-    def _contents(self, conversation: Conversation) -> list[str]:
+    def contents(self, conversation: Conversation) -> list[str]:
+        """The content of each message, with the placeholders of the vision family."""
         contents = [message.content for message in conversation.messages]
         return self._with_placeholders(contents) if conversation.images else contents
 
     def _with_placeholders(self, texts: Sequence[str]) -> list[str]:
         assert self.placeholder is not None, "images are rejected earlier, where no vision family is set"
         return [text.replace(IMAGE_PLACEHOLDER, self.placeholder) for text in texts]
+
+
+def _outside(size: int, spans: Sequence[Span]) -> list[Span]:
+    """The characters of a text of `size` characters that no span holds; spans are in order."""
+    edges = [0, *(edge for span in spans for edge in span), size]
+    return [(start, end) for start, end in zip(edges[0::2], edges[1::2], strict=True) if start < end]

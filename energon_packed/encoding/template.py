@@ -66,7 +66,9 @@ class ChatTemplate:
         try:
             marked = [{"role": role, "content": marker(number)} for number, role in enumerate(roles)]
             skeleton = Skeleton.from_marked(*self.render_with_spans(marked), self._added)
-            return skeleton if skeleton is not None and self._renders_as(skeleton, roles) else None
+            if skeleton is None or sorted(skeleton.order) != list(range(len(roles))):
+                return None  # a content is dropped, or repeated
+            return skeleton if self._renders_as(skeleton, roles) else None
         except (TemplateError, RecordError):
             return None
 
@@ -118,13 +120,33 @@ class ChatTemplate:
             spans.append((len(before), self._end_of_turn(until, len(before))))
         return text, spans
 
+    def spans_by_turn(
+        self, text: str, spans: list[Span], messages: Messages, tools: Sequence[Any] | None
+    ) -> dict[int, list[Span]]:
+        """The spans of each assistant turn, by its number; a tagged template may mark several in one turn, or none."""
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) == len(turns):
+            return {turn: [span] for turn, span in zip(turns, spans, strict=True)}
+        begins = [self._begin_of(turn, text, messages, tools) for turn in turns]
+        ends = [*begins[1:], len(text) + 1]
+        return {
+            turn: [span for span in spans if begin <= span[0] < end]
+            for turn, begin, end in zip(turns, begins, ends, strict=True)
+        }
+
+    def _begin_of(self, turn: int, text: str, messages: Messages, tools: Sequence[Any] | None) -> int:
+        """Where the text of a turn begins: where it first differs from the text of the turns before."""
+        if not turn:
+            return 0
+        earlier = self.render(messages[:turn], tools)
+        return next((i for i, (a, b) in enumerate(zip(text, earlier, strict=False)) if a != b), len(earlier))
+
     def last_turn(self, text: str, spans: list[Span], messages: Messages, tools: Sequence[Any] | None) -> list[Span]:
         """The spans of the last assistant turn, of which a tagged template may mark several."""
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         if len(spans) <= 1 or len(spans) == len(turns) or not turns[-1]:
             return spans[-1:]
-        earlier = self.render(messages[: turns[-1]], tools)
-        begin = next((i for i, (a, b) in enumerate(zip(text, earlier, strict=False)) if a != b), len(earlier))
+        begin = self._begin_of(turns[-1], text, messages, tools)
         return [span for span in spans if span[0] >= begin]
 
     def _with_end_of_turn(self, text: str, span: Span) -> Span:

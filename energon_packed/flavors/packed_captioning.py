@@ -28,6 +28,7 @@ class PackedCaptioningSample(PackSample):
         timestamp_decimal: decimals of frame timestamps, or None.
         fps: frames per second, or None.
         videos: whether the images are frames of a video, or None.
+        weights: weight of each caption in the loss (0 is context), or None.
         truncate: tokens that longer samples were truncated to, or None.
         truncated: which samples were truncated, or None.
     """
@@ -43,6 +44,7 @@ class PackedCaptioningSample(PackSample):
     timestamp_decimal: list[int | None] | None = None
     fps: list[float | None] | None = None
     videos: list[bool] | None = None
+    weights: list[list[float] | None] | None = None
     truncate: int | None = None
     truncated: list[bool] | None = None
 

@@ -1,7 +1,8 @@
 """PackedCaptioningSample: prompts and captions of several samples, with their images.
 
     {key}.json       images, prompts, captions, sample_count, ids, systems, lengths
-                     and, when given: patch_positions, timestamp_decimal, fps, videos, truncate, truncated
+                     and, when given: patch_positions, timestamp_decimal, fps, videos, weights (of each caption in the
+                     loss: 0 is context), truncate, truncated
     {key}.img{i}_{j}.{ext}   original bytes of image j of sample i
     {key}.img{i}_{j}.npy     its patch positions, when given
 
@@ -27,7 +28,7 @@ from energon_packed.formats.sample import StoredSample, byte_references, media_r
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message
 
 _REMEDY = "set `sample_class` to PackedMultiMixQASample"
-COLUMNS = ("ids", "systems", "lengths", "timestamp_decimal", "fps", "videos", "truncated")
+COLUMNS = ("ids", "systems", "lengths", "timestamp_decimal", "fps", "videos", "weights", "truncated")
 """Optional keys of the json, one entry per sample."""
 
 
@@ -54,7 +55,7 @@ class CaptioningCodec(Codec):
         turns = [m for m in conversation.messages if m.role != "system"]
         for place, message in enumerate(turns):
             expected = "user" if place % 2 == 0 else "assistant"
-            if message.role != expected or message.extra:
+            if message.role != expected or message.extra or (message.role == "user" and message.weight != 1):
                 found = f"{message.role} with {', '.join(message.extra)}" if message.extra else message.role
                 raise RecordError(
                     Reason.BAD_ROLE,
@@ -81,6 +82,7 @@ class CaptioningCodec(Codec):
                 "timestamp_decimal": [c.timestamp_decimal for c in conversations],
                 "fps": [c.fps for c in conversations],
                 "videos": [c.video for c in conversations],
+                "weights": [_weights(c) for c in conversations],
             }
         )
         if samples[0].truncate is not None:
@@ -127,7 +129,10 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
         prompts[0] = IMAGE_PLACEHOLDER * len(images) + prompts[0]  # other packers write no placeholders
     turns = [("user", prompts, 0), ("assistant", captions, 1)]
     ordered = sorted((2 * j + shift, role, text) for role, texts, shift in turns for j, text in enumerate(texts))
-    messages = [Message(role, text) for _, role, text in ordered]
+    weights = iter(one["weights"] or ())
+    messages = [
+        Message(role, text, weight=next(weights, 1.0) if role == "assistant" else 1.0) for _, role, text in ordered
+    ]
     if one["systems"] is not None:
         messages.insert(0, Message("system", one["systems"]))
     is_text = not prompts and one["systems"] is None and len(captions) == 1
@@ -149,6 +154,12 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
         images=images,
         patch_positions=positions,
     )
+
+
+def _weights(conversation: Conversation) -> list[float] | None:
+    """Weight of each assistant turn; None where all are 1."""
+    weights = [message.weight for message in conversation.messages if message.role == "assistant"]
+    return weights if any(weight != 1 for weight in weights) else None
 
 
 def _contents(conversation: Conversation, role: str) -> list[str]:

@@ -1,7 +1,8 @@
 """PackedMultiMixQASample and MultiMixQASample: full conversations, as records gave them.
 
 {key}.json   packed: {"sample_count": S, "samples": [SAMPLE, ...]}, single: SAMPLE
-             SAMPLE: id, length, one of messages / text / input_ids + labels, images,
+             SAMPLE: id, length, one of messages (role, content, what else the template is passed, and weight: 0
+             where the turn is context) / text / input_ids + labels, images,
              and, when given: tools, patch_positions, video, fps, timestamp_decimal, truncate, truncated
 {key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample; i is 0 in a single sample
 """
@@ -100,7 +101,7 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
         elif c.text is not None:
             value["text"] = c.text
         else:
-            value["messages"] = [message.as_dict() for message in c.messages]
+            value["messages"] = [_message_dict(message) for message in c.messages]
         value["images"] = image_names
         given = {
             "tools": c.tools,
@@ -141,8 +142,13 @@ def _sample(value: Mapping[str, Any], images: tuple[StoredImage, ...], positions
 
 
 def _message(value: Mapping[str, Any]) -> Message:
-    extra = {key: one for key, one in value.items() if key not in ("role", "content")}
-    return Message(value["role"], value["content"], extra)
+    extra = {key: one for key, one in value.items() if key not in ("role", "content", "weight")}
+    return Message(value["role"], value["content"], extra, value.get("weight", 1.0))
+
+
+def _message_dict(message: Message) -> dict[str, Any]:
+    weight = {} if message.weight == 1 else {"weight": message.weight}
+    return message.as_dict() | weight
 
 
 def _array(value: Any) -> Any:

@@ -110,7 +110,7 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
         pack_samples=[len(lengths) for lengths in sizes],
         lengths=[length for lengths in sizes for length in lengths],
         mapped=[_map(view_pack(reader[pack], codec)) for pack in mapped],
-        shown=[_with_thumbnails(reader[pack], codec) for pack in shown],
+        shown=[_with_thumbnails(reader[pack], codec, encoder) for pack in shown],
         token_kinds=_token_kinds([reader[pack] for pack in encoded], encoder, codec) if encoder else {},
         encoded=len(encoded),
         not_encoded=not_encoded,
@@ -140,8 +140,10 @@ def _map(view: PackView) -> MappedPack:
     return MappedPack(key=view.key, segments=segments)
 
 
-def _with_thumbnails(raw: Mapping[str, Any], codec: Codec) -> tuple[PackView, Mapping[str, str]]:
-    view = view_pack(raw, codec)
+def _with_thumbnails(
+    raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None
+) -> tuple[PackView, Mapping[str, str]]:
+    view = view_pack(raw, codec, encoder)
     names = [image.name for sample in view.samples for image in sample.images if image.problem is None]
     return view, {name: url for name in names if (url := _thumbnail(raw[name])) is not None}
 

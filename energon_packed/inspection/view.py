@@ -1,4 +1,4 @@
-"""PackView: one pack in readable form, from its parts alone: no tokenizer, no pixels, no code of the dataset."""
+"""PackView: one pack in readable form, from its parts: no pixels, no code of the dataset."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from energon_packed.encoding import IGNORE_INDEX
+from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Processor
 from energon_packed.encoding.images import read_header
+from energon_packed.encoding.supervision import supervised_turns
 from energon_packed.errors import FormatError, RecordError
 from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.records import Conversation, MediaReference
@@ -34,13 +35,13 @@ class Turn:
     Attributes:
         role: as in the data; `tools` for the schemas of functions.
         text: its content.
-        supervised: it is a target by default: assistant turns, plain text.
+        supervised: it has a target by its labels; None where there is no encoder to tell.
         extra: what else is passed to the template, such as tool calls, by name.
     """
 
     role: str
     text: str
-    supervised: bool
+    supervised: bool | None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -110,12 +111,13 @@ class PackView:
         return asdict(self) | {"tokens": self.tokens, "sample_count": len(self.samples)}
 
 
-def view_pack(raw: Mapping[str, Any], codec: Codec | None = None) -> PackView:
+def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Processor | None = None) -> PackView:
     """Read a pack from its raw parts.
 
     Args:
         raw: `__key__` and bytes by part name, as `ShardReader` returns them.
         codec: of the flavor; None finds it by the parts.
+        encoder: the one that it was packed with, which tells what is supervised; None leaves that open.
 
     Raises:
         FormatError: the parts match no flavor, or are damaged.
@@ -136,18 +138,19 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None) -> PackView:
         shapes={part: _shape(content) for part, content in raw.items() if part.endswith(".npy")},
         schema=["lengths are not recorded"] if None in lengths else [],
         samples=[
-            _view(sample, None if None in lengths else start) for sample, start in zip(samples, starts, strict=False)
+            _view(sample, None if None in lengths else start, encoder)
+            for sample, start in zip(samples, starts, strict=False)
         ],
     )
 
 
-def _view(sample: StoredSample, start: int | None) -> SampleView:
+def _view(sample: StoredSample, start: int | None, encoder: Processor | None) -> SampleView:
     conversation = sample.conversation
     return SampleView(
         id=conversation.id,
         start=start,
         length=sample.length,
-        turns=_turns(conversation),
+        turns=_turns(sample, encoder),
         images=tuple(_image(image.part or "?", image.data) for image in sample.images),
         supervised=_supervised(conversation),
         video=conversation.video,
@@ -155,13 +158,19 @@ def _view(sample: StoredSample, start: int | None) -> SampleView:
     )
 
 
-def _turns(conversation: Conversation) -> tuple[Turn, ...]:
-    if conversation.text is not None:
-        return (Turn("text", conversation.text, True),)
+def _turns(sample: StoredSample, encoder: Processor | None) -> tuple[Turn, ...]:
+    conversation = sample.conversation
     if conversation.input_ids is not None:
-        return (Turn("tokens", f"{len(conversation.input_ids)} tokens", True),)
+        return (Turn("tokens", f"{len(conversation.input_ids)} tokens", None),)
+    known = None
+    if isinstance(encoder, ChatEncoder):
+        known = supervised_turns(encoder, conversation, sample.truncate)
+    flags: Sequence[bool | None] = known or [None] * max(len(conversation.messages), 1)
+    if conversation.text is not None:
+        return (Turn("text", conversation.text, flags[0]),)
     tools = [Turn("tools", _json(conversation.tools), False)] if conversation.tools else []
-    return (*tools, *(Turn(m.role, m.content, m.role == "assistant", m.extra) for m in conversation.messages))
+    columns = zip(conversation.messages, flags, strict=True)
+    return (*tools, *(Turn(m.role, m.content, flag, m.extra) for m, flag in columns))
 
 
 def _supervised(conversation: Conversation) -> int | None:

@@ -11,6 +11,8 @@ from energon_packed.sources import Source
 from energon_packed.sources.base import changed_at
 from energon_packed.version import FORMAT_VERSION
 
+_MEASURE_VERSION = 2  # raise it when the same record is read or measured differently
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
@@ -43,7 +45,7 @@ def make_keys(options: InputOptions, sources: Sequence[Source], part: tuple[int,
     found = digest([source.fingerprint() for source in sources])
     content = [FORMAT_VERSION, found, encoder, part]
     measure = digest(
-        [*content, *([] if encoder else [secrets.token_hex()])],  # without a fingerprint nothing is reused
+        [*content, _MEASURE_VERSION, *([] if encoder else [secrets.token_hex()])],  # no fingerprint: nothing is reused
         [options.sample_class, options.use_patch_positions],
         [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],
     )

@@ -180,7 +180,8 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(tokenizer_dir: Path)
         ],
         "tools": [{"name": "weather"}],
     }
-    found = supervised(encoder_with(tokenizer_dir, CHATML_TEMPLATE), record)
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML_TEMPLATE
+    found = supervised(encoder_with(tokenizer_dir, template), record)
     assert found == ['[{"name": "weather"}]<|im_end|>', "Sunny.<|im_end|>"]
 
 

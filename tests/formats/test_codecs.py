@@ -37,7 +37,10 @@ def conversations(draw: Any, kind: str, images: int) -> dict[str, Any]:
     if draw(st.booleans()):
         messages.append(Message("system", draw(TEXT)))
     for turn in range(draw(st.integers(1, 3))):
-        messages += [Message("user", marks * (turn == 0) + draw(TEXT)), Message("assistant", draw(TEXT) + "!")]
+        messages += [
+            Message("user", marks * (turn == 0) + draw(TEXT)),
+            Message("assistant", draw(TEXT) + "!", weight=draw(st.sampled_from([0.0, 1.0]))),
+        ]
     if kind == "tools":
         call = {"function": {"name": "f", "arguments": {"x": draw(NUMBER)}}}
         messages += [Message("assistant", "", {"tool_calls": [call]}), Message("tool", draw(TEXT), {"name": "f"})]

@@ -1,6 +1,7 @@
 """`inspect` shows what is there, in our tars and in those of others, and agrees with the loader token by token."""
 
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
 from energon_packed.cli.inspect import command
+from energon_packed.demo.tokenizer import CHATML_TEMPLATE
 from energon_packed.errors import FormatError
 from energon_packed.inspection.extract import extract_pack
 from tests.conftest import FLAVORS, Packer
@@ -64,7 +66,7 @@ def test_tars_of_other_packers(tmp_path: Path, tokenizer_dir: Path) -> None:
     assert "56 x 84" in shown.output
     assert "It is green." in shown.output
     assert "lengths are not recorded" in shown.output
-    assert "--tokens needs --tokenizer DIR" in str(run(tar, "--tokens").exception)
+    assert "no packing.json that names a tokenizer; pass `tokenizer`" in str(run(tar, "--tokens").exception)
     assert "What" in run(tar, "--tokens", "--tokenizer", tokenizer_dir).output
 
 
@@ -124,10 +126,13 @@ def test_tool_calls_tabs_and_joined_emoji_are_seen(tokenizer_dir: Path, tmp_path
     ]
     record = {"id": "t", "messages": messages, "tools": [{"name": "get_weather"}]}
     (tmp_path / "d.jsonl").write_text(json.dumps(record))
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer_dir, folder)
+    (folder / "chat_template.jinja").write_text("{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML_TEMPLATE)
     for flavor in ("PackedMultiMixQASample", "MultiMixQASample"):
         options = {"inputs": (str(tmp_path / "d.jsonl"),), "seq_len": 512, "workers": 1, "sample_class": flavor}
         out = tmp_path / flavor
-        result = pack(PackOptions(tokenizer=tokenizer_dir, output_dir=out, **options))  # type: ignore[arg-type]
+        result = pack(PackOptions(tokenizer=folder, output_dir=out, **options))  # type: ignore[arg-type]
         shown = run(result.shards).output.replace("\n[", "[")  # lines are wrapped
         assert 'tools     [{"name":"get_weather"}]' in shown
         assert 'tool_calls: [{"function":{"name":"get_weather","arguments":{"city":"Oslo"}}}]' in shown

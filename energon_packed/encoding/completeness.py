@@ -1,0 +1,125 @@
+"""Whether everything that a conversation says is in its rendered text.
+
+A chat template may have no place for tools, tool calls or reasoning (that of Qwen2.5-VL ignores `tools`), and may drop
+a role or parts of a content. What is not rendered is not trained on, so such a conversation is rejected by name.
+
+Contents are searched in the text. Names, argument values and reasoning can be too short to search for ("5"), so the
+messages are rendered once more with a marker in the place of each, and the markers are searched.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from energon_packed.errors import Reason, RecordError
+
+Messages = Sequence[dict[str, Any]]
+_REASONING = "reasoning_content"
+
+
+def check_rendered(
+    text: str, messages: Messages, tools: Sequence[Any] | None, render: Callable[[Messages, Any], str]
+) -> None:
+    """Reject a conversation of which the template drops something.
+
+    Args:
+        text: the rendered conversation.
+        messages: with string contents.
+        tools: JSON schemas, or None.
+        render: the template.
+
+    Raises:
+        RecordError: `not_rendered`; the detail names the field.
+    """
+    start = 0
+    for turn, message in enumerate(messages):
+        content = message["content"].strip()
+        found = text.find(content, start)
+        if found < 0:
+            raise _missing(f"the content of turn {turn} ({message['role']})")
+        start = found + len(content)
+    marks = _Marks()
+    marked = [marks.message(turn, message) for turn, message in enumerate(messages)]
+    marked_tools = [marks.tool(number, tool) for number, tool in enumerate(tools or ())]
+    if not marks.fields:
+        return
+    try:
+        again = render(marked, marked_tools or None)
+    except RecordError:  # the template looks into the values: search for them as they are
+        again = None
+    for mark, (field, value) in marks.fields.items():
+        if (mark not in again) if again is not None else not any(form in text for form in _forms(value)):
+            raise _missing(field)
+
+
+class _Marks:
+    """Copies of messages and tools with a marker for each name, argument value and reasoning.
+
+    Attributes:
+        fields: what each marker stands for: (name of the field, value).
+    """
+
+    def __init__(self) -> None:
+        self.fields: dict[str, tuple[str, Any]] = {}
+
+    def message(self, turn: int, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with markers."""
+        copy = dict(message)
+        if message.get(_REASONING):
+            copy[_REASONING] = self._mark(f"the reasoning of turn {turn}", message[_REASONING])
+        if message.get("tool_calls"):
+            copy["tool_calls"] = [self._call(turn, call) for call in message["tool_calls"]]
+        return copy
+
+    def tool(self, number: int, tool: Any) -> Any:
+        """A tool schema with a marker for its name."""
+        if not isinstance(tool, dict):
+            return tool
+        inner = tool.get("function")
+        if isinstance(inner, dict):
+            return {**tool, "function": self.tool(number, inner)}
+        return {**tool, "name": self._mark(f"the tool {tool['name']}", tool["name"])} if tool.get("name") else tool
+
+    def _call(self, turn: int, call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        inner = call.get("function")
+        if isinstance(inner, dict):
+            return {**call, "function": self._call(turn, inner)}
+        copy = dict(call)
+        if call.get("name"):
+            copy["name"] = self._mark(f"the tool call {call['name']} of turn {turn}", call["name"])
+        if "arguments" in call:
+            copy["arguments"] = self._values(f"argument of {call.get('name')} in turn {turn}", call["arguments"])
+        return copy
+
+    def _values(self, field: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._values(f"the {key} {field}", item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._values(field, item) for item in value]
+        return self._mark(field, value)
+
+    def _mark(self, field: str, value: Any) -> str:
+        mark = f"zqx{len(self.fields)}xqz"
+        self.fields[mark] = (field, value)
+        return mark
+
+
+def _forms(value: Any) -> tuple[str, ...]:
+    """How a template may write a value: as it is, or as JSON."""
+    import json
+
+    plain = str(value).strip()
+    return (
+        plain,
+        json.dumps(value, ensure_ascii=False, default=str).strip('"'),
+        json.dumps(value, default=str).strip('"'),
+    )
+
+
+def _missing(field: str) -> RecordError:
+    return RecordError(
+        Reason.NOT_RENDERED,
+        f"{field} is not in the rendered text: the chat template has no place for it; use a template that renders it, "
+        "or remove it from the record",
+    )

@@ -1,0 +1,69 @@
+"""Which turns of a conversation are supervised: told by the labels that training sees, never by roles."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from energon_packed.encoding.chat import ChatEncoder
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
+from energon_packed.encoding.skeleton import Span
+from energon_packed.errors import EnergonPackedError
+from energon_packed.records import Conversation
+
+
+def supervised_turns(
+    encoder: ChatEncoder, conversation: Conversation, truncate: int | None = None
+) -> list[bool] | None:
+    """Whether each turn has a target.
+
+    Args:
+        encoder: the one that the sample was packed with.
+        conversation: messages, or a document, which counts as one turn.
+        truncate: tokens that the sample was truncated to, or None.
+
+    Returns:
+        One flag a turn. None for tokens, and for a conversation that cannot be encoded.
+    """
+    if conversation.input_ids is not None:
+        return None
+    try:
+        (measured,) = encoder.measure([conversation], keep_tokens=True)
+        sample = measured.sample
+        if sample is None:
+            return None
+        sample = sample if truncate is None else sample.truncated(truncate)
+    except EnergonPackedError:
+        return None
+    if conversation.text is not None:
+        return [bool(sample.num_supervised)]
+    return _by_turn(encoder, conversation, sample)
+
+
+def _by_turn(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSample) -> list[bool]:
+    text = encoder.renderer.render(conversation).text
+    places = turn_places(text, encoder.renderer.contents(conversation))
+    targets = _without_image_runs(sample)
+    flags = []
+    for number, (start, _) in enumerate(places):
+        end = places[number + 1][0] if number + 1 < len(places) else len(text)
+        covered = encoder.text_tokenizer.encode([text], [[(start, end)]]).covered[: len(targets)]
+        flags.append(bool((covered & targets[: len(covered)]).any()))
+    return flags
+
+
+def turn_places(text: str, contents: Sequence[str]) -> list[Span]:
+    """Characters [start, end) of each content in the rendered text, found one after another; white space around a
+    content may be the template's."""
+    places, start = [], 0
+    for content in contents:
+        found = max(text.find(content.strip(), start), start)
+        places.append((found, found + len(content.strip())))
+        start = places[-1][1]
+    return places
+
+
+def _without_image_runs(sample: EncodedSample) -> np.ndarray:
+    """Targets before image tokens were repeated, bool (L,): one entry for a run of image tokens."""
+    is_image = sample.input_ids == (-1 if sample.image_token_id is None else sample.image_token_id)
+    repeated = is_image & np.concatenate([[False], is_image[:-1]])
+    return np.asarray((sample.labels != IGNORE_INDEX)[~repeated])
