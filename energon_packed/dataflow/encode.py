@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from energon_packed.encoding import EncodedSample, Processor
-from energon_packed.errors import EnergonPackedError, FormatError
+from energon_packed.errors import EnergonPackedError, FormatError, RecordError, Reject
 from energon_packed.flavors import PackSample
 from energon_packed.formats import StoredSample
 
@@ -34,9 +34,10 @@ def encode_pack(
         except EnergonPackedError:  # find the sample, one by one
             pass
     encoded = []
-    for sample in pack.stored_samples():
+    samples = pack.stored_samples()
+    for sample, found in zip(samples, encoder.encode_many([one.conversation for one in samples]), strict=True):
         try:
-            encoded.append(encode_sample(sample, encoder, pack.__key__, check_lengths=check_lengths))
+            encoded.append(checked_sample(sample, found, pack.__key__, check_lengths=check_lengths))
         except EnergonPackedError as error:  # one bad sample costs one sample, not its pack
             if on_failure is None:
                 raise
@@ -44,15 +45,18 @@ def encode_pack(
     return encoded
 
 
-def encode_sample(sample: StoredSample, encoder: Processor, key: str, *, check_lengths: bool = True) -> EncodedSample:
-    """One sample of a pack, truncated as it was packed.
+def checked_sample(
+    sample: StoredSample, found: EncodedSample | Reject, key: str, *, check_lengths: bool = True
+) -> EncodedSample:
+    """What encoding a sample of a pack gave, truncated as it was packed.
 
     Raises:
         RecordError: it cannot be encoded.
         FormatError: its length differs from the recorded one.
     """
-    one = encoder.encode(sample.conversation)
-    one = one if sample.truncate is None else one.truncated(sample.truncate)
+    if isinstance(found, Reject):
+        raise RecordError.of(found)
+    one = found if sample.truncate is None else found.truncated(sample.truncate)
     if check_lengths and sample.length is not None and len(one) != sample.length:
         raise FormatError(
             f"sample {one.id} of pack {key} has {len(one)} tokens, but {sample.length} were recorded: use the "

@@ -10,7 +10,7 @@ Measuring and encoding share one path to the token ids, `_tokenize`, which takes
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.images import load_image, read_header
-from energon_packed.encoding.patch_positions import check_patch_positions, load_patch_positions
+from energon_packed.encoding.conversation_media import (
+    NO_IMAGES,
+    MediaSize,
+    Pixels,
+    measure_media,
+    patch_positions,
+    read_pixels,
+)
 from energon_packed.encoding.processor import Measurement, Processor
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
@@ -28,22 +34,13 @@ from energon_packed.encoding.token_batch import TokenBatch, TokenRules
 from energon_packed.encoding.tokenizer import TextTokenizer
 from energon_packed.encoding.vision import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
-from energon_packed.records import Conversation, MediaReference
+from energon_packed.records import Conversation
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 
 Int64 = npt.NDArray[np.int64]
 _BATCH = 64  # texts in one call of the tokenizer, whose results take 100 bytes a token: this many stay in the cache
-_NO_IMAGES: Int64 = np.zeros((0, 3), dtype=np.int64)
 _VERSION = 4  # raise it when the same input gives other tokens
 _DATE_NOTE = "{# energon-packed: always the same date #}"  # in the fingerprint since version 4
-
-
-@dataclass(frozen=True, slots=True)
-class _MediaSize:
-    """Patches of each image of a conversation, and bytes of its images and .npy files."""
-
-    patches: Sequence[int] = ()
-    num_bytes: int = 0
 
 
 class ChatEncoder(Processor):
@@ -129,24 +126,45 @@ class ChatEncoder(Processor):
             TemplateError: the chat template cannot tell what the assistant wrote.
             ConfigError: images without a vision family, or messages without a chat template.
         """
-        if not conversation.images:
-            return self._sample(conversation, _MediaSize(), _NO_IMAGES)
-        vision = self._vision()
-        images = [load_image(image) for image in conversation.images]
-        for image in images:
-            vision.num_patches(image.height, image.width)  # rejects shapes that the processor would crash on
-        pixel_values, grids = vision.pixels(images)
-        grid = grids.numpy().astype(np.int64)
-        patches = grid.prod(axis=1).tolist()
-        sample = self._sample(conversation, _MediaSize(patches), grid)
-        given = [load_patch_positions(p, n) for p, n in _positions_and_patches(conversation, patches)]
+        found = self.encode_many([conversation])[0]
+        if isinstance(found, Reject):
+            raise RecordError.of(found)
+        return found
+
+    def encode_many(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
+        """As `encode` of each, or why it cannot be used; texts are tokenized in one batch."""
+        results: dict[int, EncodedSample | Reject] = {}
+        seen: dict[int, Pixels] = {}
+        for place, conversation in enumerate(conversations):
+            try:
+                seen[place] = read_pixels(self._vision(), conversation) if conversation.images else Pixels()
+            except RecordError as error:
+                results[place] = error.reject
+        sizes = [MediaSize(one.patches) for one in seen.values()]
+        batch, rejects = self._tokenize([conversations[place] for place in seen], sizes)
+        for number, (place, pixels) in enumerate(seen.items()):
+            if number in rejects:
+                results[place] = rejects[number]
+                continue
+            try:
+                results[place] = self._encoded(conversations[place], pixels, batch, number)
+            except RecordError as error:
+                results[place] = error.reject
+        return [results[place] for place in range(len(conversations))]
+
+    def _encoded(self, conversation: Conversation, pixels: Pixels, batch: TokenBatch, number: int) -> EncodedSample:
+        sample = self._expanded(conversation, MediaSize(pixels.patches), batch, number)
+        if self.vision is None or self.image_token_id is None:
+            return sample
+        positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids)
+        if pixels.values is None:
+            return sample if positions is None else replace(sample, position_ids=positions)
         return replace(
             sample,
-            pixel_values=pixel_values,
-            image_grid_thw=grids,
-            patch_positions=(
-                np.concatenate(given) if given and vision.takes_patch_positions else vision.patch_positions(grid)
-            ),
+            position_ids=positions,
+            pixel_values=pixels.values,
+            image_grid_thw=pixels.grids_tensor,
+            patch_positions=patch_positions(self.vision, conversation, pixels),
         )
 
     def measure(self, conversations: Sequence[Conversation], *, keep_tokens: bool = False) -> list[Measurement]:
@@ -156,10 +174,10 @@ class ChatEncoder(Processor):
             TemplateError, ConfigError: as `encode`.
         """
         results: list[Measurement | None] = [None] * len(conversations)
-        media: dict[int, _MediaSize] = {}
+        media: dict[int, MediaSize] = {}
         for place, conversation in enumerate(conversations):
             try:
-                media[place] = self._media_size(conversation)
+                media[place] = measure_media(self._vision(), conversation) if conversation.images else MediaSize()
             except RecordError as error:
                 results[place] = Measurement.rejected(error.reject)
         places = list(media)
@@ -213,7 +231,7 @@ class ChatEncoder(Processor):
     # --- tokens ----------------------------------------------------------------------------------------------------
 
     def _tokenize(
-        self, conversations: Sequence[Conversation], media: Sequence[_MediaSize]
+        self, conversations: Sequence[Conversation], media: Sequence[MediaSize]
     ) -> tuple[TokenBatch, dict[int, Reject]]:
         """Tokens of S conversations with one image token per image (`input_ids` records as they are), and the rejects.
 
@@ -247,13 +265,14 @@ class ChatEncoder(Processor):
         return batch, unusable | rejects
 
     def _checked(
-        self, conversations: Sequence[Conversation], media: Sequence[_MediaSize], batch: TokenBatch
+        self, conversations: Sequence[Conversation], media: Sequence[MediaSize], batch: TokenBatch
     ) -> tuple[TokenBatch, dict[int, Reject]]:
         expected = [
             len(one.images) if one.input_ids is None else self._image_tokens(size)
             for one, size in zip(conversations, media, strict=True)
         ]
-        batch, rejects = self._rules.check(batch, expected)
+        are_ours = all(one.input_ids is None for one in conversations)
+        batch, rejects = self._rules.check(batch, expected, are_ours=are_ours)
         for number, reject in rejects.items():
             messages = conversations[number].messages
             if messages and reject.reason is Reason.NO_SUPERVISED_TOKENS:
@@ -261,7 +280,7 @@ class ChatEncoder(Processor):
         return batch, rejects
 
     def _measured(
-        self, conversation: Conversation, size: _MediaSize, batch: TokenBatch, number: int, keep_tokens: bool
+        self, conversation: Conversation, size: MediaSize, batch: TokenBatch, number: int, keep_tokens: bool
     ) -> Measurement:
         length = int(batch.cu_seqlens[number + 1] - batch.cu_seqlens[number])
         if conversation.input_ids is None and size.patches:
@@ -269,17 +288,7 @@ class ChatEncoder(Processor):
         sample = self._expanded(conversation, size, batch, number) if keep_tokens else None
         return Measurement(length, size.num_bytes, sample=sample)
 
-    def _sample(self, conversation: Conversation, size: _MediaSize, grids: Int64) -> EncodedSample:
-        """One conversation without pixels, with M-RoPE positions where the family has them."""
-        batch, rejects = self._tokenize([conversation], [size])
-        if rejects:
-            raise RecordError.of(rejects[0])
-        sample = self._expanded(conversation, size, batch, 0)
-        if self.vision is None or self.image_token_id is None:
-            return sample
-        return replace(sample, position_ids=self.vision.position_ids(sample.input_ids, self.image_token_id, grids))
-
-    def _expanded(self, conversation: Conversation, size: _MediaSize, batch: TokenBatch, number: int) -> EncodedSample:
+    def _expanded(self, conversation: Conversation, size: MediaSize, batch: TokenBatch, number: int) -> EncodedSample:
         """One sample of a batch, with a run of image tokens for each image."""
         ids, labels = batch.sample(number)
         if conversation.input_ids is None and size.patches:
@@ -291,25 +300,13 @@ class ChatEncoder(Processor):
 
     # --- images ----------------------------------------------------------------------------------------------------
 
-    def _media_size(self, conversation: Conversation) -> _MediaSize:
-        """From the headers of the images."""
-        if not conversation.images:
-            return _MediaSize()
-        vision = self._vision()
-        headers = [read_header(image) for image in conversation.images]
-        patches = [vision.num_patches(header.height, header.width) for header in headers]
-        num_bytes = sum(header.num_bytes for header in headers)
-        for positions, count in _positions_and_patches(conversation, patches):
-            num_bytes += check_patch_positions(positions, count)
-        return _MediaSize(patches, num_bytes)
-
-    def _image_tokens(self, size: _MediaSize) -> int:
+    def _image_tokens(self, size: MediaSize) -> int:
         return sum(self._vision().num_tokens(count) for count in size.patches) if size.patches else 0
 
     @property
     def _has_mrope(self) -> bool:
         one = np.zeros(1, dtype=np.int64)
-        return self.vision is not None and self.vision.position_ids(one, -1, _NO_IMAGES) is not None
+        return self.vision is not None and self.vision.position_ids(one, -1, NO_IMAGES) is not None
 
     def _vision(self) -> VisionFamily:
         if self.vision is None:
@@ -325,11 +322,7 @@ def _joined(pieces: Sequence[tuple[Int64, Int64] | None]) -> TokenBatch:
     ids = [nothing if piece is None else piece[0] for piece in pieces]
     labels = [nothing if piece is None else piece[1] for piece in pieces]
     cu_seqlens = np.concatenate([[0], np.cumsum([len(one) for one in ids])]).astype(np.int64)
-    return TokenBatch(np.concatenate(ids), np.concatenate(labels), cu_seqlens)
-
-
-def _positions_and_patches(conversation: Conversation, patches: Sequence[int]) -> list[tuple[MediaReference, int]]:
-    return list(zip(conversation.patch_positions, patches, strict=True)) if conversation.patch_positions else []
+    return TokenBatch(np.concatenate([nothing, *ids]), np.concatenate([nothing, *labels]), cu_seqlens)
 
 
 def _why_unsupervised(conversation: Conversation, detail: str) -> str:

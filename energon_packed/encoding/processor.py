@@ -58,6 +58,10 @@ class Processor(ABC):
             RecordError: the conversation cannot be used; `reason` and `detail` say why.
         """
 
+    def encode_many(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
+        """As `encode` of each conversation, or why it cannot be used."""
+        return [self._encode(conversation) for conversation in conversations]
+
     def measure(self, conversations: Sequence[Conversation], *, keep_tokens: bool = False) -> list[Measurement]:
         """Length and media size of each conversation, or why it is rejected.
 
@@ -105,6 +109,12 @@ class Processor(ABC):
     def fingerprint(self) -> str:
         """Hex digest of everything that decides lengths and tokens; "" (the default) disables the length cache."""
         return ""
+
+    def _encode(self, conversation: Conversation) -> EncodedSample | Reject:
+        try:
+            return self.encode(conversation)
+        except RecordError as error:
+            return error.reject
 
     def _measure(self, conversation: Conversation, keep_tokens: bool) -> Measurement:
         try:

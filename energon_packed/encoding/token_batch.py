@@ -54,18 +54,21 @@ class TokenRules:
     reserved: tuple[int, ...] = ()
     reserved_texts: tuple[str, ...] = ()
 
-    def check(self, batch: TokenBatch, image_tokens: Sequence[int]) -> tuple[TokenBatch, dict[int, Reject]]:
+    def check(
+        self, batch: TokenBatch, image_tokens: Sequence[int], *, are_ours: bool = False
+    ) -> tuple[TokenBatch, dict[int, Reject]]:
         """The batch without targets at image tokens, and the samples that cannot be used.
 
         Args:
             batch: S samples.
             image_tokens: image tokens that each sample must have, S numbers.
+            are_ours: the ids come from the tokenizer itself, so all are in the vocabulary.
         """
         rejects: dict[int, Reject] = {}
         lengths = np.diff(batch.cu_seqlens)
         for number in np.flatnonzero(lengths == 0).tolist():
             rejects[number] = Reject(Reason.EMPTY, "its text gives no token")
-        if self.vocabulary is not None:
+        if self.vocabulary is not None and not are_ours:
             self._check_ids(batch, rejects)
         labels = batch.labels
         if self.image_token_id is not None:
@@ -82,6 +85,10 @@ class TokenRules:
 
     def _check_ids(self, batch: TokenBatch, rejects: dict[int, Reject]) -> None:
         assert self.vocabulary is not None
+        lowest = np.where(batch.labels == IGNORE_INDEX, 0, batch.labels).min(initial=0)
+        highest = max(batch.input_ids.max(initial=0), batch.labels.max(initial=0))
+        if min(lowest, batch.input_ids.min(initial=0)) >= 0 and highest < self.vocabulary:
+            return
         for name, values in (("input_ids", batch.input_ids), ("labels", batch.labels)):
             wrong = (values < 0) | (values >= self.vocabulary)
             if name == "labels":

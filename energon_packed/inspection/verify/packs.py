@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from energon_packed.dataflow.encode import encode_sample
-from energon_packed.encoding import ChatEncoder
+from energon_packed.dataflow.encode import checked_sample
+from energon_packed.encoding import ChatEncoder, EncodedSample
 from energon_packed.encoding.images import load_image
-from energon_packed.errors import EnergonPackedError
+from energon_packed.errors import EnergonPackedError, Reject
 from energon_packed.flavors import load_pack
 from energon_packed.formats import Codec, StoredSample
 from energon_packed.inspection.folder import PackedFolder, packs_of
@@ -95,7 +95,10 @@ class PackChecker:
                     load_image(image)
                 except EnergonPackedError as error:
                     here.images.fail(f"{where}, sample {one.conversation.id}: {error}")
-        lengths = [self._length(here, key, one) for one in samples]
+        encoded: list[EncodedSample | Reject | None] = [None] * len(samples)
+        if self.encoder is not None:
+            encoded = [*self.encoder.encode_many([one.conversation for one in samples])]
+        lengths = [self._length(here, key, *pair) for pair in zip(samples, encoded, strict=True)]
         known = np.array([length for length in lengths if length > 0], dtype=np.int64)
         here.counts["tokens"] += int(known.sum())
         if self.manifest is None:
@@ -107,14 +110,16 @@ class PackChecker:
             kind = one.conversation.kind if self.manifest.group_by == "media" else "any"
             here.shortest[kind] = sorted([*here.shortest.get(kind, []), length])[:2]
 
-    def _length(self, here: TarContents, key: str, sample: StoredSample) -> int:
+    def _length(
+        self, here: TarContents, key: str, sample: StoredSample, encoded: EncodedSample | Reject | None
+    ) -> int:
         """Tokens of a sample: as encoded again, else as recorded, else -1."""
         recorded = -1 if sample.length is None else sample.length
-        if self.encoder is None:
+        if encoded is None:
             return recorded
         where = f"{here.name}: {key}, sample {sample.conversation.id}"
         try:
-            one = encode_sample(sample, self.encoder, key, check_lengths=False)
+            one = checked_sample(sample, encoded, key, check_lengths=False)
         except EnergonPackedError as error:
             here.encoded.fail(f"{where}: {error}")
             return recorded
