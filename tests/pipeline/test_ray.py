@@ -79,7 +79,7 @@ def test_three_nodes_write_what_one_process_writes_even_when_one_dies(
     assert contents(stored.shards.parent) == contents(pack_demo(**tokens).shards.parent)
 
     progress = _KillsANode(cluster)
-    hurt = pack(PackOptions(output_dir=tmp_path / "hurt", **settings), progress)
+    hurt = pack(PackOptions(output_dir=tmp_path / "hurt", **settings), progress=progress)
     assert progress.killed
     assert contents(hurt.shards.parent) == contents(local.shards.parent)
     assert not list(hurt.shards.rglob(".*.tmp"))
