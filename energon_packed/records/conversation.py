@@ -57,8 +57,9 @@ class Conversation:
         fps: frames per second of the source video, stored as given.
         timestamp_decimal: decimals of frame timestamps, stored as given.
         unused_fields: names of fields of the record and of its turns that nothing reads, for the counts of a run.
+        notes: what was decided for the record, such as "image without placeholder", for the counts of a run.
 
-    Two conversations are equal when all of these are, `unused_fields` aside.
+    Two conversations are equal when all of these are, `unused_fields` and `notes` aside.
     """
 
     id: str | None = None
@@ -73,6 +74,7 @@ class Conversation:
     fps: float | None = None
     timestamp_decimal: int | None = None
     unused_fields: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.messages and not self.text and (self.input_ids is None or len(self.input_ids) == 0):
@@ -96,7 +98,7 @@ class Conversation:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Conversation):
             return NotImplemented
-        names = (name for name in self.__slots__ if name != "unused_fields")
+        names = (name for name in self.__slots__ if name not in ("unused_fields", "notes"))
         return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     __hash__ = None  # type: ignore[assignment]  # arrays have none

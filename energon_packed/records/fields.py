@@ -22,17 +22,16 @@ def read_text(value: Any, what: str) -> str:
     return value
 
 
-def read_turns(record: Record, key: str) -> list[Record]:
+def read_objects(value: Any, what: str) -> list[Record]:
     """A non-empty list of objects."""
-    turns = record[key]
-    if not isinstance(turns, list | tuple):
-        raise RecordError(Reason.MISSING_FIELD, f"{key} must be a list, not {type(turns).__name__}")
-    if not turns:
-        raise RecordError(Reason.EMPTY, f"{key} is an empty list")
-    for turn in turns:
-        if not isinstance(turn, OBJECT):
-            raise RecordError(Reason.MISSING_FIELD, f"an entry of {key} is {type(turn).__name__}, not an object")
-    return list(turns)
+    if not isinstance(value, list | tuple):
+        raise RecordError(Reason.MISSING_FIELD, f"{what} must be a list, not {type(value).__name__}")
+    if not value:
+        raise RecordError(Reason.EMPTY, f"{what} is an empty list")
+    for entry in value:
+        if not isinstance(entry, OBJECT):
+            raise RecordError(Reason.MISSING_FIELD, f"an entry of {what} is {type(entry).__name__}, not an object")
+    return list(value)
 
 
 def flatten(value: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from energon_packed.records.media import MediaReference
 
 VIDEO_PLACEHOLDER = "<video>"
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
+_TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>([^<>\n]+)</img>")
 _IMAGE_FIELDS = ("images", "image")
 _VIDEO_FIELDS = ("video", "videos")
 _MISNAMED_IMAGES = ("image_path", "image_paths", "image_file", "image_files", "img", "imgs")
@@ -41,6 +42,8 @@ class Media:
         has_videos: the record has a video field, so each `<video>` in its text is a placeholder.
         is_video: the images are frames of a video.
         inline: images of content parts, in order.
+        unused_fields: of turns and parts: fields that nothing reads.
+        notes: what was decided while reading.
     """
 
     root: str | None
@@ -50,6 +53,16 @@ class Media:
     has_videos: bool = False
     is_video: bool = False
     inline: list[MediaReference] = field(default_factory=list)
+    unused_fields: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def take_tagged(self, text: str) -> str:
+        """The text with `<image>` for each `<img>path</img>` of Qwen-VL, its `Picture 1:` included."""
+        if "<img>" not in text:
+            return text
+        for match in _TAGGED.finditer(text):
+            self.add_inline(match[1].strip())
+        return _TAGGED.sub(IMAGE_PLACEHOLDER, text)
 
     def add_inline(self, value: Any) -> None:
         """An image of a content part."""
@@ -80,14 +93,19 @@ class Media:
         return texts
 
 
-def read_media(record: Record, root: str | None) -> Media:
+def read_media(record: Record, root: str | None, *, with_images: bool = True) -> Media:
     """Media of the fields of a record.
+
+    Args:
+        record: with image and video fields, or none.
+        root: folder that relative paths start from.
+        with_images: read `images` and `image`; False where the shape does.
 
     Raises:
         RecordError: `unsupported_media` for a video file, audio, or media in a field of another name; `missing_image`;
             `image_count_mismatch` when images are given twice.
     """
-    media = Media(root, images=references(record, _IMAGE_FIELDS, root))
+    media = Media(root, images=references(record, _IMAGE_FIELDS, root) if with_images else [])
     if media.images:
         media.per_turn = _images_per_turn(record.get("images"))
     if _BEYOND_IMAGES.isdisjoint(record):
@@ -108,7 +126,7 @@ def references(record: Record, keys: Sequence[str], root: str | None) -> list[Me
     given = [key for key in keys if record.get(key) is not None]
     if not given:
         return []
-    given = [key for key in given if flatten(record[key])]
+    given = [key for key in given if record[key] != "" and flatten(record[key])]
     if len(given) > 1:
         raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(given)} are given; use one")
     return [MediaReference.from_value(item, root) for key in given for item in flatten(record[key])]

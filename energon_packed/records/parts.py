@@ -1,19 +1,28 @@
-"""Typed content parts: `[{"type": "text", "text": ...}, {"type": "image", "image": ...}]`."""
+"""Content parts: `[{"type": "text", "text": ...}, {"type": "image", "image": ...}]`, with or without their type."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records.accounting import is_given, unused_fields
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
-from energon_packed.records.fields import read_text
+from energon_packed.records.fields import Record, key_names, read_text
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
+
+_IMAGE_FIELDS = ("image", "image_url", "path", "url")
+_KINDS = {"text": "text", "image": "image", "image_url": "image", "video": "video", "input_text": "text"}
+_FIELDS = {
+    "text": frozenset(("type", "text")),
+    "image": frozenset(("type", *_IMAGE_FIELDS)),
+    "video": frozenset(("type", "video", "frames")),
+}
 
 
 def read_parts(parts: Iterable[Any], media: Media) -> str:
-    """Text of content parts with placeholders; their images join `media.inline`.
+    """Text of content parts with placeholders; their images and unused fields join `media`.
 
     Raises:
-        RecordError: a part of an unknown type, or a video that is not a list of frames.
+        RecordError: a part of an unknown type, a video that is not a list of frames, or an unsupported field.
     """
     return "".join([_read_part(part, media) for part in parts])
 
@@ -21,17 +30,30 @@ def read_parts(parts: Iterable[Any], media: Media) -> str:
 def _read_part(part: Any, media: Media) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    kind = _kind(part) if isinstance(part, Mapping) else None
+    if kind is None:
+        name = repr(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
+        keys = f" with the keys {key_names(part)}" if isinstance(part, Mapping) and part.get("type") is None else ""
+        raise RecordError(
+            Reason.MISSING_FIELD, f"a content part of type {name}{keys}; use text, image, image_url or video"
+        )
+    media.unused_fields.update(unused_fields(part, _FIELDS[kind], f"a content part of type {kind}"))
     if kind == "text":
         return read_text(part.get("text"), "a text part")
-    if kind in ("image", "image_url"):
-        value = part.get("image") or part.get("image_url") or part.get("path") or part.get("url")
-        if value:
-            media.add_inline(value)
-        return IMAGE_PLACEHOLDER
     if kind == "video":
         return _read_video(part, media)
-    raise RecordError(Reason.MISSING_FIELD, f"a content part of type {kind!r}; use text, image, image_url or video")
+    value = next((part[name] for name in _IMAGE_FIELDS if part.get(name)), None)
+    if value:
+        media.add_inline(value)
+    return IMAGE_PLACEHOLDER
+
+
+def _kind(part: Record) -> str | None:
+    """`text`, `image` or `video`: by its type, or else by the one of its fields that has a value."""
+    if part.get("type") is not None:
+        return _KINDS.get(part["type"]) if isinstance(part["type"], str) else None
+    found = {_KINDS[name] for name in ("text", "image", "image_url", "video") if is_given(part.get(name))}
+    return found.pop() if len(found) == 1 else None
 
 
 def _read_video(part: Mapping[str, Any], media: Media) -> str:

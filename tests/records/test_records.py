@@ -172,13 +172,13 @@ def test_tools_calls_and_metadata_are_kept() -> None:
     ("record", "reason", "detail"),
     [
         ([1], "bad_json", "must be an object, not list"),
-        ({"question": "?"}, "missing_field", "none of messages, conversations, captions, input_ids, text"),
+        ({"question": "?"}, "missing_field", "none of messages, conversations, contents, captions, input_ids"),
         ({"messages": [{"content": "x"}]}, "missing_field", "a message has no role"),
         ({"messages": [{"role": "user"}]}, "missing_field", "the user message has no content"),
         ({"messages": ["x"]}, "missing_field", "an entry of messages is str"),
         ({"messages": [{"role": "user", "content": 5}]}, "missing_field", "must be text, not int"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "missing_field", "type 'audio'"),
-        ({"conversations": [{"from": "human"}]}, "missing_field", "a turn needs from and value"),
+        ({"conversations": [{"from": "human"}]}, "missing_field", "the user message has no content"),
         ({"prompts": ["a", "b"], "captions": ["c"]}, "missing_field", "2 prompts for 1 captions"),
         ({"input_ids": [1, 2], "labels": [1]}, "missing_field", "labels has 1 entries for 2 input_ids"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "missing_field", "loss_mask has 1 entries"),
@@ -196,7 +196,7 @@ def test_tools_calls_and_metadata_are_kept() -> None:
         ({"messages": [USER], "timestamp_decimal": float("nan")}, "missing_field", "must be a number, not nan"),
         ({"captions": ["c"], "images": ["data:image/png;base64,é"]}, "corrupt_image", "data:image"),
         ({"captions": ["c"], "images": ["file://[abc/x.png"]}, "missing_image", "Invalid IPv6"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, "bad_role", "role 'bot'; use one of system, user"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "bad_role", "role 'narrator'; use one of user, human"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "bad_role", "from 'alien'"),
         ({"messages": [USER, {"role": "system", "content": "x"}]}, "bad_role", "message 1 is a system message"),
         (
@@ -209,7 +209,7 @@ def test_tools_calls_and_metadata_are_kept() -> None:
             "image_count_mismatch",
             "1 <image> placeholders for 0",
         ),
-        ({"messages": [USER, ANSWER], "images": ["a"]}, "image_count_mismatch", "0 <image> placeholders for 1"),
+        ({"messages": [ANSWER], "images": ["a"]}, "image_count_mismatch", "0 <image> placeholders for 1"),
         (
             {
                 "messages": [{"role": "user", "content": [{"type": "image", "image": "a"}]}, ANSWER],

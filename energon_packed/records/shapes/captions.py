@@ -4,7 +4,10 @@ Without any placeholder, images stand before the first prompt; a list of one ima
 own. This is the input of LLaVA-OneVision-2's offline packer.
 """
 
+from typing import ClassVar
+
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records.accounting import COMMON_FIELDS, is_given, unsupported
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER, Message
 from energon_packed.records.fields import Record, flatten, read_text
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
@@ -15,11 +18,15 @@ class Captions(Shape):
     """Alternating prompts and captions."""
 
     key = "captions"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"captions", "prompts"}
+    images_lead: ClassVar[bool] = True
 
     def read(self, record: Record, media: Media) -> Draft:
         """User and assistant turns."""
         captions = [read_text(item, "a caption") for item in flatten(record["captions"])]
         given = record.get("prompts")
+        if given is None and is_given(record.get("prompt")):
+            raise unsupported("prompt", remedy="beside captions it is likely meant as prompts; rename it")
         prompts = [read_text(item, "a prompt") for item in flatten(given)] if given is not None else []
         if not captions:
             raise RecordError(Reason.EMPTY, "captions is an empty list")

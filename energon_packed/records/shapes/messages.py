@@ -1,32 +1,24 @@
-"""OpenAI-style chat: `{"messages": [{"role": "user", "content": "..."}, ...]}`; content is text or typed parts."""
+"""OpenAI-style chat: `{"messages": [{"role": "user", "content": "..."}, ...]}`; content is text or typed parts.
 
-from energon_packed.errors import Reason, RecordError
-from energon_packed.records.conversation import EXTRA_FIELDS, Message
-from energon_packed.records.fields import Record, key_names, read_text, read_turns
+A record that is a bare list of messages is read as this shape.
+"""
+
+from typing import ClassVar
+
+from energon_packed.records.accounting import COMMON_FIELDS
+from energon_packed.records.fields import Record
 from energon_packed.records.media_fields import Media
-from energon_packed.records.parts import read_parts
 from energon_packed.records.shapes.shape import Draft, Shape
+from energon_packed.records.turns import read_messages
 
 
 class Messages(Shape):
     """Turns with a role and a content."""
 
     key = "messages"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"messages", "instruction"}
+    instruction_is_system: ClassVar[bool] = True
 
     def read(self, record: Record, media: Media) -> Draft:
-        """The messages, with their tool calls and reasoning."""
-        return Draft(messages=[_message(turn, media) for turn in read_turns(record, self.key)])
-
-
-def _message(turn: Record, media: Media) -> Message:
-    role, content = turn.get("role"), turn.get("content")
-    if role is None:
-        raise RecordError(Reason.MISSING_FIELD, f"a message has no role; its keys are {key_names(turn)}")
-    extra = {}
-    if content is None or len(turn) > 2:  # most messages have a role and a content, and nothing else
-        extra = {key: turn[key] for key in EXTRA_FIELDS if turn.get(key)}
-    if content is None and not extra:
-        raise RecordError(Reason.MISSING_FIELD, f"the {role} message has no content")
-    if isinstance(content, list | tuple):
-        content = read_parts(content, media)
-    return Message(str(role), read_text(content or "", f"content of a {role} message"), extra)
+        """The messages, with their tool calls, reasoning and weights."""
+        return Draft(messages=read_messages(record[self.key], self.key, media))

@@ -33,9 +33,19 @@ class Shape(ABC):
 
     Attributes:
         key: the field that identifies the shape; also its name in messages.
+        fields: fields of the record that are read, those of every shape included; others are counted as unused, or
+            rejected where ignoring them would change training. None, where a shape does not say: nothing is counted.
+        instruction_is_system: `instruction` is a system prompt beside this shape.
+        images_lead: images stand before the first user turn where no placeholder places them. Elsewhere they do too,
+            but the conversation gets a note.
+        reads_images: the shape reads `images` and `image` itself.
     """
 
     key: ClassVar[str]
+    fields: ClassVar[frozenset[str] | None] = None
+    instruction_is_system: ClassVar[bool] = False
+    images_lead: ClassVar[bool] = False
+    reads_images: ClassVar[bool] = False
 
     def matches(self, record: Record) -> bool:
         """Whether the record has this shape: by default, whether `key` has a value."""

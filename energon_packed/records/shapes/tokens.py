@@ -1,8 +1,11 @@
 """Already tokenized: `{"input_ids": [...], "labels": [...]}`, or `loss_mask` in place of labels."""
 
+from typing import ClassVar
+
 import numpy as np
 
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records.accounting import COMMON_FIELDS
 from energon_packed.records.fields import Record, read_tokens
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
@@ -12,6 +15,7 @@ class Tokens(Shape):
     """Token ids with labels; without either, every token is supervised."""
 
     key = "input_ids"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"input_ids", "labels", "loss_mask"}
 
     def read(self, record: Record, media: Media) -> Draft:
         """Ids and labels, int64 (L,)."""
