@@ -1,7 +1,7 @@
 """Values of record fields, checked: a wrong type is a RecordError that names the field."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,27 @@ def read_text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise RecordError(Reason.MISSING_FIELD, f"{what} must be text, not {type(value).__name__}")
     return value
+
+
+def one_text(record: Record, names: Sequence[str]) -> str | None:
+    """The text of the one of these fields that has any; None without.
+
+    Raises:
+        RecordError: `unsupported_field`, when two of them have different texts; `missing_field`, for another type.
+    """
+    given = {name: read_text(record[name], name) for name in names if record.get(name) not in (None, "")}
+    if len(set(given.values())) > 1:
+        raise RecordError(Reason.UNSUPPORTED_FIELD, f"{' and '.join(given)} differ; keep the one that is meant")
+    return next(iter(given.values()), None)
+
+
+def joined_texts(record: Record, names: Sequence[str]) -> str:
+    """The texts of these fields, with a blank line between.
+
+    Raises:
+        RecordError: `missing_field`, for another type.
+    """
+    return "\n\n".join([read_text(record[name], name) for name in names if record.get(name) not in (None, "")])
 
 
 def read_objects(value: Any, what: str) -> list[Record]:
