@@ -39,8 +39,10 @@ from .pipeline import PackOptions as PackOptions
 from .pipeline import PackResult as PackResult
 from .pipeline import Progress as Progress
 from .pipeline import pack as pack
+from .records import Adapter as Adapter
 from .records import Conversation as Conversation
 from .records import Draft as Draft
+from .records import FieldMap as FieldMap
 from .records import MediaReference as MediaReference
 from .records import Message as Message
 from .records import Shape as Shape

@@ -60,7 +60,9 @@ class Reason(StrEnum):
     NO_SUPERVISED_TOKENS = "no_supervised_tokens"
     UNSUPPORTED_MEDIA = "unsupported_media"
     UNSUPPORTED_FIELD = "unsupported_field"
-    NOT_RENDERED = "not_rendered"  # append new reasons at the end: restart state stores their index
+    NOT_RENDERED = "not_rendered"
+    DROPPED_BY_ADAPTER = "dropped_by_adapter"
+    ADAPTER_FAILED = "adapter_failed"  # append new reasons at the end: restart state stores their index
 
 
 @dataclass(frozen=True, slots=True)

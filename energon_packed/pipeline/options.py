@@ -17,6 +17,7 @@ from energon_packed.formats import CODECS, Codec, codec_for
 from energon_packed.options import check, declared, option
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
+from energon_packed.records import Adapter, FieldMap
 from energon_packed.shards.nv_meta import SPLITS
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -87,6 +88,14 @@ class InputOptions:
     use_patch_positions: bool = option(
         True, help="Ignore patch_positions in the records.", group=INPUT, flags=("--no-npy",), decides="lengths"
     )
+    map: str | None = option(
+        None, help="Names of the fields of flat records.", group=INPUT, decides="lengths",
+        metavar="user=FIELD,assistant=FIELD,...",
+    )  # fmt: skip
+    adapter: str | None = option(
+        None, help="Function that makes each record: it returns a record, a Conversation, or None to drop it.",
+        group=INPUT, decides="lengths", metavar="MODULE:FUNCTION",
+    )  # fmt: skip
     tokenizer: Path | None = option(
         None, help="Folder with tokenizer.json and a chat template.", group=TOKENS, metavar="DIR"
     )
@@ -128,6 +137,9 @@ class InputOptions:
             raise ConfigError(f"`inputs` is {self.inputs!r}; pass one path or a list of paths")
         object.__setattr__(self, "inputs", tuple(map(str, given)))
         check(self)
+        if self.map is not None:  # text, or the mapping of a config file
+            object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
+        self.reading_key()  # a wrong adapter is an error now, not in the first worker
         check_algorithm(self.algorithm)
         if not self.inputs:
             raise ConfigError("no input; pass one or more files")
@@ -140,6 +152,21 @@ class InputOptions:
             raise ConfigError(
                 f"`image_root` {self.image_root} is not a folder; pass the folder that image paths start from"
             )
+
+    @property
+    def field_map(self) -> FieldMap | None:
+        """The parsed `map`."""
+        return None if self.map is None else FieldMap.parse(self.map)
+
+    @property
+    def adapter_function(self) -> Adapter | None:
+        """What loads `adapter` in each process."""
+        return None if self.adapter is None else Adapter(self.adapter)
+
+    def reading_key(self) -> list[str | None]:
+        """What decides how records are read, for fingerprints: the map, the adapter, and the adapter's source text."""
+        adapter = self.adapter_function
+        return [str(self.field_map or ""), self.adapter, None if adapter is None else adapter.source]
 
     @property
     def codec(self) -> Codec:

@@ -7,7 +7,7 @@ from functools import cached_property
 from energon_packed.errors import RecordError
 from energon_packed.formats import codec_for
 from energon_packed.pipeline.options import part_suffix
-from energon_packed.records import Conversation, normalize
+from energon_packed.records import Adapter, Conversation, FieldMap, normalize
 from energon_packed.sources import Row, Source
 
 
@@ -20,12 +20,16 @@ class RecordReader:
         sample_class: flavor that will hold the conversations; those it cannot hold are rejected.
         use_patch_positions: False ignores the .npy files that records name.
         part: number of the part of the input, or None for all of it.
+        field_map: names the fields of the records; None where their shapes do.
+        adapter: makes records of the user's own; None without.
     """
 
     sources: Sequence[Source]
     sample_class: str
     use_patch_positions: bool
     part: int | None = None
+    field_map: FieldMap | None = None
+    adapter: Adapter | None = None
 
     def conversation(self, source: int, row: Row) -> Conversation:
         """A record as a conversation; `id` is None where the record has none.
@@ -35,7 +39,15 @@ class RecordReader:
         """
         if row.reject is not None:
             raise RecordError.of(row.reject)
-        conversation = normalize(row.record, image_root=self.sources[source].image_root)
+        record = row.record
+        if self.adapter is not None:
+            record = self.adapter.apply(record)
+        if self.field_map is not None and not isinstance(record, Conversation):
+            record = self.field_map.apply(record)
+        if isinstance(record, Conversation):
+            conversation = record
+        else:
+            conversation = normalize(record, image_root=self.sources[source].image_root)
         if conversation.patch_positions and not self.use_patch_positions:
             conversation = replace(conversation, patch_positions=())
         codec_for(self.sample_class).check(conversation)

@@ -85,6 +85,8 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
         sample_class=options.sample_class,
         use_patch_positions=options.use_patch_positions,
         part=options.part[0] if options.part else None,
+        field_map=options.field_map,
+        adapter=options.adapter_function,
     )
     keys = make_keys(options, sources, options.part)
     if not options.resume:

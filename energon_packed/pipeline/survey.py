@@ -96,7 +96,11 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
     with _work_folder(options) as space:
         sources = open_sources(options.inputs, work_dir=space.work, image_root=options.image_root)
         reader = RecordReader(
-            sources=sources, sample_class=options.sample_class, use_patch_positions=options.use_patch_positions
+            sources=sources,
+            sample_class=options.sample_class,
+            use_patch_positions=options.use_patch_positions,
+            field_map=options.field_map,
+            adapter=options.adapter_function,
         )
         stage = MeasureStage(
             folder=space.measure_folder(make_keys(options, sources, None).measure),
