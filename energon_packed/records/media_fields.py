@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records.accounting import unused_fields
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import Record, flatten
 from energon_packed.records.media import MediaReference
@@ -18,6 +19,7 @@ VIDEO_PLACEHOLDER = "<video>"
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 _TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>([^<>\n]+)</img>")
 _IMAGE_FIELDS = ("images", "image")
+_OBJECT_FIELDS = frozenset(("bytes", "path", "url", "image"))
 _VIDEO_FIELDS = ("video", "videos")
 _MISNAMED_IMAGES = ("image_path", "image_paths", "image_file", "image_files", "img", "imgs")
 _MISNAMED_VIDEOS = ("frames", "video_frames", "video_path", "video_paths")
@@ -66,6 +68,7 @@ class Media:
 
     def add_inline(self, value: Any) -> None:
         """An image of a content part."""
+        self.unused_fields.update(_unused(value))
         self.inline.append(MediaReference.from_value(value, self.root))
 
     def place(self, texts: Sequence[str]) -> list[str]:
@@ -129,7 +132,15 @@ def references(record: Record, keys: Sequence[str], root: str | None) -> list[Me
     given = [key for key in given if record[key] != "" and flatten(record[key])]
     if len(given) > 1:
         raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(given)} are given; use one")
-    return [MediaReference.from_value(item, root) for key in given for item in flatten(record[key])]
+    items = [item for key in given for item in flatten(record[key])]
+    for item in items:
+        _unused(item)
+    return [MediaReference.from_value(item, root) for item in items]
+
+
+def _unused(image: Any) -> tuple[str, ...]:
+    """Fields of an image object that nothing reads; those that would change training are rejected."""
+    return unused_fields(image, _OBJECT_FIELDS, "an image") if isinstance(image, Mapping) else ()
 
 
 def _images_per_turn(value: Any) -> list[int] | None:

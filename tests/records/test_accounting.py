@@ -1,0 +1,163 @@
+"""Nothing of a record is ignored: each field is used, counted by name, or rejected with a reason."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packed import Conversation, normalize
+from energon_packed.errors import RecordError
+from energon_packed.records.shapes import SHAPES
+
+HI = {"role": "user", "content": "Hi"}
+HELLO = {"role": "assistant", "content": "Hello."}
+CHAT = {"messages": [HI, HELLO]}
+
+
+def turn(**fields: Any) -> dict[str, Any]:
+    return {"messages": [HI, {**HELLO, **fields}]}
+
+
+def part(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png", **fields}]}, HELLO]}
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "detail"),
+    [
+        ({**CHAT, "chosen": "a", "rejected": "b"}, "unsupported_field", "preference data is out of scope"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "unsupported_field", "preference data is out of scope"),
+        ({"prompt": "a", "completion": "b", "label": False}, "unsupported_field", "preference data is out of scope"),
+        ({**CHAT, "objects": {"bbox": [[1, 2, 3, 4]]}}, "unsupported_field", "the field objects of the record"),
+        ({**CHAT, "bbox": [1, 2, 3, 4]}, "unsupported_field", "write the boxes into the text"),
+        ({**CHAT, "loss": 0}, "unsupported_field", "give each turn a weight: 0 or 1"),
+        ({**CHAT, "weight": 0.5}, "unsupported_field", "the field weight of the record is not supported"),
+        ({**CHAT, "mask": [0, 1]}, "unsupported_field", "the field mask of the record"),
+        ({**CHAT, "max_pixels": 9}, "unsupported_field", "pass min_pixels and max_pixels as options"),
+        ({**CHAT, "reasoning": "Hm."}, "unsupported_field", "into the assistant turn as reasoning_content"),
+        ({**CHAT, "audio": 5}, "unsupported_field", "audio is not supported"),
+        ({**CHAT, "video_url": "a"}, "unsupported_field", "the field video_url of the record"),
+        ({**CHAT, "pic": {"bytes": b"1"}}, "unsupported_media", "the field pic of the record holds a medium"),
+        ({"text": "A", "tools": [1]}, "unsupported_field", "the field tools of the record"),
+        ({"input_ids": [1], "system_prompt": "S"}, "unsupported_field", "the field system_prompt of the record"),
+        ({**CHAT, "tools": [1], "functions": [1]}, "unsupported_field", "both tools and functions; keep tools"),
+        ({**CHAT, "system": "a", "system_prompt": "b"}, "bad_role", "system and system_prompt of the record differ"),
+        ({"prompt": "a", "captions": ["b"], "image": "c"}, "unsupported_field", "likely meant as prompts"),
+        (turn(weight=-1), "unsupported_field", "weight of a turn is -1; use a number of at least 0"),
+        (turn(weight="high"), "unsupported_field", "weight of a turn is 'high'"),
+        (turn(weight=float("nan")), "unsupported_field", "weight of a turn is nan"),
+        (turn(loss=0.3), "unsupported_field", "loss of a turn is 0.3; use true or false"),
+        (turn(mask=True), "unsupported_field", "write weight: 1 or weight: 0"),
+        (turn(weight=1, train=False), "unsupported_field", "weight and train, which differ"),
+        (turn(train_detail=[{"train": False}]), "unsupported_field", "the field train_detail of a turn"),
+        (turn(audio="a.wav"), "unsupported_field", "the field audio of a turn"),
+        (turn(value="Bye."), "unsupported_field", "content and value, which differ"),
+        ({"messages": [{**HI, "train": True}, HELLO]}, "unsupported_field", "train is True for a user turn"),
+        (turn(reasoning="a", thinking="b"), "unsupported_field", "reasoning and thinking, which differ"),
+        (turn(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "bad_json", "arguments of f is not JSON"),
+        (turn(tool_calls=[{"function": {"name": "f", "arguments": "5"}}]), "bad_json", "use a JSON object"),
+        (turn(tool_calls=[{"function": {"arguments": {}}}]), "missing_field", "a call of tool_calls has no name"),
+        (turn(tool_calls=[{"name": "f"}], function_call={"name": "f"}), "unsupported_field", "keep tool_calls"),
+        ({"messages": [HI, {"from": "function_call", "value": "f(x)"}]}, "bad_json", "function_call turn is not JSON"),
+        (part(min_pixels=9), "unsupported_field", "the field min_pixels of a content part"),
+        (part(resized_height=28), "unsupported_field", "the field resized_height of a content part"),
+        ({**CHAT, "images": [{"path": "a", "max_pixels": 9}]}, "unsupported_field", "field max_pixels of an image"),
+        ({"contents": [{"parts": [{"functionCall": {"name": "f"}}]}]}, "unsupported_field", "functionCall in a part"),
+        ({"question": "Q", "choices": ["a", "b"], "answer": 2}, "missing_field", "answer 2 is none of 2 choices"),
+        ({"question": "Q", "choices": ["a"], "answer": 0, "options": ["b"]}, "unsupported_field", "the field options"),
+        ({"question": "Q", "answer_idx": 1}, "unsupported_field", "the record has none"),
+        ({"question": "Q", "answer": "a", "response": "b"}, "unsupported_field", "answer and response differ"),
+        ({"prompt": "a", "completion": "b", "response": "c"}, "unsupported_field", "the field response of the record"),
+        ({"texts": ["a", None], "images": ["b"]}, "image_count_mismatch", "texts has 2 entries and images 1"),
+        ({"text_list": ["a"], "image_info": [{"matched_text_index": 1}]}, "missing_field", "use 0 to 0"),
+        ({"caption": "a"}, "missing_image", "caption has neither an image nor a prompt"),
+        ({"instruction": "a", "output": ""}, "empty", "none of output, response has a text"),
+        ({"query": "a", "response": "b", "history": ["c"]}, "missing_field", "not a pair of question and answer"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_rejected_by_name(record: Any, reason: str, detail: str) -> None:
+    with pytest.raises(RecordError) as caught:
+        normalize(record)
+    assert (caught.value.reason.value, detail in caught.value.detail) == (reason, True), caught.value.detail
+    assert "\n" not in str(caught.value)
+
+
+def test_other_fields_are_counted_by_name() -> None:
+    record = {**turn(source="x", name=None), "url": "u", "license": "", "score": None, "video_id": "v", "objects": []}
+    assert normalize(record).unused_fields == ("license", "source", "url", "video_id")
+
+
+def test_every_shape_declares_the_fields_that_it_reads() -> None:
+    assert all(shape.fields is not None for shape in SHAPES)
+
+
+WORDS = st.text("abcdefghij", min_size=8, max_size=8).map(lambda word: f"w{word}w")
+PAIRS = (("role", "content"), ("from", "value"), ("speaker", "text"), ("role", "value"))
+ROLES = ("user", "human", "assistant", "gpt", "model", "system", "developer", "tool", "observation", "narrator")
+FLAT = (
+    *("instruction", "input", "context", "output", "response", "prompt", "completion", "query", "question", "answer"),
+    *("caption", "text", "system", "system_prompt", "hint", "chosen", "reasoning", "url"),
+)
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> list[dict[str, Any]]:
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        role, content = draw(st.sampled_from(PAIRS))
+        one: dict[str, Any] = {role: draw(st.sampled_from(ROLES)), content: draw(WORDS)}
+        for name in draw(
+            st.sets(st.sampled_from(("reasoning", "thinking", "weight", "loss", "audio", "source")), max_size=2)
+        ):
+            one[name] = draw(st.sampled_from((0, 1, None))) if name in ("weight", "loss") else draw(WORDS)
+        found.append(one)
+    return found
+
+
+@st.composite
+def records(draw: st.DrawFn) -> dict[str, Any]:
+    record: dict[str, Any] = {name: draw(WORDS) for name in draw(st.sets(st.sampled_from(FLAT), max_size=5))}
+    kind = draw(st.sampled_from(("flat", "messages", "conversations", "conversation", "captions", "texts", "choices")))
+    if kind in ("messages", "conversations", "conversation"):
+        record[kind] = draw(turns())
+    elif kind == "captions":
+        record.update(prompts=[draw(WORDS), draw(WORDS)], captions=[draw(WORDS), draw(WORDS)])
+    elif kind == "texts":
+        record["texts"] = [{"user": draw(WORDS), "assistant": draw(WORDS), "source": draw(WORDS)}]
+    elif kind == "choices":
+        record.update(question=draw(WORDS), choices=[draw(WORDS), draw(WORDS)], answer=draw(st.integers(0, 2)))
+    if draw(st.booleans()):
+        record["images"] = ["a.png"]
+    return record
+
+
+def given_texts(value: Any, name: str, unused: tuple[str, ...]) -> list[str]:
+    """All words of a record, those in unused fields aside."""
+    if name in unused:
+        return []
+    if isinstance(value, dict):
+        return [word for key, inner in value.items() for word in given_texts(inner, key, unused)]
+    if isinstance(value, list):
+        return [word for inner in value for word in given_texts(inner, name, unused)]
+    return [value] if isinstance(value, str) and value.startswith("w") else []
+
+
+def all_text(conversation: Conversation) -> str:
+    turns = [f"{m.content} {m.extra}" for m in conversation.messages]
+    return " ".join([conversation.text or "", *turns])
+
+
+@given(records())
+@settings(max_examples=600, deadline=None)
+def test_every_given_text_is_used_counted_or_costs_the_record(record: dict[str, Any]) -> None:
+    try:
+        conversation = normalize(record)
+    except RecordError as error:
+        assert "\n" not in str(error)
+        return
+    text = all_text(conversation)
+    unused = conversation.unused_fields
+    assert not [word for word in given_texts(record, "", unused) if word not in text]
+    assert not {"chosen", "reasoning", "system", "system_prompt", "audio", "loss", "weight"} & set(unused)
+    assert text.count("<image>") == len(conversation.images)
