@@ -69,7 +69,7 @@ def unused_fields(record: Record, known: frozenset[str], what: str = "the record
                 Reason.UNSUPPORTED_MEDIA, f"the field {name} of {what} holds a medium; rename it to images"
             )
         if value is not None and not is_risky:
-            found.append(name)
+            found.append(str(name))
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import unused_fields
+from energon_packed.records.accounting import is_given, unused_fields
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import Record, flatten
 from energon_packed.records.media import MediaReference
@@ -129,7 +129,7 @@ def references(record: Record, keys: Sequence[str], root: str | None) -> list[Me
     given = [key for key in keys if record.get(key) is not None]
     if not given:
         return []
-    given = [key for key in given if record[key] != "" and flatten(record[key])]
+    given = [key for key in given if is_given(record[key]) and flatten(record[key])]
     if len(given) > 1:
         raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(given)} are given; use one")
     items = [item for key in given for item in flatten(record[key])]

@@ -39,7 +39,7 @@ def _read_part(part: Any, media: Media) -> str:
         )
     media.unused_fields.update(unused_fields(part, _FIELDS[kind], f"a content part of type {kind}"))
     if kind == "text":
-        return read_text(part.get("text"), "a text part")
+        return media.take_tagged(read_text(part.get("text"), "a text part"))
     if kind == "video":
         return _read_video(part, media)
     value = next((part[name] for name in _IMAGE_FIELDS if part.get(name)), None)

@@ -22,6 +22,8 @@ def place_media(draft: Draft, media: Media, shape: Shape) -> None:
     Raises:
         RecordError: media are given twice, or placeholders and videos do not match.
     """
+    if any("<img>" in message.content for message in draft.messages):  # of shapes that have no turns of their own
+        draft.messages = [replace(message, content=media.take_tagged(message.content)) for message in draft.messages]
     if media.inline and media.images:
         raise RecordError(
             Reason.IMAGE_COUNT_MISMATCH, "images stand both in the messages and in the images field; use one"

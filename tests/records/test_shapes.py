@@ -105,6 +105,14 @@ FORMATS: dict[str, tuple[Any, list[tuple[Any, ...]], list[str], list[str]]] = {
         [("user", "<image>\n<image>\nCompare."), ("assistant", "<ref>It</ref><box>(1,2),(3,4)</box>")],
         ["a.jpeg", "b.jpeg"], [],
     ),
+    "<img> in a part": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "<img>a.png</img>What?"}]}, HELLO]},
+        [("user", "<image>What?"), ("assistant", "Hello.")], ["a.png"], [],
+    ),
+    "<img> in a query": (
+        {"query": "Picture 1: <img>a.png</img>\nWhat?", "response": "A bus.", "images": [], "image": {"bytes": None}},
+        [("user", "<image>\nWhat?"), ("assistant", "A bus.")], ["a.png"], [],
+    ),
     "gemini": (
         {"systemInstruction": {"role": "system", "parts": [{"text": "S"}]}, "contents": [
             {"role": "user", "parts": [{"text": "What?"}, {"fileData": {"mimeType": "image/png", "fileUri": "a"}}]},

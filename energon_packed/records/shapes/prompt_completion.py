@@ -60,4 +60,4 @@ def _messages(value: Any, name: str, media: Media) -> list[Message]:
     if isinstance(value, list | tuple):
         return read_messages(value, name, media)
     role = "user" if name in ("prompt", "query", "input") else "assistant"
-    return [Message(role, media.take_tagged(read_text(value, name)))]
+    return [Message(role, read_text(value, name))]
