@@ -9,10 +9,15 @@ import binascii
 import io
 import os
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import unquote, urlparse
 
 from energon_packed.errors import Reason, RecordError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_BLOCK = 4096  # bytes read at a time from a byte range: a header costs no read of the whole image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +102,14 @@ class MediaReference:
             raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {_reason(error)}") from error
         if self.offset is None:
             return stream
-        with stream:
-            stream.seek(self.offset)
-            data = stream.read(self.size if self.size is not None else -1)
-        if self.size is not None and len(data) != self.size:
+        size = os.fstat(stream.fileno()).st_size - self.offset if self.size is None else self.size
+        if self.offset + size > os.fstat(stream.fileno()).st_size:
+            stream.close()
             raise RecordError(
                 Reason.MISSING_IMAGE,
-                f"{self.path} ends inside bytes {self.offset}..{self.offset + self.size}",
+                f"{self.path} ends inside bytes {self.offset}..{self.offset + size}",
             )
-        return io.BytesIO(data)
+        return io.BufferedReader(_Window(stream, self.offset, size), buffer_size=_BLOCK)
 
     def read(self) -> bytes:
         """All bytes. Raises as `open` does."""
@@ -121,6 +125,46 @@ class MediaReference:
     def label(self) -> str:
         """A short name for messages."""
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
+
+
+class _Window(io.RawIOBase):
+    """A byte range of an open file as a file of its own; closing it closes the file."""
+
+    def __init__(self, stream: BinaryIO, offset: int, size: int) -> None:
+        self._stream, self._offset, self._size, self._at = stream, offset, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"negative seek position {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: "Buffer") -> int:
+        view = memoryview(buffer)
+        count = max(0, min(len(view), self._size - self._at))
+        data = os.pread(self._stream.fileno(), count, self._offset + self._at)
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def readall(self) -> bytes:
+        data = os.pread(self._stream.fileno(), max(0, self._size - self._at), self._offset + self._at)
+        self._at += len(data)
+        return data
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
 
 
 def _data_url(value: str) -> bytes:

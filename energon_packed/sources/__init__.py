@@ -4,9 +4,17 @@ jsonl.py         .jsonl .ndjson, read in place by byte ranges; .gz and .zst are 
 json.py          .json, an array is rewritten once as JSONL
 arrow.py         .arrow .feather, memory-mapped
 parquet.py       .parquet, rewritten once as Arrow
-csv.py           .csv, rewritten once as Arrow
+csv.py           .csv .tsv, rewritten once as Arrow
+imagefolder.py   metadata.jsonl, metadata.csv beside images
 hugging_face.py  save_to_disk folders
-registry.py      from paths and globs to sources
+webdataset.py    .tar, read in place by byte offsets
+    tar_members.py      headers and byte ranges
+    tar_records.py      the parts of a key -> records
+energon.py       folders with .nv-meta, and Metadatasets
+    energon_layout.py   what dataset.yaml and split.yaml say
+    energon_flavors.py  standard flavors by field_map -> records
+folders.py       folders of files, and names of the Hugging Face Hub
+registry.py      from paths, globs and folders to sources
 
 A new container is one subclass of `Source` with `@register_source`.
 """

@@ -57,8 +57,12 @@ class Source(ABC):
         return path.name.lower().endswith(cls.suffixes) if cls.suffixes else False
 
     @classmethod
-    def files(cls, path: Path) -> list[Path]:
+    def files(cls, path: Path, split: str | None = None) -> list[Path]:
         """The files that `path` stands for, one source each: itself, unless it is a folder.
+
+        Args:
+            path: what the user named.
+            split: which split of a folder that has splits; None for its default.
 
         Raises:
             SourceError: they cannot be told.

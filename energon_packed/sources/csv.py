@@ -1,4 +1,4 @@
-"""CSV with a header line, rewritten once as an Arrow file of texts; JSON in cells becomes lists."""
+"""CSV and TSV with a header line, rewritten once as an Arrow file of texts; JSON in cells becomes lists."""
 
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -28,9 +28,9 @@ _TURN_COLUMNS = ("prompts", "captions")
 
 
 class CsvSource(ArrowSource):
-    """A CSV file."""
+    """A CSV file, or one with tabs."""
 
-    suffixes: ClassVar[tuple[str, ...]] = (".csv",)
+    suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv")
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
@@ -53,7 +53,9 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
     try:
         options = {
             "read_options": csv.ReadOptions(block_size=_BLOCK),
-            "parse_options": csv.ParseOptions(newlines_in_values=True),
+            "parse_options": csv.ParseOptions(
+                newlines_in_values=True, delimiter="\t" if path.suffix.lower() == ".tsv" else ","
+            ),
         }
         names = csv.open_csv(path, **options).schema.names
         reader = csv.open_csv(

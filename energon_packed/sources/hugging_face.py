@@ -19,13 +19,14 @@ class HuggingFaceSource(ArrowSource):
         return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
     @classmethod
-    def files(cls, path: Path) -> list[Path]:
-        """The Arrow files, in order."""
+    def files(cls, path: Path, split: str | None = None) -> list[Path]:
+        """The Arrow files, in order; of a DatasetDict, those of one split."""
         if (path / "dataset_dict.json").is_file():
-            splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
-            raise SourceError(
-                f"{path} holds the splits {', '.join(splits)}; name one, such as {path / str(splits[0])}"
-            )
+            splits = _splits(path / "dataset_dict.json")
+            if split not in splits:
+                what = f"has no split {split!r}; it holds" if split is not None else "holds the splits"
+                raise SourceError(f"{path} {what} {', '.join(splits)}; set `source_split` to one of them")
+            path /= split
         try:
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
             files = [path / entry["filename"] for entry in state["_data_files"]]
@@ -34,3 +35,10 @@ class HuggingFaceSource(ArrowSource):
         if state.get("_indices_data_files"):
             raise SourceError(f"{path} has an indices mapping; save it again after dataset.flatten_indices()")
         return files
+
+
+def _splits(file: Path) -> list[str]:
+    try:
+        return [str(name) for name in json.loads(file.read_text(encoding="utf-8"))["splits"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{file} is not that of a Hugging Face DatasetDict: {error!r}") from error

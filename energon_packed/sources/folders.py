@@ -1,0 +1,113 @@
+"""Folders of files, and names of the Hugging Face Hub: which files they stand for.
+
+    folder of parts        .tar, .parquet, .arrow, .jsonl ..., sorted, of one format; also those of its subfolders
+    imagefolder            the metadata.jsonl or metadata.csv in it, rather than the images
+    org/name               the dataset in the caches of `datasets` and `huggingface_hub`; nothing is downloaded
+
+Where file or folder names say train, validation or test, one split is read.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from energon_packed.errors import SourceError
+
+_METADATA = ("metadata.jsonl", "metadata.csv")
+_FORMATS = {
+    ".tar": (".tar", ".tar.gz", ".tgz"),
+    ".parquet": (".parquet",),
+    ".arrow": (".arrow", ".feather"),
+    ".jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".json.gz", ".json.zst"),
+    ".csv": (".csv", ".tsv"),
+}
+_LAST_RESORT = (".json",)  # among other files it describes them
+_NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
+_SPLIT = re.compile(r"(?:^|[-_./])(train|training|validation|valid|val|dev|test|testing|eval)(?=[-_./\d]|$)")
+_SAME = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "testing": "test"}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def folder_files(folder: Path, split: str | None) -> list[Path]:
+    """The data files of a folder, sorted.
+
+    Raises:
+        SourceError: it has none, files of several formats, or several splits of which none is named.
+    """
+    names = _names(folder)
+    if metadata := [name for name in names if name.rpartition("/")[2] in _METADATA]:
+        return _in_split(folder, metadata, split)
+    found = {kind: [n for n in names if n.lower().endswith(ends)] for kind, ends in _FORMATS.items()}
+    found = {kind: files for kind, files in found.items() if files}
+    if len(found) > 1:
+        raise SourceError(f"{folder} holds {' and '.join(found)} files; pass the files of one format, or a glob")
+    files = next(iter(found.values()), None) or [
+        n for n in names if n.lower().endswith(_LAST_RESORT) and n.rpartition("/")[2] not in _NOT_DATA
+    ]
+    if not files:
+        raise SourceError(
+            f"{folder} is a folder without a Hugging Face state.json, an Energon .nv-meta, or files of "
+            f"{', '.join(_FORMATS)}; pass files or a glob"
+        )
+    return _in_split(folder, files, split)
+
+
+def hub_folder(name: str) -> Path | None:
+    """The folder of a Hugging Face Hub dataset in the caches of this machine; None when `name` has no such form.
+
+    Raises:
+        SourceError: the dataset is not there, or has several configurations.
+    """
+    if not _HUB_NAME.fullmatch(name):
+        return None
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")).expanduser()
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")) / name.replace("/", "___")
+    configs = sorted({info.parent.parent.parent for info in prepared.glob("*/*/*/dataset_info.json")})
+    if len(configs) > 1:
+        raise SourceError(
+            f"{name} has the configurations {', '.join(one.name for one in configs)}; pass the folder of one, such as "
+            f"{configs[0]}"
+        )
+    if configs:
+        return max(configs[0].glob("*/*/dataset_info.json"), key=os.path.getmtime).parent
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"datasets--{name.replace('/', '--')}"
+    if snapshots := sorted((hub / "snapshots").glob("*"), key=os.path.getmtime):
+        return snapshots[-1]
+    raise SourceError(
+        f"{name}: no such file, and no dataset of that name in the Hugging Face caches; to download it: "
+        f"hf download --repo-type dataset {name}"
+    )
+
+
+def _names(folder: Path) -> list[str]:
+    """Files below a folder, relative, hidden ones and the caches of `datasets.map` aside."""
+    found = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        base = os.path.relpath(parent, folder)
+        for name in files:
+            if not name.startswith((".", "cache-", "tmp")):
+                found.append(name if base == "." else f"{base}/{name}")
+    return sorted(found)
+
+
+def _in_split(folder: Path, names: Sequence[str], split: str | None) -> list[Path]:
+    """The files of one split, where their names tell splits."""
+    splits = {name: _split_of(name) for name in names}
+    there = sorted({found for found in splits.values() if found is not None})
+    if split is None:
+        if len(there) > 1:
+            raise SourceError(f"{folder} holds the splits {', '.join(there)}; set `source_split` to one of them")
+        return [folder / name for name in names]
+    if not there:
+        return [folder / name for name in names]
+    wanted = _SAME.get(split, split)
+    if wanted not in there:
+        raise SourceError(f"{folder} has no split {split!r}; set `source_split` to one of: {', '.join(there)}")
+    return [folder / name for name in names if splits[name] == wanted]
+
+
+def _split_of(name: str) -> str | None:
+    found = _SPLIT.search(name.lower())
+    return _SAME.get(found[1], found[1]) if found else None

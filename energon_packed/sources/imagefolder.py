@@ -1,0 +1,78 @@
+"""imagefolder of Hugging Face datasets: metadata.jsonl or metadata.csv beside images, which `file_name` names."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from energon_packed.errors import Reason, Reject
+from energon_packed.sources.base import Row
+from energon_packed.sources.csv import CsvSource
+from energon_packed.sources.jsonl import JsonlSource
+
+_FIELDS = {"file_name": "image", "file_names": "images"}
+_ENDING = "_file_name"
+
+
+class ImageFolderSource(JsonlSource):
+    """A metadata.jsonl file; file names start from its folder."""
+
+    suffixes = ()
+
+    @classmethod
+    def matches(cls, path: Path) -> bool:
+        """Files of that name."""
+        return path.name == "metadata.jsonl"
+
+    def scan(self, start: int, stop: int) -> Iterator[Row]:
+        """Lines that begin in bytes [start, stop)."""
+        return (_with_images(row) for row in super().scan(start, stop))
+
+    def read(self, address: int, size: int) -> Row:
+        """The record in bytes [address, address + size)."""
+        return _with_images(super().read(address, size))
+
+
+class ImageFolderCsvSource(CsvSource):
+    """A metadata.csv file."""
+
+    suffixes = ()
+
+    @classmethod
+    def matches(cls, path: Path) -> bool:
+        """Files of that name."""
+        return path.name == "metadata.csv"
+
+    def record(self, values: dict[str, Any]) -> dict[str, Any]:
+        """A row, with its images."""
+        values = dict(values)
+        if isinstance(values.get("file_names"), str) and values["file_names"].startswith("["):
+            values["file_names"] = orjson.loads(values["file_names"])
+        record = super().record(values)
+        return _with_images(Row(0, 0, record)).record or record
+
+
+def _with_images(row: Row) -> Row:
+    """A row whose file names are images; `image_file_name` is the column `image`."""
+    record = row.record
+    if not isinstance(record, dict):
+        return row
+    out: dict[str, Any] = {}
+    for name, value in record.items():
+        target = _FIELDS.get(name) or (name.removesuffix(_ENDING) if name.endswith(_ENDING) else name)
+        if target != name and (target in record or target in out):
+            detail = f"{name} and {target} both name images; keep one"
+            return replace(row, record=None, reject=Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
+        out[target] = value
+    # A column of texts beside images is their caption, as the reader of Hugging Face shows it.
+    if isinstance(out.get("text"), str) and "image" in out and "captions" not in out and not _has_turns(out):
+        out["captions"] = [out.pop("text")]
+    if isinstance(out.get("caption"), str) and "captions" not in out and not _has_turns(out):
+        out["captions"] = [out.pop("caption")]
+    return replace(row, record=out)
+
+
+def _has_turns(record: dict[str, Any]) -> bool:
+    return any(record.get(name) for name in ("messages", "conversations", "conversation"))

@@ -1,0 +1,139 @@
+"""WebDataset: tars whose members are grouped by key, read in place by byte offsets.
+
+The address of a record is the offset of the first header of its key; the samples of a pack follow at the next bytes,
+which no other key has. Images are references into the tar. `tar_records` says what a key becomes; the tars of an
+Energon dataset are read as its `dataset.yaml` says (`energon`).
+"""
+
+import hashlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from energon_packed.errors import Reason, RecordError, Reject, SourceError
+from energon_packed.records import Conversation
+from energon_packed.sources.base import Row, Source, changed_at
+from energon_packed.sources.energon_layout import Layout, layout_of
+from energon_packed.sources.tar_members import members_between, tar_index
+from energon_packed.sources.tar_records import KeyMembers
+
+_KEYS_IN_A_CHUNK = (64, 512)
+_KEPT_PACKS = 8  # their samples are read one by one
+_LARGEST_SIZE = 2**31 - 1  # of a row; a larger key is found by its address alone
+
+_PACKS: OrderedDict[tuple[Path, int, int, Layout], Sequence[Any]] = OrderedDict()
+
+
+class WebDatasetSource(Source):
+    """A .tar file."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".tar",)
+
+    def __init__(
+        self, path: Path, *, data: Path | None = None, image_root: Path | None = None, layout: Layout | None = None
+    ) -> None:
+        super().__init__(path, data=data, image_root=image_root)
+        self.layout = layout or Layout()
+
+    @classmethod
+    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
+        """Read its headers, and the `dataset.yaml` of its Energon dataset, if it is in one.
+
+        Raises:
+            SourceError: the tar is compressed, truncated or damaged, or its samples need code that is not run.
+        """
+        tar_index(path)
+        source = cls(path, image_root=image_root, layout=layout_of(path))
+        if source.layout.is_guess:
+            source._check_guess()
+        return source
+
+    def extent(self) -> int:
+        """Bytes up to the end of the last member."""
+        return tar_index(self.data).end
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Our share in byte ranges of about as many keys each."""
+        first, last, total = self.share
+        begin, end = (self.extent() * edge // total for edge in (first, last))
+        starts = tar_index(self.data).starts
+        starts = starts[(starts > begin) & (starts < end)]
+        step = min(max(len(starts) // 64, _KEYS_IN_A_CHUNK[0]), _KEYS_IN_A_CHUNK[1])
+        edges = [begin, *starts[step - 1 :: step].tolist(), end]
+        return [(start, stop) for start, stop in itertools.pairwise(edges) if start < stop]
+
+    def scan(self, start: int, stop: int) -> Iterator[Row]:
+        """Records whose address is in bytes [start, stop)."""
+        index = tar_index(self.data)
+        for number in range(index.number(start), len(index)):
+            begin, end = index.bounds(number)
+            if begin >= stop:
+                return
+            if end > start:
+                yield from (row for row in self._rows(begin, end) if start <= row.address < stop)
+
+    def read(self, address: int, size: int) -> Row:
+        """The record at an address."""
+        index = tar_index(self.data)
+        begin, end = index.bounds(index.number(address))
+        for row in self._rows(begin, end):
+            if row.address == address:
+                return row
+        raise SourceError(f"{self.path} has no record at byte {address}; it changed while it was read")
+
+    def fingerprint(self) -> str:
+        """Digest of the tar, and of what says how its keys are read."""
+        return hashlib.sha256(f"{super().fingerprint()} {self.layout.digest()}".encode()).hexdigest()
+
+    def _rows(self, begin: int, end: int) -> list[Row]:
+        """The records of one key."""
+        found = _decoded(self.data, begin, end, self.layout)
+        size = min(end - begin, _LARGEST_SIZE)
+        return [
+            Row(begin + place, size, None, one) if isinstance(one, Reject) else Row(begin + place, size, one)
+            for place, one in enumerate(found)
+        ]
+
+    def _check_guess(self) -> None:
+        """Refuse a dataset that only its own code can read, when its first records cannot be read by their parts."""
+        from energon_packed.records import normalize
+
+        reject: Reject | None = None
+        for place, row in enumerate(self.scan(0, self.extent())):
+            try:
+                if row.reject is not None:
+                    raise RecordError.of(row.reject)
+                if not isinstance(row.record, Conversation):
+                    normalize(row.record, image_root=self.image_root)
+                return
+            except RecordError as error:
+                reject = reject or error.reject
+            if place >= 16:
+                break
+        if reject is not None:
+            raise SourceError(
+                f"{self.layout.file} {self.layout.guess_reason}, and the parts of {self.path.name} do not say what "
+                f"they are ({reject}); pass `adapter` to read them, or convert the dataset"
+            )
+
+
+def _decoded(path: Path, begin: int, end: int, layout: Layout) -> Sequence[Any]:
+    """What a key holds: records, Conversations, or the reason why it has none."""
+    key = (path, changed_at(path), begin, layout)
+    if (kept := _PACKS.get(key)) is not None:
+        return kept
+    group = KeyMembers(path, members_between(path, begin, end))
+    if tar_index(path).is_repeated(begin):
+        detail = f"the key {group.key} is at byte {begin} and elsewhere in {path.name}; keys must be unique, and their"
+        return [Reject(Reason.MISSING_FIELD, f"{detail} parts adjacent")]
+    try:
+        found = layout.records(group)
+    except RecordError as error:
+        return [error.reject]
+    if found and isinstance(found[0], Conversation):
+        _PACKS[key] = found
+        if len(_PACKS) > _KEPT_PACKS:
+            _PACKS.popitem(last=False)
+    return found
