@@ -85,6 +85,10 @@ class InputOptions:
         None, help="Folder that image paths start from and must stay in.", group=INPUT,
         shown_default="the folder of each input", metavar="DIR",
     )  # fmt: skip
+    source_split: str | None = option(
+        None, help="Split of Hugging Face DatasetDicts and Energon datasets to read.", group=INPUT,
+        shown_default="train for Energon datasets", metavar="NAME",
+    )  # fmt: skip
     use_patch_positions: bool = option(
         True, help="Ignore patch_positions in the records.", group=INPUT, flags=("--no-npy",), decides="lengths"
     )

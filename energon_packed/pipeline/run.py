@@ -79,7 +79,13 @@ def pack(
 
 def _run(options: PackOptions, progress: Progress) -> PackResult:
     space = Workspace(options.output_dir)
-    sources = open_sources(options.inputs, work_dir=space.work, image_root=options.image_root, part=options.part)
+    sources = open_sources(
+        options.inputs,
+        work_dir=space.work,
+        image_root=options.image_root,
+        part=options.part,
+        split=options.source_split,
+    )
     reader = RecordReader(
         sources=sources,
         sample_class=options.sample_class,

@@ -94,7 +94,9 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
     """
     progress = progress or Progress()
     with _work_folder(options) as space:
-        sources = open_sources(options.inputs, work_dir=space.work, image_root=options.image_root)
+        sources = open_sources(
+            options.inputs, work_dir=space.work, image_root=options.image_root, split=options.source_split
+        )
         reader = RecordReader(
             sources=sources,
             sample_class=options.sample_class,
