@@ -139,9 +139,7 @@ def _shares(paths: list[Path], part: tuple[int, int] | None) -> Iterator[tuple[i
 
 def _expand(pattern: str) -> list[Path]:
     if _REMOTE.match(pattern):
-        raise SourceError(
-            f"{pattern} is remote and only local files are read; download or mount it, and pass its path"
-        )
+        raise SourceError(f"{pattern} is remote; only local files are read: download or mount it, and pass its path")
     if Path(pattern).exists():
         return [Path(pattern)]
     matches = sorted(Path(name) for name in glob.glob(pattern, recursive=True))

@@ -172,6 +172,8 @@ def _members(path: Path, stream: io.FileIO, stop: int, *, is_whole: bool = True)
 
 def _check_end(path: Path, file: int, end: int, size: int) -> None:
     """A tar ends with two blocks of zeros, and nothing but zeros after them; tarfile stops anywhere."""
+    if size < end + tarfile.BLOCKSIZE and os.pread(file, tarfile.BLOCKSIZE, end).strip(b"\0"):
+        raise SourceError(f"{path} is truncated inside a header at byte {size}; copy or write it again")
     if size < end + 2 * tarfile.BLOCKSIZE:
         raise SourceError(
             f"{path} has no end-of-archive marker after byte {end}, so members may be missing; copy it again, or, if "

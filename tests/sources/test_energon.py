@@ -1,0 +1,235 @@
+"""Energon datasets as input: made by `energon prepare`, read by their field_map, split, and Metadataset."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from energon_packed import PackOptions, pack
+from energon_packed.errors import SourceError
+from energon_packed.shards.reader import ShardReader
+from energon_packed.sources import open_sources
+from tests.conftest import FLAVORS, Packer
+from tests.sources.tars import conversations, picture, write_tar
+
+ENERGON = Path(sys.executable).with_name("energon")
+CAPTIONING = {"image": "jpg", "caption": "txt"}
+VQA = {"image": "jpg", "context": "json[question]", "answers": "json[answers]", "answer_weights": "json[weights]"}
+
+
+def dataset(folder: Path, members: list[tuple[str, Any]], sample_type: str, field_map: dict[str, str]) -> Path:
+    """An Energon dataset of one tar, without what only Energon's loader needs."""
+    (folder / ".nv-meta").mkdir(parents=True)
+    write_tar(folder / "shard-0.tar", members)
+    kind = {"__module__": "megatron.energon", "__class__": sample_type}
+    write_yaml(folder / ".nv-meta" / "dataset.yaml", {"sample_type": kind, "field_map": field_map})
+    write_yaml(folder / ".nv-meta" / "split.yaml", {"split_parts": {"train": ["shard-0.tar"]}, "exclude": []})
+    return folder
+
+
+def write_yaml(path: Path, value: Any) -> None:
+    path.write_text(yaml.safe_dump(value))
+
+
+def read(path: Path, **options: Any) -> list[Any]:
+    return conversations(open_sources([path], work_dir=path.parent / "work", **options))
+
+
+def said(path: Path, **options: Any) -> list[Any]:
+    """Turns or text of each conversation."""
+    return [c.text if c.text is not None else [m.content for m in c.messages] for c in read(path, **options)]
+
+
+@pytest.mark.parametrize("kind", ["CaptioningSample", "VQASample"])
+def test_what_energon_prepare_made_packs(tmp_path: Path, tokenizer_dir: Path, kind: str) -> None:
+    for shard in range(4):
+        members: list[tuple[str, Any]] = []
+        for number in range(5):
+            key = f"{shard}{number}"
+            about = {"question": f"What is {key}?", "answers": ["no", f"It is {key}."], "weights": [0.2, 0.8]}
+            members += [(f"{key}.jpg", picture(number)), (f"{key}.json", about), (f"{key}.txt", f"Picture {key}.")]
+        write_tar(tmp_path / f"shard-{shard}.tar", members)
+    prepare = ["prepare", "--non-interactive", "--split-ratio", "2,1,1", "--num-workers", "1", "--sample-type", kind]
+    fields = json.dumps(CAPTIONING if kind == "CaptioningSample" else VQA)
+    done = subprocess.run(
+        [str(ENERGON), *prepare, "--field-map", fields, str(tmp_path)],
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    expected = {"train": 10, "val": 5, "test": 5}
+    for split, count in expected.items():
+        result = pack(
+            tmp_path, output_dir=tmp_path / f"out-{split}", tokenizer=tokenizer_dir, seq_len=512, workers=1,
+            source_split=split,
+        )  # fmt: skip
+        assert (result.manifest.records, result.manifest.images) == (count, count)
+        for pack_json in _packs(result.shards):
+            for name, prompts, captions in zip(
+                pack_json["ids"], pack_json["prompts"], pack_json["captions"], strict=True
+            ):
+                if kind == "CaptioningSample":
+                    assert (prompts, captions) == (["<image>"], [f"Picture {name}."])
+                else:
+                    assert (prompts, captions) == ([f"<image>What is {name}?"], [f"It is {name}."])
+
+
+def test_flavors_by_field_map(tmp_path: Path) -> None:
+    about = {
+        "question": "Which?", "choices": ["cat", "dog"], "correct": 1, "answers": ["dog", "cat", "cat"],
+        "sequence": ["One ", "a.jpg", " two ", "b.jpg"], "texts": ["One.", "Two."], "matched": [1, 0],
+        "names": ["a.jpg", "b.jpg"], "matrix": [[0.1, 0.9], [0.8, 0.2]],
+    }  # fmt: skip
+    members = [("0.a.jpg", picture(1)), ("0.b.jpg", picture(2)), ("0.json", about), ("0.txt", "A text.")]
+    question = {"image": "a.jpg", "context": "json[question]"}
+    letters = "Which?\nA. cat\nB. dog\nAnswer with the option's letter from the given choices directly."
+    choice = {**question, "choices": "json[choices]", "correct_choice_idx": "json[correct]"}
+    similar = {"images": "json[names]", "texts": "json[texts]"}
+    cases: list[tuple[str, dict[str, str], Any, list[int]]] = [
+        ("OCRSample", {"image": "a.jpg", "text": "txt"}, ["<image>", "A text."], [1]),
+        ("CaptioningSample", {"image": "png,b.jpg", "caption": "txt"}, ["<image>", "A text."], [2]),
+        ("VQASample", {**question, "answers": "json[answers]"}, ["<image>Which?", "cat"], [1]),
+        ("VQASample", {**question, "answers": "json[choices][1]"}, ["<image>Which?", "dog"], [1]),
+        ("MultiChoiceVQASample", choice, [f"<image>{letters}", "B"], [1]),
+        ("InterleavedSample", {"sequence": "json[sequence]"}, "One <image> two <image>", [1, 2]),
+        ("TextSample", {"text": "txt"}, "A text.", []),
+        ("SimilarityInterleavedSample", {**similar, "matched_text_indices": "json[matched]"},
+         "<image>One. <image>Two.", [2, 1]),
+        ("SimilarityInterleavedSample", {**similar, "similarity_matrix": "json[matrix]"},
+         "<image>One. <image>Two.", [2, 1]),
+    ]  # fmt: skip
+    for number, (kind, field_map, expected, images) in enumerate(cases):
+        folder = dataset(tmp_path / str(number), members, kind, field_map)
+        (one,) = read(folder)
+        assert said(folder) == [expected], kind
+        assert [image.data for image in one.images] == [picture(seed) for seed in images], kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "field_map", "message"),
+    [
+        (
+            "CaptioningSample",
+            {"image": "png", "caption": "txt"},
+            "0 has no png for image; its parts are jpg, json, txt",
+        ),
+        ("CaptioningSample", {"image": "jpg"}, "the field_map of CaptioningSample has no caption"),
+        ("VQASample", {"image": "jpg", "context": "txt", "answers": "json[none]"}, r"has no json\[none\] for answers"),
+        ("VQASample", {"image": "jpg", "context": "txt", "answers": "json[empty]"}, "has no answers"),
+        (
+            "MultiChoiceVQASample",
+            {"image": "jpg", "context": "txt", "choices": "json[empty]"},
+            "needs 1 to 26 choices",
+        ),
+        ("InterleavedSample", {"sequence": "txt"}, "sequence is str, not a list"),
+    ],
+)
+def test_a_field_that_is_missing_is_a_reject(
+    tmp_path: Path, kind: str, field_map: dict[str, str], message: str
+) -> None:
+    members = [("0.jpg", picture(1)), ("0.json", {"empty": []}), ("0.txt", "A text.")]
+    (source,) = open_sources([dataset(tmp_path / "d", members, kind, field_map)], work_dir=tmp_path)
+    (row,) = source.scan(0, source.extent())
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(str(row.reject))
+
+
+def test_splits_and_exclusions(tmp_path: Path) -> None:
+    members = {n: [(f"{n}{k}.jpg", picture(k)) if p else (f"{n}{k}.txt", f"{n}{k}") for k in (0, 1) for p in (1, 0)]
+               for n in range(4)}  # fmt: skip
+    folder = dataset(tmp_path / "d", members[0], "CaptioningSample", CAPTIONING)
+    for n in range(1, 4):
+        write_tar(folder / f"shard-{n}.tar", members[n])
+    split: dict[str, Any] = {
+        "split_parts": {"train": ["shard-{0..2}.tar"], "val": ["shard-3.tar"], "test": []},
+        "exclude": ["shard-1.tar", "shard-0.tar/01"],
+    }
+    write_yaml(folder / ".nv-meta" / "split.yaml", split)
+    assert [one.id for one in read(folder)] == ["00", "20", "21"]
+    assert [one.id for one in read(folder, split="val")] == ["30", "31"]
+    for unknown in ("test", "validation"):
+        with pytest.raises(
+            SourceError, match=f"no shards in split '{unknown}'; set `source_split` to one of: train, val"
+        ):
+            read(folder, split=unknown)
+    (folder / "shard-2.tar").unlink()
+    with pytest.raises(SourceError, match=r"shard-2.tar of .*split.yaml is missing; copy it, or exclude it"):
+        read(folder)
+    (folder / ".nv-meta" / "split.yaml").write_text("split_parts: 3")
+    with pytest.raises(SourceError, match="is not a valid split file"):
+        read(folder)
+
+
+def test_code_of_a_dataset_is_never_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    readable = [("0.jpg", picture(1)), ("0.txt", "A text.")]
+    for name, members in {"parts": readable, "own": [("0.jpg", picture(1)), ("0.xyz", "A text.")]}.items():
+        folder = dataset(tmp_path / name, members, "CaptioningSample", {})
+        kind = {"__module__": "megatron.energon", "__class__": "CaptioningSample"}
+        loader = {"sample_loader": "sample_loader.py:load", "part_filter": "sample_loader.py:parts"}
+        write_yaml(folder / ".nv-meta" / "dataset.yaml", {"sample_type": kind, **loader})
+        (folder / ".nv-meta" / "sample_loader.py").write_text("raise SystemExit('this was run')\n")
+    with caplog.at_level(logging.WARNING):
+        assert said(tmp_path / "parts") == [["<image>", "A text."]]
+    assert "names a sample_loader for CaptioningSample, code that is not run; its samples are read by" in caplog.text
+    with pytest.raises(
+        SourceError, match="code that is not run, and the parts of shard-0.tar do not say .* `adapter`"
+    ):
+        read(tmp_path / "own")
+    crude = dataset(tmp_path / "crude", readable, "", {})
+    write_yaml(crude / ".nv-meta" / "dataset.yaml", {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"})
+    assert said(crude) == [["<image>", "A text."]]
+
+
+def test_a_metadataset_is_its_members(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b", "c"):
+        dataset(tmp_path / name, [("0.txt", f"Text {name}.")], "TextSample", {"text": "txt"})
+    blend = [{"path": "b", "weight": 3}, {"path": "more/inner.yaml", "weight": 1}]
+    head = {"__module__": "megatron.energon"}
+    write_yaml(tmp_path / "m.yaml", {**head, "__class__": "MetadatasetV2", "splits": {"train": {"blend": blend}}})
+    inner = {"train": {"datasets": [{"path": "../c", "weight": 1}, {"path": "../a", "split_part": "train"}]}}
+    (tmp_path / "more").mkdir()
+    write_yaml(tmp_path / "more" / "inner.yaml", {**head, "__class__": "Metadataset", "splits": inner})
+    with caplog.at_level(logging.WARNING):
+        assert said(tmp_path / "m.yaml") == ["Text b.", "Text c.", "Text a."]
+    assert "the weights and repetitions of its datasets are ignored" in caplog.text
+    with pytest.raises(SourceError, match=r"has no split 'val'; set `source_split` to one of: train"):
+        read(tmp_path / "m.yaml", split="val")
+    write_yaml(tmp_path / "s.yaml", {"splits": {"train": {"path": "a", "subset": {"range": ["0%", "50%"]}}}})
+    with pytest.raises(SourceError, match="uses subset, which cannot be followed"):
+        read(tmp_path / "s.yaml")
+    write_yaml(tmp_path / "n.yaml", {"other": 1})
+    with pytest.raises(SourceError, match="is not a Metadataset"):
+        read(tmp_path / "n.yaml")
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_repacking_gives_the_same_samples(pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path, flavor: str) -> None:
+    first = pack_demo(sample_class=flavor)
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer_dir,
+        "sample_class": flavor,
+        "max_reject_rate": 0.0,
+        "workers": 1,
+    }
+    again = pack(PackOptions(inputs=(str(first.shards.parent),), output_dir=tmp_path / "b", seq_len=2048, **options))
+    assert again.manifest.records == first.manifest.packed
+    assert again.manifest.packs != first.manifest.packs or flavor == "MultiMixQASample"
+    back = pack(PackOptions(inputs=(str(again.shards),), output_dir=tmp_path / "c", seq_len=1024, **options))
+    samples = [_samples(result.shards) for result in (first, again, back)]
+    assert samples[0] == samples[1] == samples[2]
+
+
+def _samples(shards: Path) -> Counter[str]:
+    """Every sample of a dataset, its images as bytes."""
+    found = conversations(open_sources([shards], work_dir=shards / "work"))
+    return Counter(repr([(n, getattr(c, n)) for n in c.__dataclass_fields__]) for c in found)
+
+
+def _packs(shards: Path) -> list[dict[str, Any]]:
+    reader = ShardReader(sorted(shards.glob("*.tar")))
+    return [json.loads(reader[pack]["json"]) for pack in range(len(reader))]
