@@ -79,7 +79,7 @@ class InputOptions:
     """
 
     inputs: Sequence[str | Path] = option(
-        help="Files, globs or Hugging Face folders.", group=INPUT, flags=("--jsonl",), metavar="FILE"
+        help="Files, globs, folders, Energon datasets or Hub names.", group=INPUT, flags=("--jsonl",), metavar="FILE"
     )
     image_root: Path | None = option(
         None, help="Folder that image paths start from and must stay in.", group=INPUT,
