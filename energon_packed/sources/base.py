@@ -39,12 +39,14 @@ class Source(ABC):
         data: the file that is read: `path`, or its converted copy.
         image_root: folder that relative media paths start from and must stay in.
         share: part of the address space to read, as (start, stop, total): from start / total to stop / total of it.
+        has_splits: `files` reads the split that it is asked for.
         chunk_limits: smallest and largest part of the address space that is one unit of work.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     chunk_limits: ClassVar[tuple[int, int]] = (64, 512)
     share: tuple[int, int, int] = (0, 1, 1)
+    has_splits: ClassVar[bool] = False
 
     def __init__(self, path: Path, *, data: Path | None = None, image_root: Path | None = None) -> None:
         self.path = path

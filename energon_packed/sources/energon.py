@@ -22,6 +22,7 @@ class EnergonSource(WebDatasetSource):
     """One tar of an Energon dataset; `split` names which of its splits is read, train by default."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
+    has_splits: ClassVar[bool] = True
 
     @classmethod
     def matches(cls, path: Path) -> bool:

@@ -101,7 +101,9 @@ def _in_split(folder: Path, names: Sequence[str], split: str | None) -> list[Pat
             raise SourceError(f"{folder} holds the splits {', '.join(there)}; set `source_split` to one of them")
         return [folder / name for name in names]
     if not there:
-        return [folder / name for name in names]
+        raise SourceError(
+            f"{folder} has no splits: no file name says train, validation or test; leave out `source_split`"
+        )
     wanted = _SAME.get(split, split)
     if wanted not in there:
         raise SourceError(f"{folder} has no split {split!r}; set `source_split` to one of: {', '.join(there)}")

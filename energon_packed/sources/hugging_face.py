@@ -12,6 +12,7 @@ class HuggingFaceSource(ArrowSource):
     """One Arrow file of a folder that `datasets.Dataset.save_to_disk` wrote."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
+    has_splits: ClassVar[bool] = True
 
     @classmethod
     def matches(cls, path: Path) -> bool:

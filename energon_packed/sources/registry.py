@@ -81,6 +81,8 @@ def open_sources(
         seen.add(real)
     if not files:
         raise SourceError(f"no input file; pass one or more of {known_formats()}")
+    if split is not None and not any(k.has_splits or k in _IMAGE_FOLDERS or folder for k, _, folder in files):
+        raise SourceError(f"`source_split` is {split!r}, but no input has splits; leave it out, or name a folder")
     sources = []
     for (kind, file, folder), share in zip(files, _shares([file for _, file, _ in files], part), strict=True):
         if share is not None:

@@ -33,6 +33,8 @@ _IMAGE_FIELDS = ("images", "image", "videos", "video", "frames")
 _PATH_FIELDS = (*_IMAGE_FIELDS, "image_path", "image_file", "img", "file_name")  # where an image was before
 _NESTED_FIELDS = ("image", "image_url", "path", "url", "file_name", "video", "frames", "images")
 _TURN_FIELDS = ("messages", "conversations", "conversation", "contents", "parts", "content", "texts", "value")
+_PACKED_IMAGE = re.compile(r"img\w*\.\w+")  # as `Codec.part_filter` has it
+_STANDS_FOR = b"\0member of the tar: "
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -157,8 +159,8 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
     raw: dict[str, Any] = {"__key__": group.key}
     for number, member in enumerate(group.members):
         # Codecs pass images on as they are: the number of the member stands for its bytes, which are not read.
-        is_image = member.extension in IMAGE_PARTS
-        raw[member.part] = str(number).encode() if is_image else group.content(member)
+        is_image = _PACKED_IMAGE.fullmatch(member.part) is not None and member.extension != "npy"
+        raw[member.part] = _STANDS_FOR + str(number).encode() if is_image else group.content(member)
     try:
         samples = codec_of(raw).read(raw)
     except RecordError:
@@ -169,10 +171,16 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
     return [
         replace(
             sample.conversation,
-            images=tuple([group.reference(group.members[int(image.data)]) for image in sample.images]),
+            images=tuple([_packed_image(group, image.data) for image in sample.images]),
         )
         for sample in samples
     ]
+
+
+def _packed_image(group: KeyMembers, data: bytes) -> MediaReference:
+    if data.startswith(_STANDS_FOR):
+        return group.reference(group.members[int(data.removeprefix(_STANDS_FOR))])
+    return MediaReference(data=data)
 
 
 def caption_record(group: KeyMembers, text: str, images: Sequence[MediaReference], **more: Any) -> dict[str, Any]:
@@ -197,7 +205,7 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
     if _is_conversation(value):
         record, named = place_members(group, value)
         if images and named == 0:
-            record = {**{k: v for k, v in record.items() if k not in _IMAGE_FIELDS}, "images": images}
+            record = {**{k: v for k, v in record.items() if k not in _IMAGE_FIELDS or v is True}, "images": images}
         elif len(images) == 1 and named == 1 and not _names_members(record):
             record = _Placer(group, only=images[0]).walk(value)  # the path that the image had before it was in the tar
         return {"id": group.key, **others, **record}

@@ -119,6 +119,9 @@ def test_folders_that_cannot_be_told(tmp_path: Path, caplog: pytest.LogCaptureFi
     with pytest.raises(SourceError, match=r"without a Hugging Face state\.json, an Energon \.nv-meta, or files of"):
         open_sources([tmp_path], work_dir=tmp_path)
     _write(tmp_path / "a.jsonl", 1)
+    for given, message in {"a.jsonl": "no input has splits; leave it out", ".": "no file name says train"}.items():
+        with pytest.raises(SourceError, match=message):
+            open_sources([tmp_path / given], work_dir=tmp_path, split="train")
     _write(tmp_path / "a.csv", 1)
     with caplog.at_level(logging.WARNING), pytest.raises(SourceError, match=r"holds \.jsonl and \.csv files; pass"):
         open_sources([tmp_path], work_dir=tmp_path)

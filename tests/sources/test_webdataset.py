@@ -62,6 +62,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"0.jpg": 1, "1.jpg": 2, "json": {"videos": [["0.jpg", "1.jpg"]], "prompts": ["<video>?"], "captions": ["!"]}},
         {"videos": [[1, 2]], "prompts": ["<video>?"], "captions": ["!"]},
     ),
+    "unnamed frames": (
+        {"0.jpg": 1, "1.jpg": 2, "json": {"video": True, "prompts": ["?"], "captions": ["!"]}},
+        {"video": True, "images": [1, 2], "prompts": ["?"], "captions": ["!"]},
+    ),
     "text alone": ({"txt": "A document."}, {"text": "A document."}),
     "json alone": ({"json": {"prompts": ["a"], "captions": ["b"]}}, {"prompts": ["a"], "captions": ["b"]}),
     "other parts": ({"jpg": 1, "txt": "A cat.", "cls": "3", "seg.npy": b"x"}, {"images": [1], **CAPTION}),
