@@ -1,5 +1,7 @@
 """Terminal output of a run: a bar per stage, then a table."""
 
+from collections.abc import Mapping
+
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -8,6 +10,9 @@ from energon_packed.pipeline import PackResult
 from energon_packed.pipeline.progress import Progress as BuildProgress
 from energon_packed.shards import steps_per_epoch
 from energon_packed.shards.nv_meta import SPLITS
+
+_MOST_COUNTED = 10  # field names in the closing table
+_LONGEST_NAME = 60
 
 
 class TerminalProgress(BuildProgress):
@@ -81,6 +86,8 @@ def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, 
     table.add_row("rejected", f"{rejected:,} ({rejected / max(manifest.records, 1):.2%})")
     for reason, count in sorted(manifest.rejects.items(), key=lambda item: (-item[1], item[0])):
         table.add_row(f"  {reason}", f"{count:,}")
+    _add_counts(table, "fields not used", manifest.unused_fields)
+    _add_counts(table, "notes", manifest.notes)
     table.add_section()
     table.add_row("packs" if manifest.algorithm != "none" else "samples to pack on the fly", f"{manifest.packs:,}")
     table.add_row("tokens", f"{manifest.tokens:,}")
@@ -113,6 +120,31 @@ def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, 
         spread,
     )
     return table
+
+
+def _add_counts(table: Table, title: str, counts: Mapping[str, int]) -> None:
+    """A section with a row per text, the most common first; the last row counts those that are not shown."""
+    if not counts:
+        return
+    table.add_section()
+    table.add_row(title, f"{len(counts):,}")
+    for text, count in list(counts.items())[:_MOST_COUNTED]:
+        table.add_row(f"  {printable(text)}", f"{count:,}")
+    if len(counts) > _MOST_COUNTED:
+        table.add_row("  others, in packing.json", f"{len(counts) - _MOST_COUNTED:,} more")
+
+
+def listed_counts(counts: Mapping[str, int]) -> str:
+    """`url 40, source 40, and 3 more`."""
+    shown = [f"{printable(text)} {count:,}" for text, count in list(counts.items())[:_MOST_COUNTED]]
+    more = [f"and {len(counts) - _MOST_COUNTED:,} more"] if len(counts) > _MOST_COUNTED else []
+    return ", ".join(shown + more)
+
+
+def printable(text: str) -> str:
+    """At most 60 characters of one line, control characters as escapes: names come from the data."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return shown if len(shown) <= _LONGEST_NAME else f"{shown[: _LONGEST_NAME - 1]}…"
 
 
 def format_bytes(count: float) -> str:

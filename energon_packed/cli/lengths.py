@@ -9,7 +9,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from energon_packed.cli.display import TerminalProgress
+from energon_packed.cli.display import TerminalProgress, listed_counts
 from energon_packed.cli.options import DeclaredOption, GroupedCommand, as_options, collect, options_of
 from energon_packed.inspection.lengths import Candidate, compare, histogram, percentiles, recommend
 from energon_packed.options import make
@@ -62,6 +62,12 @@ def command(
         click.echo(orjson.dumps(_as_dict(survey, compared, best, reason), option=orjson.OPT_INDENT_2))
         return
     _show(console, survey, compared)
+    if survey.rejects:
+        remedy = f"; {survey.advice}" if survey.advice else ""
+        console.print(f"rejected: {as_options(survey.reject_summary + remedy)}", soft_wrap=True, markup=False)
+    for title, counts in (("fields not used", survey.unused_fields), ("notes", survey.notes)):
+        if counts:
+            console.print(f"{title}: {listed_counts(counts)}", soft_wrap=True, markup=False)
     console.print(f"recommended: --seq-len {best.seq_len}: {as_options(reason)}", soft_wrap=True)
 
 
@@ -77,6 +83,9 @@ def _as_dict(survey: Survey, compared: list[Candidate], best: Candidate, reason:
         "records": survey.records,
         "is_sample": survey.is_sample,
         "rejects": survey.rejects,
+        "reject_summary": survey.reject_summary,
+        "unused_fields": dict(survey.unused_fields),
+        "notes": dict(survey.notes),
         "percentiles": {f"{percent:g}": length for percent, length in percentiles(survey.lengths).items()},
         "candidates": [asdict(one) for one in compared],
         "recommended": best.seq_len,

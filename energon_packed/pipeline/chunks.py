@@ -4,12 +4,14 @@ The files are restart state: a run that finds a complete one does not measure th
 tokens keep those too, in a second file (`kept_tokens`).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow as pa
 
 from energon_packed.errors import Reason
@@ -36,6 +38,9 @@ SCHEMA = pa.schema(
         "detail": pa.string(),
     }
 )
+COUNTED = ("unused_fields", "notes")
+"""Attributes of a conversation that list texts; the metadata of a chunk file counts the records with each."""
+Counts = dict[str, Counter[str]]
 NUMBERS = {name: SCHEMA.field(name).type.to_pandas_dtype() for name in SCHEMA.names if name not in ("id", "detail")}
 _FIXABLE = [
     STATUSES.index(reason.value)
@@ -88,15 +93,44 @@ def is_measured(chunk: Chunk) -> bool:
     try:
         rows = read_rows(chunk.file)
         status = as_numpy(rows["status"], np.int8)
+        read_counts(rows)
         if chunk.keep_tokens and chunk.tokens.stat().st_size != tokens_size(as_numpy(rows["length"], np.int32)):
             return False
-    except (pa.ArrowInvalid, OSError):
+    except (pa.ArrowInvalid, OSError, KeyError):
         return False
     return not np.isin(status, _FIXABLE).any()
 
 
-def write_rows(file: Path, columns: Mapping[str, Sequence[Any]]) -> None:
-    """Write the columns of `SCHEMA`; the file appears when it is complete."""
+def count_texts(conversations: Sequence[Any]) -> Counts:
+    """How many conversations list each text, by the names in `COUNTED`; None stands for a rejected record."""
+    found = [one for one in conversations if one is not None]
+    return {name: Counter(_utf8(text) for one in found for text in set(getattr(one, name, ()))) for name in COUNTED}
+
+
+def _utf8(text: str) -> str:
+    """Lone surrogates as question marks."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def read_counts(rows: Any) -> Counts:
+    """What `write_rows` was given, from the table of a chunk file.
+
+    Raises:
+        KeyError: the file has no counts; an earlier version wrote it.
+    """
+    metadata = rows.schema.metadata or {}
+    return {name: Counter(orjson.loads(metadata[name.encode()])) for name in COUNTED}
+
+
+def write_rows(file: Path, columns: Mapping[str, Sequence[Any]], counts: Counts) -> None:
+    """Write the columns of `SCHEMA`; the file appears when it is complete.
+
+    Args:
+        file: of the chunk.
+        columns: by name.
+        counts: as `count_texts` gives them, for all records of the chunk.
+    """
+    schema = SCHEMA.with_metadata({name: orjson.dumps(counts[name]) for name in COUNTED})
     arrays = [numbers(columns[n], NUMBERS[n]) if n in NUMBERS else texts(columns[n]) for n in SCHEMA.names]
-    with aside(file) as temporary, pa.OSFile(str(temporary), "wb") as out, pa.ipc.new_file(out, SCHEMA) as writer:
-        writer.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA))
+    with aside(file) as temporary, pa.OSFile(str(temporary), "wb") as out, pa.ipc.new_file(out, schema) as writer:
+        writer.write_table(pa.Table.from_arrays(arrays, schema=schema))

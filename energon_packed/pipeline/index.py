@@ -10,7 +10,7 @@ from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.shard_writer import shard_rows
-from energon_packed.pipeline.table import RecordTable, reject_counts
+from energon_packed.pipeline.table import RecordTable, most_common, reject_counts
 from energon_packed.pipeline.write import state_file
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.nv_meta import write_nv_meta
@@ -79,6 +79,8 @@ def _manifest(
         truncated=int(np.count_nonzero(cut)),
         tokens_cut=int(cut.sum(dtype=np.int64)),
         rejects=reject_counts(plan.status),
+        unused_fields=most_common(table.counts["unused_fields"]),
+        notes=most_common(table.counts["notes"]),
         packs=packs.num_packs,
         tokens=packs.tokens,
         images=int(table.num_images[packs.indices].sum(dtype=np.int64)),

@@ -1,9 +1,12 @@
 """Limits on rejects: `strict`, `overlong='error'`, `max_reject_rate`, and at least one packed record."""
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import RejectLimitError
+from energon_packed.pipeline.examples import advice, reject_summary
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.table import RecordTable, reject_counts
@@ -18,6 +21,7 @@ def check_limits(
     options: PackOptions,
     reader: RecordReader,
     space: Workspace,
+    detail_of: Callable[[int], str],
 ) -> None:
     """Hold the rejected records to the limits of the options.
 
@@ -28,13 +32,15 @@ def check_limits(
         options: of the run.
         reader: names the sources.
         space: names rejects.jsonl in messages.
+        detail_of: detail of a plan-time reject by record number.
 
     Raises:
         RejectLimitError: more is rejected than allowed.
     """
     counts = reject_counts(status)
-    listed = ", ".join(f"{reason} {count}" for reason, count in counts.items())
     rejected = sum(counts.values())
+    if not rejected and len(table):
+        return
     if len(overlong) and options.overlong == "error":
         source, row = table.locate(overlong[:1])
         raise RejectLimitError(
@@ -42,15 +48,30 @@ def check_limits(
             f"of {reader.sources[int(source[0])].path} with {table.length[overlong[0]]} tokens; "
             "raise `seq_len`, or set `overlong` to drop or truncate"
         )
+    listed = reject_summary(table, status, reader.sources, detail_of)
     if rejected and options.strict:
-        raise RejectLimitError(f"{rejected} records are rejected ({listed}); `strict` allows none")
+        raise RejectLimitError(f"{rejected} records are rejected: {listed}; `strict` allows none")
+    remedy = f"{to_do}; " if (to_do := advice(counts)) else ""
     if rejected == len(table):
-        raise RejectLimitError(
-            f"none of {len(table)} records can be packed ({listed or 'the input is empty'}); see {space.rejects}"
-        )
+        raise none_packed(len(table), listed, f"{remedy}{space.rejects} lists all")
     if rejected > options.max_reject_rate * len(table):
         raise RejectLimitError(
             f"{rejected} of {len(table)} records ({rejected / len(table):.1%}) are rejected, more than "
-            f"`max_reject_rate` {options.max_reject_rate:g} ({listed}); see {space.rejects}, "
-            "fix the data or raise the limit"
+            f"`max_reject_rate` {options.max_reject_rate:g}: {listed}; {remedy}{space.rejects} lists all; fix "
+            "the data or raise the limit"
         )
+
+
+def none_packed(records: int, summary: str, remedy: str) -> RejectLimitError:
+    """The error of an input without a usable record.
+
+    Args:
+        records: in the input.
+        summary: of their reasons; "" for an empty input.
+        remedy: what to do.
+    """
+    if not summary:
+        return RejectLimitError(
+            f"none of {records} records can be packed: the input is empty; pass a file with records"
+        )
+    return RejectLimitError(f"none of {records} records can be packed: {summary}; {remedy}".removesuffix("; "))

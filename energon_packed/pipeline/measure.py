@@ -1,5 +1,6 @@
 """Stage 1, measure: the length of every record, in chunks of the input that run in parallel."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -10,10 +11,13 @@ from energon_packed.encoding import EncodedSample, Measurement
 from energon_packed.errors import RecordError, Reject, RejectLimitError
 from energon_packed.packing import load_kernels
 from energon_packed.pipeline.chunks import (
+    COUNTED,
     KINDS,
     SCHEMA,
     STATUSES,
     Chunk,
+    Counts,
+    count_texts,
     is_measured,
     measured_records,
     write_rows,
@@ -141,6 +145,7 @@ class Measurer:
     def __call__(self, chunk: Chunk) -> ChunkReport:
         """Measure a chunk and write its file; few records are held at a time, as they may hold images."""
         columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+        counts: Counts = {name: Counter() for name in COUNTED}
         first: FirstReject | None = None
         tokenized = 0
         tokens: list[EncodedSample] = []
@@ -155,13 +160,15 @@ class Measurer:
             tokens += [one.sample for one in found if one.sample is not None]
             tokenized += sum([c is not None and c.input_ids is None for c in conversations])
             made = _columns(batch, conversations, results)
+            for name, found_texts in count_texts(conversations).items():
+                counts[name].update(found_texts)
             if first is None:
                 first = _first_reject(len(columns["id"]), made["id"], results)
             for name, values in made.items():
                 columns[name] += values
         if chunk.keep_tokens:
             write_tokens(chunk.tokens, tokens)  # before the rows, which say that the chunk is done
-        write_rows(chunk.file, columns)
+        write_rows(chunk.file, columns, counts)
         return ChunkReport(chunk=chunk, records=len(columns["id"]), tokenized=tokenized, first_reject=first)
 
     def _read(self, source: int, rows: Sequence[Row]) -> tuple[list[Conversation | None], list[Measurement]]:

@@ -99,7 +99,15 @@ class PlanStage:
 
         space = state.space
         write_ledger(table, status, detail_of, state.reader, usable_len=options.usable_len, space=space)
-        check_limits(table, status, self._overlong(table), options=options, reader=state.reader, space=space)
+        check_limits(
+            table,
+            status,
+            self._overlong(table),
+            options=options,
+            reader=state.reader,
+            space=space,
+            detail_of=detail_of,
+        )
 
     def _overlong(self, table: RecordTable) -> npt.NDArray[np.int64]:
         """Records longer than a row, int64 (k,)."""

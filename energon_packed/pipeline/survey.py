@@ -1,9 +1,9 @@
 """`survey_lengths`: the measure stage alone, over all records or a sample of them."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +13,15 @@ from energon_packed.errors import ConfigError
 from energon_packed.options import option
 from energon_packed.pipeline.chunks import Chunk, measured_records
 from energon_packed.pipeline.engine import LocalEngine
+from energon_packed.pipeline.examples import advice, reject_summary
 from energon_packed.pipeline.keys import make_keys
+from energon_packed.pipeline.limits import none_packed
 from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.measure import Measurer, MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.table import reject_counts
+from energon_packed.pipeline.table import most_common, reject_counts
 from energon_packed.pipeline.workspace import Workspace
 from energon_packed.sources import open_sources
 
@@ -69,12 +71,20 @@ class Survey:
         rejects: records that cannot, by reason.
         is_sample: only some of the records were measured.
         reused: records whose length an earlier run had measured.
+        reject_summary: the reasons with their counts, and an example of the most common one.
+        advice: what to do about the most common reason, or "".
+        unused_fields: records that have each field that nothing reads, by its name.
+        notes: records with each remark of the reader.
     """
 
     lengths: npt.NDArray[np.int32]
     rejects: dict[str, int]
     is_sample: bool
     reused: int = 0
+    reject_summary: str = ""
+    advice: str = ""
+    unused_fields: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def records(self) -> int:
@@ -91,6 +101,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
 
     Raises:
         ConfigError, SourceError: as `pack`.
+        RejectLimitError: no record can be packed; the message has an example.
     """
     progress = progress or Progress()
     with _work_folder(options) as space:
@@ -115,9 +126,17 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         )
         chunks = None if options.sample is None else _sampled(stage, options.sample, options.seed)
         table = stage.run(chunks)
+        rejects = reject_counts(table.status)
+        summary = reject_summary(table, table.status, sources, is_sample=options.sample is not None)
+    if not np.any(table.status == 0):
+        raise none_packed(len(table), summary, advice(rejects))
     return Survey(
         lengths=table.length[table.status == 0],
-        rejects=reject_counts(table.status),
+        rejects=rejects,
+        reject_summary=summary,
+        advice=advice(rejects),
+        unused_fields=most_common(table.counts["unused_fields"]),
+        notes=most_common(table.counts["notes"]),
         is_sample=options.sample is not None,
         reused=stage.counters["reused"],
     )

@@ -1,5 +1,6 @@
 """RecordTable: the numbers of all records in the driver's memory, joined from the chunk files."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +8,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.pipeline.chunks import NUMBERS, PACKED, STATUSES, Chunk, measured_records, read_rows
+from energon_packed.pipeline.chunks import (
+    COUNTED,
+    NUMBERS,
+    PACKED,
+    STATUSES,
+    Chunk,
+    Counts,
+    measured_records,
+    read_counts,
+    read_rows,
+)
 from energon_packed.pipeline.columns import as_numpy
 
 Int64 = npt.NDArray[np.int64]
+_MOST_TEXTS = 200  # counted one by one; records with keys of their own would make the manifest large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,6 +64,7 @@ class RecordTable:
         source_starts: int64 (sources + 1,), row at which each source begins.
         files: chunk files, in input order.
         file_starts: int64 (chunks,), row at which each file begins.
+        counts: records that list each text of `COUNTED`: fields that nothing reads, and notes.
     """
 
     address: Int64
@@ -65,6 +78,7 @@ class RecordTable:
     source_starts: Int64
     files: list[Path]
     file_starts: Int64
+    counts: Counts
 
     def __len__(self) -> int:
         return len(self.status)
@@ -94,10 +108,13 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
     columns = {name: np.empty(total, dtype=dtype) for name, dtype in NUMBERS.items()}
     per_source = np.zeros(sources + 1, dtype=np.int64)
     start = 0
+    listed: Counts = {name: Counter() for name in COUNTED}
     for chunk, count in zip(chunks, counts, strict=True):
         table = read_rows(chunk.file)
         for name, column in columns.items():
             column[start : start + count] = as_numpy(table[name], column.dtype)
+        for name, texts in read_counts(table).items():
+            listed[name].update(texts)
         per_source[chunk.source + 1] += count
         start += count
     return RecordTable(
@@ -105,7 +122,15 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
         source_starts=np.cumsum(per_source),
         files=[chunk.file for chunk in chunks],
         file_starts=np.cumsum([0, *counts], dtype=np.int64)[:-1],
+        counts=listed,
     )
+
+
+def most_common(counts: Counter[str]) -> dict[str, int]:
+    """Counts in order, the largest first; texts past the first 200 are one entry, `(others)`."""
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    others = sum(count for _, count in ranked[_MOST_TEXTS:])
+    return dict(ranked[:_MOST_TEXTS]) | ({"(others)": others} if others else {})
 
 
 def reject_counts(status: npt.NDArray[np.int8]) -> dict[str, int]:

@@ -46,6 +46,8 @@ class PackingManifest:
     Attributes:
         sample_class: flavor in `energon_packed.flavors`.
         records: input records; `packed` of them are in packs, `rejects` counts the others by reason.
+        unused_fields: records that have each field that nothing reads, by its name, the most common first.
+        notes: records with each remark of the reader, such as an image without a placeholder.
         max_samples_per_pack: maximum samples per pack, or None.
         truncated: packed samples that were truncated to seq_len; `tokens_cut` tokens were removed.
         packs, tokens, images: totals over all shards; tokens exclude padding.
@@ -69,6 +71,8 @@ class PackingManifest:
     truncated: int = 0
     tokens_cut: int = 0
     rejects: dict[str, int]
+    unused_fields: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
     packs: int
     tokens: int
     images: int

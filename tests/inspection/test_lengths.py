@@ -93,7 +93,9 @@ def test_numbers_by_hand() -> None:
 
 def test_wrong_input_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text("{}\n")
-    assert "no record can be packed" in str(run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir).exception)
+    assert "none of 1 records can be packed: 1 x " in str(
+        run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir).exception
+    )
     wrong = run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir, "--seq-len", "many")
     assert "`seq_lens` many must be integers" in str(wrong.exception)
 

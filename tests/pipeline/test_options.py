@@ -127,7 +127,9 @@ def test_patch_positions_are_stored_or_ignored(build: Any, tmp_path: Path, demo:
     image = next(str(p) for p in (demo.jsonl.parent / "images").glob("*.png"))
     record = {"images": [image], "captions": ["c"], "patch_positions": ["none.npy"]}
     options = {"image_root": Path("/"), "max_reject_rate": 1}
-    with pytest.raises(RejectLimitError, match="missing_patch_positions 1"):
+    with pytest.raises(
+        RejectLimitError, match=r"1 x missing_patch_positions, e.g. row 0 of .*`use_patch_positions=False`"
+    ):
         build([record], **options)
     assert build([record], use_patch_positions=False, overwrite=True, **options).manifest.packed == 1
 
@@ -147,7 +149,9 @@ def test_what_a_flavor_cannot_hold_is_rejected_with_the_remedy(build: Any) -> No
 
 def test_too_many_rejects_stop_before_writing(build: Any, tmp_path: Path) -> None:
     records = [{"messages": TURNS}] * 8 + ["{broken"] * 2
-    with pytest.raises(RejectLimitError, match=r"2 of 10 records \(20.0%\) .* `max_reject_rate` 0.05 \(bad_json 2\)"):
+    with pytest.raises(
+        RejectLimitError, match=r"2 of 10 records \(20.0%\) .* `max_reject_rate` 0.05: 2 x bad_json, e.g. row 8"
+    ):
         build(records, max_reject_rate=0.05)
     assert not list((tmp_path / "out" / "webdataset").glob("*"))
     assert len((tmp_path / "out" / "rejects.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,91 @@
+"""Fields that nothing reads, and notes on records: counted in every run, reused chunks included."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from energon_packed import Conversation, PackingManifest, PackResult
+from energon_packed.cli.display import result_table
+from energon_packed.pipeline import reader as reader_module
+from energon_packed.pipeline.chunks import count_texts
+from energon_packed.pipeline.table import most_common
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+CONVERSATION = Conversation(text="hello")
+
+
+@pytest.fixture
+def names_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`normalize` names the fields beside `messages` and `id`, whatever it knows of them."""
+    known: Callable[..., Conversation] = reader_module.normalize
+
+    def normalize(record: Any, **options: Any) -> Conversation:
+        unused = tuple(name for name in record if name not in ("messages", "id"))
+        return replace(known({"messages": record["messages"]}, **options), unused_fields=unused)
+
+    monkeypatch.setattr(reader_module, "normalize", normalize)
+
+
+def shown(result: PackResult) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(result_table(result, world_size=1, micro_batch_size=1, num_workers=0))
+    return captured.get()
+
+
+@pytest.mark.usefixtures("names_fields")
+def test_unused_fields_are_counted_printed_and_stored(build: Any) -> None:
+    records: list[Any] = [{"messages": TURNS, "url": "u", "source": "s"}] * 3
+    records += [{"messages": TURNS, "url": "u", "\x1b[31m": 1}, "{broken"]
+    first = build(records)
+    assert list(first.manifest.unused_fields.items())[:2] == [("url", 4), ("source", 3)]
+    assert PackingManifest.load(first.shards).unused_fields == first.manifest.unused_fields
+    table = shown(first)
+    assert "fields not used" in table
+    assert "url" in table
+    assert "\x1b[31m" not in table
+    again = build(records, seq_len=300, overwrite=True)
+    assert again.manifest.counters["reused"] == 5
+    assert again.manifest.unused_fields == first.manifest.unused_fields
+
+
+@pytest.mark.usefixtures("names_fields")
+def test_long_lists_are_cut_with_a_count(build: Any) -> None:
+    table = shown(build([{"messages": TURNS, **{f"field{n}": n for n in range(25)}}]))
+    assert table.count("field") == 10 + 1  # and the title
+    assert "15 more" in table
+    assert count_texts([None, replace(CONVERSATION, unused_fields=("\ud83d", "a", "a"))])["unused_fields"] == {
+        "?": 1,
+        "a": 1,
+    }
+    many = most_common({f"f{n:03d}": 1 for n in range(300)} | {"most": 2})  # type: ignore[arg-type]
+    assert next(iter(many.items())) == ("most", 2)
+    assert (len(many), many["(others)"]) == (201, 101)
+
+
+def test_a_chunk_without_counts_is_measured_again(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from energon_packed.pipeline import chunks
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(chunks, "COUNTED", ())
+        earlier.setattr("energon_packed.pipeline.table.COUNTED", ())
+        earlier.setattr("energon_packed.pipeline.measure.COUNTED", ())
+        earlier.setattr("energon_packed.pipeline.index.most_common", lambda counts: {})
+        with pytest.raises(KeyError):
+            build([{"messages": TURNS}] * 5)
+    assert build([{"messages": TURNS}] * 5).manifest.counters["measured"] == 5
+
+
+def test_a_manifest_of_an_earlier_version_loads(build: Any) -> None:
+    result = build([{"messages": TURNS}])
+    file: Path = result.shards / ".nv-meta" / "packing.json"
+    value = json.loads(file.read_text())
+    assert value["format_version"] == 1
+    assert (value.pop("unused_fields"), value.pop("notes")) == ({}, {})
+    file.write_text(json.dumps(value))
+    assert PackingManifest.load(result.shards).notes == {}

@@ -1,0 +1,65 @@
+"""Messages about rejected records: the most common reason, one example, and advice that fits the reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from energon_packed.cli.lengths import command as lengths_command
+from energon_packed.errors import Reason, RejectLimitError
+from energon_packed.pipeline.examples import advice, main_reason
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
+IMAGE = {"images": ["none.png"], "captions": ["A cat."]}
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "message"),
+    [
+        (
+            {"foo": 1},
+            {},
+            r"40 x missing_field, e.g. row 0 of .*data.jsonl: .*`map`, or convert them with an `adapter`",
+        ),
+        (IMAGE, {}, r"40 x missing_image, e.g. row 0 of .*none.png.*; set `image_root` to the folder"),
+        ({**IMAGE, "images": ["../a.png"]}, {}, r"40 x image_outside_root.*; set `image_root` to the folder"),
+        ({"messages": TURNS}, {"seq_len": 16}, r"40 x overlong, e.g. row 0 of .* tokens, .*; raise `seq_len`, or"),
+        ("{broken", {}, r"40 x bad_json, .*; each line must be one JSON object"),
+    ],
+)
+def test_an_input_without_usable_records_shows_one_and_what_to_do(
+    build: Any, tmp_path: Path, record: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RejectLimitError, match=f"none of 40 records can be packed: {message}") as raised:
+        build([record] * 40, **options)
+    assert str(raised.value).endswith(f"{tmp_path / 'out' / 'rejects.jsonl'} lists all")
+    assert "\n" not in str(raised.value)
+
+
+def test_the_example_is_of_the_most_common_reason(build: Any) -> None:
+    records = [{"messages": TURNS}] * 3 + ["{broken"] + [IMAGE] * 2
+    message = r"e.g. row 4 of .*data.jsonl: .*; 1 x bad_json; set `image_root`.*raise the limit"
+    with pytest.raises(RejectLimitError, match=rf"3 of 6 records \(50.0%\) .*: 2 x missing_image, {message}"):
+        build(records, max_reject_rate=0.1)
+
+
+def test_lengths_shows_the_example_too(tmp_path: Path, tokenizer_dir: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    options = [str(data), "--tokenizer", str(tokenizer_dir), "--workers", "1"]
+    data.write_text("".join(json.dumps(record) + "\n" for record in [IMAGE] * 9))
+    failed = str(CliRunner().invoke(lengths_command, options).exception)
+    assert "none of 9 records can be packed: 9 x missing_image, e.g. row 0 of" in failed
+    data.write_text("".join(json.dumps(record) + "\n" for record in [{"messages": TURNS}, IMAGE]))
+    shown = CliRunner().invoke(lengths_command, options).output
+    assert "rejected: 1 x missing_image, e.g. row 1 of" in shown
+    assert "; set --image-root to the folder that image paths start from" in shown
+    sampled = CliRunner().invoke(lengths_command, [*options, "--sample", "1000"]).output
+    assert "e.g. a record of" in sampled
+
+
+def test_advice_is_that_of_the_main_reason() -> None:
+    assert "chat template" in advice({Reason.NOT_RENDERED.value: 2, "overlong": 1})
+    assert advice({}) == advice({Reason.CORRUPT_IMAGE.value: 1}) == ""
+    assert main_reason({"overlong": 1, "bad_role": 1}) == "bad_role"
