@@ -40,6 +40,7 @@ class Declaration:
         parse: turns text of the command line or a config file into the value.
         decides: what the value decides: `lengths`, `tars`, or "" for neither.
         shown_default: the default in words, where the value does not tell.
+        needed: the command line requires it, although Python has another way.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Declaration:
     parse: Callable[[str], Any] | None = None
     decides: str = ""
     shown_default: str | None = None
+    needed: bool = False
 
     @property
     def is_required(self) -> bool:
@@ -116,7 +118,8 @@ def make(cls: type[T], values: Mapping[str, Any], *, what: str = "argument") -> 
 
 
 def check(options: Any) -> None:
-    """Hold the values of an option object to the declared types, choices and minimums; paths become `Path`.
+    """Hold the values of an option object to the declared types, choices and minimums; paths become `Path`, and
+    texts the value that they stand for.
 
     Raises:
         ConfigError: the message names the argument, the value and the limit.
@@ -125,6 +128,9 @@ def check(options: Any) -> None:
         value = getattr(options, one.name)
         if value is None:
             continue
+        if isinstance(value, str) and one.parse is not None:
+            value = one.parse(value)
+            object.__setattr__(options, one.name, value)
         if one.kind is Path:
             if not isinstance(value, str | Path):
                 raise ConfigError(f"`{one.name}` is {value!r}; it must be a path")

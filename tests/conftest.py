@@ -56,6 +56,7 @@ def pack_demo(demo: DemoDataset, tokenizer_dir: Path, tmp_path_factory: pytest.T
                 "seq_len": 1024,
                 "max_reject_rate": 0.2,
                 "workers": 1,
+                "shard_prefix": "pack",  # whatever the folder is called
             }
             done[key] = pack(PackOptions(**{**settings, **options}))  # type: ignore[arg-type]
         return done[key]

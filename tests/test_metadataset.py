@@ -142,7 +142,6 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
         (["c", "both"], "have seq_len 256 and 512, flavor .*; .* repack .* and a different `shard_prefix`"),
         (["a", "nothing"], "nothing has no .nv-meta folder"),
         (["a", "missing"], "missing does not exist"),
-        (["a=1", "b"], "b/webdataset has no weight, but other inputs have"),
         (["a=-1"], "weight of .*a/webdataset is -1"),
         (["a=nan"], "weight of .*a/webdataset is nan"),
         (["a=0", "b=0"], "all weights are 0"),
@@ -194,6 +193,11 @@ def test_the_command_prints_shares(outputs: Path, tmp_path: Path, monkeypatch: p
     assert result.exit_code == 0, result.output
     assert "75.00%" in result.output
     assert make_blend([(Path("mix.yaml"), None)]).train[0].samples == 500
+
+
+def test_an_input_without_a_weight_weighs_one_beside_those_with_one(outputs: Path) -> None:
+    blend = make_blend([(outputs / "a", None), (outputs / "b", 2)])
+    assert [(one.weight, one.weighed_by) for one in blend.train] == [(1, "given"), (2, "given")]
 
 
 def test_nothing_is_no_blend() -> None:

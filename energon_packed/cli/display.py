@@ -1,74 +1,17 @@
-"""Terminal output of a run: a bar per stage, then a table."""
+"""The closing table of a run, counts and sizes as text."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from energon_packed.pipeline import PackResult
-from energon_packed.pipeline.progress import Progress as BuildProgress
 from energon_packed.shards import steps_per_epoch
 from energon_packed.shards.nv_meta import SPLITS
 
 _MOST_COUNTED = 10  # field names in the closing table
 _LONGEST_NAME = 60
-
-
-class TerminalProgress(BuildProgress):
-    """A bar with rate and time left for each stage; one line per stage where the output is no terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        self._stage = self._unit = ""
-        self._total = self._units = self._records = 0
-
-    def start(self, stage: str, total: int, unit: str) -> None:
-        """Draw a new bar."""
-        self._stage, self._unit, self._total = stage, unit, total
-        self._units = self._records = 0
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description:8}"),
-                BarColumn(bar_width=32),
-                TextColumn("{task.percentage:>3.0f}%  {task.fields[note]}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
-            self._task = self._bar.add_task(stage, total=max(total, 1), note="")
-            self._bar.start()
-
-    def advance(self, units: int, records: int = 0) -> None:
-        """Move the bar."""
-        self._units += units
-        self._records += records
-        if self._bar is not None:
-            elapsed = self._bar.tasks[0].elapsed or 0.0
-            rate = f", {self._records / elapsed:,.0f}/s" if elapsed > 0.5 and self._records else ""
-            self._bar.update(self._task, completed=self._units, note=f"{self._count():,} {self._unit}{rate}")
-
-    def finish(self, seconds: float) -> None:
-        """Replace the bar by one line."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-        count = self._count()
-        rate = f"{count / seconds:>12,.0f}/s" if seconds > 0 and count else ""
-        self._console.print(f"{self._stage:8} {count:>12,} {self._unit:8} {seconds:>8.1f} s {rate}", highlight=False)
-
-    def stop(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def _count(self) -> int:
-        return self._records or self._units
 
 
 def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, num_workers: int) -> Table:
@@ -120,6 +63,26 @@ def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, 
         spread,
     )
     return table
+
+
+def result_dict(result: PackResult, *, world_size: int, micro_batch_size: int, num_workers: int) -> dict[str, Any]:
+    """What `pack --json` prints: paths, times, steps and the manifest."""
+    manifest = result.manifest
+    steps: list[int] = []
+    if manifest.algorithm != "none":
+        steps = steps_per_epoch(
+            manifest, world_size=world_size, micro_batch_size=micro_batch_size, num_workers=num_workers
+        )
+    return {
+        "shards": str(result.shards),
+        "lengths": str(result.lengths),
+        "rejects": str(result.rejects),
+        "bytes": result.bytes,
+        "seconds": result.seconds,
+        "packs_by_split": {split: manifest.packs_in(split) for split in result.splits},
+        "steps_per_epoch": steps,
+        "manifest": asdict(manifest),
+    }
 
 
 def _add_counts(table: Table, title: str, counts: Mapping[str, int]) -> None:

@@ -1,5 +1,6 @@
 """`energon-packed lengths`."""
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from energon_packed.cli.display import TerminalProgress, listed_counts
-from energon_packed.cli.options import DeclaredOption, GroupedCommand, as_options, collect, options_of
+from energon_packed.cli.display import listed_counts
+from energon_packed.cli.options import MESSAGES, DeclaredOption, GroupedCommand, as_options, collect, options_of
+from energon_packed.cli.progress import TerminalProgress
 from energon_packed.inspection.lengths import Candidate, compare, histogram, percentiles, recommend
 from energon_packed.options import make
 from energon_packed.pipeline.survey import LengthsOptions, Survey, parse_seq_lens, survey_lengths
+
+_NUMBER = re.compile(r"[0-9.]+k?", re.IGNORECASE)
 
 
 @click.command(name="lengths", cls=GroupedCommand)
@@ -22,7 +26,7 @@ from energon_packed.pipeline.survey import LengthsOptions, Survey, parse_seq_len
 @click.option("--seq-len", "seq_lens", multiple=True, metavar="N [N...]", cls=DeclaredOption, group="Packing",
               help="Candidates. [default: 2048 4096 8192 16384 32768]")  # fmt: skip
 @options_of(LengthsOptions, without=["inputs", "seq_lens"])
-@click.option("--json", "as_json", is_flag=True, cls=DeclaredOption, group="Run", help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, cls=DeclaredOption, group=MESSAGES, help="Print JSON.")
 def command(
     inputs: tuple[str, ...], jsonl: tuple[str, ...], seq_lens: tuple[str, ...], as_json: bool, **given: Any
 ) -> None:
@@ -73,7 +77,7 @@ def command(
 
 def _split(inputs: tuple[str, ...], seq_lens: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Numbers after `--seq-len N` come as inputs: `--seq-len 2048 4096 data.jsonl` has one."""
-    numbers = [given for given in inputs if given.isdigit() and not Path(given).exists()] if seq_lens else []
+    numbers = [given for given in inputs if _NUMBER.fullmatch(given) and not Path(given).exists()] if seq_lens else []
     candidates = parse_seq_lens(" ".join((*seq_lens, *numbers)))
     return tuple(one for one in inputs if one not in numbers), candidates
 

@@ -4,16 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from energon_packed.cli.options import as_options
+from energon_packed.cli.options import GroupedCommand, as_options
+from energon_packed.cli.output import Output, output_options
 from energon_packed.errors import ConfigError
 from energon_packed.metadataset import WEIGHT_BY, Blend, make_blend, write_metadataset
 
 
 @click.command(
     name="metadataset",
+    cls=GroupedCommand,
     short_help="Blend several datasets into one Metadataset.",
 )
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
@@ -30,10 +31,14 @@ from energon_packed.metadataset import WEIGHT_BY, Blend, make_blend, write_metad
 @click.option("--subflavor", "subflavors", multiple=True, metavar="K=V", help="Attached to every sample; may repeat.")
 @click.option("--val", multiple=True, metavar="DIR",
               help="Validation data; may repeat. [default: the val splits of the inputs]")  # fmt: skip
-def command(out: Path, inputs: tuple[str, ...], relative: bool, subflavors: tuple[str, ...], **options: Any) -> None:
+@output_options
+def command(
+    out: Path, inputs: tuple[str, ...], relative: bool, subflavors: tuple[str, ...], output: Output, **options: Any
+) -> None:
     """Blend several datasets into one weighted Metadataset.
 
-    DIR is a folder that `energon-packed pack` wrote, any Energon dataset of packs, or another Metadataset.
+    DIR is a folder that `energon-packed pack` wrote, any Energon dataset of packs, or another Metadataset. Where one
+    has a WEIGHT, the others weigh 1.
 
     \b
     energon-packed metadataset mix.yaml out/node_a out/node_b
@@ -43,11 +48,29 @@ def command(out: Path, inputs: tuple[str, ...], relative: bool, subflavors: tupl
         [_with_weight(given) for given in inputs], subflavors=dict(_pair(given) for given in subflavors), **options
     )
     write_metadataset(blend, out, absolute=not relative)
-    console = Console(markup=False)
-    console.print(_table(blend))
+    output.console.print(_table(blend))
     for warning in blend.warnings():
-        console.print(f"note: {as_options(warning)}", highlight=False, soft_wrap=True)
-    console.print(f"{out}: get_packed_loader({str(out)!r}, encoder)", highlight=False, soft_wrap=True)
+        click.echo(f"note: {as_options(warning)}", err=output.as_json or output.quiet)
+    output.console.print(f"{out}: get_packed_loader({str(out)!r}, encoder)", soft_wrap=True)
+    output.result(_as_dict(blend, out))
+
+
+def _as_dict(blend: Blend, out: Path) -> dict[str, Any]:
+    return {
+        "metadataset": str(out),
+        "train": [
+            {"path": str(one.path), "split": one.split, "packs": one.packs, "samples": one.samples}
+            | {"weight": one.weight, "weighed_by": one.weighed_by, "seen": times}
+            for one, times in zip(blend.train, blend.times_seen(), strict=True)
+        ],
+        "val": [
+            {"path": str(one.path), "split": one.split, "packs": one.packs, "samples": one.samples}
+            for one in blend.val
+        ],
+        "epochized": blend.epochized,
+        "schema": blend.schema,
+        "warnings": [as_options(warning) for warning in blend.warnings()],
+    }
 
 
 def _table(blend: Blend) -> Table:

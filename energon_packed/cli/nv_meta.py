@@ -4,14 +4,17 @@ from pathlib import Path
 
 import click
 
+from energon_packed.cli.options import GroupedCommand
+from energon_packed.cli.output import Output, output_options
 from energon_packed.formats import CODECS
 from energon_packed.shards.repair import make_nv_meta
 
 
-@click.command(name="nv-meta")
+@click.command(name="nv-meta", cls=GroupedCommand)
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
 @click.option("--sample-class", type=click.Choice(list(CODECS)), help="Flavor. [default: found by the parts]")
-def command(folder: Path, sample_class: str | None) -> None:
+@output_options
+def command(folder: Path, sample_class: str | None, output: Output) -> None:
     """Create or repair .nv-meta and the indexes for a folder of tars, which are not modified.
 
     DIR holds tars that `energon-packed pack` wrote, or another packer in the same layout.
@@ -22,11 +25,22 @@ def command(folder: Path, sample_class: str | None) -> None:
     """
     repaired = make_nv_meta(folder, sample_class)
     packs = sum(shard.packs for shard in repaired.shards)
-    click.echo(
-        f"{repaired.sample_class} in {repaired.folder}: {len(repaired.shards):,} shards, {packs:,} packs indexed"
-    )
+    lines = [f"{repaired.sample_class} in {repaired.folder}: {len(repaired.shards):,} shards, {packs:,} packs indexed"]
     if repaired.dropped_manifest:
-        click.echo("  packing.json did not describe these shards and is kept as packing.json.stale")
+        lines.append("  packing.json did not describe these shards and is kept as packing.json.stale")
     for name, shards in repaired.splits.items():
         if shards:
-            click.echo(f"  {name}: {len(shards):,} shards" + (" (split.yaml kept)" if repaired.kept_split else ""))
+            lines.append(f"  {name}: {len(shards):,} shards" + (" (split.yaml kept)" if repaired.kept_split else ""))
+    for line in lines:
+        output.console.print(line, soft_wrap=True)
+    output.result(
+        {
+            "folder": str(repaired.folder),
+            "sample_class": repaired.sample_class,
+            "shards": len(repaired.shards),
+            "packs": packs,
+            "splits": {name: shards for name, shards in repaired.splits.items() if shards},
+            "kept_split": repaired.kept_split,
+            "dropped_manifest": repaired.dropped_manifest,
+        }
+    )

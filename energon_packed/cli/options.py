@@ -15,6 +15,8 @@ from energon_packed.errors import ConfigError
 from energon_packed.options import Declaration, declared
 
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
+MESSAGES = "Messages"
+_ORDER = ("Options", "Input", "Tokens", "Images", "Packing", "Output", "Run", "Table", MESSAGES)
 Decorated = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -22,16 +24,21 @@ class GroupedCommand(click.Command):
     """A command whose help lists options in groups."""
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """One section per group, in the order of the declarations."""
+        """One section per group, in the order of `_ORDER`; `--help` is the last line."""
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for parameter in self.get_params(context):
             if not isinstance(parameter, click.Option):
                 continue
             if (record := parameter.get_help_record(context)) is not None:
-                groups[getattr(parameter, "group", None) or "Other"].append(record)
-        for name, records in groups.items():
+                group = MESSAGES if parameter.name == "help" else "Options"
+                groups[getattr(parameter, "group", None) or group].append(record)
+        for name, records in sorted(groups.items(), key=lambda item: _place(item[0])):
             with formatter.section(name):
                 formatter.write_dl(records)
+
+
+def _place(group: str) -> int:
+    return _ORDER.index(group) if group in _ORDER else len(_ORDER) - 2
 
 
 class DeclaredOption(click.Option):
@@ -140,7 +147,7 @@ def _help(one: Declaration) -> str:
     default = one.shown_default
     if default is None and not one.is_required and one.default is not None and not one.is_flag:
         default = str(one.default)
-    if one.is_required:
+    if one.is_required or one.needed:
         return f"{one.help} [required]"
     return f"{one.help} [default: {default}]" if default else one.help
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import click
-from rich.console import Console
 
-from energon_packed.cli.display import TerminalProgress, result_table
+from energon_packed.cli.display import result_dict, result_table
 from energon_packed.cli.options import DeclaredOption, GroupedCommand, collect, options_of
+from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
 from energon_packed.pipeline import PackOptions, pack
 
@@ -21,7 +21,8 @@ from energon_packed.pipeline import PackOptions, pack
               group="Table", help="Packs in a step, for the table.")  # fmt: skip
 @click.option("--loader-workers", type=click.IntRange(min=0), default=2, show_default=True, cls=DeclaredOption,
               group="Table", help="Loader workers, for the table.")  # fmt: skip
-def command(inputs: tuple[str, ...], jsonl: tuple[str, ...], **given: Any) -> None:
+@output_options
+def command(inputs: tuple[str, ...], jsonl: tuple[str, ...], output: Output, **given: Any) -> None:
     """Pack conversations with images into an Energon dataset.
 
     INPUT: .jsonl .jsonl.gz .jsonl.zst .json .parquet .arrow .feather .csv files, globs, or Hugging Face
@@ -47,21 +48,35 @@ def command(inputs: tuple[str, ...], jsonl: tuple[str, ...], **given: Any) -> No
         raise click.UsageError("give at least one INPUT (or --jsonl FILE)")
     for name in ("output_dir", "seq_len", "tokenizer"):
         if values.get(name) is None:
-            raise click.UsageError(f"Missing option '--{name.replace('_', '-')}'.")
-    show_run(make(PackOptions, values, what="option"), **steps)
+            raise click.UsageError(f"Missing option '--{name.replace('_', '-')}' (or `{name}` in --config).")
+    show_run(make(PackOptions, values, what="option"), **steps, output=output)
 
 
-def show_run(options: PackOptions, *, world_size: int = 1, micro_batch_size: int = 1, num_workers: int = 2) -> None:
-    """Pack with a bar per stage, and print the table."""
-    console = Console(markup=False)
-    progress = TerminalProgress(console)
+def show_run(
+    options: PackOptions,
+    *,
+    world_size: int = 1,
+    micro_batch_size: int = 1,
+    num_workers: int = 2,
+    output: Output | None = None,
+) -> None:
+    """Pack with a bar per stage, and print the table.
+
+    Args:
+        options: of the run.
+        world_size, micro_batch_size, num_workers: for the steps in the table.
+        output: where it is printed.
+    """
+    output = output or Output()
+    console = output.console
+    progress = output.progress()
     try:
         result = pack(options, progress=progress)
     finally:
         progress.stop()
-    console.print(f"\n{result.manifest.sample_class} in {result.shards}", highlight=False, soft_wrap=True)
-    console.print(
-        result_table(result, world_size=world_size, micro_batch_size=micro_batch_size, num_workers=num_workers)
-    )
+    steps = {"world_size": world_size, "micro_batch_size": micro_batch_size, "num_workers": num_workers}
+    console.print(f"\n{result.manifest.sample_class} in {result.shards}", soft_wrap=True)
+    console.print(result_table(result, **steps))
     if result.manifest.rejects:
-        console.print(f"rejected records, with reasons: {result.rejects}", highlight=False, soft_wrap=True)
+        console.print(f"rejected records, with reasons: {result.rejects}", soft_wrap=True)
+    output.result(result_dict(result, **steps))

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
-from energon_packed.cli.display import TerminalProgress
-from energon_packed.cli.options import as_options
+from energon_packed.cli.options import GroupedCommand, as_options
+from energon_packed.cli.output import Output, output_options
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import Check, verify
 from energon_packed.pipeline.options import available_cores
 
 
-@click.command(name="verify")
+@click.command(name="verify", cls=GroupedCommand)
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--fast", is_flag=True, help="Do not encode the samples again.")
 @click.option("--workers", type=click.IntRange(min=0), default=0, help="Processes. [default: all cores]")
@@ -22,7 +22,10 @@ from energon_packed.pipeline.options import available_cores
               help="Folder of the tokenizer. [default: the one that packing.json names]")  # fmt: skip
 @click.option("--processor", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Folder of the processor. [default: the one that packing.json names]")  # fmt: skip
-def command(folder: Path, fast: bool, workers: int, tokenizer: Path | None, processor: Path | None) -> None:
+@output_options
+def command(
+    folder: Path, fast: bool, workers: int, tokenizer: Path | None, processor: Path | None, output: Output
+) -> None:
     """Check that a dataset is intact and matches its manifest. Exit status 1 when it does not.
 
     \b
@@ -34,22 +37,49 @@ def command(folder: Path, fast: bool, workers: int, tokenizer: Path | None, proc
     opened = PackedFolder.open(folder)
     fast = fast or (opened.manifest is None and tokenizer is None)
     encoder = None if fast else opened.load_encoder(tokenizer, processor)
-    console = Console(highlight=False, soft_wrap=True)
-    progress = TerminalProgress(console)
-    processes = workers or available_cores()
-    failed: list[Check] = []
-    for check in verify(opened, encoder, processes=processes, progress=progress):
-        failed += [] if check.holds else [check]
-        mark = "[green]✓[/]" if check.holds else "[red]✗[/]"
-        console.print(f"{mark} {escape(check.name)}" + (f" ({escape(check.found)})" if check.found else ""))
-        for problem in check.problems:
-            console.print(f"    {escape(as_options(problem))}")
-        if check.count > len(check.problems):
-            console.print(f"    and {check.count - len(check.problems):,} more")
+    progress = output.progress()
+    checks: list[Check] = []
+    try:
+        for check in verify(opened, encoder, processes=workers or available_cores(), progress=progress):
+            checks.append(check)
+            _show(check, output)
+    finally:
+        progress.stop()
+    failed = [check for check in checks if not check.holds]
+    remedy = ""
     if failed:
         remedy = "pack it again"
         if all(check.remedy == "nv-meta" for check in failed):
             remedy = f"energon-packed nv-meta {opened.path} rebuilds its indexes"
-        console.print(f"{len(failed)} checks failed: do not train on {opened.path}; {remedy}", soft_wrap=True)
+        line = f"{len(failed)} checks failed: do not train on {opened.path}; {remedy}"
+        click.echo(line, err=output.as_json)
+    else:
+        output.console.print(f"all checks passed: {opened.path}", soft_wrap=True)
+    output.result(
+        {
+            "dataset": str(opened.path),
+            "passed": not failed,
+            "checks": [
+                {"name": check.name, "passed": check.holds, "found": check.found, "problems": check.problems}
+                | {"problem_count": check.count}
+                for check in checks
+            ],
+            "remedy": remedy or None,
+        }
+    )
+    if failed:
         sys.exit(1)
-    console.print(f"all checks passed: {opened.path}")
+
+
+def _show(check: Check, output: Output) -> None:
+    """A line for a check, and its first problems, which are shown with --quiet as well."""
+    if check.holds:
+        line = Text.assemble(("✓", "green"), f" {check.name}" + (f" ({check.found})" if check.found else ""))
+        output.console.print(line, soft_wrap=True)
+        return
+    console = Console(stderr=output.as_json, highlight=False, markup=False, soft_wrap=True)
+    console.print(Text.assemble(("✗", "red"), f" {check.name}" + (f" ({check.found})" if check.found else "")))
+    for problem in check.problems:
+        console.print(f"    {as_options(problem)}")
+    if check.count > len(check.problems):
+        console.print(f"    and {check.count - len(check.problems):,} more")

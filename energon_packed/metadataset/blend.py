@@ -78,7 +78,7 @@ def make_blend(
     """Read the inputs, check their compatibility and assign weights.
 
     Args:
-        inputs: (dataset folder or Metadataset, weight or None). Either all inputs have a weight or none.
+        inputs: (dataset folder or Metadataset, weight or None). Where one input has a weight, None is 1.
         val: inputs of the validation split; defaults to the `val` splits of `inputs`.
         weight_by: quantity that default weights are proportional to.
         split_from: split of the inputs used for training.
@@ -115,12 +115,9 @@ def make_blend(
 def _weighed(
     inputs: Sequence[BlendInput], weights: Sequence[float | None], weight_by: WeightBy, epochized: bool
 ) -> list[BlendInput]:
-    missing = [one.path for one, weight in zip(inputs, weights, strict=True) if weight is None]
-    given = [weight for weight in weights if weight is not None]
-    if missing and given:
-        raise ConfigError(
-            f"{missing[0]} has no weight, but other inputs have one; set a weight for all inputs or for none"
-        )
+    given: list[float] = []
+    if any(weight is not None for weight in weights):
+        given = [1.0 if weight is None else weight for weight in weights]
     for one, weight in zip(inputs, given, strict=False):
         if not math.isfinite(weight) or weight < 0:
             raise ConfigError(f"the weight of {one.path} is {weight:g}; it must be a finite number >= 0")

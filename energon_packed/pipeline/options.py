@@ -1,6 +1,5 @@
 """PackOptions, and what it shares with the survey of lengths: all that decides a run, checked at construction."""
 
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -18,57 +17,19 @@ from energon_packed.options import check, declared, option
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
 from energon_packed.records import Adapter, FieldMap
-from energon_packed.shards.nv_meta import SPLITS
+from energon_packed.pipeline.parse import (
+    checked_split,
+    parse_part,
+    parse_seq_len,
+    parse_size,
+    parse_split,
+    prefix_of,
+)
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 INPUT, TOKENS, IMAGES, PACKING, OUTPUT, RUN = "Input", "Tokens", "Images", "Packing", "Output", "Run"
 Overlong = Literal["drop", "error", "truncate"]
 GroupBy = Literal["none", "media"]
-
-
-def parse_part(text: str) -> tuple[int, int]:
-    """`2/8` as (2, 8); `auto` takes both numbers from SLURM.
-
-    Raises:
-        ConfigError: the text has another form, or there is no SLURM task.
-    """
-    if text == "auto":
-        try:
-            return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-        except (KeyError, ValueError) as error:
-            raise ConfigError(
-                "`part=auto` needs SLURM_PROCID and SLURM_NTASKS, which srun sets; pass `part=I/N`"
-            ) from error
-    found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-    if not found:
-        raise ConfigError(f"invalid `part` {text!r}; use the form 0/4, or auto")
-    return int(found[1]), int(found[2])
-
-
-def parse_split(text: str) -> dict[str, float]:
-    """`train=0.98,val=0.02` as a dict.
-
-    Raises:
-        ConfigError: the text has another form.
-    """
-    try:
-        return {name.strip(): float(share) for name, share in (part.split("=") for part in text.split(","))}
-    except ValueError as error:
-        raise ConfigError(f"invalid `split` {text!r}; use the form train=0.98,val=0.02") from error
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `512M`, `1GB` or `1073741824`; K, M, G and T are powers of 1024.
-
-    Raises:
-        ConfigError: the text has another form.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"invalid size {text!r}; use bytes or a unit, such as 512M or 1G")
-    return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +62,7 @@ class InputOptions:
         group=INPUT, decides="lengths", metavar="MODULE:FUNCTION",
     )  # fmt: skip
     tokenizer: Path | None = option(
-        None, help="Folder with tokenizer.json and a chat template.", group=TOKENS, metavar="DIR"
+        None, help="Folder with tokenizer.json and a chat template.", group=TOKENS, metavar="DIR", needed=True
     )
     loss_on: LossOn = option(
         "assistant", help="Supervised text: all assistant turns, the last one, or everything.", group=TOKENS,
@@ -202,7 +163,14 @@ class PackOptions(InputOptions):
     output_dir: Path = option(
         help="Folder for the dataset and its reports.", group=OUTPUT, flags=("--output-dir", "-o"), metavar="DIR"
     )
-    seq_len: int = option(help="Tokens in one row.", group=PACKING, minimum=1, decides="tars")
+    seq_len: int = option(
+        help="Tokens in one row; 8k is 8192.",
+        group=PACKING,
+        minimum=1,
+        decides="tars",
+        parse=parse_seq_len,
+        metavar="N",
+    )
     group_by: GroupBy = option(
         "none", help="media: text, image and video samples in separate packs.", group=PACKING,
         choices=("none", "media"), decides="tars",
@@ -212,10 +180,13 @@ class PackOptions(InputOptions):
         choices=("drop", "error", "truncate"), decides="tars",
     )  # fmt: skip
     split: dict[str, float] = option(
-        lambda: {"train": 1.0}, help="Shares of the packs, such as train=0.98,val=0.02.", group=PACKING,
-        parse=parse_split, decides="tars", shown_default="train=1", metavar="SHARES",
+        lambda: {"train": 1.0}, help="Shares of the packs, such as train=0.98,val=0.02 or train=98,val=2.",
+        group=PACKING, parse=parse_split, decides="tars", shown_default="train=1", metavar="SHARES",
     )  # fmt: skip
-    shard_prefix: str = option("pack", help="Start of shard names and keys.", group=OUTPUT, metavar="NAME")
+    shard_prefix: str | None = option(
+        None, help="Start of shard names and keys, different for each output of a blend.", group=OUTPUT,
+        metavar="NAME", shown_default="the name of the output folder",
+    )  # fmt: skip
     max_packs_per_shard: int = option(
         1000, help="Maximum packs in one shard.", group=OUTPUT, minimum=1, decides="tars"
     )
@@ -246,6 +217,8 @@ class PackOptions(InputOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.shard_prefix is None:
+            object.__setattr__(self, "shard_prefix", prefix_of(self.output_dir))
         self._place_part()
         if self.seq_len > np.iinfo(np.int32).max:
             raise ConfigError(f"`seq_len` is {self.seq_len}; it must be at most {np.iinfo(np.int32).max}")
@@ -253,13 +226,13 @@ class PackOptions(InputOptions):
             raise ConfigError(
                 f"`pad_multiple` {self.pad_multiple} is above `seq_len` {self.seq_len}; no sample would fit"
             )
-        if not _PREFIX.fullmatch(self.shard_prefix):
+        if not _PREFIX.fullmatch(str(self.shard_prefix)):
             raise ConfigError(
                 f"`shard_prefix` {self.shard_prefix!r} must be 1 to 64 letters, digits, '_' and '-': keys have no dots"
             )
         if self.max_reject_rate > 1:
             raise ConfigError(f"`max_reject_rate` is {self.max_reject_rate}; it must be between 0 and 1")
-        object.__setattr__(self, "split", _checked_split(self.split))
+        object.__setattr__(self, "split", checked_split(self.split))
 
     def _place_part(self) -> None:
         if self.part is None:
@@ -277,7 +250,7 @@ class PackOptions(InputOptions):
     @property
     def prefix(self) -> str:
         """Start of shard names and keys, with the number of the part."""
-        return self.shard_prefix + part_suffix(None if self.part is None else self.part[0])
+        return str(self.shard_prefix) + part_suffix(None if self.part is None else self.part[0])
 
     @property
     def usable_len(self) -> int:
@@ -305,16 +278,3 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _checked_split(split: dict[str, float]) -> dict[str, float]:
-    """The shares in the order of `SPLITS`, so that the same shares always make the same shards."""
-    if not isinstance(split, dict):
-        raise ConfigError(f"`split` is {split!r}; use shares such as train=0.98,val=0.02")
-    if not split or not all(math.isfinite(share) and share >= 0 for share in split.values()):
-        raise ConfigError("`split` must name shares >= 0, such as train=0.98,val=0.02")
-    if unknown := set(split) - set(SPLITS):
-        raise ConfigError(f"unknown split {', '.join(sorted(unknown))}; use {', '.join(SPLITS)}")
-    if abs(sum(split.values()) - 1) > 1e-6:
-        raise ConfigError(f"the shares of `split` add up to {sum(split.values()):g}; they must add up to 1")
-    return {name: split[name] for name in SPLITS if name in split}

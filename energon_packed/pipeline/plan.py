@@ -35,6 +35,11 @@ class Plan:
     shards: list[ShardPlan]
     mixed_utilization: float | None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tars, as estimated from the bytes of media and texts."""
+        return sum(shard.num_bytes for shard in self.shards)
+
 
 @dataclass(frozen=True, slots=True)
 class PlanStage:

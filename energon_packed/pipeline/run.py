@@ -1,5 +1,6 @@
 """`pack`: measure, plan, write, index."""
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from energon_packed.pipeline.workspace import Workspace
 from energon_packed.pipeline.write import WriteStage
 from energon_packed.shards import PackingManifest
 from energon_packed.sources import open_sources
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,9 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
     space.check_owner(keys.write, overwrite=options.overwrite)
     state = RunState(options=options, progress=progress, engine=make_engine(options), space=space, reader=reader)
 
+    for source in sources:
+        _log.info("reads %s", source.path)
+    _log.info("restart state: %s", space.measure_folder(keys.measure))
     clock = _Clock(progress)
     measure = MeasureStage(
         folder=space.measure_folder(keys.measure),
@@ -113,12 +119,15 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
     )
     with clock.stage(measure):
         table = measure.run()
+    _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
     with clock.stage(planning := PlanStage(state)):
         plan = planning.run(table)
+    _log.info("plans %d packs in %d shards, %d bytes", plan.packs.num_packs, len(plan.shards), plan.num_bytes)
     with clock.stage(write := WriteStage(state, keys.write)):
         shards = write.run(table, plan)
     with clock.stage(index := IndexStage(state, keys)):
         manifest = index.run(table, plan, shards)
+    _warn_of_empty_splits(manifest, options)
     return PackResult(
         manifest=manifest,
         shards=space.shards,
@@ -129,6 +138,18 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
         seconds=clock.seconds,
         mixed_utilization=plan.mixed_utilization,
     )
+
+
+def _warn_of_empty_splits(manifest: PackingManifest, options: PackOptions) -> None:
+    for split, share in options.split.items():
+        if share > 0 and not manifest.packs_in(split):
+            _log.warning(
+                "split %s gets no pack: its share %g of %d packs is less than one; raise its share in `split`, or "
+                "pack more data",
+                split,
+                share,
+                manifest.packs,
+            )
 
 
 def make_engine(options: PackOptions) -> Engine:

@@ -29,6 +29,7 @@ class ShardPlan:
         first_pack: number of its first pack.
         rows: int64 (samples,), records of all its packs, pack after pack.
         offsets: int64 (packs+1,), pack p is `rows[offsets[p]:offsets[p + 1]]`.
+        num_bytes: of its tar, as estimated from the bytes of media and texts.
     """
 
     number: int
@@ -36,6 +37,7 @@ class ShardPlan:
     first_pack: int
     rows: Int64
     offsets: Int64
+    num_bytes: int
 
 
 def plan_packs(table: RecordTable, status: npt.NDArray[np.int8], options: PackOptions) -> PackPlan:
@@ -99,6 +101,7 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
                     first_pack=begin,
                     rows=plan.indices[offsets[0] : offsets[-1]],
                     offsets=offsets - offsets[0],
+                    num_bytes=int(sizes[begin:end].sum()),
                 )
             )
     return shards

@@ -19,6 +19,7 @@ from energon_packed.pipeline.limits import none_packed
 from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.measure import Measurer, MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions
+from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.table import most_common, reject_counts
@@ -29,15 +30,15 @@ _SPREAD = 64  # places of the input that a sample comes from
 
 
 def parse_seq_lens(text: str) -> tuple[int, ...]:
-    """`2048,4096` as numbers.
+    """`2048,4k` as numbers.
 
     Raises:
         ConfigError: the text has another form.
     """
     try:
-        return tuple(int(part) for part in text.replace(",", " ").split())
-    except ValueError as error:
-        raise ConfigError(f"`seq_lens` {text} must be integers") from error
+        return tuple(parse_seq_len(part) for part in text.replace(",", " ").split())
+    except ConfigError as error:
+        raise ConfigError(f"`seq_lens` {text} must be integers, such as 8192 or 8k") from error
 
 
 @dataclass(frozen=True, kw_only=True)

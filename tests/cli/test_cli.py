@@ -83,7 +83,7 @@ def test_the_closing_table_tells_what_happened(demo: DemoDataset, tokenizer_dir:
         (["--seq-len", "256", "--max-reject-rate", "0"], 1, "are rejected, more than --max-reject-rate 0"),
         (["--seq-len", "256", "--strict"], 1, "--strict stops at the first"),
         (["--seq-len", "256", "--image-root", "/usr"], 1, "missing_image"),
-        (["--seq-len", "many"], 2, "Invalid value for '--seq-len'"),
+        (["--seq-len", "many"], 2, "--seq-len is 'many'; it must be an integer, such as 8192 or 8k"),
         (["--seq-len", "256", "--max-shard-size", "big"], 2, "use bytes or a unit"),
         ([], 2, "Missing option '--seq-len'"),
     ],

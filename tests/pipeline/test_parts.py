@@ -20,7 +20,7 @@ from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
 from energon_packed.errors import ConfigError, SourceError
 from energon_packed.metadataset import make_blend, write_metadataset
 from energon_packed.pipeline.lock import FolderLock
-from energon_packed.pipeline.options import parse_part
+from energon_packed.pipeline.parse import parse_part
 
 
 def ids_in(folder: Path) -> list[str]:
@@ -87,7 +87,7 @@ def test_parts_of_several_files_and_formats(tokenizer_dir: Path, tmp_path: Path,
         names += ids_in(result.shards.parent)
         prefixes |= {tar.name.rpartition("-")[0] for tar in result.shards.glob("*.tar")}
     assert len(names) == len(set(names)) == 600
-    assert prefixes == {f"pack_p{number:03d}" for number in range(count)}
+    assert prefixes == {f"out_p{number:03d}" for number in range(count)}
 
 
 def test_part_numbers_are_checked(tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from energon_packed import (
     Conversation,
     EncodedSample,
     PackedDataset,
+    PackingManifest,
     PackOptions,
     PackResult,
     Processor,
@@ -27,9 +29,10 @@ from energon_packed import (
 from energon_packed.cli.lengths import command as lengths_command
 from energon_packed.cli.pack import command as pack_command
 from energon_packed.cli.verify import command as verify_command
+from energon_packed.metadataset import make_blend
 from energon_packed.options import declared
 from energon_packed.pipeline.engine import LocalEngine
-from energon_packed.pipeline.options import parse_size
+from energon_packed.pipeline.parse import parse_seq_len, parse_size, prefix_of
 from energon_packed.pipeline.survey import LengthsOptions
 
 
@@ -49,6 +52,7 @@ def test_the_command_line_a_config_file_and_python_make_the_same_shards(
         max_shard_bytes=1 << 20,
         max_reject_rate=0.5,
         use_patch_positions=False,
+        shard_prefix="x",
         workers=1,
     )
     config = {
@@ -59,6 +63,7 @@ def test_the_command_line_a_config_file_and_python_make_the_same_shards(
         "max-shard-size": "1M",
         "max_reject_rate": 0.5,
         "no-npy": True,
+        "shard-prefix": "x",
         "workers": 1,
     }
     (tmp_path / "pack.yaml").write_text(yaml.safe_dump(config))
@@ -66,7 +71,16 @@ def test_the_command_line_a_config_file_and_python_make_the_same_shards(
     options = ["--config", str(tmp_path / "pack.yaml"), "-o", str(tmp_path / "b"), "--seq-len", "512"]
     assert run(pack_command, options).exit_code == 0
     options = ["-o", str(tmp_path / "c"), "--seq-len", "512", "--tokenizer", str(tokenizer_dir), "--no-npy"]
-    options += ["--split", "train=0.9,val=0.1", "--max-shard-size", "1M", "--max-reject-rate", "0.5"]
+    options += [
+        "--shard-prefix",
+        "x",
+        "--split",
+        "train=90,val=10",
+        "--max-shard-size",
+        "1M",
+        "--max-reject-rate",
+        "0.5",
+    ]
     assert run(pack_command, [str(demo.jsonl), *options]).exit_code == 0
     for name in ("b", "c"):
         assert {t.name: t.read_bytes() for t in (tmp_path / name / "webdataset").glob("*.tar")} == tars(first)
@@ -105,7 +119,9 @@ def test_mistakes_in_python_are_named(tokenizer_dir: Path, encoder: ChatEncoder,
         ({}, "pass the folder of a `tokenizer` or, from Python, an `encoder`; neither is given"),
         ({"tokenizer": tokenizer_dir, "encoder": encoder}, "both is given"),
         ({"encoder": tokenizer_dir}, "pass a Processor such as ChatEncoder"),
-        ({"tokenizer": tokenizer_dir, "seq_len": "8"}, "`seq_len` is '8'; it must be an integer"),
+        ({"tokenizer": tokenizer_dir, "seq_len": "8x"}, "`seq_len` is '8x'; it must be an integer"),
+        ({"tokenizer": tokenizer_dir, "seq_len": "0.3k"}, "`seq_len` is '0.3k'; it must be an integer"),
+        ({"tokenizer": tokenizer_dir, "seq_len": 8.5}, "`seq_len` is 8.5; it must be an integer"),
     ):
         with pytest.raises(ConfigError, match=message):
             pack("x.jsonl", **{**good, **changes})
@@ -114,6 +130,72 @@ def test_mistakes_in_python_are_named(tokenizer_dir: Path, encoder: ChatEncoder,
     with pytest.raises(ConfigError, match="invalid size 'big'"):
         parse_size("big")
     assert (parse_size("512M"), parse_size("1.5 KiB"), parse_size("7")) == (512 << 20, 1536, 7)
+
+
+def test_numbers_of_tokens_take_a_k_everywhere(demo: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
+    assert (parse_seq_len("8k"), parse_seq_len("1.5K"), parse_seq_len("4096")) == (8192, 1536, 4096)
+    settings: dict[str, Any] = {"inputs": demo.jsonl, "output_dir": tmp_path / "out", "tokenizer": tokenizer_dir}
+    assert PackOptions(**settings, seq_len="1k").seq_len == 1024  # type: ignore[arg-type]
+    assert LengthsOptions(inputs=demo.jsonl, tokenizer=tokenizer_dir, seq_lens="1k 2k").seq_lens == (1024, 2048)  # type: ignore[arg-type]
+    (tmp_path / "c.yaml").write_text("seq_len: 1k\nmax_reject_rate: 0.5\nworkers: 1\n")
+    options = [str(demo.jsonl), "--tokenizer", str(tokenizer_dir), "--config", str(tmp_path / "c.yaml")]
+    for folder, more in (("a", []), ("b", ["--seq-len", "2K"])):
+        done = CliRunner().invoke(pack_command, [*options, "-o", str(tmp_path / folder), *more])
+        assert done.exit_code == 0, done.output
+        assert PackingManifest.load(tmp_path / folder).seq_len == 1024 * (1 + len(more) // 2)
+    shown = CliRunner().invoke(lengths_command, [*options[:3], "--workers", "1", "--seq-len", "1k", "2k"])
+    assert "2,048" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("given", "shares"),
+    [
+        ("train=90,val=10", {"train": 0.9, "val": 0.1}),
+        ("val=1,train=3", {"train": 0.75, "val": 0.25}),
+        ({"train": 99.5, "val": 0.5}, {"train": 0.995, "val": 0.005}),
+        ("train=0.9,val=0.1", {"train": 0.9, "val": 0.1}),
+        ("train=0.9,val=0.2", "add up to 1.1; they must add up to 1 or 100, or be whole numbers"),
+        ("train=0", "add up to 0;"),
+    ],
+)
+def test_shares_are_normalized(tokenizer_dir: Path, tmp_path: Path, given: Any, shares: Any) -> None:
+    def options() -> PackOptions:
+        return PackOptions(inputs=("x",), output_dir=tmp_path, tokenizer=tokenizer_dir, seq_len=8, split=given)
+
+    if isinstance(shares, str):
+        with pytest.raises(ConfigError, match=shares):
+            options()
+    else:
+        assert list(options().split.items()) == list(shares.items())
+
+
+@pytest.mark.parametrize(
+    ("folder", "part", "prefix"),
+    [
+        ("node_a", None, "node_a"),
+        ("my data.v2", None, "my_data_v2"),
+        ("数据", None, "above"),
+        ("{part}", (2, 4), "above_p002"),
+        ("out-{part}", (2, 4), "out_p002"),
+        ("out", (0, 4), "out_p000"),
+        ("a/..", None, "above"),
+        ("x" * 100, None, "x" * 64),
+    ],
+)
+def test_the_prefix_is_the_name_of_the_folder(
+    tokenizer_dir: Path, tmp_path: Path, folder: str, part: tuple[int, int] | None, prefix: str
+) -> None:
+    settings: dict[str, Any] = {"inputs": ("x",), "tokenizer": tokenizer_dir, "seq_len": 8, "part": part}
+    options = PackOptions(**settings, output_dir=tmp_path / "above" / folder)
+    assert options.prefix == prefix
+    assert replace(options, seed=1).prefix == prefix
+    assert prefix_of(Path("/")) == "pack"
+
+
+def test_default_outputs_blend(build: Any, tmp_path: Path) -> None:
+    records = [{"text": f"line {n}"} for n in range(20)]
+    folders = [build(records, output_dir=tmp_path / name).shards for name in ("first", "second")]
+    assert len(make_blend([(folder, None) for folder in folders]).train) == 2
 
 
 def test_every_option_says_what_it_does() -> None:
@@ -187,7 +269,7 @@ def test_workers_can_be_spawned(demo: Any, tokenizer_dir: Path, tmp_path: Path) 
         "    engine.sys = type('S', (), {'platform': 'darwin'})\n"
         "    assert engine.LocalEngine(2).start_method == 'spawn'\n"
         "    pack(sys.argv[1], output_dir=sys.argv[2], tokenizer=sys.argv[3], seq_len=512, workers=2,\n"
-        "         max_reject_rate=0.5)\n"
+        "         max_reject_rate=0.5, shard_prefix='x')\n"
     )
     (tmp_path / "run.py").write_text(code)
     arguments = [str(demo.jsonl), str(tmp_path / "spawned"), str(tokenizer_dir)]
@@ -196,7 +278,13 @@ def test_workers_can_be_spawned(demo: Any, tokenizer_dir: Path, tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr[-2000:]
     forked = pack(
-        demo.jsonl, output_dir=tmp_path / "f", tokenizer=tokenizer_dir, seq_len=512, workers=2, max_reject_rate=0.5
+        demo.jsonl,
+        output_dir=tmp_path / "f",
+        tokenizer=tokenizer_dir,
+        seq_len=512,
+        workers=2,
+        max_reject_rate=0.5,
+        shard_prefix="x",
     )
     spawned = {tar.name: tar.read_bytes() for tar in (tmp_path / "spawned" / "webdataset").glob("*.tar")}
     assert spawned == tars(forked)

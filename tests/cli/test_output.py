@@ -1,0 +1,103 @@
+"""`--quiet`, `--verbose`, `--json`, and progress without a terminal."""
+
+import io
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from energon_packed.cli.progress import TerminalProgress, duration
+from energon_packed.demo import DemoDataset
+from tests.cli.test_cli import run
+
+
+@pytest.fixture(scope="module")
+def packed(demo: DemoDataset, tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The output of `pack --json`, and its folder."""
+    out = tmp_path_factory.mktemp("json") / "out"
+    options = ("--seq-len", "1024", "--tokenizer", tokenizer_dir, "--workers", "1")
+    done = run("pack", demo.jsonl, "-o", out, *options, "--split", "train=99,val=1", "--json")
+    assert done.returncode == 0, done.stderr
+    return done, out
+
+
+def test_json_of_pack_is_one_object_and_the_rest_is_on_stderr(packed: Any, demo: DemoDataset) -> None:
+    done, out = packed
+    value = json.loads(done.stdout)
+    assert value["manifest"]["records"] == demo.records
+    assert value["shards"] == str(out / "webdataset")
+    assert value["steps_per_epoch"] == [value["packs_by_split"]["train"]]
+    assert "│ records" in done.stderr
+
+
+def test_a_split_without_a_pack_is_a_warning(packed: Any) -> None:
+    done, _ = packed
+    assert json.loads(done.stdout)["packs_by_split"]["val"] == 0
+    assert re.search(r"^warning: split val gets no pack: .* raise its share in --split", done.stderr, re.MULTILINE)
+
+
+def test_json_of_the_other_commands(packed: Any, tmp_path: Path) -> None:
+    _, out = packed
+    verified = run("verify", out, "--fast", "--json")
+    value = json.loads(verified.stdout)
+    assert value["passed"]
+    assert len(value["checks"]) > 5
+    assert "✓" in verified.stderr
+    blended = json.loads(run("metadataset", tmp_path / "mix.yaml", out, "--json").stdout)
+    assert blended["train"][0]["path"] == str(out / "webdataset")
+    assert blended["val"] == []
+    repaired = json.loads(run("nv-meta", out, "--json").stdout)
+    assert (repaired["shards"], repaired["kept_split"]) == (1, True)
+
+
+def test_a_failed_check_is_in_json_and_shown_when_quiet(packed: Any, tmp_path: Path) -> None:
+    import shutil
+
+    _, out = packed
+    shutil.copytree(out, tmp_path / "copy")
+    tar = next((tmp_path / "copy" / "webdataset").glob("*.tar"))
+    tar.write_bytes(tar.read_bytes()[:-2000])
+    failed = run("verify", tmp_path / "copy", "--fast", "--json")
+    value = json.loads(failed.stdout)
+    assert failed.returncode == 1
+    assert not value["passed"]
+    assert "pack it again" in value["remedy"]
+    shown = run("verify", tmp_path / "copy", "--fast", "--quiet")
+    assert shown.returncode == 1
+    assert "✗" in shown.stdout
+    assert "✓" not in shown.stdout
+
+
+def test_quiet_prints_nothing_and_verbose_more(
+    demo: DemoDataset, tokenizer_dir: Path, packed: Any, tmp_path: Path
+) -> None:
+    options = ("--seq-len", "1024", "--tokenizer", tokenizer_dir, "--workers", "1", "-o", tmp_path / "o")
+    quiet = run("pack", demo.jsonl, *options, "--quiet")
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+    verbose = run("pack", demo.jsonl, *options, "--verbose")
+    assert f"reads {demo.jsonl}" in verbose.stderr
+    assert "records measured and reused" in verbose.stderr
+    both = run("pack", demo.jsonl, *options, "-q", "-v")
+    assert (both.returncode, "contradict each other" in both.stderr) == (2, True)
+    for command in (("verify", packed[1], "--fast"), ("nv-meta", packed[1]), ("metadataset", "m.yaml", packed[1])):
+        done = run(*command, "--quiet", cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_without_a_terminal_a_line_tells_stage_done_rate_and_time_left() -> None:
+    out = io.StringIO()
+    progress = TerminalProgress(Console(file=out), interval=0.05)
+    progress.start("measure", 100, "records")
+    progress.advance(25, 50)
+    time.sleep(0.7)
+    progress.finish(1.0)
+    lines = out.getvalue().splitlines()
+    assert re.fullmatch(r"measure +25% 50 records, [\d,]+/s, 1 s, about 2 s left", lines[-2]), lines
+    assert lines[-1].startswith("measure            50 records")
+    time.sleep(0.15)
+    assert out.getvalue().splitlines() == lines
+    assert (duration(45), duration(720), duration(12_000)) == ("45 s", "12 min", "3 h 20 min")
