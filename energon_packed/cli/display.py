@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from energon_packed.pipeline import PackResult
+from energon_packed.pipeline import DryRun, PackResult
 from energon_packed.shards import steps_per_epoch
 from energon_packed.shards.nv_meta import SPLITS
 
@@ -83,6 +83,31 @@ def result_dict(result: PackResult, *, world_size: int, micro_batch_size: int, n
         "steps_per_epoch": steps,
         "manifest": asdict(manifest),
     }
+
+
+def dry_run_table(found: DryRun) -> Table:
+    """What `pack --dry-run` prints; numbers from a sample are marked."""
+    about = "about " if found.sampled else ""
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_row("input files", f"{len(found.files):,} ({format_bytes(found.input_bytes)})")
+    table.add_row("to measure", f"{found.to_measure:.0%} ({format_bytes(found.to_measure * found.input_bytes)})")
+    table.add_row("measured before, reused", f"{1 - found.to_measure:.0%}")
+    if found.sampled:
+        table.add_row("records sampled for this table", f"{found.sampled:,}")
+    table.add_section()
+    table.add_row("records", f"{about}{found.records:,}")
+    rejected = sum(found.rejects.values())
+    table.add_row("rejected", f"{about if rejected else ''}{rejected:,}")
+    for reason, count in sorted(found.rejects.items(), key=lambda item: (-item[1], item[0])):
+        table.add_row(f"  {reason}", f"{about}{count:,}")
+    table.add_section()
+    for name in ("packs", "tokens", "shards"):
+        table.add_row(name, f"{about}{getattr(found, name):,}")
+    table.add_row("size of the shards", f"about {format_bytes(found.num_bytes)}")
+    table.add_row("free disk space", format_bytes(found.free_bytes))
+    return table
 
 
 def _add_counts(table: Table, title: str, counts: Mapping[str, int]) -> None:

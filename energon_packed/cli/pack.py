@@ -1,14 +1,15 @@
 """`energon-packed pack`."""
 
+from dataclasses import asdict
 from typing import Any
 
 import click
 
-from energon_packed.cli.display import result_dict, result_table
-from energon_packed.cli.options import DeclaredOption, GroupedCommand, collect, options_of
+from energon_packed.cli.display import dry_run_table, result_dict, result_table
+from energon_packed.cli.options import DeclaredOption, GroupedCommand, as_options, collect, options_of
 from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
-from energon_packed.pipeline import PackOptions, pack
+from energon_packed.pipeline import PackOptions, dry_run, pack
 
 
 @click.command(cls=GroupedCommand)
@@ -21,8 +22,10 @@ from energon_packed.pipeline import PackOptions, pack
               group="Table", help="Packs in a step, for the table.")  # fmt: skip
 @click.option("--loader-workers", type=click.IntRange(min=0), default=2, show_default=True, cls=DeclaredOption,
               group="Table", help="Loader workers, for the table.")  # fmt: skip
+@click.option("--dry-run", "is_dry", is_flag=True, cls=DeclaredOption, group="Run",
+              help="Tell what would be measured, reused, planned and written, and write nothing.")  # fmt: skip
 @output_options
-def command(inputs: tuple[str, ...], jsonl: tuple[str, ...], output: Output, **given: Any) -> None:
+def command(inputs: tuple[str, ...], jsonl: tuple[str, ...], is_dry: bool, output: Output, **given: Any) -> None:
     """Pack conversations with images into an Energon dataset.
 
     INPUT: .jsonl .jsonl.gz .jsonl.zst .json .parquet .arrow .feather .csv files, globs, or Hugging Face
@@ -49,7 +52,20 @@ def command(inputs: tuple[str, ...], jsonl: tuple[str, ...], output: Output, **g
     for name in ("output_dir", "seq_len", "tokenizer"):
         if values.get(name) is None:
             raise click.UsageError(f"Missing option '--{name.replace('_', '-')}' (or `{name}` in --config).")
+    if is_dry:
+        show_dry_run(make(PackOptions, values, what="option"), output)
+        return
     show_run(make(PackOptions, values, what="option"), **steps, output=output)
+
+
+def show_dry_run(options: PackOptions, output: Output) -> None:
+    """Print what a run would do."""
+    found = dry_run(options)
+    output.console.print(dry_run_table(found))
+    if found.reject_summary:
+        output.console.print(f"rejected: {as_options(found.reject_summary)}", soft_wrap=True)
+    output.console.print("dry run: nothing is written", soft_wrap=True)
+    output.result(asdict(found) | {"output_dir": str(options.output_dir)})
 
 
 def show_run(

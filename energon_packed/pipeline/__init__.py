@@ -9,11 +9,12 @@ run.py       pack(): the list of stages         options.py   PackOptions, declar
 measure.py   lengths, by chunks.py              keys.py      what each stage depends on
 plan.py      rejects, packs, shard_plans.py     workspace.py the output folder, lock.py
 write.py     shards, by shard_writer.py         engine.py    local processes; ray_engine.py
-index.py     .nv-meta and packing.json          survey.py    lengths alone
+index.py     .nv-meta and packing.json          survey.py    lengths alone; dry_run.py, what a run would do
 """
 
+from energon_packed.pipeline.dry_run import DryRun, dry_run
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.run import PackResult, pack
 
-__all__ = ["PackOptions", "PackResult", "Progress", "pack"]
+__all__ = ["DryRun", "PackOptions", "PackResult", "Progress", "dry_run", "pack"]

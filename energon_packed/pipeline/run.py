@@ -100,7 +100,7 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
     keys = make_keys(options, sources, options.part)
     if not options.resume:
         space.forget(keys.measure, keys.write)
-    space.check_owner(keys.write, overwrite=options.overwrite)
+    space.open_for(keys.write, overwrite=options.overwrite)
     state = RunState(options=options, progress=progress, engine=make_engine(options), space=space, reader=reader)
 
     for source in sources:

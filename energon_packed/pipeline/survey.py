@@ -11,22 +11,20 @@ import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
 from energon_packed.options import option
-from energon_packed.pipeline.chunks import Chunk, measured_records
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.examples import advice, reject_summary
 from energon_packed.pipeline.keys import make_keys
 from energon_packed.pipeline.limits import none_packed
 from energon_packed.pipeline.lock import FolderLock
-from energon_packed.pipeline.measure import Measurer, MeasureStage
+from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions
 from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.sampling import sampled_chunks
 from energon_packed.pipeline.table import most_common, reject_counts
 from energon_packed.pipeline.workspace import Workspace
 from energon_packed.sources import open_sources
-
-_SPREAD = 64  # places of the input that a sample comes from
 
 
 def parse_seq_lens(text: str) -> tuple[int, ...]:
@@ -125,7 +123,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
             counters={"measured": 0, "tokenized": 0, "reused": 0},
             keep_tokens=options.codec.stores_tokens and options.output_dir is not None,
         )
-        chunks = None if options.sample is None else _sampled(stage, options.sample, options.seed)
+        chunks = None if options.sample is None else sampled_chunks(stage, options.sample, options.seed)
         table = stage.run(chunks)
         rejects = reject_counts(table.status)
         summary = reject_summary(table, table.status, sources, is_sample=options.sample is not None)
@@ -152,25 +150,3 @@ def _work_folder(options: LengthsOptions) -> Iterator[Workspace]:
         return
     with FolderLock(options.output_dir):
         yield Workspace(options.output_dir)
-
-
-def _sampled(stage: MeasureStage, sample: int, seed: int) -> list[Chunk]:
-    """Short ranges spread over the input, with about `sample` records in all."""
-    ranges = [(number, *chunk) for number, source in enumerate(stage.reader.sources) for chunk in source.chunks()]
-    number, start, stop = ranges[0]
-    first = stage.chunk("first", number, start, min(stop, start + max(1, (stop - start) // 16)))
-    first.file.parent.mkdir(parents=True, exist_ok=True)
-    Measurer(reader=stage.reader, encoder=stage.encoder)(first)
-    per_record = (first.stop - first.start) / max(measured_records(first), 1)
-    total = sum(stop - start for _, start, stop in ranges)
-    wanted = min(total, int(sample * per_record) + 1)
-    if wanted < total:
-        rng = np.random.default_rng(seed)
-        each = max(1, wanted // min(_SPREAD, len(ranges)))
-        picked = sorted(rng.permutation(len(ranges))[: -(-wanted // each)].tolist())
-        chosen = []
-        for number, start, stop in (ranges[place] for place in picked):
-            begin = start + int(rng.integers(0, max(1, stop - start - each + 1)))
-            chosen.append((number, begin, min(stop, begin + each)))
-        ranges = chosen
-    return [stage.chunk(f"{place:07d}", *edges) for place, edges in enumerate(ranges)]

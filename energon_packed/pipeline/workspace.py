@@ -44,7 +44,7 @@ class Workspace:
         """Folder of index rows of finished shards."""
         return self.work / f"write-{fingerprint[:16]}"
 
-    def check_owner(self, key: str, *, overwrite: bool) -> None:
+    def check_other_run(self, key: str, *, overwrite: bool) -> None:
         """Refuse an output folder that holds shards of another run.
 
         Raises:
@@ -55,6 +55,37 @@ class Workspace:
                 f"{self.shards} holds shards of another run (input, options or image root differ, or its .work is "
                 "gone); set `overwrite` to replace them, or use another `output_dir`"
             )
+
+    def check_space(self, needed: int, key: str) -> None:
+        """Refuse a disk that cannot hold the tars.
+
+        Args:
+            needed: bytes that are still to be written.
+            key: of the run.
+
+        Raises:
+            ConfigError: the message has both sizes.
+        """
+        free = self.free_bytes(key)
+        if needed > free:
+            raise ConfigError(
+                f"the tars need about {_gib(needed)}, but the file system of {self.root} has {_gib(free)} free; free "
+                "some space, or use another `output_dir`"
+            )
+
+    def free_bytes(self, key: str) -> int:
+        """Free bytes for the run with this key: shards of another run are removed before it writes."""
+        folder = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
+        replaced = 0 if self._is_owner(key) else sum(tar.stat().st_size for tar in self.shards.glob("*.tar"))
+        return shutil.disk_usage(folder).free + replaced
+
+    def open_for(self, key: str, *, overwrite: bool) -> None:
+        """Make the restart state ready for a run.
+
+        Raises:
+            ConfigError: as `check_other_run`.
+        """
+        self.check_other_run(key, overwrite=overwrite)
         self.work.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         # The files beside the shards are kept until this run is sure to replace them.
@@ -107,3 +138,7 @@ class Workspace:
             return bool(orjson.loads((self.work / "run.json").read_bytes())["key"] == key)
         except (OSError, orjson.JSONDecodeError, KeyError):
             return False
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:,.2f} GiB"

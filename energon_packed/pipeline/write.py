@@ -27,8 +27,9 @@ class WriteStage:
     def run(self, table: RecordTable, plan: Plan) -> list[ShardSummary]:
         """All shards, in order."""
         state, options = self.state, self.state.options
-        state.space.claim(self.key)
         folder = state.space.write_folder(self.key)
+        self._check_space(plan, folder)
+        state.space.claim(self.key)
         folder.mkdir(parents=True, exist_ok=True)
         names = [f"{options.prefix}-{shard.number:06d}.tar" for shard in plan.shards]
         kept = kept_tokens(state, table)
@@ -66,6 +67,17 @@ class WriteStage:
         if sum(summary.packs for summary in done.values()) != plan.packs.num_packs:
             raise AssertionError("the shards do not hold every planned pack")
         return [done[name] for name in names]
+
+    def _check_space(self, plan: Plan, folder: Path) -> None:
+        """Refuse a disk that is too small before anything is replaced; finished shards need no space."""
+        space, prefix = self.state.space, self.state.options.prefix
+        names = {shard.number: f"{prefix}-{shard.number:06d}.tar" for shard in plan.shards}
+        todo = [
+            shard
+            for shard in plan.shards
+            if not (state_file(folder, names[shard.number]).exists() and (space.shards / names[shard.number]).exists())
+        ]
+        space.check_space(sum(shard.num_bytes for shard in todo), self.key)
 
 
 def state_file(folder: Path, shard: str) -> Path:

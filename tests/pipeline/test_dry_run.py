@@ -1,0 +1,102 @@
+"""`--dry-run` says what a run would do and writes nothing; a disk that is too small is refused before writing."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from energon_packed import PackOptions
+from energon_packed.cli.pack import command as pack_command
+from energon_packed.demo import DemoDataset
+from energon_packed.errors import ConfigError, RejectLimitError
+from energon_packed.pipeline import dry_run
+from tests.conftest import FLAVORS
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
+
+
+def options(demo: DemoDataset, tokenizer: Path, out: Path, **more: Any) -> PackOptions:
+    given: dict[str, Any] = {"inputs": demo.jsonl, "output_dir": out, "tokenizer": tokenizer, "seq_len": 1024}
+    return PackOptions(**{**given, "workers": 1, "max_reject_rate": 0.5, **more})
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_numbers_are_those_of_the_run(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path, flavor: str) -> None:
+    from energon_packed import pack
+
+    run = options(demo, tokenizer_dir, tmp_path / "out", sample_class=flavor)
+    before = dry_run(run)
+    assert not (tmp_path / "out").exists()
+    assert (before.to_measure, before.records) == (1.0, demo.records)
+    done = pack(run)
+    after = dry_run(run)
+    assert sum(after.rejects.values()) == sum(before.rejects.values()) == demo.broken
+    assert (before.packs, before.tokens) == (after.packs, after.tokens) == (done.manifest.packs, done.manifest.tokens)
+    assert done.bytes <= before.num_bytes * 1.02
+    assert before.num_bytes < 1.5 * done.bytes
+    clean = [line for line in demo.jsonl.read_text().splitlines() if "demo-" in line]
+    (demo.jsonl.parent / "clean.jsonl").write_text("\n".join(clean))
+    run = options(
+        demo, tokenizer_dir, tmp_path / "clean", inputs=demo.jsonl.parent / "clean.jsonl", sample_class=flavor
+    )
+    pack(run)
+    again = dry_run(run)
+    assert (again.to_measure, again.sampled) == (0, 0)
+
+
+def test_a_large_input_is_sampled(tmp_path: Path, tokenizer_dir: Path) -> None:
+    lines = [json.dumps({"text": "word " * (20 + n % 50)}) for n in range(20_000)]
+    with gzip.open(tmp_path / "d.jsonl.gz", "wt") as out:
+        out.write("\n".join(lines))
+    found = dry_run(
+        PackOptions(inputs=tmp_path / "d.jsonl.gz", output_dir=tmp_path / "o", tokenizer=tokenizer_dir, seq_len=512)  # type: ignore[arg-type]
+    )
+    assert 200 < found.sampled < 5000
+    assert found.records == pytest.approx(20_000, rel=0.1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.jsonl.gz"]
+
+
+def test_the_command_prints_a_table_or_json_and_writes_nothing(
+    demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    given = [str(demo.jsonl), "-o", str(tmp_path / "out"), "--seq-len", "1k", "--tokenizer", str(tokenizer_dir)]
+    shown = CliRunner().invoke(pack_command, [*given, "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    assert "dry run: nothing is written" in shown.output
+    assert "free disk space" in shown.output
+    value = json.loads(CliRunner().invoke(pack_command, [*given, "--dry-run", "--json"]).stdout)
+    assert value["records"] == demo.records
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(
+    build: Any, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [{"messages": TURNS}] * 50
+    first = build(records)
+    tars = {tar.name: tar.read_bytes() for tar in first.shards.glob("*.tar")}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert build(records).manifest == first.manifest.__class__.load(first.shards)  # nothing is left to write
+    more = [*records, *records, *records]
+    message = r"the tars need about 0.00 GiB, but the file system of .*out has 0.00 GiB free; .*`output_dir`"
+    with pytest.raises(ConfigError, match=message):
+        build(more, overwrite=True)
+    assert {tar.name: tar.read_bytes() for tar in first.shards.glob("*.tar")} == tars
+    settings: dict[str, Any] = {"inputs": tmp_path / "data.jsonl", "output_dir": tmp_path / "new", "seq_len": 256}
+    with pytest.raises(ConfigError, match="the tars need about"):
+        dry_run(PackOptions(**settings, tokenizer=tokenizer_dir))
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_stops_a_run_stops_a_dry_run(build: Any, tmp_path: Path, tokenizer_dir: Path) -> None:
+    build([{"messages": TURNS}])
+    settings: dict[str, Any] = {"inputs": tmp_path / "data.jsonl", "tokenizer": tokenizer_dir, "workers": 1}
+    with pytest.raises(ConfigError, match="holds shards of another run"):
+        dry_run(PackOptions(**settings, output_dir=tmp_path / "out", seq_len=300))
+    with pytest.raises(RejectLimitError, match=r"none of 1 records can be packed: 1 x overlong, e.g. a record of"):
+        dry_run(PackOptions(**settings, output_dir=tmp_path / "new", seq_len=8))
