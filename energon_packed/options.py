@@ -10,6 +10,7 @@
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 from energon_packed.errors import ConfigError
 
 _KEY = "option"
+_REMOTE = re.compile(r"(s3|s3a|gs|gcs|hf|az|abfs|abfss|hdfs|https?|msc):/", re.IGNORECASE)
 T = TypeVar("T")
 
 
@@ -145,6 +147,21 @@ def check(options: Any) -> None:
             raise ConfigError(f"`{one.name}` is {value}; it must be at least {one.minimum}")
         if one.valid is not None and value not in one.valid:
             raise ConfigError(f"`{one.name}` is {value!r}; use one of {', '.join(one.valid)}")
+
+
+def refuse_remote(value: str | Path, name: str = "") -> None:
+    """Refuse an object store where a path is needed: it would become a folder named `s3:`.
+
+    Args:
+        value: a path; `Path` has made one slash of two.
+        name: of the argument, for the message.
+
+    Raises:
+        ConfigError: it begins with `s3://`, `gs://`, `hf://` or the like.
+    """
+    if isinstance(value, str | Path) and (found := _REMOTE.match(str(value))):
+        what = f"`{name}` {value}" if name else str(value)
+        raise ConfigError(f"{what} is remote; {found[1]}:// is not supported yet, use a path of a mounted file system")
 
 
 def plain_values(options: Any) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from energon_packed.cli.options import GroupedCommand, as_options
 from energon_packed.cli.output import Output, output_options
+from energon_packed.encoding.pretrained import find_pretrained
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import Check, verify
 from energon_packed.pipeline.options import available_cores
@@ -18,13 +19,13 @@ from energon_packed.pipeline.options import available_cores
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--fast", is_flag=True, help="Do not encode the samples again.")
 @click.option("--workers", type=click.IntRange(min=0), default=0, help="Processes. [default: all cores]")
-@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Folder of the tokenizer. [default: the one that packing.json names]")  # fmt: skip
-@click.option("--processor", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Folder of the processor. [default: the one that packing.json names]")  # fmt: skip
+@click.option("--tokenizer", metavar="DIR|NAME",
+              help="Tokenizer folder or cached model. [default: that of packing.json]")  # fmt: skip
+@click.option("--processor", metavar="DIR|NAME",
+              help="Processor folder or cached model. [default: that of packing.json]")  # fmt: skip
 @output_options
 def command(
-    folder: Path, fast: bool, workers: int, tokenizer: Path | None, processor: Path | None, output: Output
+    folder: Path, fast: bool, workers: int, tokenizer: str | None, processor: str | None, output: Output
 ) -> None:
     """Check that a dataset is intact and matches its manifest. Exit status 1 when it does not.
 
@@ -36,7 +37,8 @@ def command(
     """
     opened = PackedFolder.open(folder)
     fast = fast or (opened.manifest is None and tokenizer is None)
-    encoder = None if fast else opened.load_encoder(tokenizer, processor)
+    folders = [find_pretrained(name) if name is not None else None for name in (tokenizer, processor)]
+    encoder = None if fast else opened.load_encoder(*folders)
     progress = output.progress()
     checks: list[Check] = []
     try:

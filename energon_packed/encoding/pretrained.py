@@ -1,26 +1,73 @@
-"""Loading tokenizers and image processors from folders, as `ChatEncoder.from_pretrained` does."""
+"""Loading tokenizers and image processors from folders or the Hugging Face cache, for `ChatEncoder`."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding.vision import VisionFamily, load_vision
 from energon_packed.errors import ConfigError
 
+_SETTINGS = ("tokenizer_config.json", "config.json")
+_MODEL_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
 
 def load_tokenizer(folder: str | Path) -> Any:
     """The Transformers tokenizer of a folder.
 
     Raises:
-        ConfigError: the folder does not exist, or holds no tokenizer.
+        ConfigError: the folder does not exist and is no cached model, or holds no tokenizer.
     """
-    _check_folder(folder)
-    from transformers import AutoTokenizer
+    folder = find_pretrained(folder)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    alone = (folder / "tokenizer.json").is_file() and not any((folder / name).is_file() for name in _SETTINGS)
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
+        if alone:
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
         detail = " ".join(str(error).split())[:200]
         raise ConfigError(f"{folder} holds no tokenizer that Transformers can load: {detail}") from error
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _template_beside(folder)
+    return tokenizer
+
+
+def find_pretrained(name: str | Path) -> Path:
+    """A folder: `name` itself, or the copy of a model of that name in the local Hugging Face cache.
+
+    Raises:
+        ConfigError: there is neither; nothing is downloaded.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if not _MODEL_NAME.fullmatch(str(name)):
+        raise ConfigError(f"{name} is not a folder; pass the folder of a tokenizer or processor")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(str(snapshot_download(str(name), local_files_only=True)))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise ConfigError(
+            f"{name} is neither a folder nor a model in the local Hugging Face cache; pass a folder, or download it "
+            f"with: hf download {name} --include '*.json' '*.jinja' '*.txt'"
+        ) from error
+
+
+def _template_beside(folder: Path) -> str | None:
+    """The chat template of a file that Transformers does not read for a tokenizer."""
+    jinja, processor = folder / "chat_template.jinja", folder / "chat_template.json"
+    try:
+        if jinja.is_file():
+            return jinja.read_text(encoding="utf-8")
+        if processor.is_file():
+            return str(json.loads(processor.read_text(encoding="utf-8"))["chat_template"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{processor} holds no chat template; it must be an object with `chat_template`") from error
+    return None
 
 
 def load_vision_for(
@@ -31,14 +78,7 @@ def load_vision_for(
     Raises:
         ConfigError: a folder without image settings, or settings that contradict each other.
     """
-    if processor_dir is not None:
-        _check_folder(processor_dir)
-    vision = load_vision(processor_dir or tokenizer_dir, **image_settings)
+    vision = load_vision(find_pretrained(processor_dir or tokenizer_dir), **image_settings)
     if vision is None and processor_dir is not None:
         raise ConfigError(f"{processor_dir} has no preprocessor_config.json; pass `image_processor` instead")
     return vision
-
-
-def _check_folder(folder: str | Path) -> None:
-    if not Path(folder).is_dir():
-        raise ConfigError(f"{folder} is not a folder; pass the folder of a tokenizer or processor")

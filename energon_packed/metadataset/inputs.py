@@ -9,6 +9,7 @@ import yaml
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_of
 from energon_packed.metadataset.checks import check_settings
+from energon_packed.options import refuse_remote
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.reader import ShardReader
@@ -56,6 +57,7 @@ def read_input(path: str | Path, split: str) -> BlendInput:
         ConfigError: the split is empty.
         FormatError: `path` is not a dataset, or not a Metadataset that Energon can read.
     """
+    refuse_remote(path)
     given = Path(path)
     if given.is_file():
         return _read_metadataset(given, split)

@@ -14,6 +14,7 @@ import yaml
 from energon_packed.errors import ConfigError
 from energon_packed.metadataset.blend import Blend
 from energon_packed.metadataset.inputs import BlendInput
+from energon_packed.options import refuse_remote
 from energon_packed.shards.files import write_whole
 
 
@@ -61,6 +62,7 @@ def write_metadataset(blend: Blend, out: Path, *, absolute: bool = False) -> Non
     Raises:
         ConfigError: `out` is an input, is referenced by one, or does not end in .yaml or .yml.
     """
+    refuse_remote(out)
     if out.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{out} must end in .yaml or .yml; Energon reads only such files as a Metadataset")
     for one in (*blend.train, *blend.val):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding import ChatEncoder, Processor
+from energon_packed.encoding.pretrained import find_pretrained
 from energon_packed.encoding.rendering import LOSS_ON, LossOn
 from energon_packed.errors import ConfigError
 
@@ -26,7 +27,7 @@ class EncoderOptions:
     def __post_init__(self) -> None:
         for folder in ("tokenizer", "processor"):
             if getattr(self, folder) is not None:
-                object.__setattr__(self, folder, Path(getattr(self, folder)))
+                object.__setattr__(self, folder, find_pretrained(getattr(self, folder)))
         if self.loss_on not in LOSS_ON:
             raise ConfigError(f"`loss_on` is {self.loss_on!r}; use one of {', '.join(LOSS_ON)}")
         for name in ("factor", "min_pixels", "max_pixels"):

@@ -13,7 +13,7 @@ from energon_packed.encoding import Processor
 from energon_packed.encoding.rendering import LOSS_ON, LossOn
 from energon_packed.errors import ConfigError
 from energon_packed.formats import CODECS, Codec, codec_for
-from energon_packed.options import check, declared, option
+from energon_packed.options import check, declared, option, refuse_remote
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
 from energon_packed.records import Adapter, FieldMap
@@ -62,7 +62,11 @@ class InputOptions:
         group=INPUT, decides="lengths", metavar="MODULE:FUNCTION",
     )  # fmt: skip
     tokenizer: Path | None = option(
-        None, help="Folder with tokenizer.json and a chat template.", group=TOKENS, metavar="DIR", needed=True
+        None,
+        help="Folder with tokenizer.json and a chat template, or a model in the Hugging Face cache.",
+        group=TOKENS,
+        metavar="DIR|NAME",
+        needed=True,
     )
     loss_on: LossOn = option(
         "assistant", help="Supervised text: all assistant turns, the last one, or everything.", group=TOKENS,
@@ -101,6 +105,7 @@ class InputOptions:
         if not isinstance(given, list | tuple) or not all(isinstance(one, str | Path) for one in given):
             raise ConfigError(f"`inputs` is {self.inputs!r}; pass one path or a list of paths")
         object.__setattr__(self, "inputs", tuple(map(str, given)))
+        self._refuse_remote()
         check(self)
         if self.map is not None:  # text, or the mapping of a config file
             object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
@@ -117,6 +122,13 @@ class InputOptions:
             raise ConfigError(
                 f"`image_root` {self.image_root} is not a folder; pass the folder that image paths start from"
             )
+
+    def _refuse_remote(self) -> None:
+        for given in self.inputs:
+            refuse_remote(given)
+        for one in declared(type(self)):
+            if one.kind is Path and getattr(self, one.name) is not None:
+                refuse_remote(getattr(self, one.name), one.name)
 
     @property
     def field_map(self) -> FieldMap | None:

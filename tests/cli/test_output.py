@@ -101,3 +101,62 @@ def test_without_a_terminal_a_line_tells_stage_done_rate_and_time_left() -> None
     time.sleep(0.15)
     assert out.getvalue().splitlines() == lines
     assert (duration(45), duration(720), duration(12_000)) == ("45 s", "12 min", "3 h 20 min")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["pack", "d.jsonl", "-o", "s3://bucket/out"],
+            "--output-dir s3:/bucket/out is remote; s3:// is not supported",
+        ),
+        (["pack", "gs://bucket/d.jsonl", "-o", "out"], "gs://bucket/d.jsonl is remote; gs:// is not supported yet"),
+        (["pack", "d.jsonl", "-o", "out", "--image-root", "hf://x"], "--image-root hf:/x is remote"),
+        (["lengths", "d.jsonl", "-o", "s3://bucket/out"], "--output-dir s3:/bucket/out is remote"),
+        (["metadataset", "s3://bucket/mix.yaml", "OUT"], "s3:/bucket/mix.yaml is remote"),
+        (["metadataset", "mix.yaml", "s3://bucket/a"], "s3://bucket/a is remote"),
+    ],
+)
+def test_object_stores_are_refused_at_once(packed: Any, tmp_path: Path, arguments: list[str], message: str) -> None:
+    more = ["--tokenizer", "none"] if arguments[0] in ("pack", "lengths") else []
+    more += ["--seq-len", "64"] if arguments[0] == "pack" else []
+    arguments = [str(packed[1]) if one == "OUT" else one for one in arguments]
+    done = run(*arguments, *more, cwd=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_has_groups_and_marks_what_is_required() -> None:
+    shown = run("pack", "--help").stdout
+    heads = re.findall(r"^(\w+):$", shown, re.MULTILINE)
+    assert heads == ["Input", "Tokens", "Images", "Packing", "Output", "Run", "Table", "Messages"]
+    for flag in ("--seq-len", "--tokenizer", "-o, --output-dir|--output-dir, -o"):
+        assert re.search(rf"({flag}) [^-]*?\[required\]", shown), flag
+    for command in ("lengths", "verify", "metadataset", "nv-meta"):
+        text = run(command, "--help").stdout
+        assert "Other:" not in text
+        assert "--json" in text
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_options(shell: str) -> None:
+    import os
+    import subprocess
+
+    from tests.cli.test_cli import TOOL
+
+    source = {**os.environ, "_ENERGON_PACKED_COMPLETE": f"{shell}_source"}
+    done = subprocess.run([str(TOOL)], env=source, capture_output=True, text=True, check=False)
+    if "Shell completion is not supported for Bash versions older" not in done.stderr:
+        assert "_ENERGON_PACKED_COMPLETE" in done.stdout, done.stderr
+    asked = {
+        "_ENERGON_PACKED_COMPLETE": f"{shell}_complete",
+        "COMP_WORDS": "energon-packed pack --seq",
+        "COMP_CWORD": "2",
+    }
+    if shell == "fish":
+        asked["COMP_CWORD"] = "--seq"
+    done = subprocess.run([str(TOOL)], env={**os.environ, **asked}, capture_output=True, text=True, check=False)
+    assert "--seq-len" in done.stdout, done.stderr

@@ -1,0 +1,69 @@
+"""Tokenizers by folder, by the name of a model in the local Hugging Face cache, and with a template in a file."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from energon_packed import ChatEncoder, ConfigError, Conversation, pack
+from energon_packed.inspection.folder import PackedFolder
+from energon_packed.records import Message
+
+CHAT = Conversation(messages=(Message("user", "Hi"), Message("assistant", "Hello.")))
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cache(text_tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with the model `some/model`."""
+    from huggingface_hub import constants
+
+    model = tmp_path / "hub" / "models--some--model"
+    shutil.copytree(text_tokenizer_dir, model / "snapshots" / REVISION)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(REVISION)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return model / "snapshots" / REVISION
+
+
+def test_a_name_finds_the_local_cache(cache: Path, text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    named = ChatEncoder.from_pretrained("some/model")
+    assert named.fingerprint() == ChatEncoder.from_pretrained(text_tokenizer_dir).fingerprint()
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "hello there"}))
+    options: dict[str, Any] = {"output_dir": tmp_path / "o", "seq_len": 64, "workers": 1}
+    result = pack(tmp_path / "d.jsonl", tokenizer="some/model", **options)
+    assert result.manifest.encoder["tokenizer"] == str(cache)
+    assert PackedFolder.open(result.shards).load_encoder().fingerprint() == named.fingerprint()
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_is_not_there_gets_the_command_to_download_it() -> None:
+    message = (
+        r"^some/other is neither a folder nor a model in the local .*: hf download some/other --include '\*.json'"
+    )
+    with pytest.raises(ConfigError, match=message):
+        ChatEncoder.from_pretrained("some/other")
+    with pytest.raises(ConfigError, match="^./some/other/x is not a folder"):
+        ChatEncoder.from_pretrained("./some/other/x")
+
+
+@pytest.mark.parametrize("name", ["chat_template.json", "chat_template.jinja"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_template_beside_tokenizer_json(text_tokenizer_dir: Path, tmp_path: Path, name: str, alone: bool) -> None:
+    template = ChatEncoder.from_pretrained(text_tokenizer_dir).tokenizer.chat_template
+    shutil.copy(text_tokenizer_dir / "tokenizer.json", tmp_path)
+    if not alone:
+        settings = json.loads((text_tokenizer_dir / "tokenizer_config.json").read_text())
+        settings.pop("chat_template", None)
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / name).write_text(json.dumps({"chat_template": template}) if name.endswith("json") else template)
+    encoded = ChatEncoder.from_pretrained(tmp_path).encode(CHAT)
+    expected = ChatEncoder.from_pretrained(text_tokenizer_dir).encode(CHAT)
+    assert encoded.input_ids.tolist() == expected.input_ids.tolist()
+    assert encoded.labels.tolist() == expected.labels.tolist()
+    (tmp_path / name).unlink()
+    (tmp_path / "chat_template.json").write_text("[]")
+    with pytest.raises(ConfigError, match="holds no chat template"):
+        ChatEncoder.from_pretrained(tmp_path)
