@@ -52,8 +52,8 @@ def command(
     training, are green.
 
     \b
-    energon-packed inspect out/webdataset/pack-000000.tar
-    energon-packed inspect out --pack pack_00000007 --tokens
+    energon-packed inspect out/webdataset/out-000000.tar
+    energon-packed inspect out --pack out_00000007 --tokens
     energon-packed inspect mix.yaml
     """
     console = Console(highlight=False, markup=False)

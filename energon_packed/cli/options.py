@@ -30,7 +30,7 @@ class GroupedCommand(click.Command):
             if not isinstance(parameter, click.Option):
                 continue
             if (record := parameter.get_help_record(context)) is not None:
-                group = MESSAGES if parameter.name == "help" else "Options"
+                group = MESSAGES if "--help" in parameter.opts else "Options"
                 groups[getattr(parameter, "group", None) or group].append(record)
         for name, records in sorted(groups.items(), key=lambda item: _place(item[0])):
             with formatter.section(name):

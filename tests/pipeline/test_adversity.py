@@ -191,7 +191,7 @@ def test_overwrite_keeps_the_old_data_until_the_new_is_sure(build: Any) -> None:
     good = build([{"messages": TURNS}] * 5)
     before = next(good.shards.glob("*.tar")).read_bytes()
     beside = {file: file.read_bytes() for file in (good.lengths, good.rejects)}
-    with pytest.raises(RejectLimitError, match=r"\.work/rejects\.jsonl, fix the data"):
+    with pytest.raises(RejectLimitError, match=r"\.work/rejects\.jsonl lists all; fix the data"):
         build([{"messages": TURNS}, {"x": 1}], max_reject_rate=0, overwrite=True)
     assert {file: file.read_bytes() for file in beside} == beside
     assert next(good.shards.glob("*.tar")).read_bytes() == before
@@ -226,7 +226,9 @@ def test_a_template_that_refuses_some_texts_rejects_just_those(
     records = [{"prompts": ["x"], "captions": ["bad" if n % 6 == 5 else "good"]} for n in range(300)]
     shards = []
     for workers in (1, 2):
-        result = build(records, tokenizer=folder, workers=workers, output_dir=tmp_path / str(workers))
+        result = build(
+            records, tokenizer=folder, workers=workers, output_dir=tmp_path / str(workers), shard_prefix="x"
+        )
         assert result.manifest.rejects == {"bad_role": 50}
         shards.append(result.manifest.shards)
     assert shards[0] == shards[1]

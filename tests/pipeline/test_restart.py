@@ -23,7 +23,7 @@ source, out, tokenizer, flavor, workers = sys.argv[1:]
 options = PackOptions(
     inputs=(source,), output_dir=Path(out), tokenizer=Path(tokenizer), seq_len=2048,
     sample_class=flavor, workers=int(workers), max_packs_per_shard=40, max_reject_rate=0.2,
-    split={"train": 0.9, "val": 0.1})
+    split={"train": 0.9, "val": 0.1}, shard_prefix="pack")
 options.encoder_loader.load()
 print("ready", flush=True)
 pack(options)
