@@ -138,7 +138,7 @@ def test_tool_calls_tabs_and_joined_emoji_are_seen(tokenizer_dir: Path, tmp_path
         assert 'tool_calls: [{"function":{"name":"get_weather","arguments":{"city":"Oslo"}}}]' in shown
         assert "\U0001f408\u200d\u2b1b" in shown
         assert "\\t" not in shown
-        value = json.loads(run(result.shards, "--pack", "pack_00000000", "--json").output)
+        value = json.loads(run(result.shards, "--pack", f"{flavor}_00000000", "--json").output)
         assert value["samples"][0]["turns"][2]["extra"] == {"tool_calls": [call]}
 
 
