@@ -67,6 +67,7 @@ def test_three_nodes_write_what_one_process_writes_even_when_one_dies(
         "tokenizer": tokenizer_dir,
         "seq_len": 512,
         "max_packs_per_shard": 1,
+        "shard_prefix": "pack",
         "max_reject_rate": 0.2,
         "engine": "ray",
         "ray_address": cluster.address,
