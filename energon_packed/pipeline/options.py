@@ -16,7 +16,6 @@ from energon_packed.formats import CODECS, Codec, codec_for
 from energon_packed.options import check, declared, option, refuse_remote
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
-from energon_packed.records import Adapter, FieldMap
 from energon_packed.pipeline.parse import (
     checked_split,
     parse_part,
@@ -25,6 +24,7 @@ from energon_packed.pipeline.parse import (
     parse_split,
     prefix_of,
 )
+from energon_packed.records import Adapter, FieldMap
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
 INPUT, TOKENS, IMAGES, PACKING, OUTPUT, RUN = "Input", "Tokens", "Images", "Packing", "Output", "Run"

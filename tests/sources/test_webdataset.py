@@ -230,7 +230,7 @@ def test_tars_pack_to_the_same_tokens_as_jsonl(tmp_path: Path, tokenizer_dir: Pa
         result = pack(
             PackOptions(
                 inputs=(str(tmp_path / f"a.{kind}"),), output_dir=tmp_path / kind, tokenizer=tokenizer_dir,
-                seq_len=512, sample_class="PackedTokensSample", workers=1,
+                seq_len=512, sample_class="PackedTokensSample", workers=1, shard_prefix="p",
             )
         )  # fmt: skip
         hashes.append([np.frombuffer(tar.read_bytes(), np.uint8) for tar in sorted(result.shards.glob("*.tar"))])
