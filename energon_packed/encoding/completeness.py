@@ -10,6 +10,7 @@ messages are rendered once more with a marker in the place of each, and the mark
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from energon_packed.encoding.skeleton import Span
 from energon_packed.errors import Reason, RecordError
 
 Messages = Sequence[dict[str, Any]]
@@ -49,6 +50,17 @@ def check_rendered(
     for mark, (field, value) in marks.fields.items():
         if (mark not in again) if again is not None else not any(form in text for form in _forms(value)):
             raise _missing(field)
+
+
+def turn_places(text: str, contents: Sequence[str]) -> list[Span]:
+    """Characters [start, end) of each content in the rendered text, found one after another; white space around a
+    content may be the template's."""
+    places, start = [], 0
+    for content in contents:
+        found = max(text.find(content.strip(), start), start)
+        places.append((found, found + len(content.strip())))
+        start = places[-1][1]
+    return places
 
 
 class _Marks:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from energon_packed.encoding.completeness import check_rendered
+from energon_packed.encoding.completeness import check_rendered, turn_places
 from energon_packed.encoding.skeleton import Skeleton, Span
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.errors import Reason, RecordError
@@ -88,6 +88,10 @@ class Renderer:
         weights = {turn: conversation.messages[turn].weight for turn in by_turn}
         if self.loss_on == "all":
             context = [span for turn in by_turn if not weights[turn] for span in by_turn[turn]]
+            places = turn_places(text, [message["content"] for message in messages])
+            others = zip(places, conversation.messages, strict=True)
+            context += [place for place, m in others if m.role != "assistant" and not m.weight]
+            context.sort()
             return Rendered(text, _outside(len(text), context), False)
         turns = list(by_turn)[-1:] if self.loss_on == "last" else list(by_turn)
         return Rendered(text, [span for turn in turns if weights[turn] for span in by_turn[turn]], False)

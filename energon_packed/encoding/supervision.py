@@ -1,12 +1,10 @@
 """Which turns of a conversation are supervised: told by the labels that training sees, never by roles."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from energon_packed.encoding.chat import ChatEncoder
+from energon_packed.encoding.completeness import turn_places
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
-from energon_packed.encoding.skeleton import Span
 from energon_packed.errors import EnergonPackedError
 from energon_packed.records import Conversation
 
@@ -49,17 +47,6 @@ def _by_turn(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSa
         covered = encoder.text_tokenizer.encode([text], [[(start, end)]]).covered[: len(targets)]
         flags.append(bool((covered & targets[: len(covered)]).any()))
     return flags
-
-
-def turn_places(text: str, contents: Sequence[str]) -> list[Span]:
-    """Characters [start, end) of each content in the rendered text, found one after another; white space around a
-    content may be the template's."""
-    places, start = [], 0
-    for content in contents:
-        found = max(text.find(content.strip(), start), start)
-        places.append((found, found + len(content.strip())))
-        start = places[-1][1]
-    return places
 
 
 def _without_image_runs(sample: EncodedSample) -> np.ndarray:

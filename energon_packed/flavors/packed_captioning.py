@@ -28,7 +28,7 @@ class PackedCaptioningSample(PackSample):
         timestamp_decimal: decimals of frame timestamps, or None.
         fps: frames per second, or None.
         videos: whether the images are frames of a video, or None.
-        weights: weight of each caption in the loss (0 is context), or None.
+        weights: weight of each turn in the loss (0 is context), or None.
         truncate: tokens that longer samples were truncated to, or None.
         truncated: which samples were truncated, or None.
     """

@@ -1,8 +1,8 @@
 """PackedCaptioningSample: prompts and captions of several samples, with their images.
 
     {key}.json       images, prompts, captions, sample_count, ids, systems, lengths
-                     and, when given: patch_positions, timestamp_decimal, fps, videos, weights (of each caption in the
-                     loss: 0 is context), truncate, truncated
+                     and, when given: patch_positions, timestamp_decimal, fps, videos, weights (of each turn in the
+                     loss, the system prompt first: 0 is context), truncate, truncated
     {key}.img{i}_{j}.{ext}   original bytes of image j of sample i
     {key}.img{i}_{j}.npy     its patch positions, when given
 
@@ -11,6 +11,7 @@ and one caption. The layout is that of LLaVA-OneVision-2's packed captioning dat
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
@@ -55,7 +56,7 @@ class CaptioningCodec(Codec):
         turns = [m for m in conversation.messages if m.role != "system"]
         for place, message in enumerate(turns):
             expected = "user" if place % 2 == 0 else "assistant"
-            if message.role != expected or message.extra or (message.role == "user" and message.weight != 1):
+            if message.role != expected or message.extra:
                 found = f"{message.role} with {', '.join(message.extra)}" if message.extra else message.role
                 raise RecordError(
                     Reason.BAD_ROLE,
@@ -129,12 +130,11 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
         prompts[0] = IMAGE_PLACEHOLDER * len(images) + prompts[0]  # other packers write no placeholders
     turns = [("user", prompts, 0), ("assistant", captions, 1)]
     ordered = sorted((2 * j + shift, role, text) for role, texts, shift in turns for j, text in enumerate(texts))
-    weights = iter(one["weights"] or ())
-    messages = [
-        Message(role, text, weight=next(weights, 1.0) if role == "assistant" else 1.0) for _, role, text in ordered
-    ]
+    messages = [Message(role, text) for _, role, text in ordered]
     if one["systems"] is not None:
         messages.insert(0, Message("system", one["systems"]))
+    if one["weights"]:
+        messages = [replace(message, weight=w) for message, w in zip(messages, one["weights"], strict=True)]
     is_text = not prompts and one["systems"] is None and len(captions) == 1
     conversation = Conversation(
         id=one["ids"],
@@ -157,8 +157,8 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
 
 
 def _weights(conversation: Conversation) -> list[float] | None:
-    """Weight of each assistant turn; None where all are 1."""
-    weights = [message.weight for message in conversation.messages if message.role == "assistant"]
+    """Weight of each message; None where all are 1."""
+    weights = [message.weight for message in conversation.messages]
     return weights if any(weight != 1 for weight in weights) else None
 
 

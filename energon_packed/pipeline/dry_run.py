@@ -17,12 +17,11 @@ from energon_packed.pipeline.limits import none_packed
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.progress import Progress
-from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.sampling import sampled_chunks
 from energon_packed.pipeline.shard_plans import OVERLONG, plan_packs, plan_shards
 from energon_packed.pipeline.table import RecordTable, load_table, reject_counts
 from energon_packed.pipeline.workspace import Workspace
-from energon_packed.sources import open_sources
 
 _SAMPLE = 512  # records measured for an estimate
 
@@ -68,13 +67,8 @@ def dry_run(options: PackOptions) -> DryRun:
     """
     space = Workspace(options.output_dir)
     with _scratch(space) as work:
-        sources = open_sources(options.inputs, work_dir=work, image_root=options.image_root, part=options.part)
-        reader = RecordReader(
-            sources=sources,
-            sample_class=options.sample_class,
-            use_patch_positions=options.use_patch_positions,
-            part=options.part[0] if options.part else None,
-        )
+        reader = open_reader(options, work, options.part)
+        sources = reader.sources
         keys = make_keys(options, sources, options.part)
         space.check_other_run(keys.write, overwrite=options.overwrite)
         stage = MeasureStage(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.errors import RejectLimitError
+from energon_packed.errors import Reason, RejectLimitError
 from energon_packed.pipeline.examples import advice, reject_summary
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.reader import RecordReader
@@ -23,7 +23,7 @@ def check_limits(
     space: Workspace,
     detail_of: Callable[[int], str],
 ) -> None:
-    """Hold the rejected records to the limits of the options.
+    """Hold the rejected records to the limits of the options; those that an adapter drops on purpose do not count.
 
     Args:
         table: measured records.
@@ -38,8 +38,8 @@ def check_limits(
         RejectLimitError: more is rejected than allowed.
     """
     counts = reject_counts(status)
-    rejected = sum(counts.values())
-    if not rejected and len(table):
+    rejected = sum(count for reason, count in counts.items() if reason != Reason.DROPPED_BY_ADAPTER)
+    if not rejected and (status == 0).any():
         return
     if len(overlong) and options.overlong == "error":
         source, row = table.locate(overlong[:1])
@@ -52,7 +52,7 @@ def check_limits(
     if rejected and options.strict:
         raise RejectLimitError(f"{rejected} records are rejected: {listed}; `strict` allows none")
     remedy = f"{to_do}; " if (to_do := advice(counts)) else ""
-    if rejected == len(table):
+    if not (status == 0).any():
         raise none_packed(len(table), listed, f"{remedy}{space.rejects} lists all")
     if rejected > options.max_reject_rate * len(table):
         raise RejectLimitError(

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from energon_packed.errors import RecordError
 from energon_packed.formats import codec_for
-from energon_packed.pipeline.options import part_suffix
+from energon_packed.pipeline.options import InputOptions, part_suffix
 from energon_packed.records import Adapter, Conversation, FieldMap, normalize
-from energon_packed.sources import Row, Source
+from energon_packed.sources import Row, Source, open_sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +67,26 @@ class RecordReader:
         """Stems of the files; their paths, where two have the same stem."""
         stems = [source.path.name.split(".")[0] for source in self.sources]
         return stems if len(set(stems)) == len(stems) else [str(source.path) for source in self.sources]
+
+
+def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | None = None) -> RecordReader:
+    """The reader of the input of a run.
+
+    Args:
+        options: of the run.
+        work_dir: folder for converted copies.
+        part: (I, N), or None for all of the input.
+
+    Raises:
+        SourceError: an input that cannot be read.
+    """
+    return RecordReader(
+        sources=open_sources(
+            options.inputs, work_dir=work_dir, image_root=options.image_root, part=part, split=options.source_split
+        ),
+        sample_class=options.sample_class,
+        use_patch_positions=options.use_patch_positions,
+        part=part[0] if part else None,
+        field_map=options.field_map,
+        adapter=options.adapter_function,
+    )

@@ -18,12 +18,11 @@ from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import PlanStage
 from energon_packed.pipeline.progress import Progress
-from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.workspace import Workspace
 from energon_packed.pipeline.write import WriteStage
 from energon_packed.shards import PackingManifest
-from energon_packed.sources import open_sources
 
 _log = logging.getLogger(__name__)
 
@@ -82,28 +81,14 @@ def pack(
 
 def _run(options: PackOptions, progress: Progress) -> PackResult:
     space = Workspace(options.output_dir)
-    sources = open_sources(
-        options.inputs,
-        work_dir=space.work,
-        image_root=options.image_root,
-        part=options.part,
-        split=options.source_split,
-    )
-    reader = RecordReader(
-        sources=sources,
-        sample_class=options.sample_class,
-        use_patch_positions=options.use_patch_positions,
-        part=options.part[0] if options.part else None,
-        field_map=options.field_map,
-        adapter=options.adapter_function,
-    )
-    keys = make_keys(options, sources, options.part)
+    reader = open_reader(options, space.work, options.part)
+    keys = make_keys(options, reader.sources, options.part)
     if not options.resume:
         space.forget(keys.measure, keys.write)
     space.open_for(keys.write, overwrite=options.overwrite)
     state = RunState(options=options, progress=progress, engine=make_engine(options), space=space, reader=reader)
 
-    for source in sources:
+    for source in reader.sources:
         _log.info("reads %s", source.path)
     _log.info("restart state: %s", space.measure_folder(keys.measure))
     clock = _Clock(progress)

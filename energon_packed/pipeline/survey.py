@@ -20,11 +20,10 @@ from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions
 from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.progress import Progress
-from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.sampling import sampled_chunks
 from energon_packed.pipeline.table import most_common, reject_counts
 from energon_packed.pipeline.workspace import Workspace
-from energon_packed.sources import open_sources
 
 
 def parse_seq_lens(text: str) -> tuple[int, ...]:
@@ -104,18 +103,9 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
     """
     progress = progress or Progress()
     with _work_folder(options) as space:
-        sources = open_sources(
-            options.inputs, work_dir=space.work, image_root=options.image_root, split=options.source_split
-        )
-        reader = RecordReader(
-            sources=sources,
-            sample_class=options.sample_class,
-            use_patch_positions=options.use_patch_positions,
-            field_map=options.field_map,
-            adapter=options.adapter_function,
-        )
+        reader = open_reader(options, space.work)
         stage = MeasureStage(
-            folder=space.measure_folder(make_keys(options, sources, None).measure),
+            folder=space.measure_folder(make_keys(options, reader.sources, None).measure),
             reader=reader,
             encoder=options.encoder_loader,
             engine=LocalEngine(options.processes),
@@ -126,7 +116,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         chunks = None if options.sample is None else sampled_chunks(stage, options.sample, options.seed)
         table = stage.run(chunks)
         rejects = reject_counts(table.status)
-        summary = reject_summary(table, table.status, sources, is_sample=options.sample is not None)
+        summary = reject_summary(table, table.status, reader.sources, is_sample=options.sample is not None)
     if not np.any(table.status == 0):
         raise none_packed(len(table), summary, advice(rejects))
     return Survey(

@@ -112,6 +112,8 @@ def test_turns_of_weight_0_are_context(encoder_with: Any, template: str) -> None
     assert "First." not in everything
     assert "Third." not in everything
     assert everything.count("What is 2 + 3?") == 3
+    quiet = talk(Message("user", "Hush.", weight=0), ANSWER)
+    assert "Hush." not in targets(encoder_with(template, loss_on="all"), quiet)
     assert supervised_turns(encoder_with(template), conversation) == [False, False, False, True, False, False]
 
 

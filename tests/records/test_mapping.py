@@ -127,7 +127,7 @@ def test_both_pack_and_are_in_the_fingerprint(adapters: str, tokenizer_dir: Path
 
     result = pack(
         file, output_dir=tmp_path / "a", tokenizer=tokenizer_dir, seq_len=256, workers=1,
-        adapter=f"{adapters}:swap", max_reject_rate=1,
+        adapter=f"{adapters}:swap",
     )  # fmt: skip
     assert (result.manifest.packed, result.manifest.rejects) == (30, {"dropped_by_adapter": 10})
     result = pack(
