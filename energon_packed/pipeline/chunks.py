@@ -34,6 +34,7 @@ SCHEMA = pa.schema(
         "num_images": pa.int32(),
         "kind": pa.int8(),
         "status": pa.int8(),
+        "narrow": pa.int8(),
         "id": pa.string(),
         "detail": pa.string(),
     }

@@ -160,6 +160,7 @@ class Measurer:
             tokens += [one.sample for one in found if one.sample is not None]
             tokenized += sum([c is not None and c.input_ids is None for c in conversations])
             made = _columns(batch, conversations, results)
+            made["narrow"] = [c is None or self.reader.fits_narrow(c) for c in conversations]
             for name, found_texts in count_texts(conversations).items():
                 counts[name].update(found_texts)
             if first is None:

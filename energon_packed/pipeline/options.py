@@ -3,9 +3,9 @@
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from energon_packed.pipeline.parse import (
 from energon_packed.records import Adapter, FieldMap
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
+AUTO, NARROW, WIDEST = "auto", "PackedCaptioningSample", "PackedMultiMixQASample"
+Options = TypeVar("Options", bound="InputOptions")
 INPUT, TOKENS, IMAGES, PACKING, OUTPUT, RUN = "Input", "Tokens", "Images", "Packing", "Output", "Run"
 Overlong = Literal["drop", "error", "truncate"]
 GroupBy = Literal["none", "media"]
@@ -85,8 +87,9 @@ class InputOptions:
     min_pixels: int | None = option(None, help="Minimum pixels of a resized image.", group=IMAGES, minimum=1)
     max_pixels: int | None = option(None, help="Maximum pixels of a resized image.", group=IMAGES, minimum=1)
     sample_class: str = option(
-        "PackedCaptioningSample", help="Flavor to write.", group=OUTPUT, choices=lambda: tuple(CODECS), decides="tars"
-    )
+        AUTO, help="Flavor to write; auto: PackedCaptioningSample where it holds all records, else "
+        "PackedMultiMixQASample.", group=OUTPUT, choices=lambda: (AUTO, *CODECS), decides="tars",
+    )  # fmt: skip
     algorithm: str = option(
         "bfd", help=f"Planner: {', '.join(algorithm_names())}.", group=PACKING, decides="tars", metavar="NAME"
     )
@@ -147,8 +150,18 @@ class InputOptions:
 
     @property
     def codec(self) -> Codec:
-        """The codec of `sample_class`."""
-        return codec_for(self.sample_class)
+        """The codec of `sample_class`; of the widest flavor before `auto` is resolved."""
+        return codec_for(WIDEST if self.sample_class == AUTO else self.sample_class)
+
+    def resolved(self: Options, fits_narrow: bool) -> Options:
+        """These options with the flavor that `auto` stands for.
+
+        Args:
+            fits_narrow: PackedCaptioningSample holds every record that can be packed.
+        """
+        if self.sample_class != AUTO:
+            return self
+        return replace(self, sample_class=NARROW if fits_narrow else WIDEST)
 
     @property
     def processes(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from energon_packed.errors import RecordError
 from energon_packed.formats import codec_for
-from energon_packed.pipeline.options import InputOptions, part_suffix
+from energon_packed.pipeline.options import AUTO, NARROW, InputOptions, part_suffix
 from energon_packed.records import Adapter, Conversation, FieldMap, normalize
 from energon_packed.sources import Row, Source, open_sources
 
@@ -18,7 +18,7 @@ class RecordReader:
 
     Attributes:
         sources: the input.
-        sample_class: flavor that will hold the conversations; those it cannot hold are rejected.
+        sample_class: flavor that will hold the conversations; those it cannot hold are rejected. `auto` holds all.
         use_patch_positions: False ignores the .npy files that records name.
         part: number of the part of the input, or None for all of it.
         field_map: names the fields of the records; None where their shapes do.
@@ -51,8 +51,19 @@ class RecordReader:
             conversation = normalize(record, image_root=self.sources[source].image_root)
         if conversation.patch_positions and not self.use_patch_positions:
             conversation = replace(conversation, patch_positions=())
-        codec_for(self.sample_class).check(conversation)
+        if self.sample_class != AUTO:  # the widest flavor holds everything
+            codec_for(self.sample_class).check(conversation)
         return conversation
+
+    def fits_narrow(self, conversation: Conversation) -> bool:
+        """Whether PackedCaptioningSample holds it; only asked before `auto` is resolved."""
+        if self.sample_class != AUTO:
+            return True
+        try:
+            codec_for(NARROW).check(conversation)
+        except RecordError:
+            return False
+        return True
 
     def read(self, source: int, address: int, size: int) -> Conversation:
         """The record at an address, as `conversation` reads it."""

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,9 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
     )
     with clock.stage(measure):
         table = measure.run()
+    fits_narrow = options.part is None and bool(table.narrow[table.status == 0].all())  # parts must agree
+    options = options.resolved(fits_narrow)
+    state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
     with clock.stage(planning := PlanStage(state)):
         plan = planning.run(table)

@@ -50,7 +50,7 @@ class RecordRefs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """Numbers of all n records, in input order; 34 bytes a record.
+    """Numbers of all n records, in input order; 35 bytes a record.
 
     Attributes:
         address: int64 (n,), where each record lies in its source.
@@ -61,6 +61,7 @@ class RecordTable:
         num_images: int32 (n,).
         kind: int8 (n,), index into KINDS.
         status: int8 (n,), index into STATUSES; 0 means packed.
+        narrow: int8 (n,), 1 where PackedCaptioningSample holds the record.
         source_starts: int64 (sources + 1,), row at which each source begins.
         files: chunk files, in input order.
         file_starts: int64 (chunks,), row at which each file begins.
@@ -75,6 +76,7 @@ class RecordTable:
     num_images: npt.NDArray[np.int32]
     kind: npt.NDArray[np.int8]
     status: npt.NDArray[np.int8]
+    narrow: npt.NDArray[np.int8]
     source_starts: Int64
     files: list[Path]
     file_starts: Int64

@@ -38,7 +38,7 @@ def conversations(draw: Any, kind: str, images: int) -> dict[str, Any]:
         messages.append(Message("system", draw(TEXT)))
     for turn in range(draw(st.integers(1, 3))):
         messages += [
-            Message("user", marks * (turn == 0) + draw(TEXT)),
+            Message("user", marks * (turn == 0) + draw(TEXT), weight=draw(st.sampled_from([0.0, 1.0]))),
             Message("assistant", draw(TEXT) + "!", weight=draw(st.sampled_from([0.0, 1.0]))),
         ]
     if kind == "tools":

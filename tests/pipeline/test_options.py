@@ -141,10 +141,12 @@ def test_what_a_flavor_cannot_hold_is_rejected_with_the_remedy(build: Any) -> No
         {"messages": TURNS, "tools": [{"name": "f"}]},
         {"input_ids": [1, 2, 3]},
     ]
-    found = rejects(build(records, max_reject_rate=1))
+    found = rejects(build(records, max_reject_rate=1, sample_class="PackedCaptioningSample"))
     assert [reason for reason, _ in found] == ["bad_role", "bad_role", "missing_field"]
     assert all("set `sample_class` to Packed" in detail for _, detail in found)
-    assert not rejects(build(records, sample_class="PackedMultiMixQASample", overwrite=True))
+    # What is left is a matter of the template, which has no place for tools.
+    others = rejects(build(records, sample_class="PackedMultiMixQASample", overwrite=True))
+    assert [reason for reason, _ in others] == ["not_rendered"]
 
 
 def test_too_many_rejects_stop_before_writing(build: Any, tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_an_image_that_vanishes_while_packing_is_named(build: Any, tmp_path: Pat
     ("options", "message"),
     [
         ({"seq_len": 0}, "`seq_len` is 0; it must be at least 1"),
-        ({"sample_class": "Sample"}, "`sample_class` is 'Sample'; use one of PackedCaptioningSample"),
+        ({"sample_class": "Sample"}, "`sample_class` is 'Sample'; use one of auto, PackedCaptioningSample"),
         ({"algorithm": "magic"}, "unknown algorithm 'magic'"),
         ({"shard_prefix": "a.b"}, "keys have no dots"),
         ({"split": {"train": 0.5}}, "add up to 0.5"),
@@ -220,3 +222,15 @@ def test_an_image_that_vanishes_while_packing_is_named(build: Any, tmp_path: Pat
 def test_options_are_checked_when_made(build: Any, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build([{"messages": TURNS}], **options)
+
+
+def test_the_default_flavor_is_the_one_that_holds_all_records(build: Any, tmp_path: Path) -> None:
+    plain = [{"messages": TURNS}, {"text": "A story."}]
+    assert build(plain, output_dir=tmp_path / "a").manifest.sample_class == "PackedCaptioningSample"
+    talk = [*TURNS, {"role": "assistant", "content": "Once more."}]
+    mixed = build([*plain, {"messages": talk}], output_dir=tmp_path / "b")
+    assert (mixed.manifest.sample_class, mixed.manifest.rejects) == ("PackedMultiMixQASample", {})
+    rejected = build([*plain, {"messages": [*talk, {"role": "alien", "content": "x"}]}], output_dir=tmp_path / "c")
+    assert rejected.manifest.sample_class == "PackedCaptioningSample"  # what is rejected does not decide
+    part = build(plain, output_dir=tmp_path / "d", part=(0, 1))
+    assert part.manifest.sample_class == "PackedMultiMixQASample"  # parts are packed without knowing each other
