@@ -182,7 +182,8 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(tokenizer_dir: Path)
     }
     template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML_TEMPLATE
     found = supervised(encoder_with(tokenizer_dir, template), record)
-    assert found == ['[{"name": "weather"}]<|im_end|>', "Sunny.<|im_end|>"]
+    call = '[{"type": "function", "function": {"arguments": {}, "name": "weather"}}]'  # as templates expect calls
+    assert found == [f"{call}<|im_end|>", "Sunny.<|im_end|>"]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer_dir: Path) -> None:
