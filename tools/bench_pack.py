@@ -82,6 +82,7 @@ table = RecordTable(
     kind=np.full(count, 0, np.int8),
     status=np.full(count, 0, np.int8),
     narrow=np.full(count, 1, np.int8),
+    counts={},
     source_starts=np.array([0, count]),
     files=[],
     file_starts=np.zeros(0, np.int64),

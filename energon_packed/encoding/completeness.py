@@ -7,6 +7,7 @@ Contents are searched in the text. Names, argument values and reasoning can be t
 messages are rendered once more with a marker in the place of each, and the markers are searched.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,8 +120,6 @@ class _Marks:
 
 def _forms(value: Any) -> tuple[str, ...]:
     """How a template may write a value: as it is, or as JSON."""
-    import json
-
     plain = str(value).strip()
     return (
         plain,
