@@ -3,8 +3,10 @@
 A chat template may have no place for tools, tool calls or reasoning (that of Qwen2.5-VL ignores `tools`), and may drop
 a role or parts of a content. What is not rendered is not trained on, so such a conversation is rejected by name.
 
-Contents are searched in the text. Names, argument values and reasoning can be too short to search for ("5"), so the
-messages are rendered once more with a marker in the place of each, and the markers are searched.
+Contents are searched in the text, one after another; white space and the escapes of JSON are the template's (Llama 3.1
+writes results of tools as JSON strings). Names, argument values, reasoning and short contents ("5") may stand in the
+text for another reason, so the messages are rendered once more with a marker in the place of each, and the markers are
+searched. The ids of calls and the `name` of a tool's result are links, not text: templates need not render them.
 """
 
 import json
@@ -16,6 +18,7 @@ from energon_packed.errors import Reason, RecordError
 
 Messages = Sequence[dict[str, Any]]
 _REASONING = "reasoning_content"
+_SHORT = 12  # characters: a shorter content is not searched for, but marked
 
 
 def check_rendered(
@@ -32,14 +35,8 @@ def check_rendered(
     Raises:
         RecordError: `not_rendered`; the detail names the field.
     """
-    start = 0
-    for turn, message in enumerate(messages):
-        content = message["content"].strip()
-        found = text.find(content, start)
-        if found < 0:
-            raise _missing(f"the content of turn {turn} ({message['role']})")
-        start = found + len(content)
-    marks = _Marks()
+    _check_contents(text, messages)
+    marks = _Marks(text)
     marked = [marks.message(turn, message) for turn, message in enumerate(messages)]
     marked_tools = [marks.tool(number, tool) for number, tool in enumerate(tools or ())]
     if not marks.fields:
@@ -56,27 +53,56 @@ def check_rendered(
 def turn_places(text: str, contents: Sequence[str]) -> list[Span]:
     """Characters [start, end) of each content in the rendered text, found one after another; white space around a
     content may be the template's."""
-    places, start = [], 0
+    places: list[Span] = []
     for content in contents:
-        found = max(text.find(content.strip(), start), start)
-        places.append((found, found + len(content.strip())))
-        start = places[-1][1]
+        start = places[-1][1] if places else 0
+        places.append(_find(text, content, start) or (start, start))
     return places
 
 
+def _check_contents(text: str, messages: Messages) -> None:
+    start, spaceless = 0, ""
+    for turn, message in enumerate(messages):
+        found = _find(text, message["content"], start)
+        if found is not None:
+            start = found[1]
+            continue
+        spaceless = spaceless or "".join(text.split())
+        if "".join(message["content"].split()) not in spaceless:
+            raise _missing(f"the content of turn {turn} ({message['role']})")
+
+
+def _find(text: str, content: str, start: int) -> Span | None:
+    """Where a content stands after `start`: as it is, or else as JSON."""
+    content = content.strip()
+    found = text.find(content, start)
+    if found < 0:
+        content = json.dumps(content, ensure_ascii=False)[1:-1]
+        found = text.find(content, start)
+    return None if found < 0 else (found, found + len(content))
+
+
 class _Marks:
-    """Copies of messages and tools with a marker for each name, argument value and reasoning.
+    """Copies of messages and tools with a marker for each name, argument value, reasoning and short content.
 
     Attributes:
         fields: what each marker stands for: (name of the field, value).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
+        """For a text that holds none of the markers."""
         self.fields: dict[str, tuple[str, Any]] = {}
+        self._prefix = "zqx"
+        while self._prefix in text:
+            self._prefix += "q"
 
     def message(self, turn: int, message: dict[str, Any]) -> dict[str, Any]:
         """A message with markers."""
         copy = dict(message)
+        if 0 < len(message["content"].strip()) < _SHORT:
+            copy["content"] = self._mark(f"the content of turn {turn} ({message['role']})", message["content"])
+        if message.get("name") and message["role"] != "tool":
+            copy["name"] = self._mark(f"the name of turn {turn} ({message['role']})", message["name"])
         if message.get(_REASONING):
             copy[_REASONING] = self._mark(f"the reasoning of turn {turn}", message[_REASONING])
         if message.get("tool_calls"):
@@ -85,12 +111,10 @@ class _Marks:
 
     def tool(self, number: int, tool: Any) -> Any:
         """A tool schema with a marker for its name."""
-        if not isinstance(tool, dict):
-            return tool
         inner = tool.get("function")
         if isinstance(inner, dict):
             return {**tool, "function": self.tool(number, inner)}
-        return {**tool, "name": self._mark(f"the tool {tool['name']}", tool["name"])} if tool.get("name") else tool
+        return {**tool, "name": self._mark(f"the tool {tool['name']}", tool["name"])}
 
     def _call(self, turn: int, call: Any) -> Any:
         if not isinstance(call, dict):
@@ -113,7 +137,7 @@ class _Marks:
         return self._mark(field, value)
 
     def _mark(self, field: str, value: Any) -> str:
-        mark = f"zqx{len(self.fields)}xqz"
+        mark = f"{self._prefix}{len(self.fields)}xqz"
         self.fields[mark] = (field, value)
         return mark
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from energon_packed.encoding.completeness import check_rendered, turn_places
 from energon_packed.encoding.skeleton import Skeleton, Span
-from energon_packed.encoding.template import ChatTemplate
+from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation
 
@@ -62,7 +62,7 @@ class Renderer:
                 return Rendered(text, None, False)
             spans = skeleton.spans(contents)
             return Rendered(text, spans[-1:] if self.loss_on == "last" else spans, False)
-        messages = self._as_dicts(conversation)
+        messages = self.messages(conversation)
         if self.loss_on == "all":
             text = self.template.render(messages, conversation.tools)
             check_rendered(text, messages, conversation.tools, self.template.render)
@@ -81,7 +81,7 @@ class Renderer:
                     Reason.UNSUPPORTED_FIELD,
                     f"turn {turn} has the loss weight {message.weight:g}; use 0 (context) or 1 (target)",
                 )
-        messages = self._as_dicts(conversation)
+        messages = self.messages(conversation)
         text, spans = self.template.render_with_spans(messages, conversation.tools)
         check_rendered(text, messages, conversation.tools, self.template.render)
         by_turn = self.template.spans_by_turn(text, spans, messages, conversation.tools)
@@ -109,14 +109,25 @@ class Renderer:
             return None
         return self.template.skeleton(tuple([message.role for message in messages]))
 
-    def _as_dicts(self, conversation: Conversation) -> list[dict[str, Any]]:
+    def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """The messages as the template takes them."""
         columns = zip(conversation.messages, self.contents(conversation), strict=True)
         return [{**message.as_dict(), "content": content} for message, content in columns]
 
     def contents(self, conversation: Conversation) -> list[str]:
         """The content of each message, with the placeholders of the vision family."""
         contents = [message.content for message in conversation.messages]
+        for turn, message in enumerate(conversation.messages):
+            if message.role == "tool":
+                contents[turn] = self._result(message.content)
         return self._with_placeholders(contents) if conversation.images else contents
+
+    def _result(self, content: str) -> str:
+        """The content of a tool turn, without the tags that the template writes around it."""
+        inner, (opener, closer) = content.strip(), RESULT_TAGS
+        if not (inner.startswith(opener) and inner.endswith(closer) and self.template.tags_results):
+            return content
+        return inner[len(opener) : -len(closer)].strip("\n")
 
     def _with_placeholders(self, texts: Sequence[str]) -> list[str]:
         assert self.placeholder is not None, "images are rejected earlier, where no vision family is set"

@@ -1,10 +1,13 @@
 """Which turns of a conversation are supervised: told by the labels that training sees, never by roles."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from energon_packed.encoding.chat import ChatEncoder
 from energon_packed.encoding.completeness import turn_places
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
+from energon_packed.encoding.skeleton import Span
 from energon_packed.errors import EnergonPackedError
 from energon_packed.records import Conversation
 
@@ -39,14 +42,25 @@ def supervised_turns(
 
 def _by_turn(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSample) -> list[bool]:
     text = encoder.renderer.render(conversation).text
-    places = turn_places(text, encoder.renderer.contents(conversation))
     targets = _without_image_runs(sample)
     flags = []
-    for number, (start, _) in enumerate(places):
-        end = places[number + 1][0] if number + 1 < len(places) else len(text)
-        covered = encoder.text_tokenizer.encode([text], [[(start, end)]]).covered[: len(targets)]
+    for place in _turns(encoder, conversation, text):
+        covered = encoder.text_tokenizer.encode([text], [[place]]).covered[: len(targets)]
         flags.append(bool((covered & targets[: len(covered)]).any()))
     return flags
+
+
+def _turns(encoder: ChatEncoder, conversation: Conversation, text: str) -> list[Span]:
+    """Characters of each turn, reasoning and calls included: from where the text of the turns before it ends."""
+    messages = encoder.renderer.messages(conversation)
+    starts: list[int] = []
+    for turn in range(len(messages)):
+        try:
+            begin = encoder.renderer.template.begin_of(turn, text, messages, conversation.tools)
+        except EnergonPackedError:  # the template does not render these turns alone
+            begin = turn_places(text, [message["content"] for message in messages])[turn][0]
+        starts.append(max([begin, *starts[-1:]]))
+    return list(pairwise([*starts, len(text)]))
 
 
 def _without_image_runs(sample: EncodedSample) -> np.ndarray:

@@ -16,6 +16,7 @@ TODAY = datetime(2024, 7, 26)
 fall back to the same one."""
 _DIRECTIVES = ("Y", "y", "m", "B", "b", "d", "-d", "e", "A", "a", "j", "H", "I", "M", "S", "p")
 _PROBES = (" a \n", "", "<b>&'", "Ab cD", "</think>x", "{{ 1 }}")
+RESULT_TAGS = ("<tool_response>", "</tool_response>")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -120,6 +121,16 @@ class ChatTemplate:
             spans.append((len(before), self._end_of_turn(until, len(before))))
         return text, spans
 
+    @cached_property
+    def tags_results(self) -> bool:
+        """Whether it writes `<tool_response>` around the content of a tool turn itself, as Qwen's and Hermes' do."""
+        question, call = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        try:
+            text = self.render([question, call, {"role": "tool", "content": marker(0)}])
+        except (RecordError, TemplateError):
+            return False
+        return text.partition(marker(0))[0].rstrip().endswith(RESULT_TAGS[0])
+
     def spans_by_turn(
         self, text: str, spans: list[Span], messages: Messages, tools: Sequence[Any] | None
     ) -> dict[int, list[Span]]:
@@ -127,14 +138,14 @@ class ChatTemplate:
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         if len(spans) == len(turns):
             return {turn: [span] for turn, span in zip(turns, spans, strict=True)}
-        begins = [self._begin_of(turn, text, messages, tools) for turn in turns]
+        begins = [self.begin_of(turn, text, messages, tools) for turn in turns]
         ends = [*begins[1:], len(text) + 1]
         return {
             turn: [span for span in spans if begin <= span[0] < end]
             for turn, begin, end in zip(turns, begins, ends, strict=True)
         }
 
-    def _begin_of(self, turn: int, text: str, messages: Messages, tools: Sequence[Any] | None) -> int:
+    def begin_of(self, turn: int, text: str, messages: Messages, tools: Sequence[Any] | None) -> int:
         """Where the text of a turn begins: where it first differs from the text of the turns before."""
         if not turn:
             return 0
@@ -146,7 +157,7 @@ class ChatTemplate:
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         if len(spans) <= 1 or len(spans) == len(turns) or not turns[-1]:
             return spans[-1:]
-        begin = self._begin_of(turns[-1], text, messages, tools)
+        begin = self.begin_of(turns[-1], text, messages, tools)
         return [span for span in spans if span[0] >= begin]
 
     def _with_end_of_turn(self, text: str, span: Span) -> Span:

@@ -19,13 +19,17 @@ COMMON_FIELDS = frozenset(
 
 _PREFERENCE = "preference data is out of scope; keep the chosen answer as messages"
 _MASK = "give each turn a weight: 0 or 1"
+_BOXES = (
+    "write the boxes into the text in place of <ref-object> and <bbox>, in the coordinates of the model, "
+    "with an `adapter`"
+)
 _PIXELS = "resize the image, or pass min_pixels and max_pixels as options"
 _TOOLS = "pass the schemas as tools beside messages, and calls as tool_calls of a turn"
 _REMEDIES = {
     r"audios?|audio_.*": "audio is not supported; remove it, or convert it to text",
     r"chosen.*|rejected.*|preferred|dispreferred": _PREFERENCE,
-    r"objects|bbox(es)?|bounding_boxes": "write the boxes into the text, in the coordinates of the model",
-    r"loss.*|masks?|masked|weights?|sample_weight|train|training|train_.*": _MASK,
+    r"objects|bbox(es)?|bounding_boxes": _BOXES,
+    r"loss.*|(?!attention_)(.*_)?masks?|masked|weights?|sample_weight|train|training|train_.*": _MASK,
     r"tools?|functions?|function_calls?|tool_calls?|tool_call_.*": _TOOLS,
     r"system.*|developer.*": "pass it as system",
     r"reasoning.*|thinking.*|thought.*": "move it into the assistant turn as reasoning_content",

@@ -8,14 +8,14 @@ The shapes are in `records/shapes`. Optional in each: `system` (or `system_promp
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import is_given, unsupported, unused_fields
+from energon_packed.records.accounting import unused_fields
 from energon_packed.records.conversation import Conversation
-from energon_packed.records.fields import OBJECT, Record, read_json_list, read_number
+from energon_packed.records.fields import OBJECT, read_number
 from energon_packed.records.media_fields import read_media, references
 from energon_packed.records.placing import place_media
-from energon_packed.records.shapes import Draft, shape_of
+from energon_packed.records.shapes import shape_of
 from energon_packed.records.system import add_system
-from energon_packed.records.tool_calls import read_tools
+from energon_packed.records.tools import read_tools, without_written_calls
 
 
 def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
@@ -43,6 +43,8 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
     draft = shape.read(record, media)
     add_system(draft, record, shape)
     place_media(draft, media, shape)
+    tools = read_tools(record, draft, media)
+    draft.messages = [without_written_calls(m, media) if m.extra else m for m in draft.messages]
     if media.unused_fields:
         unused = tuple(sorted({*unused, *media.unused_fields}))
     ident = record.get("id")
@@ -54,24 +56,10 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
         labels=draft.labels,
         images=tuple(media.inline or media.images),
         patch_positions=tuple(references(record, ("patch_positions",), image_root)),
-        tools=_tools(record, draft),
+        tools=tools,
         video=media.is_video,
         fps=read_number(record.get("fps"), "fps", float),
         timestamp_decimal=read_number(record.get("timestamp_decimal"), "timestamp_decimal", int),
         unused_fields=unused,
         notes=tuple(media.notes),
     )
-
-
-def _tools(record: Record, draft: Draft) -> list[Any] | None:
-    """Schemas of functions, from `tools` or `functions`."""
-    tools = read_json_list(record.get("tools"), "tools")
-    functions = record.get("functions")
-    if is_given(functions):
-        if tools is not None:
-            raise RecordError(Reason.UNSUPPORTED_FIELD, "the record has both tools and functions; keep tools")
-        tools = read_tools(functions)
-    if tools is not None and not draft.messages:
-        remedy = "a document or a list of tokens has no place for them; remove it, or pass messages"
-        raise unsupported("tools" if is_given(record.get("tools")) else "functions", remedy=remedy)
-    return tools

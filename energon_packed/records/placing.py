@@ -8,11 +8,11 @@ from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
 from energon_packed.records.shapes import Draft, Shape
 
 NO_PLACEHOLDER = "image without placeholder"
-"""Note of a conversation whose images stand before the first user turn because nothing says where."""
+"""Note of a conversation whose images or videos stand before the first user turn because nothing says where."""
 
 
 def place_media(draft: Draft, media: Media, shape: Shape) -> None:
-    """Give images without any placeholder their place, and put frames in the place of each `<video>`.
+    """Give images and videos without any placeholder their place, and put frames in the place of each `<video>`.
 
     Args:
         draft: of a record; its texts are changed.
@@ -36,10 +36,11 @@ def place_media(draft: Draft, media: Media, shape: Shape) -> None:
         return
     texts = [draft.text] if draft.text is not None else [message.content for message in draft.messages]
     texts = _stand_for_frames(texts, media)
-    if media.images and draft.messages and not any(IMAGE_PLACEHOLDER in text for text in texts):
+    leading = _without_placeholder(texts, media)
+    if leading and draft.messages:
         first = next((place for place, message in enumerate(draft.messages) if message.role == "user"), None)
         if first is not None:
-            texts[first] = IMAGE_PLACEHOLDER * len(media.images) + texts[first]
+            texts[first] = leading + texts[first]
             if not shape.images_lead:
                 media.notes.append(NO_PLACEHOLDER)
     if media.has_videos:
@@ -51,6 +52,15 @@ def place_media(draft: Draft, media: Media, shape: Shape) -> None:
             message if message.content == text else replace(message, content=text)
             for message, text in zip(draft.messages, texts, strict=True)
         ]
+
+
+def _without_placeholder(texts: list[str], media: Media) -> str:
+    """Placeholders of the images, and of the videos, of which no text places any."""
+    found = ""
+    for placeholder, size in ((IMAGE_PLACEHOLDER, len(media.images)), (VIDEO_PLACEHOLDER, len(media.videos))):
+        if not any(placeholder in text for text in texts):
+            found += placeholder * size
+    return found
 
 
 def _stand_for_frames(texts: list[str], media: Media) -> list[str]:

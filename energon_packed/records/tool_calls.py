@@ -2,8 +2,8 @@
 
     {"type": "function", "function": {"name": "f", "arguments": {...}}}    `arguments` an object
 
-Records also give `arguments` as JSON text (OpenAI), calls as `{name, arguments}` (ShareGPT, xLAM), or all as JSON
-text.
+Records also give `arguments` as JSON text (OpenAI) or as `parameters` (Llama), calls as `{name, arguments}` (ShareGPT,
+xLAM), or all as JSON text.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,11 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records.accounting import is_given
 from energon_packed.records.fields import OBJECT, Record
+
+_CALL = frozenset(("id", "type", "index", "function"))
+_FUNCTION = frozenset(("name", "arguments", "parameters"))
 
 
 def read_tool_calls(value: Any, what: str) -> list[dict[str, Any]]:
@@ -34,36 +38,41 @@ def read_tool_calls(value: Any, what: str) -> list[dict[str, Any]]:
     return [_call(call, what) for call in calls]
 
 
-def read_tools(value: Any) -> list[Any]:
-    """`functions`, as OpenAI's older format lists them, as tools."""
-    functions = _parsed(value, "functions") if isinstance(value, str) else value
-    if not isinstance(functions, list | tuple):
-        raise RecordError(Reason.MISSING_FIELD, f"functions must be a list, not {type(functions).__name__}")
-    return [{"type": "function", "function": one} for one in functions]
-
-
 def _call(call: Any, what: str) -> dict[str, Any]:
     if not isinstance(call, OBJECT):
         raise RecordError(Reason.MISSING_FIELD, f"a call of {what} is {_short(call)}, not an object")
     function = call.get("function")
     if isinstance(function, OBJECT):
+        _check_keys(call, _CALL)
+        _check_keys(function, _FUNCTION)
         return {**call, "function": _function(function, what)}
-    return {"type": "function", "function": {"arguments": {}, **_function(call, what)}}
+    _check_keys(call, (_CALL | _FUNCTION) - {"function"})
+    ident = {"id": call["id"]} if is_given(call.get("id")) else {}
+    return {**ident, "type": "function", "function": _function(call, what)}
+
+
+def _check_keys(call: Record, known: frozenset[str]) -> None:
+    for name in call:
+        if name not in known and is_given(call[name]):
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD,
+                f"the field {name} of a tool call is not supported: a call has a name and arguments",
+            )
 
 
 def _function(function: Record, what: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RecordError(Reason.MISSING_FIELD, f"a call of {what} has no name: {_short(function)}")
-    fields = {key: value for key, value in function.items() if value is not None}
-    if "arguments" not in fields:
-        return fields
-    arguments = fields["arguments"]
+    given = [key for key in ("arguments", "parameters") if is_given(function.get(key))]
+    if len(given) > 1:
+        raise RecordError(Reason.UNSUPPORTED_FIELD, f"a call of {name} has arguments and parameters; keep arguments")
+    arguments = function[given[0]] if given else {}
     if isinstance(arguments, str):
-        arguments = _parsed(arguments or "{}", f"arguments of {name}")
+        arguments = _parsed(arguments, f"arguments of {name}")
     if not isinstance(arguments, Mapping):
         raise RecordError(Reason.BAD_JSON, f"arguments of {name} are {_short(arguments)}; use a JSON object")
-    return {**fields, "arguments": dict(arguments)}
+    return {"name": name, "arguments": dict(arguments)}
 
 
 def _parsed(text: str, what: str) -> Any:

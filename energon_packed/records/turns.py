@@ -29,8 +29,10 @@ ROLE_NAMES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "bot", "model", "chatgpt", "ai"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("tool", "observation", "function_response", "function"), "tool"),
-    FUNCTION_CALL: FUNCTION_CALL,
+    **dict.fromkeys(
+        ("tool", "observation", "function", "function_response", "tool_response", "tool_output", "ipython"), "tool"
+    ),
+    **dict.fromkeys((FUNCTION_CALL, "tool_call"), FUNCTION_CALL),
 }
 _KNOWN = frozenset(
     (*ROLE_FIELDS, *CONTENT_FIELDS, *EXTRA_FIELDS, *REASONING_FIELDS, *WEIGHT_FIELDS, *CALL_FIELDS, *IMAGE_FIELDS)

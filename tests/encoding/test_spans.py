@@ -182,7 +182,7 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(tokenizer_dir: Path)
     }
     template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML_TEMPLATE
     found = supervised(encoder_with(tokenizer_dir, template), record)
-    call = '[{"type": "function", "function": {"arguments": {}, "name": "weather"}}]'  # as templates expect calls
+    call = '[{"type": "function", "function": {"name": "weather", "arguments": {}}}]'  # as templates expect calls
     assert found == [f"{call}<|im_end|>", "Sunny.<|im_end|>"]
 
 

@@ -217,6 +217,27 @@ FORMATS: dict[str, tuple[Any, list[tuple[Any, ...]], list[str], list[str]]] = {
          ("user", "Hi"), ("assistant", "Hello.", 0.25), ("user", "Hi"), ("assistant", "Hello.", 1)], [], [],
     ),
     "the assistant begins": ({"messages": [HELLO, HI]}, [("assistant", "Hello."), ("user", "Hi")], [], []),
+    "frames without a placeholder": (
+        {"messages": [HI, HELLO], "videos": [["1.jpg", "2.jpg"]], "images": ["a.jpg"]},
+        [("user", "<image><image><image>Hi"), ("assistant", "Hello.")], ["a.jpg", "1.jpg", "2.jpg"], [],
+    ),
+    "ultrachat, first form": (
+        {"id": "0", "data": ["Hi", "Hello.", "Bye", "Bye."]},
+        [("user", "Hi"), ("assistant", "Hello."), ("user", "Bye"), ("assistant", "Bye.")], [], [],
+    ),
+    "math": (
+        {"problem": "1+1?", "level": "Level 1", "type": "Algebra", "solution": "It is $2$."},
+        [("user", "1+1?"), ("assistant", "It is $2$.")], [], ["level", "type"],
+    ),
+    "openmathinstruct-2": (
+        {"problem": "1+1?", "generated_solution": "It is 2.", "expected_answer": "2", "problem_source": "math"},
+        [("user", "1+1?"), ("assistant", "It is 2.")], [], ["expected_answer", "problem_source"],
+    ),
+    "deepscaler": (
+        {"problem": "1+1?", "solution": "It is 2.", "answer": "2"},
+        [("user", "1+1?"), ("assistant", "It is 2.")], [], ["answer"],
+    ),
+    "aime": ({"problem": "1+1?", "answer": "2"}, [("user", "1+1?"), ("assistant", "2")], [], []),
     "images of a turn": (
         {"messages": [{**HI, "images": ["a.png"]}, HELLO]},
         [("user", "<image>Hi"), ("assistant", "Hello.")], ["a.png"], [],

@@ -6,9 +6,11 @@
     captions           {"images": [...], "prompts": [...], "captions": [...]}  flat or list of lists, several turns
     tokens             {"input_ids": [...], "labels": [...] or "loss_mask": [...]}
     instruction        {"instruction", "input" or "context", "output" or "response"}                  Alpaca, Dolly
+    problem            {"problem", "solution" or "generated_solution" or "answer"}                    NuminaMath
     question_answer    {"query", "tools", "answers"} (xLAM), {"question", "answer", "choices"}        VQA, ScienceQA
     prompt_completion  {"prompt", "completion" or "response"}, {"query", "response", "history"}       TRL, ms-swift
     texts_images       {"images": [...], "texts": [{"user", "assistant"}]}                            the Cauldron
+    alternating        {"data": ["question", "answer", ...]}                                          UltraChat
     interleaved        {"texts": ["...", None], "images": [None, "a.jpg"]}, {"text_list", "image_info"}  OBELICS, mmc4
     caption            {"image", "caption"}, {"image", "text"}
     document           {"text": "..."}                                         every token supervised
@@ -19,6 +21,7 @@ A new shape is one subclass of `Shape` with `@register_shape`.
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.accounting import check_preference
 from energon_packed.records.fields import Record, key_names
+from energon_packed.records.shapes.alternating import Alternating
 from energon_packed.records.shapes.caption import Caption, ImageText
 from energon_packed.records.shapes.captions import Captions
 from energon_packed.records.shapes.contents import Contents
@@ -26,6 +29,7 @@ from energon_packed.records.shapes.document import Document
 from energon_packed.records.shapes.instruction import Instruction
 from energon_packed.records.shapes.interleaved import Interleaved, SentencesImages
 from energon_packed.records.shapes.messages import Messages
+from energon_packed.records.shapes.problem import Problem
 from energon_packed.records.shapes.prompt_completion import PromptCompletion
 from energon_packed.records.shapes.question_answer import QueryCalls, QuestionAnswer
 from energon_packed.records.shapes.shape import Draft, Shape
@@ -40,10 +44,12 @@ SHAPES: list[Shape] = [
     Captions(),
     Tokens(),
     Instruction(),
+    Problem(),
     QueryCalls(),
     QuestionAnswer(),
     PromptCompletion(),
     TextsImages(),
+    Alternating(),
     Interleaved(),
     SentencesImages(),
     Caption(),

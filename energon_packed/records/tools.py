@@ -1,0 +1,104 @@
+"""Schemas of functions that a record offers, in `tools` or `functions`, and those that its texts already hold.
+
+Hermes' function calling sets have their tools in the system text and in a `tools` field, and calls as `<tool_call>`
+text. A template would write them a second time, so what the text holds is kept there and taken from the field; the
+conversation gets a note.
+"""
+
+import re
+from typing import Any
+
+import orjson
+
+from energon_packed.errors import Reason, RecordError
+from energon_packed.records.accounting import is_given, unsupported
+from energon_packed.records.conversation import Message
+from energon_packed.records.fields import OBJECT, Record, read_json_list
+from energon_packed.records.media_fields import Media
+from energon_packed.records.shapes import Draft
+
+TOOLS_IN_TEXT = "tools stand in the system text"
+"""Note of a conversation whose `tools` field is not passed to the template, because the system text has them."""
+CALLS_IN_TEXT = "tool calls stand in the text"
+"""Note of a conversation with `tool_calls` that are not passed to the template, because their turn's text has them."""
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+def read_tools(record: Record, draft: Draft, media: Media) -> list[Any] | None:
+    """Tools for the template; None without any, and where the system text holds all of them.
+
+    Raises:
+        RecordError: a tool has no name, the system text holds some of them, or the record has no turns.
+    """
+    tools = read_json_list(record.get("tools"), "tools")
+    field = "tools" if tools is not None else "functions"
+    if is_given(record.get("functions")):
+        if tools is not None:
+            raise RecordError(Reason.UNSUPPORTED_FIELD, "the record has both tools and functions; keep tools")
+        functions = read_json_list(record["functions"], "functions") or ()
+        tools = [{"type": "function", "function": _schema(one, field)} for one in functions]
+    if not tools:
+        return None
+    if not draft.messages:
+        raise unsupported(
+            field, remedy="a document or a list of tokens has no place for them; remove it, or pass messages"
+        )
+    tools = [_schema(tool, field) for tool in tools]
+    names = [_name(tool, field) for tool in tools]
+    system = draft.messages[0].content if draft.messages[0].role == "system" else ""
+    told = [name for name in names if re.search(rf"""["']name["']\s*:\s*["']{re.escape(name)}["']""", system)]
+    if not told:
+        return tools
+    if len(told) < len(names):
+        raise unsupported(field, remedy=f"the system text has {told[0]} but not all of them; write them in one place")
+    media.notes.append(TOOLS_IN_TEXT)
+    return None
+
+
+def without_written_calls(message: Message, media: Media) -> Message:
+    """A turn without `tool_calls` that its text already holds as `<tool_call>` JSON.
+
+    Raises:
+        RecordError: `unsupported_field`, the text holds other calls than the field.
+    """
+    calls = message.extra.get("tool_calls")
+    written = _CALL.findall(message.content) if calls else ()
+    if not written:
+        return message
+    try:
+        same = [_short(orjson.loads(text)) for text in written] == [_short(call["function"]) for call in calls or ()]
+    except orjson.JSONDecodeError:
+        same = False
+    if not same:
+        raise RecordError(
+            Reason.UNSUPPORTED_FIELD, "a turn has tool_calls and other calls as <tool_call> in its text; keep one"
+        )
+    media.notes.append(CALLS_IN_TEXT)
+    extra = {key: value for key, value in message.extra.items() if key != "tool_calls"}
+    return Message(message.role, message.content, extra, message.weight)
+
+
+def _short(call: Any) -> Any:
+    return (call.get("name"), call.get("arguments")) if isinstance(call, OBJECT) else None
+
+
+def _schema(tool: Any, field: str) -> Any:
+    """A tool as an object; JSON text is parsed."""
+    if isinstance(tool, str):
+        try:
+            tool = orjson.loads(tool)
+        except orjson.JSONDecodeError as error:
+            raise RecordError(Reason.BAD_JSON, f"an entry of {field} is not JSON: {error}") from error
+    if not isinstance(tool, OBJECT):
+        raise RecordError(Reason.MISSING_FIELD, f"an entry of {field} is {type(tool).__name__}; use a JSON schema")
+    return tool
+
+
+def _name(tool: Record, field: str) -> str:
+    inner = tool.get("function")
+    name = inner.get("name") if isinstance(inner, OBJECT) else tool.get("name")
+    if not isinstance(name, str) or not name:
+        raise RecordError(
+            Reason.MISSING_FIELD, f"a tool of {field} has no name; use a JSON schema with name and parameters"
+        )
+    return name
