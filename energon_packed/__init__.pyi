@@ -52,5 +52,6 @@ from .shards import PackingManifest as PackingManifest
 from .shards import steps_per_epoch as steps_per_epoch
 from .sources import Row as Row
 from .sources import Source as Source
+from .sources import SourceConfig as SourceConfig
 from .sources import register_source as register_source
 from .version import __version__ as __version__

@@ -62,7 +62,12 @@ class Reason(StrEnum):
     UNSUPPORTED_FIELD = "unsupported_field"
     NOT_RENDERED = "not_rendered"
     DROPPED_BY_ADAPTER = "dropped_by_adapter"
-    ADAPTER_FAILED = "adapter_failed"  # append new reasons at the end: restart state stores their index
+    ADAPTER_FAILED = "adapter_failed"
+    NOT_SAMPLED = "not_sampled"  # append new reasons at the end: restart state stores their index
+
+
+BY_CHOICE = (Reason.DROPPED_BY_ADAPTER, Reason.NOT_SAMPLED)
+"""Reasons that the user asked for: listed in rejects.jsonl, but not held against `max_reject_rate` or `strict`."""
 
 
 @dataclass(frozen=True, slots=True)

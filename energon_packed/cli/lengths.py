@@ -40,9 +40,9 @@ def command(
     """
     values = collect(given, LengthsOptions)
     files, candidates = _split((*inputs, *jsonl), seq_lens)
-    values |= {"inputs": files} if files else {}
+    values |= {"inputs": files, "sources": ()} if files else {}  # the command line wins over the config file
     values |= {"seq_lens": candidates} if candidates else {}
-    if not values.get("inputs"):
+    if not values.get("inputs") and not values.get("sources"):
         raise click.UsageError("give at least one INPUT (or --jsonl FILE)")
     if values.get("tokenizer") is None:
         raise click.UsageError("Missing option '--tokenizer'.")

@@ -46,8 +46,8 @@ def command(inputs: tuple[str, ...], jsonl: tuple[str, ...], is_dry: bool, outpu
     steps["num_workers"] = given.pop("loader_workers")
     values = collect(given, PackOptions)
     if inputs or jsonl:
-        values["inputs"] = (*inputs, *jsonl)
-    if not values.get("inputs"):
+        values |= {"inputs": (*inputs, *jsonl), "sources": ()}  # the command line wins over the config file
+    if not values.get("inputs") and not values.get("sources"):
         raise click.UsageError("give at least one INPUT (or --jsonl FILE)")
     for name in ("output_dir", "seq_len", "tokenizer"):
         if values.get(name) is None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.errors import Reason
+from energon_packed.errors import BY_CHOICE, Reason
 from energon_packed.pipeline.chunks import STATUSES, read_rows
 from energon_packed.pipeline.table import RecordTable, reject_counts
 from energon_packed.sources import Source
@@ -24,6 +24,7 @@ _ADVICE = {
     Reason.IMAGE_OUTSIDE_ROOT: _IMAGES,
     Reason.MISSING_PATCH_POSITIONS: "set `use_patch_positions=False` to ignore patch positions",
     Reason.OVERLONG: "raise `seq_len`, or set `overlong` to 'truncate'",
+    Reason.NOT_SAMPLED: "raise its weight",
     Reason.NOT_RENDERED: "use the `tokenizer` of a model whose chat template has a place for it",
 }
 
@@ -68,12 +69,12 @@ def advice(counts: dict[str, int]) -> str:
 
 
 def main_reason(counts: dict[str, int]) -> str:
-    """The most common one."""
+    """The most common one, of those that are not by choice where there are any."""
     return _ranked(counts)[0][0]
 
 
 def _ranked(counts: dict[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return sorted(counts.items(), key=lambda item: (item[0] in BY_CHOICE, -item[1], item[0]))
 
 
 def _measured_detail(table: RecordTable, row: int) -> str | None:

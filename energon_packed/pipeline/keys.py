@@ -43,7 +43,8 @@ def make_keys(options: InputOptions, sources: Sequence[Source], part: tuple[int,
     """
     encoder = options.encoder_loader.load().fingerprint()
     found = digest([source.fingerprint() for source in sources])
-    content = [FORMAT_VERSION, found, encoder, part, options.reading_key()]
+    read_as = [(source.reading.config, source.reading.copy) for source in sources]
+    content = [FORMAT_VERSION, found, encoder, part, options.reading_key(), read_as]
     measure = digest(
         [*content, _MEASURE_VERSION, *([] if encoder else [secrets.token_hex()])],  # no fingerprint: nothing is reused
         [options.sample_class, options.use_patch_positions],

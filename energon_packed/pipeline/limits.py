@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.errors import Reason, RejectLimitError
+from energon_packed.errors import BY_CHOICE, RejectLimitError
 from energon_packed.pipeline.examples import advice, reject_summary
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.reader import RecordReader
@@ -23,7 +23,8 @@ def check_limits(
     space: Workspace,
     detail_of: Callable[[int], str],
 ) -> None:
-    """Hold the rejected records to the limits of the options; those that an adapter drops on purpose do not count.
+    """Hold the rejected records to the limits of the options; those that the user left
+    out by choice (`BY_CHOICE`) do not count.
 
     Args:
         table: measured records.
@@ -38,9 +39,10 @@ def check_limits(
         RejectLimitError: more is rejected than allowed.
     """
     counts = reject_counts(status)
-    rejected = sum(count for reason, count in counts.items() if reason != Reason.DROPPED_BY_ADAPTER)
+    rejected = sum(count for reason, count in counts.items() if reason not in BY_CHOICE)
     if not rejected and (status == 0).any():
         return
+    considered = len(table) - (sum(counts.values()) - rejected)
     if len(overlong) and options.overlong == "error":
         source, row = table.locate(overlong[:1])
         raise RejectLimitError(
@@ -54,9 +56,9 @@ def check_limits(
     remedy = f"{to_do}; " if (to_do := advice(counts)) else ""
     if not (status == 0).any():
         raise none_packed(len(table), listed, f"{remedy}{space.rejects} lists all")
-    if rejected > options.max_reject_rate * len(table):
+    if rejected > options.max_reject_rate * considered:
         raise RejectLimitError(
-            f"{rejected} of {len(table)} records ({rejected / len(table):.1%}) are rejected, more than "
+            f"{rejected} of {considered} records ({rejected / considered:.1%}) are rejected, more than "
             f"`max_reject_rate` {options.max_reject_rate:g}: {listed}; {remedy}{space.rejects} lists all; fix "
             "the data or raise the limit"
         )

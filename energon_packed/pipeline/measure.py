@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding import EncodedSample, Measurement
-from energon_packed.errors import Reason, RecordError, Reject, RejectLimitError
+from energon_packed.errors import BY_CHOICE, RecordError, Reject, RejectLimitError
 from energon_packed.packing import load_kernels
 from energon_packed.pipeline.chunks import (
     COUNTED,
@@ -212,7 +212,7 @@ def _columns(
 def _first_reject(start: int, ids: Sequence[str | None], results: Sequence[Measurement]) -> FirstReject | None:
     """The first rejected record of these, which begin at row `start`."""
     for place, result in enumerate(results):
-        if result.reject is not None and result.reject.reason is not Reason.DROPPED_BY_ADAPTER:
+        if result.reject is not None and result.reject.reason not in BY_CHOICE:
             return FirstReject(start + place, ids[place], result.reject)
     return None
 

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -25,6 +25,7 @@ from energon_packed.pipeline.parse import (
     prefix_of,
 )
 from energon_packed.records import Adapter, FieldMap
+from energon_packed.sources import SourceConfig
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
 AUTO, NARROW, WIDEST = "auto", "PackedCaptioningSample", "PackedMultiMixQASample"
@@ -42,7 +43,11 @@ class InputOptions:
     """
 
     inputs: Sequence[str | Path] = option(
-        help="Files, globs, folders, Energon datasets or Hub names.", group=INPUT, flags=("--jsonl",), metavar="FILE"
+        (), help="Files, globs, folders, Energon datasets or Hub names.", group=INPUT, flags=("--jsonl",),
+        metavar="FILE", shown_default="required, or `sources`",
+    )  # fmt: skip
+    sources: Sequence[SourceConfig | Mapping[str, Any] | str] = option(
+        (), help="Inputs with settings of their own.", group=INPUT, flags=()
     )
     image_root: Path | None = option(
         None, help="Folder that image paths start from and must stay in.", group=INPUT,
@@ -63,6 +68,9 @@ class InputOptions:
         None, help="Function that makes each record: it returns a record, a Conversation, or None to drop it.",
         group=INPUT, decides="lengths", metavar="MODULE:FUNCTION",
     )  # fmt: skip
+    trust_sample_loader: bool = option(
+        False, help="Run the sample_loader.py of Energon datasets to read them.", group=INPUT
+    )
     tokenizer: Path | None = option(
         None,
         help="Folder with tokenizer.json and a chat template, or a model in the Hugging Face cache.",
@@ -108,13 +116,15 @@ class InputOptions:
         if not isinstance(given, list | tuple) or not all(isinstance(one, str | Path) for one in given):
             raise ConfigError(f"`inputs` is {self.inputs!r}; pass one path or a list of paths")
         object.__setattr__(self, "inputs", tuple(map(str, given)))
+        self._read_sources()
         self._refuse_remote()
         check(self)
         if self.map is not None:  # text, or the mapping of a config file
             object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
-        self.reading_key()  # a wrong adapter is an error now, not in the first worker
+        if self.adapter is not None:
+            _ = Adapter(self.adapter).source  # a wrong one is an error now, not in the first worker
         check_algorithm(self.algorithm)
-        if not self.inputs:
+        if not self.inputs and not self.sources:
             raise ConfigError("no input; pass one or more files")
         if (self.encoder is None) == (self.tokenizer is None):
             given = "neither" if self.tokenizer is None else "both"
@@ -133,20 +143,22 @@ class InputOptions:
             if one.kind is Path and getattr(self, one.name) is not None:
                 refuse_remote(getattr(self, one.name), one.name)
 
-    @property
-    def field_map(self) -> FieldMap | None:
-        """The parsed `map`."""
-        return None if self.map is None else FieldMap.parse(self.map)
+    def _read_sources(self) -> None:
+        if not isinstance(self.sources, list | tuple):
+            raise ConfigError(f"sources is {type(self.sources).__name__}; it must be a list of inputs with settings")
+        configs = tuple(SourceConfig.of(one, number) for number, one in enumerate(self.sources))
+        object.__setattr__(self, "sources", configs)
 
     @property
-    def adapter_function(self) -> Adapter | None:
-        """What loads `adapter` in each process."""
-        return None if self.adapter is None else Adapter(self.adapter)
+    def source_configs(self) -> list[SourceConfig]:
+        """`inputs`, then `sources`, with the `map` and the `adapter` of the run where they have none of their own."""
+        configs = [SourceConfig(path=(str(one),)) for one in self.inputs]
+        configs += [one for one in self.sources if isinstance(one, SourceConfig)]  # all of them are, by now
+        return [replace(c, map=c.map or self.map, adapter=c.adapter or self.adapter) for c in configs]
 
-    def reading_key(self) -> list[str | None]:
-        """What decides how records are read, for fingerprints: the map, the adapter, and the adapter's source text."""
-        adapter = self.adapter_function
-        return [str(self.field_map or ""), self.adapter, None if adapter is None else adapter.source]
+    def reading_key(self) -> list[Any]:
+        """What decides how records are read, for fingerprints, one item for each input."""
+        return [config.key(self.seed) for config in self.source_configs]
 
     @property
     def codec(self) -> Codec:

@@ -8,7 +8,7 @@ from pathlib import Path
 from energon_packed.errors import RecordError
 from energon_packed.formats import codec_for
 from energon_packed.pipeline.options import AUTO, NARROW, InputOptions, part_suffix
-from energon_packed.records import Adapter, Conversation, FieldMap, normalize
+from energon_packed.records import Conversation, normalize
 from energon_packed.sources import Row, Source, open_sources
 
 
@@ -21,16 +21,12 @@ class RecordReader:
         sample_class: flavor that will hold the conversations; those it cannot hold are rejected. `auto` holds all.
         use_patch_positions: False ignores the .npy files that records name.
         part: number of the part of the input, or None for all of it.
-        field_map: names the fields of the records; None where their shapes do.
-        adapter: makes records of the user's own; None without.
     """
 
     sources: Sequence[Source]
     sample_class: str
     use_patch_positions: bool
     part: int | None = None
-    field_map: FieldMap | None = None
-    adapter: Adapter | None = None
 
     def conversation(self, source: int, row: Row) -> Conversation:
         """A record as a conversation; `id` is None where the record has none.
@@ -38,17 +34,21 @@ class RecordReader:
         Raises:
             RecordError: the record cannot be used.
         """
+        reading = self.sources[source].reading
+        reading.check_sampled(row.address)
         if row.reject is not None:
             raise RecordError.of(row.reject)
         record = row.record
-        if self.adapter is not None:
-            record = self.adapter.apply(record)
-        if self.field_map is not None and not isinstance(record, Conversation):
-            record = self.field_map.apply(record)
+        if reading.adapter is not None:
+            record = reading.adapter.apply(record)
+        if reading.field_map is not None and not isinstance(record, Conversation):
+            record = reading.field_map.apply(record)
         if isinstance(record, Conversation):
             conversation = record
         else:
             conversation = normalize(record, image_root=self.sources[source].image_root)
+        if reading.copy and conversation.id is not None:
+            conversation = replace(conversation, id=reading.named(conversation.id))
         if conversation.patch_positions and not self.use_patch_positions:
             conversation = replace(conversation, patch_positions=())
         if self.sample_class != AUTO:  # the widest flavor holds everything
@@ -71,13 +71,17 @@ class RecordReader:
 
     def default_id(self, source: int, row: int) -> str:
         """Name of a record that has none: its file, the part of it, and its number there."""
-        return f"{self._names[source]}{part_suffix(self.part)}:{row}"
+        return self.sources[source].reading.named(f"{self._names[source]}{part_suffix(self.part)}:{row}")
 
     @cached_property
     def _names(self) -> list[str]:
-        """Stems of the files; their paths, where two have the same stem."""
-        stems = [source.path.name.split(".")[0] for source in self.sources]
-        return stems if len(set(stems)) == len(stems) else [str(source.path) for source in self.sources]
+        """Stems of the files; their paths, where two have the same stem, and numbers, where two are read from one."""
+        files = [(source.path, source.reading.config) for source in self.sources]
+        once = [path for path, _ in dict.fromkeys(files)]
+        stems = [path.name.split(".")[0] for path in once]
+        if len(set(stems)) == len(stems):
+            return [path.name.split(".")[0] for path, _ in files]
+        return [str(path) if len(set(once)) == len(once) else f"{path}@{config}" for path, config in files]
 
 
 def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | None = None) -> RecordReader:
@@ -93,11 +97,15 @@ def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | N
     """
     return RecordReader(
         sources=open_sources(
-            options.inputs, work_dir=work_dir, image_root=options.image_root, part=part, split=options.source_split
+            options.source_configs,
+            work_dir=work_dir,
+            image_root=options.image_root,
+            part=part,
+            split=options.source_split,
+            seed=options.seed,
+            trust_sample_loader=options.trust_sample_loader,
         ),
         sample_class=options.sample_class,
         use_patch_positions=options.use_patch_positions,
         part=part[0] if part else None,
-        field_map=options.field_map,
-        adapter=options.adapter_function,
     )

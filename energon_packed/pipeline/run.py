@@ -52,7 +52,7 @@ class PackResult:
 
 
 def pack(
-    inputs: PackOptions | str | Path | Sequence[str | Path],
+    inputs: PackOptions | str | Path | Sequence[str | Path] = (),
     *,
     encoder: Processor | None = None,
     progress: Progress | None = None,
@@ -63,7 +63,7 @@ def pack(
         pack("data.jsonl", output_dir="out", seq_len=4096, tokenizer="DIR")
 
     Args:
-        inputs: files, globs or folders; or all options in one object.
+        inputs: files, globs or folders; or all options in one object. `sources` has those with settings of their own.
         encoder: a Processor of your own, in place of `tokenizer` and the image options.
         progress: notified of every stage.
         options: the fields of `PackOptions`; the options of `energon-packed pack` under the names of Python.

@@ -14,6 +14,7 @@ energon.py       folders with .nv-meta, and Metadatasets
     energon_layout.py   what dataset.yaml and split.yaml say
     energon_flavors.py  standard flavors by field_map -> records
 folders.py       folders of files, and names of the Hugging Face Hub
+config.py        SourceConfig: an input with settings of its own
 registry.py      from paths, globs and folders to sources
 
 A new container is one subclass of `Source` with `@register_source`.
@@ -21,7 +22,17 @@ A new container is one subclass of `Source` with `@register_source`.
 
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Row, Source
+from energon_packed.sources.config import SourceConfig
 from energon_packed.sources.jsonl import JsonlSource
 from energon_packed.sources.registry import known_formats, open_sources, register_source
 
-__all__ = ["ArrowSource", "JsonlSource", "Row", "Source", "known_formats", "open_sources", "register_source"]
+__all__ = [
+    "ArrowSource",
+    "JsonlSource",
+    "Row",
+    "Source",
+    "SourceConfig",
+    "known_formats",
+    "open_sources",
+    "register_source",
+]

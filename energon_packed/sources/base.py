@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from energon_packed.errors import Reject
+from energon_packed.sources.config import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +39,19 @@ class Source(ABC):
         path: the file that the user named.
         data: the file that is read: `path`, or its converted copy.
         image_root: folder that relative media paths start from and must stay in.
+        reading: what the user's settings do to its records.
         share: part of the address space to read, as (start, stop, total): from start / total to stop / total of it.
         has_splits: `files` reads the split that it is asked for.
+        has_sample_loader: `open` takes `sample_loader`: what happens to code that a dataset brings along.
         chunk_limits: smallest and largest part of the address space that is one unit of work.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     chunk_limits: ClassVar[tuple[int, int]] = (64, 512)
     share: tuple[int, int, int] = (0, 1, 1)
+    reading: Reading = Reading()
     has_splits: ClassVar[bool] = False
+    has_sample_loader: ClassVar[bool] = False
 
     def __init__(self, path: Path, *, data: Path | None = None, image_root: Path | None = None) -> None:
         self.path = path

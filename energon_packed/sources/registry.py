@@ -3,11 +3,16 @@
 import glob
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from energon_packed.errors import SourceError
+from energon_packed.records import Adapter, FieldMap
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source
+from energon_packed.sources.config import Reading, SourceConfig, plain
 from energon_packed.sources.csv import CsvSource
 from energon_packed.sources.energon import EnergonSource, is_metadataset, metadataset_members
 from energon_packed.sources.folders import folder_files, hub_folder
@@ -53,46 +58,117 @@ def known_formats() -> str:
 
 
 def open_sources(
-    inputs: Iterable[str | Path],
+    inputs: Iterable[str | Path | SourceConfig],
     *,
     work_dir: Path,
     image_root: Path | None = None,
     part: tuple[int, int] | None = None,
     split: str | None = None,
+    seed: int = 0,
+    trust_sample_loader: bool = False,
 ) -> list[Source]:
     """Sources for files, globs and folders, in the order given; the files of a glob or folder by name.
 
     Args:
-        inputs: paths or glob patterns.
+        inputs: paths or glob patterns, or such with settings of their own. A weight above 1 opens files repeatedly.
         work_dir: folder for converted copies of formats without random access.
         image_root: folder of relative media paths; by default the folder of each input.
         part: (I, N) opens the I-th of N parts of about the same number of bytes. The parts of one input have every
             record once.
         split: of Energon datasets (train by default) and of Hugging Face datasets with several splits.
+        seed: decides which records a fractional weight takes.
+        trust_sample_loader: run the sample_loader.py of Energon datasets.
 
     Raises:
         SourceError: nothing matches, a format is unknown, or a file is broken or named twice; a part is empty.
     """
-    files = [found for given in inputs for found in _found(str(given), split)]
-    seen: set[Path] = set()
-    for _, file, _ in files:
-        if (real := file.resolve()) in seen:
-            raise SourceError(f"{file} is named twice; every record would be packed twice")
-        seen.add(real)
+    configs = [one if isinstance(one, SourceConfig) else SourceConfig(path=(str(one),)) for one in inputs]
+    files: list[_File] = []
+    for number, config in enumerate(configs):
+        with _naming(config):
+            files += _files(number, config, split, seed)
+    _refuse_twice(files)
     if not files:
         raise SourceError(f"no input file; pass one or more of {known_formats()}")
-    if split is not None and not any(k.has_splits or k in _IMAGE_FOLDERS or folder for k, _, folder in files):
+    if split is not None and not any(_has_splits(file.found) for file in files):
         raise SourceError(f"`source_split` is {split!r}, but no input has splits; leave it out, or name a folder")
     sources = []
-    for (kind, file, folder), share in zip(files, _shares([file for _, file, _ in files], part), strict=True):
-        if share is not None:
-            root = image_root if image_root is not None else folder
-            source = kind.open(file, work_dir=work_dir / "converted", image_root=root)
-            source.share = share
-            sources.append(source)
+    for file, share in zip(files, _shares([file.found[1] for file in files], part), strict=True):
+        if share is None:
+            continue
+        config = configs[file.reading.config]
+        kind, path, folder = file.found
+        root = next((one for one in (config.image_root, image_root, folder) if one is not None), None)
+        options: dict[str, Any] = {"work_dir": work_dir / "converted", "image_root": root}
+        if kind.has_sample_loader and (trust_sample_loader or file.reading.adapter is not None):
+            options["sample_loader"] = "run" if trust_sample_loader else "ignore"
+        with _naming(config):
+            source = kind.open(path, **options)
+        source.share, source.reading = share, file.reading
+        sources.append(source)
     if not sources:
         raise SourceError(f"part {part[0]}/{part[1]} of the input is empty; use fewer parts" if part else "no input")
     return sources
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file to open, and how its records are read."""
+
+    found: Found
+    reading: Reading
+
+
+def _files(number: int, config: SourceConfig, split: str | None, seed: int) -> Iterator[_File]:
+    """The files of one config, all of them once for each repetition."""
+    wanted = config.source_split or split
+    found = [one for given in config.path for one in _found(given, wanted)]
+    if config.source_split is not None and not any(map(_has_splits, found)):
+        raise SourceError(
+            f"`source_split` is {wanted!r}, but {config.path[0]} has no splits; leave it out, or name a folder"
+        )
+    for copy, fraction in enumerate(config.repetitions):
+        for place, one in enumerate(found):
+            yield _File(
+                one,
+                Reading(
+                    config=number,
+                    field_map=None if config.map is None else FieldMap.parse(config.map),
+                    adapter=None if config.adapter is None else Adapter(config.adapter),
+                    copy=copy,
+                    fraction=fraction,
+                    salt="" if fraction == 1 else f"{seed} {number} {place}",
+                ),
+            )
+
+
+def _refuse_twice(files: list[_File]) -> None:
+    """Refuse a file that is named twice, unless its records are read in two ways."""
+    seen: set[tuple[Path, FieldMap | None, Adapter | None]] = set()
+    for file in files:
+        key = (file.found[1].resolve(), file.reading.field_map, file.reading.adapter)
+        if file.reading.copy == 0 and key in seen:
+            raise SourceError(
+                f"{file.found[1]} is named twice; every record would be packed twice: name it once, with a weight in "
+                "`sources` if that is meant"
+            )
+        seen.add(key)
+
+
+def _has_splits(found: Found) -> bool:
+    kind, _, folder = found
+    return kind.has_splits or kind in _IMAGE_FOLDERS or folder is not None
+
+
+@contextmanager
+def _naming(config: SourceConfig) -> Iterator[None]:
+    """Errors about a source with settings of its own name it."""
+    try:
+        yield
+    except SourceError as error:
+        if not config.label:
+            raise
+        raise SourceError(f"{config.label}: {plain(str(error))}") from error
 
 
 def _found(given: str, split: str | None) -> Iterator[Found]:
