@@ -28,7 +28,7 @@ from energon_packed.encoding.conversation_media import (
 )
 from energon_packed.encoding.processor import Measurement, Processor
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.token_batch import TokenBatch, TokenRules
 from energon_packed.encoding.tokenizer import TextTokenizer
@@ -185,11 +185,13 @@ class ChatEncoder(Processor):
             part = places[start : start + _BATCH]
             chosen, sizes = [conversations[place] for place in part], [media[place] for place in part]
             batch, rejects = self._tokenize(chosen, sizes)
+            targets = targets_per_sample(batch.labels, batch.cu_seqlens).tolist()  # image tokens are none
             for number, place in enumerate(part):
                 if number in rejects:
                     results[place] = Measurement.rejected(rejects[number])
                 else:
-                    results[place] = self._measured(chosen[number], sizes[number], batch, number, keep_tokens)
+                    measured = self._measured(chosen[number], sizes[number], batch, number, keep_tokens)
+                    results[place] = replace(measured, supervised=targets[number])
         return [result for result in results if result is not None]
 
     def encode_row(

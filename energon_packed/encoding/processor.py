@@ -25,12 +25,14 @@ class Measurement:
         media_bytes: bytes of its images and .npy files.
         reject: why it cannot be used, or None.
         sample: its tokens and labels, where they were asked for; pixels may be missing.
+        supervised: targets among the tokens, as `targets_per_sample` counts them; -1 when unknown.
     """
 
     length: int
     media_bytes: int = 0
     reject: Reject | None = None
     sample: EncodedSample | None = None
+    supervised: int = -1
 
     @classmethod
     def rejected(cls, reject: Reject) -> "Measurement":
@@ -122,4 +124,6 @@ class Processor(ABC):
             sample = self.encode(conversation)
         except RecordError as error:
             return Measurement.rejected(error.reject)
-        return Measurement(len(sample), media, sample=sample if keep_tokens else None)
+        return Measurement(
+            len(sample), media, sample=sample if keep_tokens else None, supervised=sample.num_supervised
+        )

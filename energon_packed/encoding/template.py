@@ -1,5 +1,6 @@
 """ChatTemplate: the tokenizer's own Jinja template, and which of the text it renders the assistant wrote."""
 
+import hashlib
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -50,6 +51,11 @@ class ChatTemplate:
     def source(self) -> str | None:
         """The Jinja source, or None."""
         return self._template
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of the Jinja source; "" without a template."""
+        return "" if self._template is None else hashlib.sha256(self._template.encode()).hexdigest()
 
     def skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
         """The fixed text around the contents of these roles, for messages with nothing but a role and a content.

@@ -7,6 +7,7 @@ tokens.py     one pack token by token, as the loader gives it
 extract.py    the members of a pack as files
 blend.py      what a Metadataset blends
 folder.py     a dataset folder with its manifest and the encoder it was packed with
-report_data.py, charts.py, report.py, report.html.j2   one page about it all
+kinds.py      which tokens of a pack are image, supervised and other
+report_data.py, facts.py, charts.py, report.py, templates/   one page about it all
 verify/       is it whole, and what its manifest says it is
 """

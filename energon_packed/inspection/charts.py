@@ -1,56 +1,72 @@
-"""Charts as inline SVG that uses the colours of the page."""
+"""Histograms as inline SVG that use the colours of the page."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
 
 _TEXT, _BAR = "#010203", "#010204"  # placeholders, replaced by CSS colours
+Edges = npt.NDArray[np.float64]
 
 
-def histogram_svg(values: Sequence[float], xlabel: str, ylabel: str, *, log: bool = False, bins: int = 40) -> str:
+def integer_bins(values: Sequence[int], most: int = 60) -> Edges:
+    """Edges of equal bins that each hold the same number of integers: one, where `most` bins are enough.
+
+    Edges lie halfway between integers, so that no integer is on one.
+    """
+    low, high = min(values), max(values)
+    width = -(-(high - low + 1) // most)
+    return np.arange(low, high + width + 1, width, dtype=np.float64) - 0.5
+
+
+def log_integer_bins(values: Sequence[int], most: int = 40) -> Edges:
+    """Edges of bins that grow with the value, each a whole number of integers wide; edges as in `integer_bins`."""
+    low, high = max(min(values), 1), max(values)
+    return np.asarray(np.unique(np.geomspace(low, high + 1, most + 1).round()) - 0.5)
+
+
+def even_bins(values: Sequence[float], most: int = 40) -> Edges:
+    """Edges of bins between the lowest and the highest value; one bin around them where they are equal."""
+    low, high = min(values), max(values)
+    if low == high:
+        half = abs(low) * 0.01 or 0.5
+        return np.array([low - half, high + half])
+    return np.linspace(low, high, most + 1)
+
+
+def histogram_svg(values: Sequence[float], edges: Edges, xlabel: str, ylabel: str, *, log: bool = False) -> str:
     """Render a histogram.
 
     Args:
         values: values to count.
+        edges: float64 (bins + 1,), of the bins.
         xlabel, ylabel: axis labels.
-        log: use logarithmic bins.
-        bins: number of bins.
+        log: logarithmic x axis.
     """
-    import numpy as np
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-    low, high = min(values), max(values)
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-        log = False
-    edges = np.geomspace(max(low, 1), high, bins + 1) if log else np.linspace(low, high, bins + 1)
     counts, _ = np.histogram(values, edges)
+    log = log and edges[-1] > 4 * edges[0]
+    is_integer = all(float(value).is_integer() for value in values)
 
     def draw(axes: Any) -> None:
         axes.stairs(counts, edges, fill=True, color=_BAR)
         axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if log else "linear")
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if log:
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
             axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-
-    return _svg(draw)
-
-
-def bars_svg(values: Mapping[str, float], xlabel: str) -> str:
-    """Render a horizontal bar chart with one bar per name."""
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-
-    def draw(axes: Any) -> None:
-        bars = axes.barh(list(values), list(values.values()), color=_BAR)
-        axes.bar_label(bars, [f"{value:,.0f}" for value in values.values()], padding=4, color=_TEXT)
-        axes.margins(x=0.2)
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.invert_yaxis()
-        axes.set(xlabel=xlabel)
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=is_integer))
+        if log or is_integer:
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}" if is_integer else "{x:g}"))
+        else:
+            axes.ticklabel_format(axis="x", useOffset=False)
 
     return _svg(draw)
 
@@ -75,7 +91,7 @@ def _svg(draw: Any) -> str:
         "axes.spines.right": False,
     } | {name: _TEXT for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(6, 2.6), layout="constrained")
+        figure = Figure(figsize=(4.4, 2.4), layout="constrained")
         figure.patch.set_alpha(0)
         axes = figure.subplots()
         axes.patch.set_alpha(0)

@@ -2,14 +2,26 @@
 
 import base64
 import hashlib
-import importlib.resources
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from energon_packed.inspection.blend import BlendEntry
-from energon_packed.inspection.charts import bars_svg, histogram_svg, require_matplotlib
+import numpy as np
+
+from energon_packed.inspection.blend import BlendEntry, by_split
+from energon_packed.inspection.charts import (
+    even_bins,
+    histogram_svg,
+    integer_bins,
+    log_integer_bins,
+    require_matplotlib,
+)
+from energon_packed.inspection.facts import facts, splits, warnings
+from energon_packed.inspection.kinds import KINDS, MappedPack
 from energon_packed.inspection.report_data import ReportData
 from energon_packed.version import __version__
 
+_ROW = 8  # height of a row of the map, in its own units
+_FENCE = 3.0  # interquartile ranges below the first quartile, Tukey's outer fence: what is lower is far out
+_MOST_LEFT_OUT = 5  # percent of the packs
 _SCRIPT = """
 const segment = document.querySelector("#segment");
 for (const event of ["focusin", "pointerover"])
@@ -47,39 +59,89 @@ def render_report(title: str, data: ReportData | None, blend: Sequence[BlendEntr
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
     require_matplotlib()
 
-    source = importlib.resources.files("energon_packed.inspection").joinpath("report.html.j2").read_text("utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = lambda value: f"{value:,}"
+    environment = Environment(
+        loader=PackageLoader("energon_packed.inspection"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = lambda value: "?" if value is None else f"{value:,.0f}"
+    environment.filters["percent"] = lambda value: "?" if value is None else f"{100 * value:.2f}%"
     # Blocks all other scripts and all requests, regardless of record contents.
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    return environment.from_string(source).render(
-        title=title,
-        data=data,
-        blend=blend,
-        charts=_charts(data) if data is not None else [],
-        policy=policy,
-        script=_SCRIPT,
-        version=__version__,
+    given = {} if data is None else _dataset(data)
+    return environment.get_template("report.html.j2").render(
+        title=title, data=data, blend=by_split(blend), policy=policy, script=_SCRIPT, version=__version__, **given
     )
 
 
-def _charts(data: ReportData) -> list[tuple[str, str]]:
-    """(caption, SVG) of each chart."""
-    charts = []
-    seen = "" if data.measured == data.packs else f", from {data.measured:,} of {data.packs:,} packs"
-    if any(data.lengths):
-        charts.append((f"Tokens per sample{seen}", histogram_svg(data.lengths, "tokens", "samples", log=True)))
-    if any(data.lengths) and data.is_packed:
-        used = [100 * tokens / data.manifest.seq_len for tokens in data.pack_tokens]
-        charts.append((f"Pack utilization{seen}", histogram_svg(used, "% of seq_len", "packs")))
-    if data.is_packed:
-        charts.append((f"Samples per pack{seen}", histogram_svg(data.pack_samples, "samples", "packs", bins=30)))
-    if data.token_kinds:
-        caption = f"Tokens by kind, from {data.encoded:,} of {data.packs:,} packs"
-        charts.append((caption, bars_svg(data.token_kinds, "tokens")))
-    return charts
+def _dataset(data: ReportData) -> dict[str, object]:
+    """What the page of a dataset shows besides `data`."""
+    return {
+        "charts": list(_charts(data)),
+        "facts": list(facts(data)),
+        "splits": splits(data.manifest),
+        "warnings": list(warnings(data)),
+        "kinds": data.token_kinds,
+        "map_paths": _map_paths(data.mapped, data.manifest.seq_len),
+        "row_height": _ROW,
+    }
+
+
+def _charts(data: ReportData) -> Iterator[tuple[str, str]]:
+    """(caption, SVG) of each histogram."""
+    packs = data.measured
+    seen = "" if len(packs) == data.packs else f", from {len(packs):,} of {data.packs:,} packs"
+    lengths = [length for pack in packs for length in pack.lengths]
+    images = [count for pack in packs for count in pack.images]
+    if any(lengths):
+        edges = log_integer_bins(lengths)
+        yield f"Tokens per sample{seen}", histogram_svg(lengths, edges, "tokens", "samples", log=True)
+    if any(lengths) and data.is_packed:
+        used, outside = _zoomed([100 * pack.tokens / data.manifest.seq_len for pack in packs])
+        caption = f"Pack utilization{seen}"
+        if outside:
+            caption += f"; {outside:,} pack{'' if outside == 1 else 's'} below {min(used):.4g}% left out"
+        yield caption, histogram_svg(used, even_bins(used), "% of seq_len", "packs")
+    if packs and data.is_packed:
+        counts = [len(pack.lengths) for pack in packs]
+        yield f"Samples per pack{seen}", histogram_svg(counts, integer_bins(counts), "samples", "packs")
+    if any(images):
+        yield f"Images per sample{seen}", histogram_svg(images, integer_bins(images), "images", "samples")
+    if data.image_sizes:
+        pixels = [width * height / 1e6 for width, height in data.image_sizes]
+        caption = f"Image sizes, from {len(pixels):,} of {data.manifest.images:,} images"
+        yield caption, histogram_svg(pixels, even_bins(pixels), "megapixels (width x height / 1,000,000)", "images")
+
+
+def _zoomed(used: Sequence[float]) -> tuple[list[float], int]:
+    """Values in the range of the chart, and how many are below: one nearly empty pack would hide all others."""
+    quartile, third = np.percentile(used, (25, 75))
+    low = min(quartile - _FENCE * (third - quartile), np.percentile(used, _MOST_LEFT_OUT, method="lower"))
+    inside = [value for value in used if value >= low]
+    return inside, len(used) - len(inside)
+
+
+def _map_paths(mapped: Sequence[MappedPack], seq_len: int) -> dict[str, str]:
+    """The rows of the map as SVG paths, one for each kind of token (of sample, where kinds are unknown).
+
+    A token is one unit wide, a row `_ROW` high.
+    """
+    paths: dict[str, list[str]] = {"free": []}
+    known = any(segment.runs for pack in mapped for segment in pack.segments)
+    paths |= {name: [] for name in (KINDS if known else ("text", "image", "video"))}
+    for row, pack in enumerate(mapped):
+        runs = [("free", 0, seq_len)]
+        for segment in pack.segments:
+            whole = "unknown" if known else segment.medium
+            runs += segment.runs or [(whole, segment.start, segment.length)]
+        for name, start, length in runs:
+            shape = f"M{start} {row * _ROW}h{length}v{_ROW - 1}h-{length}z"
+            paths.setdefault(name, []).append(shape)
+    return {name: "".join(shapes) for name, shapes in paths.items()}

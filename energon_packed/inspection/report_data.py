@@ -2,6 +2,7 @@
 
 import base64
 import io
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,30 +13,46 @@ import numpy as np
 import orjson
 
 from energon_packed.encoding import ChatEncoder
-from energon_packed.encoding.images import load_image
-from energon_packed.errors import ConfigError, EnergonPackedError, FormatError, RecordError
+from energon_packed.encoding.images import load_image, read_header
+from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.formats import Codec, codec_for
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.tokens import token_rows
+from energon_packed.inspection.kinds import KINDS, MappedPack, map_pack
 from energon_packed.inspection.view import PackView, view_pack
 from energon_packed.records import MediaReference
 from energon_packed.shards import PackingManifest
-from energon_packed.shards.reader import ShardReader
+from energon_packed.shards.reader import ShardReader, split_name
 
 _MOST_MEASURED = 20_000  # packs whose lengths are read
-_MOST_MAPPED = 120  # packs in the packing map
+_MOST_MAPPED = 120  # packs in the packing map, whose tokens are counted by kind
 _MOST_SHOWN = 40  # packs in the gallery
-_MOST_ENCODED = 40  # packs whose tokens are counted by kind
+_MOST_WORST = 10  # packs in the list of the least utilized
+_MOST_IMAGES = 1_000  # images whose size is read, from `_MOST_MAPPED` packs at most
 _EXAMPLES = 3  # rejects shown of each reason
 _THUMBNAIL = 240  # pixels of the longer side
+_IMAGE = re.compile(r"img(\d+)_\d+\.(?!npy$)\w+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MappedPack:
-    """One row of the packing map: its key, and (id, first token, tokens, kind) of each sample."""
+class PackSize:
+    """What a pack holds, by its lengths and the names of its members.
+
+    Attributes:
+        key: in the tar.
+        shard: name of its tar.
+        lengths: tokens of each sample.
+        images: images of each sample, S numbers.
+    """
 
     key: str
-    segments: Sequence[tuple[str, int, int, str]]
+    shard: str
+    lengths: Sequence[int]
+    images: Sequence[int]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,36 +61,48 @@ class ReportData:
 
     Attributes:
         path, manifest: of the dataset.
+        encoder: the one that it was packed with, or None.
         packs: packs there are.
-        measured: packs that `pack_tokens`, `pack_samples` and `lengths` were read from.
-        pack_tokens, pack_samples: tokens and samples of each pack that was read.
-        lengths: tokens of each sample in them.
+        measured: the packs that were read for the distributions.
         mapped: packs of the map.
         shown: packs of the gallery, with thumbnails as data URLs by member name.
-        token_kinds: text, image and supervised tokens of `encoded` packs; empty without an encoder.
-        encoded: packs that were encoded.
-        not_encoded: why none was, or an empty text.
+        image_sizes: (width, height) in pixels of images that were read.
+        bad_images: images that were read, and have no size.
+        not_encoded: why there is no encoder, or an empty text.
+        wrong_shards: shards whose size is not the one in packing.json.
         rejects: (reason, count, examples).
     """
 
     path: Path
     manifest: PackingManifest
+    encoder: ChatEncoder | None
     packs: int
-    measured: int
-    pack_tokens: list[int]
-    pack_samples: list[int]
-    lengths: list[int]
-    mapped: list[MappedPack]
-    shown: list[tuple[PackView, Mapping[str, str]]]
-    token_kinds: Mapping[str, int]
-    encoded: int
+    measured: Sequence[PackSize]
+    mapped: Sequence[MappedPack]
+    shown: Sequence[tuple[PackView, Mapping[str, str]]]
+    image_sizes: Sequence[tuple[int, int]]
+    bad_images: int
     not_encoded: str
-    rejects: list[tuple[str, int, list[Mapping[str, Any]]]]
+    wrong_shards: Sequence[str]
+    rejects: Sequence[tuple[str, int, list[Mapping[str, Any]]]]
 
     @property
     def is_packed(self) -> bool:
         """A member of a tar is a pack; False for samples that are packed on the fly."""
         return codec_for(self.manifest.sample_class).packed
+
+    @property
+    def worst(self) -> Sequence[PackSize]:
+        """The packs with the fewest tokens, of those that were read."""
+        return sorted(self.measured, key=lambda pack: (pack.tokens, pack.key))[:_MOST_WORST]
+
+    @property
+    def token_kinds(self) -> dict[str, int]:
+        """Tokens of each kind in the packs of the map; empty without an encoder."""
+        if self.encoder is None:
+            return {}
+        counted = [segment.tokens for pack in self.mapped for segment in pack.segments if segment.tokens]
+        return {kind: sum(tokens[kind] for tokens in counted) for kind in KINDS}
 
 
 def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: str = "", seed: int = 0) -> ReportData:
@@ -81,7 +110,7 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
 
     Args:
         folder: the dataset.
-        encoder: counts tokens by kind; None skips that.
+        encoder: tells the kinds of tokens; None leaves them open.
         not_encoded: why there is no encoder.
         seed: which packs are taken where there are too many.
 
@@ -93,33 +122,40 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
         raise FormatError(
             f"{folder.path} has no packing.json, which a report needs; inspect and verify work without one"
         )
-    reader = ShardReader([folder.path / shard.name for shard in manifest.shards])
+    tars = [folder.path / shard.name for shard in manifest.shards]
+    reader = ShardReader(tars)
     rng = np.random.default_rng(seed)
     picked = _picked(rng, len(reader), _MOST_MEASURED)
     codec = codec_for(manifest.sample_class)
-    sizes = [[n or 0 for n in codec.lengths(reader.part(pack, codec.lengths_part))] for pack in picked]
+    measured = [_size(reader, pack, codec) for pack in picked]
     mapped = _picked(rng, len(reader), _MOST_MAPPED)
     shown = _picked(rng, len(reader), _MOST_SHOWN)
-    encoded = _picked(rng, len(reader), _MOST_ENCODED) if encoder is not None else []
+    with_images = [pack for pack, size in zip(picked, measured, strict=True) if any(size.images)]
+    sizes, bad_images = _image_sizes(reader, rng.permutation(with_images)[:_MOST_MAPPED].tolist())
     return ReportData(
         path=folder.path,
         manifest=manifest,
+        encoder=encoder,
         packs=len(reader),
-        measured=len(picked),
-        pack_tokens=[sum(lengths) for lengths in sizes],
-        pack_samples=[len(lengths) for lengths in sizes],
-        lengths=[length for lengths in sizes for length in lengths],
-        mapped=[_map(view_pack(reader[pack], codec)) for pack in mapped],
+        measured=measured,
+        mapped=[map_pack(reader[pack], codec, encoder, multiple=manifest.pad_multiple) for pack in mapped],
         shown=[_with_thumbnails(reader[pack], codec, encoder) for pack in shown],
-        token_kinds=_token_kinds([reader[pack] for pack in encoded], encoder, codec) if encoder else {},
-        encoded=len(encoded),
+        image_sizes=sizes,
+        bad_images=bad_images,
         not_encoded=not_encoded,
+        wrong_shards=[s.name for s, tar in zip(manifest.shards, tars, strict=True) if tar.stat().st_size != s.bytes],
         rejects=list(_rejects(folder.path.parent / "rejects.jsonl", manifest)),
     )
 
 
 def encoder_or_reason(folder: PackedFolder, tokenizer: Path | None) -> tuple[ChatEncoder | None, str]:
     """The encoder of the dataset, or why it is not available; one that is named must be the right one."""
+    if tokenizer is None and folder.manifest is not None:
+        given = folder.manifest.encoder
+        if "processor_class" in given:
+            return None, f"a Processor of your own, {given['processor_class']}, packed it, which a report cannot load"
+        if not Path(given.get("tokenizer", "")).is_dir():
+            return None, f"the tokenizer {given.get('tokenizer')} of packing.json does not exist here; use --tokenizer"
     try:
         return folder.load_encoder(tokenizer), ""
     except ConfigError as error:
@@ -133,11 +169,41 @@ def _picked(rng: np.random.Generator, count: int, most: int) -> list[int]:
     return sorted(rng.permutation(count)[:most].tolist()) if count > most else list(range(count))
 
 
-def _map(view: PackView) -> MappedPack:
-    segments = []
-    for sample in view.samples:
-        segments.append((str(sample.id), sample.start or 0, sample.length or 0, sample.kind))
-    return MappedPack(key=view.key, segments=segments)
+def _size(reader: ShardReader, pack: int, codec: Codec) -> PackSize:
+    raw: dict[str, Any] = {}
+    images: dict[int, int] = defaultdict(int)
+    for name, content in reader.members(pack, only=codec.lengths_part):
+        key, part = split_name(name)
+        raw.setdefault("__key__", key)
+        if part == codec.lengths_part:
+            raw[part] = content
+        elif (found := _IMAGE.fullmatch(part)) is not None:
+            images[int(found[1])] += 1
+    lengths = [length or 0 for length in codec.lengths(raw)]
+    return PackSize(
+        key=raw["__key__"],
+        shard=reader.tars[reader.locate(pack)[0]].name,
+        lengths=lengths,
+        images=[images[number] for number in range(len(lengths))],
+    )
+
+
+def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+    """(width, height) of at most `_MOST_IMAGES` images of these packs, and how many have none."""
+    sizes: list[tuple[int, int]] = []
+    bad = 0
+    for pack in packs:
+        for name, content in reader.members(pack):
+            if len(sizes) + bad == _MOST_IMAGES:
+                return sizes, bad
+            if _IMAGE.fullmatch(split_name(name)[1]) is None:
+                continue
+            try:
+                header = read_header(MediaReference(data=content))
+                sizes.append((header.width, header.height))
+            except RecordError:
+                bad += 1
+    return sizes, bad
 
 
 def _with_thumbnails(
@@ -157,19 +223,6 @@ def _thumbnail(data: bytes) -> str | None:
     out = io.BytesIO()
     image.save(out, "JPEG", quality=70)
     return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
-
-
-def _token_kinds(raws: list[dict[str, Any]], encoder: ChatEncoder, codec: Codec) -> dict[str, int]:
-    kinds: dict[str, int] = defaultdict(int)
-    for raw in raws:
-        try:
-            rows = token_rows(raw, encoder, codec)
-        except EnergonPackedError:
-            continue
-        for row in rows:
-            is_image = row.token == encoder.image_token_id
-            kinds["image" if is_image else "supervised text" if row.label >= 0 else "other text"] += 1
-    return dict(kinds)
 
 
 def _rejects(file: Path, manifest: PackingManifest) -> Iterator[tuple[str, int, list[Mapping[str, Any]]]]:

@@ -29,6 +29,7 @@ SCHEMA = pa.schema(
         "address": pa.int64(),
         "size": pa.int32(),
         "length": pa.int32(),
+        "supervised": pa.int32(),
         "text_bytes": pa.int32(),
         "media_bytes": pa.int64(),
         "num_images": pa.int32(),

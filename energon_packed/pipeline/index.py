@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from energon_packed.encoding import ChatEncoder
 from energon_packed.pipeline.keys import Keys
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan
@@ -13,8 +14,11 @@ from energon_packed.pipeline.shard_writer import shard_rows
 from energon_packed.pipeline.table import RecordTable, most_common, reject_counts
 from energon_packed.pipeline.write import state_file
 from energon_packed.shards import PackingManifest, ShardEntry
+from energon_packed.shards.manifest import SourceEntry
 from energon_packed.shards.nv_meta import write_nv_meta
 from energon_packed.shards.tar import ShardSummary
+
+_MOST_SOURCES = 200  # listed one by one; folders of many parts would make the manifest large
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ def _manifest(
         notes=most_common(table.counts["notes"]),
         packs=packs.num_packs,
         tokens=packs.tokens,
+        supervised_tokens=_supervised(plan),
         images=int(table.num_images[packs.indices].sum(dtype=np.int64)),
         seq_len=options.seq_len,
         algorithm=options.algorithm if options.codec.packed else "none",
@@ -90,12 +95,46 @@ def _manifest(
         group_by=options.group_by,
         seed=options.seed,
         utilization=round(packs.utilization, 6),
+        split=options.split,
         pad_multiple=options.pad_multiple,
         overlong=options.overlong,
+        template_fingerprint=_template_fingerprint(options),
         tokenizer_fingerprint=keys.encoder,
         input_fingerprint=keys.input,
         fingerprint=keys.tars,
         encoder=options.encoder_loader.as_dict(),
         counters=state.counters,
+        sources=_sources(state, table, plan),
         shards=entries,
     )
+
+
+def _supervised(plan: Plan) -> int | None:
+    """Targets in all packs; None where one sample's are unknown."""
+    targets = plan.supervised[plan.packs.indices]
+    return None if (targets < 0).any() else int(targets.sum(dtype=np.int64))
+
+
+def _template_fingerprint(options: PackOptions) -> str:
+    encoder = options.encoder_loader.load()
+    return encoder.renderer.template.fingerprint if isinstance(encoder, ChatEncoder) else ""
+
+
+def _sources(state: RunState, table: RecordTable, plan: Plan) -> list[SourceEntry]:
+    """What each input holds; those past the first `_MOST_SOURCES` are one entry."""
+    rows = plan.packs.indices
+    source, _ = table.locate(rows)
+    lengths = np.minimum(table.length[rows], state.options.usable_len).astype(np.int64)
+    count = len(state.reader.sources)
+    tokens = np.zeros(count, dtype=np.int64)
+    np.add.at(tokens, source, lengths)
+    columns = [np.diff(table.source_starts), np.bincount(source, minlength=count), tokens]
+    paths = [str(one.path) for one in state.reader.sources[:_MOST_SOURCES]]
+    if count > _MOST_SOURCES:
+        paths.append("(others)")
+        columns = [np.append(one[:_MOST_SOURCES], one[_MOST_SOURCES:].sum()) for one in columns]
+    numbers = zip(*(one.tolist() for one in columns), strict=True)
+    return [
+        SourceEntry(path=path, records=records, packed=packed, tokens=total)
+        for path, (records, packed, total) in zip(paths, numbers, strict=True)
+    ]

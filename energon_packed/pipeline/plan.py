@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.errors import Reject
 from energon_packed.packing import PackPlan
 from energon_packed.pipeline.chunks import STATUSES
 from energon_packed.pipeline.kept_tokens import KeptTokens, tokens_file
@@ -25,12 +26,14 @@ class Plan:
 
     Attributes:
         status: int8 (n,), index into STATUSES, the rejects that `seq_len` decides included.
+        supervised: int32 (n,), targets of each record after truncation, -1 where unknown.
         packs: all packs; `indices` are record numbers.
         shards: the packs of each shard.
         mixed_utilization: what `group_by='none'` would reach, where the run groups.
     """
 
     status: Status
+    supervised: npt.NDArray[np.int32]
     packs: PackPlan
     shards: list[ShardPlan]
     mixed_utilization: float | None
@@ -56,7 +59,7 @@ class PlanStage:
         """
         options = self.state.options
         self.state.progress.start(self.name, len(table), "records")
-        status, details = self._status(table)
+        status, details, supervised = self._status(table)
         self._account(table, status, details)
         packs = plan_packs(table, status, options)
         mixed = None
@@ -66,17 +69,17 @@ class PlanStage:
         if sum(len(shard.rows) for shard in shards) != len(packs.indices):
             raise AssertionError("the shards do not hold every packed sample")
         self.state.progress.advance(len(table), len(table))
-        return Plan(status=status, packs=packs, shards=shards, mixed_utilization=mixed)
+        return Plan(status=status, supervised=supervised, packs=packs, shards=shards, mixed_utilization=mixed)
 
-    def _status(self, table: RecordTable) -> tuple[Status, dict[int, str]]:
-        """Status of every record, and details of those that cannot be truncated by record number."""
+    def _status(self, table: RecordTable) -> tuple[Status, dict[int, str], npt.NDArray[np.int32]]:
+        """Status of every record; details, by record number, where truncation fails; targets of every record."""
         options = self.state.options
-        status = table.status.copy()
+        status, supervised = table.status.copy(), table.supervised.copy()
         details: dict[int, str] = {}
         overlong = self._overlong(table)
         if options.truncate is None:
             status[overlong] = OVERLONG
-            return status, details
+            return status, details, supervised
         check = TruncationCheck(reader=self.state.reader, encoder=options.encoder_loader, max_length=options.truncate)
         batches = [overlong[i : i + _TRUNCATION_BATCH] for i in range(0, len(overlong), _TRUNCATION_BATCH)]
         kept = kept_tokens(self.state, table)
@@ -84,11 +87,14 @@ class PlanStage:
             TruncationTask(rows=batch, records=table.refs(batch), tokens=kept.refs(batch) if kept else None)
             for batch in batches
         )
-        for failures in self.state.engine.run(check, tasks):
-            for row, reject in failures:
-                status[row] = STATUSES.index(reject.reason.value)
-                details[row] = reject.detail
-        return status, details
+        for results in self.state.engine.run(check, tasks):
+            for row, result in results:
+                if isinstance(result, Reject):
+                    status[row] = STATUSES.index(result.reason.value)
+                    details[row] = result.detail
+                else:
+                    supervised[row] = result
+        return status, details, supervised
 
     def _account(self, table: RecordTable, status: Status, details: dict[int, str]) -> None:
         """Write both reports, then stop where too much is rejected."""

@@ -50,12 +50,13 @@ class RecordRefs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """Numbers of all n records, in input order; 35 bytes a record.
+    """Numbers of all n records, in input order; 39 bytes a record.
 
     Attributes:
         address: int64 (n,), where each record lies in its source.
         size: int32 (n,), bytes of the record, 0 where unknown.
         length: int32 (n,), tokens, -1 where the record is rejected.
+        supervised: int32 (n,), targets among them, -1 where the record is rejected or its Processor does not tell.
         text_bytes: int32 (n,), bytes of the texts with their JSON, about.
         media_bytes: int64 (n,), bytes of images and .npy files.
         num_images: int32 (n,).
@@ -71,6 +72,7 @@ class RecordTable:
     address: Int64
     size: npt.NDArray[np.int32]
     length: npt.NDArray[np.int32]
+    supervised: npt.NDArray[np.int32]
     text_bytes: npt.NDArray[np.int32]
     media_bytes: Int64
     num_images: npt.NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""Which samples cannot be truncated to `seq_len`: a part of the plan stage, with `overlong='truncate'`."""
+"""What truncating to `seq_len` leaves of each sample: a part of the plan stage, with `overlong='truncate'`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class TruncationTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncationCheck:
-    """Finds the samples that cannot be truncated: a function for an engine.
+    """Truncates samples, to see which cannot be and what is left of the others: a function for an engine.
 
     Attributes:
         reader, encoder: as in the other stages.
@@ -44,15 +44,15 @@ class TruncationCheck:
     encoder: EncoderOptions | GivenEncoder
     max_length: int
 
-    def __call__(self, task: TruncationTask) -> list[tuple[int, Reject]]:
-        """(record number, why) of those records that cannot be truncated."""
-        failures = []
+    def __call__(self, task: TruncationTask) -> list[tuple[int, int | Reject]]:
+        """(record number, targets that are left) of each record, or why it cannot be truncated."""
+        results: list[tuple[int, int | Reject]] = []
         for row, sample in zip(task.rows.tolist(), self._samples(task), strict=True):
             try:
-                sample.truncated(self.max_length)
+                results.append((row, sample.truncated(self.max_length).num_supervised))
             except RecordError as error:
-                failures.append((row, error.reject))
-        return failures
+                results.append((row, error.reject))
+        return results
 
     def _samples(self, task: TruncationTask) -> Iterator[EncodedSample]:
         encoder, records = self.encoder.load(), task.records

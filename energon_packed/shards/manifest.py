@@ -1,7 +1,7 @@
 """PackingManifest: `packing.json` with counts, settings and shard hashes.
 
 It contains no timestamps or host names. Builds of the same input differ at most in `counters`, which describe the work
-of one run, and in the paths in `encoder`.
+of one run, and in the paths in `encoder` and `sources`.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -40,6 +40,21 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceEntry:
+    """Manifest entry of one input.
+
+    Attributes:
+        path: as it was opened; `(others)` for all inputs past the first 200.
+        records: in it; `packed` of them are in packs, as `tokens` tokens.
+    """
+
+    path: str
+    records: int
+    packed: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackingManifest:
     """Counts and settings of one packed dataset.
 
@@ -51,14 +66,18 @@ class PackingManifest:
         max_samples_per_pack: maximum samples per pack, or None.
         truncated: packed samples that were truncated to seq_len; `tokens_cut` tokens were removed.
         packs, tokens, images: totals over all shards; tokens exclude padding.
+        supervised_tokens: tokens that are targets; None where the encoder does not tell, or an earlier version packed.
         seq_len: tokens per row.
         utilization: tokens / (packs * seq_len).
+        split: share of the packs that each split was to get; {} where an earlier version packed.
         pad_multiple: sample lengths were rounded up to a multiple of this many tokens.
         overlong: handling of samples longer than seq_len: drop, error or truncate.
+        template_fingerprint: SHA-256 of the chat template's Jinja source; "" without one.
         tokenizer_fingerprint: digest of tokenizer, template, image settings and loss options.
         input_fingerprint: digest of the input files.
         encoder: options to recreate the encoder.
         counters: records measured, texts tokenized, records whose length came from the cache.
+        sources: all inputs, in order.
         shards: all tars, in order.
     """
 
@@ -75,6 +94,7 @@ class PackingManifest:
     notes: dict[str, int] = field(default_factory=dict)
     packs: int
     tokens: int
+    supervised_tokens: int | None = None
     images: int
     seq_len: int
     algorithm: str
@@ -82,13 +102,16 @@ class PackingManifest:
     group_by: str
     seed: int
     utilization: float
+    split: dict[str, float] = field(default_factory=dict)
     pad_multiple: int
     overlong: str
+    template_fingerprint: str = ""
     tokenizer_fingerprint: str
     input_fingerprint: str
     fingerprint: str
     encoder: dict[str, Any]
     counters: dict[str, int] = field(default_factory=dict)
+    sources: list[SourceEntry] = field(default_factory=list)
     shards: list[ShardEntry]
 
     @property
@@ -141,6 +164,8 @@ class PackingManifest:
                 raise FormatError(
                     f"{file} has format version {found}, but this version reads at most {FORMAT_VERSION}; upgrade it"
                 )
-            return cls(**{**value, "shards": [ShardEntry(**shard) for shard in value["shards"]]})
+            value["shards"] = [ShardEntry(**shard) for shard in value["shards"]]
+            value["sources"] = [SourceEntry(**source) for source in value.get("sources", ())]
+            return cls(**value)
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             raise FormatError(f"{file} is not a packing manifest: {error}") from error

@@ -63,7 +63,7 @@ class ShardReader:
         """
         raw: dict[str, Any] = {}
         for name, content in self.members(pack):
-            key, part = _split(name)
+            key, part = split_name(name)
             raw.setdefault("__key__", key)
             raw[part] = content
         return raw
@@ -72,7 +72,7 @@ class ShardReader:
         """As `[i]`, but read only this part."""
         raw: dict[str, Any] = {}
         for name, content in self.members(pack, only=part):
-            key, found = _split(name)
+            key, found = split_name(name)
             raw.setdefault("__key__", key)
             if found == part:
                 raw[part] = content
@@ -137,7 +137,7 @@ class ShardReader:
         return self._maps[shard]
 
 
-def _split(name: str) -> tuple[str, str]:
+def split_name(name: str) -> tuple[str, str]:
     """(key, part) of a member: the key ends at the first dot of the file name."""
     folder, _, base = name.rpartition("/")
     stem, _, part = base.partition(".")
