@@ -146,8 +146,11 @@ def _jpeg_ends(stream: BinaryIO, num_bytes: int) -> bool:
         if head[1] == 0xDA:
             break
         at += 1 if head[1] == 0xFF else 2 + int.from_bytes(head[2:], "big")  # a fill byte, or a segment
-    stream.seek(max(at, num_bytes - 4096))
-    return b"\xff\xd9" in stream.read()
+    for tail in (256, 4096):  # nearly always in the last bytes; images in a tar are on disk
+        stream.seek(max(at, num_bytes - tail))
+        if b"\xff\xd9" in stream.read(tail):
+            return True
+    return False
 
 
 def _png_is_plain(stream: BinaryIO) -> bool:

@@ -121,20 +121,21 @@ def _template_fingerprint(options: PackOptions) -> str:
 
 
 def _sources(state: RunState, table: RecordTable, plan: Plan) -> list[SourceEntry]:
-    """What each input holds; those past the first `_MOST_SOURCES` are one entry."""
-    rows = plan.packs.indices
-    source, _ = table.locate(rows)
-    lengths = np.minimum(table.length[rows], state.options.usable_len).astype(np.int64)
-    count = len(state.reader.sources)
-    tokens = np.zeros(count, dtype=np.int64)
-    np.add.at(tokens, source, lengths)
-    columns = [np.diff(table.source_starts), np.bincount(source, minlength=count), tokens]
-    paths = [str(one.path) for one in state.reader.sources[:_MOST_SOURCES]]
-    if count > _MOST_SOURCES:
-        paths.append("(others)")
-        columns = [np.append(one[:_MOST_SOURCES], one[_MOST_SOURCES:].sum()) for one in columns]
-    numbers = zip(*(one.tolist() for one in columns), strict=True)
+    """Settings and totals of each input; those past the first `_MOST_SOURCES` are one entry."""
+    configs, readings = state.options.source_configs, [source.reading for source in state.reader.sources]
+    config_of = np.minimum([reading.config for reading in readings], _MOST_SOURCES)
+    packed = plan.status == 0
+    lengths = np.minimum(table.length, state.options.usable_len)
+    rows = config_of[table.locate(np.arange(len(table)))[0]]
+    count = min(len(configs), _MOST_SOURCES + 1)
+    files = np.bincount(
+        [config for config, one in zip(config_of, readings, strict=True) if not one.copy], minlength=count
+    )
+    records, kept = (np.bincount(found, minlength=count) for found in (rows, rows[packed]))
+    tokens = np.bincount(rows[packed], weights=lengths[packed], minlength=count).astype(np.int64)
+    numbers = zip(*(one.tolist() for one in (files, records, kept, tokens)), strict=True)
+    settings = [config.settings() for config in configs[:_MOST_SOURCES]] + [{"path": ["(others)"]}]
     return [
-        SourceEntry(path=path, records=records, packed=packed, tokens=total)
-        for path, (records, packed, total) in zip(paths, numbers, strict=True)
+        SourceEntry(**given, files=found, records=total, packed=inside, tokens=sum_)
+        for given, (found, total, inside, sum_) in zip(settings, numbers, strict=False)
     ]

@@ -17,7 +17,7 @@ from energon_packed.errors import Reason, RecordError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_BLOCK = 4096  # bytes read at a time from a byte range: a header costs no read of the whole image
+_BLOCK = 1024  # bytes read at a time from a byte range: a header costs no read of the whole image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

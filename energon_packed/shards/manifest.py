@@ -41,14 +41,23 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceEntry:
-    """Manifest entry of one input.
+    """Manifest entry of one input: its settings as given, and its totals.
 
     Attributes:
-        path: as it was opened; `(others)` for all inputs past the first 200.
-        records: in it; `packed` of them are in packs, as `tokens` tokens.
+        path: files, globs or folders; `(others)` for all inputs past the first 200.
+        image_root, map, adapter, source_split: settings of this input; None where it has none of its own.
+        weight: how often each record was to be packed.
+        files: that were read.
+        records: in them, each repetition counted; `packed` of them are in packs, as `tokens` tokens.
     """
 
-    path: str
+    path: list[str]
+    image_root: str | None = None
+    map: str | None = None
+    adapter: str | None = None
+    source_split: str | None = None
+    weight: float = 1.0
+    files: int
     records: int
     packed: int
     tokens: int

@@ -12,6 +12,7 @@ webdataset.py    .tar, read in place by byte offsets
     tar_records.py      the parts of a key -> records
 energon.py       folders with .nv-meta, and Metadatasets
     energon_layout.py   what dataset.yaml and split.yaml say
+    sample_loader.py    code of a dataset, run where it is trusted
     energon_flavors.py  standard flavors by field_map -> records
 folders.py       folders of files, and names of the Hugging Face Hub
 config.py        SourceConfig: an input with settings of its own

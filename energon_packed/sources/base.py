@@ -42,7 +42,7 @@ class Source(ABC):
         reading: what the user's settings do to its records.
         share: part of the address space to read, as (start, stop, total): from start / total to stop / total of it.
         has_splits: `files` reads the split that it is asked for.
-        has_sample_loader: `open` takes `sample_loader`: what happens to code that a dataset brings along.
+        has_sample_loader: `open` takes `trust_sample_loader` and `for_adapter`, as `WebDatasetSource.open` does.
         chunk_limits: smallest and largest part of the address space that is one unit of work.
     """
 

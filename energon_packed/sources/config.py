@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError, Reason, RecordError
-from energon_packed.options import check, declared, make, option, refuse_remote
+from energon_packed.options import check, declared, make, option, plain_values, refuse_remote
 from energon_packed.records import Adapter, FieldMap
 
 _MOST = 1000  # of a weight: each repetition is measured
@@ -140,6 +140,11 @@ class SourceConfig:
     def repetitions(self) -> list[float]:
         """The share of the records that each repetition takes; for the weight 2.5, [1, 1, 0.5]."""
         return [min(1.0, self.weight - copy) for copy in range(math.ceil(self.weight))]
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that are given, in plain types: `path` (a list), `weight`, and what is not None."""
+        found = {name: value for name, value in plain_values(self) if value is not None}
+        return {**found, "path": list(self.path)}
 
     def key(self, seed: int) -> list[Any]:
         """What decides which records are read and how, for fingerprints: an adapter by its source text.

@@ -15,13 +15,22 @@ from energon_packed.sources.base import changed_at, file_fingerprint
 BATCH_ROWS = 256
 
 
-def converted(path: Path, folder: Path, suffix: str, convert: Callable[[Path, BinaryIO], None]) -> Path:
+def converted(
+    path: Path, folder: Path, suffix: str, convert: Callable[[Path, BinaryIO], None], *, name: str | None = None
+) -> Path:
     """The converted copy of `path` in `folder`, made when it does not exist yet.
+
+    Args:
+        path: the input.
+        folder: of the copies.
+        suffix: of the copy.
+        convert: writes the copy.
+        name: of the copy; by default, from the content and the time of the last change.
 
     Raises:
         SourceError: the input cannot be read.
     """
-    target = folder / f"{file_fingerprint(path)[:16]}-{changed_at(path)}{suffix}"
+    target = folder / f"{name or f'{file_fingerprint(path)[:16]}-{changed_at(path)}'}{suffix}"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)

@@ -51,6 +51,25 @@ def flavor_record(group: KeyMembers, flavor: str, field_map: Mapping[str, str]) 
     return {**unread, "id": group.key, **read(group, values)}
 
 
+def sample_record(group: KeyMembers, flavor: str, sample: Fields) -> dict[str, Any]:
+    """The record of a sample that a sample loader has made.
+
+    Args:
+        group: the members of its key.
+        flavor: a name of `FLAVORS`.
+        sample: its fields, and `id`; images are references.
+
+    Raises:
+        RecordError: a field is missing or has another type.
+    """
+    read, required, optional = FLAVORS[flavor]
+    if missing := [field for field in required if sample.get(field) is None]:
+        raise RecordError(Reason.MISSING_FIELD, f"the sample loader returned no {missing[0]}; {flavor}Sample needs it")
+    known = (*required, *optional)
+    unread = {name: value for name, value in sample.items() if name not in known and value is not None}
+    return {**unread, **read(group, {name: sample.get(name) for name in known})}
+
+
 def _captioning(group: KeyMembers, values: Fields) -> dict[str, Any]:
     return caption_record(group, _text(values, "caption"), _images(group, values["image"]))
 
@@ -164,6 +183,8 @@ def _images(group: KeyMembers, value: Any) -> list[MediaReference]:
     """References to images: members, their names, or lists of them."""
     if isinstance(value, list):
         return [image for item in value for image in _images(group, item)]
+    if isinstance(value, MediaReference):
+        return [value]
     member = group.find(value) if isinstance(value, str) else value
     if not isinstance(member, Member) or member.extension not in IMAGE_PARTS:
         raise RecordError(Reason.MISSING_IMAGE, f"{group.key} has no image {str(value)[:80]!r}")

@@ -11,9 +11,11 @@ from typing import Any
 import yaml
 
 from energon_packed.errors import SourceError
+from energon_packed.formats import CODECS
 from energon_packed.sources.base import changed_at
-from energon_packed.sources.energon_flavors import FLAVORS, flavor_record
-from energon_packed.sources.tar_records import KeyMembers, read_pack, read_records
+from energon_packed.sources.energon_flavors import FLAVORS, flavor_record, sample_record
+from energon_packed.sources.sample_loader import SampleLoader
+from energon_packed.sources.tar_records import KeyMembers, raw_records, read_pack, read_records
 
 NV_META = ".nv-meta"
 _LOG = logging.getLogger(__name__)
@@ -29,6 +31,10 @@ class Layout:
         flavor: a name of `FLAVORS`, `packed` for our own flavors, or "" for the parts of each key.
         fields: pairs of sample field and part, of `field_map`.
         guess_reason: why a dataset is read by its parts, where another program would read it by code of its own.
+        loader: code of the dataset that makes its samples; run only where `is_trusted`.
+        holds_packs: a class that another packer of our layouts writes, so that the parts say what the samples are.
+        is_trusted: the user wants `loader` to be run.
+        is_raw: an adapter gets the parts of each key by their names.
         excluded: keys that split.yaml excludes; they are no records.
     """
 
@@ -36,12 +42,36 @@ class Layout:
     flavor: str = ""
     fields: tuple[tuple[str, str], ...] = ()
     guess_reason: str = ""
+    loader: SampleLoader | None = None
+    holds_packs: bool = False
+    is_trusted: bool = False
+    is_raw: bool = False
     excluded: frozenset[str] = frozenset()
 
     @property
     def is_guess(self) -> bool:
         """The parts are read without the code that the dataset names for them."""
-        return bool(self.guess_reason)
+        return bool(self.guess_reason) and not self.is_trusted and not self.is_raw
+
+    def opened(self, *, trust_sample_loader: bool, for_adapter: bool) -> "Layout":
+        """This layout, with what the user has decided about the code of the dataset.
+
+        Raises:
+            SourceError: only its code makes its samples, and is not trusted; or it is, and cannot be run.
+        """
+        if self.loader is not None and trust_sample_loader:
+            self.loader.load()
+            return replace(self, is_trusted=True)
+        if for_adapter and (self.loader is not None or not self.flavor):
+            return replace(self, flavor="", is_raw=True)
+        if self.loader is not None and not self.holds_packs:
+            raise SourceError(
+                f"{self.loader.file} makes the samples of this dataset, and code of a dataset is not run by default; "
+                "set `trust_sample_loader` to run it, or pass an `adapter` that reads the parts of each key"
+            )
+        if self.is_guess:
+            _warn(self.file, self.guess_reason)
+        return self
 
     def records(self, group: KeyMembers) -> list[Any]:
         """The records of a key.
@@ -51,6 +81,11 @@ class Layout:
         """
         if group.key in self.excluded:
             return []
+        if self.is_trusted and self.loader is not None:
+            sample = self.loader.sample(group)
+            return [sample_record(group, self.flavor, sample) if self.flavor in FLAVORS else sample]
+        if self.is_raw:
+            return raw_records(group)
         if self.flavor == "packed":
             group.check()
             return list(read_pack(group))
@@ -60,8 +95,10 @@ class Layout:
         return read_records(group)
 
     def digest(self) -> str:
-        """Hex digest of what decides the records."""
-        return hashlib.sha256(json.dumps([self.flavor, self.fields, sorted(self.excluded)]).encode()).hexdigest()
+        """Hex digest of what decides the records; code that is run counts by its text."""
+        code = self.loader.digest() if self.loader is not None and self.is_trusted else ""
+        content = [self.flavor, self.fields, sorted(self.excluded), self.is_raw, code]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def dataset_of(tar: Path) -> Path | None:
@@ -129,7 +166,19 @@ def _read_layout(file: Path, changed: int) -> Layout:
         return Layout(file)
     if fields and is_standard and flavor in FLAVORS:
         return Layout(file, flavor, fields)
-    what = f"names a sample_loader for {name}" if value.get("sample_loader") else f"names the sample class {name}"
-    reason = f"{what}, code that is not run"
+    given = value.get("sample_loader")
+    reason = f"names {'a sample_loader for' if given else 'the sample class'} {name}, code that is not run"
+    if not given:
+        return Layout(file, guess_reason=reason)
+    parts = value.get("part_filter")
+    if not isinstance(given, str) or not isinstance(parts, str | list):
+        raise SourceError(f"{file} is not a valid dataset file: a sample_loader needs a name and a part_filter")
+    loader = SampleLoader(file.parent, given, parts if isinstance(parts, str) else tuple(map(str, parts)))
+    known = flavor if is_standard and flavor in FLAVORS else ""
+    return Layout(file, known, guess_reason=reason, loader=loader, holds_packs=name in CODECS)
+
+
+@lru_cache(maxsize=64)
+def _warn(file: Path | None, reason: str) -> None:
+    """Once per dataset, not per tar."""
     _LOG.warning("%s %s; its samples are read by the names of their parts", file, reason)
-    return Layout(file, guess_reason=reason)

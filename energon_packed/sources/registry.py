@@ -100,8 +100,8 @@ def open_sources(
         kind, path, folder = file.found
         root = next((one for one in (config.image_root, image_root, folder) if one is not None), None)
         options: dict[str, Any] = {"work_dir": work_dir / "converted", "image_root": root}
-        if kind.has_sample_loader and (trust_sample_loader or file.reading.adapter is not None):
-            options["sample_loader"] = "run" if trust_sample_loader else "ignore"
+        if kind.has_sample_loader:
+            options |= {"trust_sample_loader": trust_sample_loader, "for_adapter": file.reading.adapter is not None}
         with _naming(config):
             source = kind.open(path, **options)
         source.share, source.reading = share, file.reading
@@ -150,7 +150,7 @@ def _refuse_twice(files: list[_File]) -> None:
         if file.reading.copy == 0 and key in seen:
             raise SourceError(
                 f"{file.found[1]} is named twice; every record would be packed twice: name it once, with a weight in "
-                "`sources` if that is meant"
+                "sources if that is meant"
             )
         seen.add(key)
 

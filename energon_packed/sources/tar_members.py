@@ -4,6 +4,7 @@ Keys are those of WebDataset: a member is `KEY.PART`, split at the first dot of 
 are adjacent. Only headers are read, 512 bytes each; contents are read by their byte ranges.
 """
 
+import hashlib
 import io
 import os
 import re
@@ -14,13 +15,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import SourceError
 from energon_packed.sources.base import changed_at
+from energon_packed.sources.convert import converted
 
+Int64 = npt.NDArray[np.int64]
 _NAME = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
 _META = re.compile(r"__[^/]*__($|/)")  # WebDataset's own members
 _HIDDEN = re.compile(r"(.*/)?\._|(.*/)?__MACOSX/")  # what macOS writes beside each file
@@ -58,10 +62,17 @@ class TarIndex:
 
     Attributes:
         starts: int64 (keys,), byte offset of the first header of each key.
+        repeated: int64 (k,), those of keys that occur elsewhere in the tar too.
         end: byte offset of the end of the last member.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, starts: Int64, repeated: Int64, end: int) -> None:
+        self.starts = starts
+        self.end = end
+        self._repeated = frozenset(repeated.tolist())
+
+    @classmethod
+    def scan(cls, path: Path) -> "TarIndex":
         """Read all headers.
 
         Raises:
@@ -69,7 +80,7 @@ class TarIndex:
         """
         starts, hashes = array("q"), array("q")
         previous: str | None = None
-        self.end = 0
+        end = 0
         size = path.stat().st_size
         with _open(path) as stream:
             _check_kind(path, stream.read(6), size)
@@ -79,10 +90,23 @@ class TarIndex:
                     starts.append(member.header)
                     hashes.append(hash(member.key))
                     previous = member.key
-                self.end = member.offset + _padded(member.size)
-        self.starts: npt.NDArray[np.int64] = np.frombuffer(starts, dtype=np.int64).copy()
+                end = member.offset + _padded(member.size)
+        found = np.frombuffer(starts, dtype=np.int64).copy()
         counts = Counter(hashes) if len(set(hashes)) < len(hashes) else Counter()
-        self._repeated = frozenset(int(start) for start, name in zip(starts, hashes, strict=True) if counts[name] > 1)
+        twice = np.array([counts[name] > 1 for name in hashes], dtype=bool)
+        return cls(found, found[twice], end)
+
+    def save(self, out: BinaryIO) -> None:
+        """Write it as int64 numbers: end, number of keys, starts, repeated."""
+        numbers = [self.end, len(self.starts), *self.starts.tolist(), *sorted(self._repeated)]
+        out.write(np.array(numbers, dtype="<i8").tobytes())
+
+    @classmethod
+    def load(cls, file: Path) -> "TarIndex":
+        """What `save` wrote."""
+        numbers = np.fromfile(file, dtype="<i8").astype(np.int64)
+        end, keys = numbers[:2].tolist()
+        return cls(numbers[2 : 2 + keys], numbers[2 + keys :], end)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -101,9 +125,28 @@ class TarIndex:
         return start in self._repeated
 
 
-def tar_index(path: Path) -> TarIndex:
-    """The index of a tar, read once per process and version of the file. Raises as `TarIndex` does."""
-    return _tar_index(path, path.stat().st_size, changed_at(path))
+def tar_index(path: Path, kept: Path | None = None) -> TarIndex:
+    """The index of a tar, read once per process and version of the file.
+
+    Args:
+        path: the tar.
+        kept: file of `keep_index`, if there is one.
+
+    Raises:
+        SourceError: as `TarIndex.scan`.
+    """
+    return _tar_index(path, path.stat().st_size, changed_at(path), kept)
+
+
+def keep_index(path: Path, folder: Path) -> Path:
+    """A file with the index of a tar, so that other processes and later runs need not read its headers again.
+
+    Raises:
+        SourceError: as `TarIndex.scan`.
+    """
+    version = f"{path.resolve()} {path.stat().st_size} {changed_at(path)}"
+    name = hashlib.sha256(version.encode()).hexdigest()[:24]
+    return converted(path, folder, ".tarindex", lambda tar, out: tar_index(tar).save(out), name=name)
 
 
 def members_between(path: Path, start: int, stop: int) -> list[Member]:
@@ -124,8 +167,8 @@ def read_content(path: Path, member: Member) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _tar_index(path: Path, size: int, changed: int) -> TarIndex:
-    return TarIndex(path)
+def _tar_index(path: Path, size: int, changed: int, kept: Path | None) -> TarIndex:
+    return TarIndex.scan(path) if kept is None or not kept.exists() else TarIndex.load(kept)
 
 
 def _open(path: Path) -> io.FileIO:

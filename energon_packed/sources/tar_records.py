@@ -141,6 +141,26 @@ def read_records(group: KeyMembers) -> list[Any]:
     return [_record(group, value or {})]
 
 
+def raw_records(group: KeyMembers) -> list[Any]:
+    """What an adapter gets: the parts of a key by their names, and its `id`; or the samples of a pack.
+
+    Images are references, JSON is decoded, texts are texts, and other parts are bytes.
+
+    Raises:
+        RecordError: the key cannot be used.
+    """
+    group.check()
+    found: dict[str, Any] = {}
+    for member in group.members:
+        if member.extension in IMAGE_PARTS:
+            found[member.part] = group.reference(member)
+        elif member.extension in ("json", "jsn"):
+            found[member.part] = group.json(member)
+        else:
+            found[member.part] = group.text(member) if member.extension in TEXT_PARTS else group.content(member)
+    return read_pack(group) if is_pack(group, found.get("json")) else [{**found, "id": group.key}]
+
+
 def is_pack(group: KeyMembers, value: Any) -> bool:
     """Whether a key is a pack that energon-packed, or another packer of its layouts, wrote; `value` is its json."""
     if not isinstance(value, dict):

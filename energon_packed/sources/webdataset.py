@@ -16,7 +16,7 @@ from energon_packed.errors import Reason, RecordError, Reject, SourceError
 from energon_packed.records import Conversation
 from energon_packed.sources.base import Row, Source, changed_at
 from energon_packed.sources.energon_layout import Layout, layout_of
-from energon_packed.sources.tar_members import members_between, tar_index
+from energon_packed.sources.tar_members import TarIndex, keep_index, members_between, tar_index
 from energon_packed.sources.tar_records import KeyMembers
 
 _KEYS_IN_A_CHUNK = (64, 512)
@@ -30,35 +30,60 @@ class WebDatasetSource(Source):
     """A .tar file."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".tar",)
+    has_sample_loader: ClassVar[bool] = True
 
     def __init__(
-        self, path: Path, *, data: Path | None = None, image_root: Path | None = None, layout: Layout | None = None
+        self,
+        path: Path,
+        *,
+        data: Path | None = None,
+        image_root: Path | None = None,
+        layout: Layout | None = None,
+        kept_index: Path | None = None,
     ) -> None:
         super().__init__(path, data=data, image_root=image_root)
         self.layout = layout or Layout()
+        self._kept_index = kept_index
 
     @classmethod
-    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
+    def open(
+        cls,
+        path: Path,
+        *,
+        work_dir: Path,
+        image_root: Path | None = None,
+        trust_sample_loader: bool = False,
+        for_adapter: bool = False,
+    ) -> Source:
         """Read its headers, and the `dataset.yaml` of its Energon dataset, if it is in one.
 
+        Args:
+            path: the tar.
+            work_dir: folder of the index of its keys.
+            image_root: folder of relative media paths.
+            trust_sample_loader: run the sample_loader.py of the dataset.
+            for_adapter: an adapter gets the parts of each key, where neither a field_map nor our own flavor says
+                what they are.
+
         Raises:
-            SourceError: the tar is compressed, truncated or damaged, or its samples need code that is not run.
+            SourceError: the tar is compressed, truncated or damaged, or its samples need code that is not trusted.
         """
-        tar_index(path)
-        source = cls(path, image_root=image_root, layout=layout_of(path))
-        if source.layout.is_guess:
+        kept = keep_index(path, work_dir)
+        layout = layout_of(path).opened(trust_sample_loader=trust_sample_loader, for_adapter=for_adapter)
+        source = cls(path, image_root=image_root, layout=layout, kept_index=kept)
+        if layout.is_guess:
             source._check_guess()
         return source
 
     def extent(self) -> int:
         """Bytes up to the end of the last member."""
-        return tar_index(self.data).end
+        return self._index().end
 
     def chunks(self) -> list[tuple[int, int]]:
         """Our share in byte ranges of about as many keys each."""
         first, last, total = self.share
         begin, end = (self.extent() * edge // total for edge in (first, last))
-        starts = tar_index(self.data).starts
+        starts = self._index().starts
         starts = starts[(starts > begin) & (starts < end)]
         step = min(max(len(starts) // 64, _KEYS_IN_A_CHUNK[0]), _KEYS_IN_A_CHUNK[1])
         edges = [begin, *starts[step - 1 :: step].tolist(), end]
@@ -66,7 +91,7 @@ class WebDatasetSource(Source):
 
     def scan(self, start: int, stop: int) -> Iterator[Row]:
         """Records whose address is in bytes [start, stop)."""
-        index = tar_index(self.data)
+        index = self._index()
         for number in range(index.number(start), len(index)):
             begin, end = index.bounds(number)
             if begin >= stop:
@@ -76,7 +101,7 @@ class WebDatasetSource(Source):
 
     def read(self, address: int, size: int) -> Row:
         """The record at an address."""
-        index = tar_index(self.data)
+        index = self._index()
         begin, end = index.bounds(index.number(address))
         for row in self._rows(begin, end):
             if row.address == address:
@@ -87,9 +112,12 @@ class WebDatasetSource(Source):
         """Digest of the tar, and of what says how its keys are read."""
         return hashlib.sha256(f"{super().fingerprint()} {self.layout.digest()}".encode()).hexdigest()
 
+    def _index(self) -> TarIndex:
+        return tar_index(self.data, self._kept_index)
+
     def _rows(self, begin: int, end: int) -> list[Row]:
         """The records of one key."""
-        found = _decoded(self.data, begin, end, self.layout)
+        found = _decoded(self.data, begin, end, self.layout, is_repeated=self._index().is_repeated(begin))
         size = min(end - begin, _LARGEST_SIZE)
         return [
             Row(begin + place, size, None, one) if isinstance(one, Reject) else Row(begin + place, size, one)
@@ -119,13 +147,13 @@ class WebDatasetSource(Source):
             )
 
 
-def _decoded(path: Path, begin: int, end: int, layout: Layout) -> Sequence[Any]:
+def _decoded(path: Path, begin: int, end: int, layout: Layout, *, is_repeated: bool) -> Sequence[Any]:
     """What a key holds: records, Conversations, or the reason why it has none."""
     key = (path, changed_at(path), begin, layout)
     if (kept := _PACKS.get(key)) is not None:
         return kept
     group = KeyMembers(path, members_between(path, begin, end))
-    if tar_index(path).is_repeated(begin):
+    if is_repeated:
         detail = f"the key {group.key} is at byte {begin} and elsewhere in {path.name}; keys must be unique, and their"
         return [Reject(Reason.MISSING_FIELD, f"{detail} parts adjacent")]
     try:

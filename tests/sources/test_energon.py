@@ -1,5 +1,6 @@
 """Energon datasets as input: made by `energon prepare`, read by their field_map, split, and Metadataset."""
 
+import io
 import json
 import logging
 import subprocess
@@ -8,8 +9,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 from energon_packed import PackOptions, pack
 from energon_packed.errors import SourceError
@@ -165,22 +168,213 @@ def test_splits_and_exclusions(tmp_path: Path) -> None:
         read(folder)
 
 
-def test_code_of_a_dataset_is_never_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    readable = [("0.jpg", picture(1)), ("0.txt", "A text.")]
-    for name, members in {"parts": readable, "own": [("0.jpg", picture(1)), ("0.xyz", "A text.")]}.items():
-        folder = dataset(tmp_path / name, members, "CaptioningSample", {})
-        kind = {"__module__": "megatron.energon", "__class__": "CaptioningSample"}
-        loader = {"sample_loader": "sample_loader.py:load", "part_filter": "sample_loader.py:parts"}
-        write_yaml(folder / ".nv-meta" / "dataset.yaml", {"sample_type": kind, **loader})
-        (folder / ".nv-meta" / "sample_loader.py").write_text("raise SystemExit('this was run')\n")
+LOADER = """
+import __main__
+__main__.loader_was_run = True
+
+def sample_loader(raw):
+    about = raw["json"]
+    return {
+        "__key__": f"{raw['__key__']}-asked",
+        "image": raw["jpg"],
+        "context": f"{about['q']} ({raw['cls']})",
+        "answers": tuple(about["a"]),
+        "answer_weights": np.array(about["w"]),
+    }
+
+def part_filter(part):
+    return part in ("jpg", "json", "cls")
+
+import numpy as np
+"""
+
+
+def with_loader(folder: Path, members: list[tuple[str, Any]], code: str, kind: str = "VQASample", **more: Any) -> Path:
+    dataset(folder, members, kind, {})
+    names = {"sample_loader": "sample_loader.py:sample_loader", "part_filter": "sample_loader.py:part_filter"}
+    sample_type = {"__module__": "megatron.energon", "__class__": kind}
+    write_yaml(folder / ".nv-meta" / "dataset.yaml", {"sample_type": sample_type, **names, **more})
+    (folder / ".nv-meta" / "sample_loader.py").write_text(code)
+    return folder
+
+
+def asked(number: int) -> list[tuple[str, Any]]:
+    about = {"q": f"What is {number}?", "a": ["no", f"It is {number}."], "w": [0.2, 0.8]}
+    return [(f"{number}.jpg", picture(number)), (f"{number}.json", about), (f"{number}.cls", f"{number}"),
+            (f"{number}.mp4", b"not read")]  # fmt: skip
+
+
+def test_a_sample_loader_is_refused_unless_it_is_trusted(
+    tmp_path: Path, tokenizer_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import __main__
+
+    folder = with_loader(tmp_path / "d", [*asked(0), *asked(1)], LOADER)
+    with pytest.raises(SourceError, match=r"sample_loader.py makes the samples .* set `trust_sample_loader` to"):
+        read(folder)
+    assert not hasattr(__main__, "loader_was_run")
+    found = read(folder, trust_sample_loader=True)
+    assert __main__.loader_was_run
+    del __main__.loader_was_run
+    assert [one.id for one in found] == ["0-asked", "1-asked"]
+    assert [[m.content for m in one.messages] for one in found] == [
+        [f"<image>What is {n}? ({n})", f"It is {n}."] for n in (0, 1)
+    ]
+    assert [[image.data for image in one.images] for one in found] == [[picture(0)], [picture(1)]]
+    options: dict[str, Any] = {"tokenizer": tokenizer_dir, "seq_len": 512, "workers": 2, "trust_sample_loader": True}
+    first = pack(folder, output_dir=tmp_path / "out", **options).manifest
+    assert (first.records, first.packed, first.images) == (2, 2, 2)
+    (folder / ".nv-meta" / "sample_loader.py").write_text(LOADER.replace("{about['q']} (", "{about['q']} [x] ("))
+    second = pack(folder, output_dir=tmp_path / "other", **options).manifest
+    assert second.tokens > first.tokens
+    assert second.input_fingerprint != first.input_fingerprint
+
+
+def test_images_that_a_sample_loader_makes_or_passes_on(tmp_path: Path) -> None:
+    code = """
+from PIL import Image, ImageOps
+
+def sample_loader(raw):
+    return {"sequence": ["Two: ", raw["a.jpg"], ImageOps.mirror(raw["a.jpg"]), raw["txt"]]}
+
+def part_filter(part):
+    return True
+"""
+    members = [("0.a.jpg", picture(1)), ("0.txt", " seen.")]
+    folder = with_loader(tmp_path / "d", members, code, "InterleavedSample", part_filter=["a.jpg", "txt"])
+    (source,) = open_sources([folder], work_dir=tmp_path, trust_sample_loader=True)
+    (row,) = source.scan(0, source.extent())
+    assert row.record["text"] == "Two: <image><image> seen."
+    whole, mirrored = row.record["images"]
+    assert (whole.path, whole.read()) == (str(folder / "shard-0.tar"), picture(1))
+    made, given = (np.asarray(Image.open(io.BytesIO(one.read()))) for one in (mirrored, whole))
+    assert np.array_equal(made, given[:, ::-1])
+    assert mirrored.read().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise SystemExit('stop')", r"sample_loader.py cannot be run: SystemExit: stop"),
+        ("def (", r"sample_loader.py cannot be run: SyntaxError"),
+        ("def part_filter(part): return True", "sample_loader.py has no function sample_loader"),
+        ("def sample_loader(raw): return {}", "sample_loader.py has no function part_filter"),
+    ],
+)
+def test_a_sample_loader_that_cannot_be_run(tmp_path: Path, code: str, message: str) -> None:
+    folder = with_loader(tmp_path / "d", asked(0), code)
+    with pytest.raises(SourceError, match=message):
+        read(folder, trust_sample_loader=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason", "detail"),
+    [
+        ("raw['png']", "adapter_failed", "sample_loader.py:sample_loader raised KeyError: 'png'"),
+        ("None", "adapter_failed", "returned NoneType, not a dictionary"),
+        ("exit()", "adapter_failed", "raised SystemExit"),
+        ("skip_sample()", "dropped_by_adapter", "skipped it"),
+        ("{'image': raw['jpg'], 'answers': ['a']}", "missing_field", "no context; VQASample needs it"),
+        ("{'image': object(), 'context': 'a', 'answers': 'b'}", "adapter_failed", "returned a object; return texts"),
+        ("{'image': 'none', 'context': 'a', 'answers': 'b'}", "missing_image", "has no image 'none'"),
+    ],
+)
+def test_a_sample_that_the_loader_cannot_make_is_a_reject(tmp_path: Path, body: str, reason: str, detail: str) -> None:
+    code = (
+        "from megatron.energon import SkipSample\ndef skip_sample():\n    raise SkipSample()\n"
+        f"def sample_loader(raw):\n    return {body}\n"
+        "def part_filter(part):\n    return part in ('jpg', 'json')\n"
+    )
+    folder = with_loader(tmp_path / "d", asked(0), code)
+    (source,) = open_sources([folder], work_dir=tmp_path, trust_sample_loader=True)
+    (row,) = source.scan(0, source.extent())
+    assert row.reject is not None
+    assert row.reject.reason.value == reason
+    assert detail in row.reject.detail
+
+
+def test_a_sample_loader_of_energon_prepare_gives_what_energon_gives(tmp_path: Path) -> None:
+    """The dataset of Energon's own command, its template filled in, and its own loader beside ours."""
+    for shard in range(2):
+        members = [m for n in (0, 1) for m in asked(2 * shard + n) if not m[0].endswith("mp4")]
+        write_tar(tmp_path / f"shard-{shard}.tar", members)
+    prepare = ["prepare", "--non-interactive", "--split-ratio", "1,0,0", "--num-workers", "1"]
+    done = subprocess.run(
+        [str(ENERGON), *prepare, "--sample-type", "VQASample", str(tmp_path)],
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    file = tmp_path / ".nv-meta" / "sample_loader.py"
+    assert "TODO" in file.read_text()
+    file.write_text(LOADER.replace("import __main__\n__main__.loader_was_run = True", ""))
+    ours = {one.id: one for one in read(tmp_path, trust_sample_loader=True)}
+    import megatron.energon as energon
+
+    loader = energon.get_loader(
+        energon.get_train_dataset(
+            tmp_path, worker_config=energon.WorkerConfig(rank=0, world_size=1, num_workers=0), batch_size=1,
+            shuffle_buffer_size=None, max_samples_per_sequence=None, repeat=False,
+        )
+    )  # fmt: skip
+    theirs = {batch.__key__[0]: batch for batch in loader}
+    assert {f"{key.rpartition('/')[2]}" for key in theirs} == set(ours)
+    for key, batch in theirs.items():
+        turns = [message.content for message in ours[key.rpartition("/")[2]].messages]
+        answers, weights = batch.answers[0], batch.answer_weights[0]
+        assert turns == [f"<image>{batch.context[0]}", answers[int(np.argmax(weights))]]
+
+
+def test_crude_data_and_code_that_is_not_trusted_go_to_an_adapter(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "crude_adapter.py").write_text(
+        "def read(parts):\n"
+        "    text = parts['xyz'].decode() + ' ' + parts['json']['more']\n"
+        "    return {'id': parts['id'], 'images': [parts['jpg']], 'captions': [text]}\n"
+    )
+    members = [("0.jpg", picture(1)), ("0.xyz", "A text."), ("0.json", {"more": "And more."})]
+    crude = dataset(tmp_path / "crude", members, "", {})
+    write_yaml(crude / ".nv-meta" / "dataset.yaml", {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"})
+    code = with_loader(tmp_path / "code", members, "raise SystemExit('this was run')\n")
+    plain = write_tar(tmp_path / "plain.tar", members)
+    for name, path in {"crude": crude, "code": code, "plain": plain}.items():
+        result = pack(
+            path, output_dir=tmp_path / f"{name}-out", tokenizer=tokenizer_dir, seq_len=512, workers=1,
+            adapter="crude_adapter:read",
+        )  # fmt: skip
+        (found,) = _packs(result.shards)
+        assert (found["ids"], found["captions"]) == (["0"], [["A text. And more."]])
+        assert result.manifest.images == 1
+
+
+def test_packs_of_another_packer_need_no_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    value = {"images": [["img0_0.jpg"]], "prompts": [["What?"]], "captions": [["It."]], "sample_count": 1}
+    members = [("0.json", value), ("0.img0_0.jpg", picture(1))]
+    folder = with_loader(tmp_path / "d", members, "raise SystemExit('this was run')\n", "PackedCaptioningSample")
+    with caplog.at_level(logging.WARNING):
+        assert said(folder) == [["<image>What?", "It."]]
+    assert "names a sample_loader for PackedCaptioningSample, code that is not run; its samples are" in caplog.text
+
+
+def test_an_unknown_class_is_read_by_its_parts_where_they_say_what_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, members in {
+        "parts": [("0.jpg", picture(1)), ("0.txt", "A text.")],
+        "own": [("0.jpg", picture(1)), ("0.xyz", "A text.")],
+    }.items():
+        folder = dataset(tmp_path / name, members, "", {})
+        kind = {"__module__": "my.samples", "__class__": "MySample"}
+        write_yaml(folder / ".nv-meta" / "dataset.yaml", {"sample_type": kind, "field_map": {"a": "txt"}})
     with caplog.at_level(logging.WARNING):
         assert said(tmp_path / "parts") == [["<image>", "A text."]]
-    assert "names a sample_loader for CaptioningSample, code that is not run; its samples are read by" in caplog.text
+    assert "names the sample class MySample, code that is not run; its samples are read by" in caplog.text
     with pytest.raises(
         SourceError, match="code that is not run, and the parts of shard-0.tar do not say .* `adapter`"
     ):
         read(tmp_path / "own")
-    crude = dataset(tmp_path / "crude", readable, "", {})
+    crude = dataset(tmp_path / "crude", [("0.jpg", picture(1)), ("0.txt", "A text.")], "", {})
     write_yaml(crude / ".nv-meta" / "dataset.yaml", {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"})
     assert said(crude) == [["<image>", "A text."]]
 

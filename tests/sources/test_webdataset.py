@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from energon_packed import PackOptions, pack
 from energon_packed.errors import SourceError
 from energon_packed.records import MediaReference
-from energon_packed.sources import open_sources
+from energon_packed.sources import open_sources, tar_members
 from energon_packed.sources.tar_members import tar_index
 from tests.sources.tars import conversations, picture, write_tar
 
@@ -113,7 +114,8 @@ def test_images_are_byte_ranges_and_nothing_is_copied(tmp_path: Path) -> None:
     (image,) = row.record["images"]
     assert image == MediaReference(path=str(path), offset=512, size=len(picture(1)))
     assert image.read() == picture(1)
-    assert not (tmp_path / "work").exists()
+    made = [file for file in (tmp_path / "work").rglob("*") if file.is_file()]
+    assert [file.suffix for file in made] == [".tarindex"]
 
 
 @given(sizes=st.lists(st.integers(0, 1500), max_size=12), step=st.integers(1, 4000))
@@ -207,6 +209,24 @@ def test_packing_a_tar_reads_its_bytes_once(tmp_path: Path, tokenizer_dir: Path)
     read = _read_bytes() - before
     assert (result.manifest.records, result.manifest.images) == (500, 500)
     assert read <= 1.2 * path.stat().st_size, read / path.stat().st_size
+
+
+def test_a_second_process_does_not_read_all_headers_again(tmp_path: Path) -> None:
+    members: list[tuple[str, Any]] = [(f"{number % 1999:05d}.txt", f"Text {number}.") for number in range(2000)]
+    path = write_tar(tmp_path / "a.tar", members)
+    (source,) = open_sources([path], work_dir=tmp_path / "work")
+    rows = list(source.scan(0, source.extent()))
+    assert [row.address for row in rows if row.reject is not None] == [0, rows[-1].address]  # 00000 occurs twice
+    (kept,) = (tmp_path / "work" / "converted").glob("*.tarindex")
+    there = pickle.loads(pickle.dumps(source))
+    tar_members._tar_index.cache_clear()
+    before = _read_bytes()
+    assert there.read(rows[77].address, rows[77].size) == rows[77]
+    assert _read_bytes() - before < 40_000 + kept.stat().st_size
+    assert list(there.scan(0, there.extent())) == rows
+    kept.unlink()
+    tar_members._tar_index.cache_clear()
+    assert list(there.scan(0, there.extent())) == rows
 
 
 def _read_bytes() -> int:
