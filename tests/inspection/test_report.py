@@ -1,5 +1,6 @@
 """The report, as a browser sees it where there is one: charts, gallery, nothing run or fetched that data asks for."""
 
+import html
 import json
 import re
 import shutil
@@ -9,15 +10,26 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from energon_packed import pack
+from energon_packed import ChatEncoder, pack
 from energon_packed.cli.report import command
+from energon_packed.demo import DemoDataset
 from energon_packed.errors import ConfigError
+from energon_packed.formats import codec_for
+from energon_packed.inspection.charts import integer_bins, log_integer_bins
+from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.kinds import KINDS, map_pack
+from energon_packed.inspection.report import _zoomed
+from energon_packed.inspection.report_data import gather
+from energon_packed.inspection.tokens import token_rows
+from energon_packed.shards.reader import ShardReader
 from tests.conftest import FLAVORS, Packer
 
 EVIL = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\"></p></article>"
+RECORD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Blue."}]}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -43,18 +55,23 @@ class _Page(HTMLParser):
     def count(self, tag: str) -> int:
         return sum(name == tag for name, _ in self.tags)
 
+    def packs(self) -> list[dict[str, str | None]]:
+        """Attributes of each pack of the gallery."""
+        return [attrs for tag, attrs in self.tags if tag == "details" and attrs.get("class") == "pack"]
+
 
 @pytest.fixture(scope="module")
 def evil(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report over records that hold markup wherever a record can."""
     root = tmp_path_factory.mktemp("evil")
     records: list[Any] = [
-        {"id": f"{EVIL}{i}", "prompts": [f"{EVIL} {i}?"], "captions": [f"{EVIL} blue {'circle ' * (i % 9)}"]}
+        {"id": f"{EVIL}{i}", f"field {EVIL}": 1, "prompts": [f"{EVIL} {i}?"], "captions": [f"{EVIL} blue {'circle ' * (i % 9)}"]}
         for i in range(400)
     ]
     records.append({"id": EVIL, "messages": [{"role": EVIL, "content": "x"}]})
-    (root / "d.jsonl").write_text("\n".join(map(json.dumps, records)))
-    pack(root / "d.jsonl", output_dir=root / "out", tokenizer=tokenizer_dir, seq_len=512, workers=1)
+    data = root / f"<b onload=x>$y_1$&amp;{'x' * 60}.jsonl"
+    data.write_text("\n".join(map(json.dumps, records)))
+    pack(data, output_dir=root / "out", tokenizer=tokenizer_dir, seq_len=512, workers=1)
     result = run(root / "out", "-o", root / "report.html")
     assert result.exit_code == 0, result.output
     return root / "report.html"
@@ -65,6 +82,8 @@ def test_markup_in_data_is_text(evil: Path) -> None:
     assert page.count("script") == 1
     assert not [attrs for tag, attrs in page.tags if "onerror" in attrs or "onload" in attrs]
     assert any("<script>document.title" in text for text in page.text)
+    assert any(f"field {EVIL}" in text for text in page.text)  # of the fields not used
+    assert any("<b onload=x>$y_1$&amp;xxx" in text for text in page.text)  # of the sources
     policy = next(attrs for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")["content"]
     assert policy is not None
     assert "default-src 'none'" in policy
@@ -83,7 +102,7 @@ def test_in_a_browser(evil: Path, tmp_path: Path) -> None:
     assert title is not None
     assert title[1] == str(evil.parent / "out")  # what the planted script would have changed
     assert sum(tag == "figure" for tag, _ in page.tags) == 4
-    packs = [attrs for tag, attrs in page.tags if tag == "details"]
+    packs = page.packs()
     hidden = [attrs for attrs in packs if "hidden" in attrs]
     assert len(packs) - len(hidden) == 10
     assert re.search(r"page 1 of \d", done.stdout)
@@ -96,7 +115,7 @@ def test_in_a_browser(evil: Path, tmp_path: Path) -> None:
     )
     after = _browse(pressed, tmp_path)
     assert re.search(r"page 2 of \d", after.stdout)
-    packs = [attrs for tag, attrs in _Page(after.stdout).tags if tag == "details"]
+    packs = _Page(after.stdout).packs()
     assert all("hidden" in attrs for attrs in packs[:10])
     assert "hidden" not in packs[10]
 
@@ -122,12 +141,195 @@ def test_every_flavor(pack_demo: Packer, flavor: str, tmp_path: Path) -> None:
         assert f"{value:,}" in text
     assert all(shard.name in text for shard in result.manifest.shards)
     assert all(reason in text for reason in result.manifest.rejects)
-    assert page.count("figure") == (4 if flavor != "MultiMixQASample" else 2)
+    assert page.count("figure") == (6 if flavor != "MultiMixQASample" else 4)
+    assert f"{result.manifest.supervised_tokens:,} of {result.manifest.tokens:,}" in text
     assert page.count("img") > 0
     assert any(given.get("class") == "map" for _, given in page.tags) is (flavor != "MultiMixQASample")
     again = run(result.shards.parent, "-o", tmp_path / "again.html")
     assert again.exit_code == 0
     assert (tmp_path / "again.html").read_bytes() == (tmp_path / "r.html").read_bytes()
+
+
+NARROW = """<script>
+const clipped = [...document.body.querySelectorAll("*")].filter((e) => {
+  const box = e.getBoundingClientRect(), style = getComputedStyle(e);
+  const cut = style.overflowX !== "visible" && e.scrollWidth > e.clientWidth + 1;
+  return !e.closest("svg *, thead") && (cut || box.right > innerWidth + 1 || box.left < -1);
+});
+parent.document.title = JSON.stringify({width: innerWidth, page: document.documentElement.scrollWidth,
+  cells: getComputedStyle(document.querySelector("td")).display,
+  clipped: clipped.map((e) => e.outerHTML.slice(0, 200))});
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+def test_narrow_screens_show_everything(evil: Path, pack_demo: Packer, tmp_path: Path) -> None:
+    shards = pack_demo(max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}).shards
+    mix = tmp_path / "mix.yaml"
+    entries = "".join(f"      - {{path: {path}, weight: 1}}\n" for path in (shards, evil.parent / "out", "y" * 200))
+    mix.write_text(f"splits:\n  train:\n    blend:\n{entries}  val:\n    path: {shards}\n")
+    assert run(shards, "-o", tmp_path / "packed.html").exit_code == 0
+    assert run(mix, "-o", tmp_path / "mixed.html").exit_code == 0
+    for page in (evil, tmp_path / "packed.html", tmp_path / "mixed.html"):
+        for width, cells in ((360, "grid"), (1280, "table-cell")):
+            measured = tmp_path / "measured.html"
+            text = re.sub(r"<meta http-equiv=.*?>", "", page.read_text(), count=1)
+            frame = html.escape(text.replace("</body>", f"{NARROW}</body>"))  # windows have a minimum width
+            style = f"width: {width}px; height: 800px; border: 0"
+            measured.write_text(f'<title></title><iframe style="{style}" scrolling="no" srcdoc="{frame}"></iframe>')
+            done = _browse(measured, tmp_path / "profile")
+            title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
+            assert title is not None
+            found = json.loads(html.unescape(title[1]))
+            assert found == {"width": width, "page": width, "cells": cells, "clipped": []}
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_kinds_are_those_of_the_training_batch(pack_demo: Packer, encoder: ChatEncoder, flavor: str) -> None:
+    multiple = 1 if flavor == "MultiMixQASample" else 16
+    options: dict[str, Any] = {"overlong": "truncate", "seq_len": 256} if flavor == FLAVORS[0] else {}
+    result = pack_demo(sample_class=flavor, pad_multiple=multiple, **options)
+    codec = codec_for(flavor)
+    reader = ShardReader([result.shards / shard.name for shard in result.manifest.shards])
+    supervised = 0
+    for number in range(len(reader)):
+        mapped = map_pack(reader[number], codec, encoder, multiple=multiple)
+        kinds: list[list[str]] = []
+        for segment in mapped.segments:
+            assert segment.problem is None
+            assert segment.start % multiple == 0
+            assert segment.runs[0][1] == segment.start
+            kinds.append([kind for kind, _, length in segment.runs for _ in range(length)])
+            assert segment.tokens == {kind: kinds[-1].count(kind) for kind in KINDS}
+        expected: list[list[str]] = [[] for _ in mapped.segments]
+        for row in token_rows(reader[number], encoder, codec):
+            is_target = row.label >= 0 and len(expected[row.segment]) > 0
+            kind = "image" if row.token == encoder.image_token_id else "supervised" if is_target else "other"
+            expected[row.segment].append(kind)
+        assert kinds == expected
+        supervised += sum(segment.count("supervised") for segment in expected)
+        assert mapped.supervised == sum(segment.count("supervised") for segment in expected)
+    assert result.manifest.supervised_tokens == supervised > 0
+    if options:
+        assert result.manifest.truncated > 0
+
+
+def test_a_sample_that_encodes_differently_has_no_kinds(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    result = pack_demo(sample_class="PackedMultiMixQASample")
+    codec = codec_for("PackedMultiMixQASample")
+    raw = ShardReader([result.shards / result.manifest.shards[0].name])[0]
+    value = json.loads(raw["json"])
+    value["samples"][0]["length"] += 1
+    segments = map_pack({**raw, "json": json.dumps(value).encode()}, codec, encoder).segments
+    assert "tokens, but" in str(segments[0].problem)
+    assert (segments[0].runs, segments[1].problem) == ((), None)
+
+
+def test_integers_have_bins_of_integers() -> None:
+    for values in ([3], [0, 1, 2, 7], list(range(60))):
+        edges = integer_bins(values)
+        assert np.diff(edges).tolist() == [1] * (max(values) - min(values) + 1)
+        counts, _ = np.histogram(values, edges)
+        assert counts.tolist() == [values.count(n) for n in range(min(values), max(values) + 1)]
+    for values in ([5, 700, 64], [1, 1000]):
+        widths = np.diff(integer_bins(values))
+        assert set(widths.tolist()) == {widths[0]}
+        assert widths[0].is_integer()
+        assert len(widths) <= 60
+    for values in ([7], [1, 2, 3], [1, 90, 4000], list(range(1, 3000))):
+        edges = log_integer_bins(values)
+        counts, _ = np.histogram(values, edges)
+        assert counts.sum() == len(values)
+        assert ((edges % 1) == 0.5).all()
+        assert (np.diff(edges) >= 1).all()
+
+
+def test_the_least_utilized_packs_are_listed_and_the_chart_shows_the_others(pack_demo: Packer, tmp_path: Path) -> None:
+    result = pack_demo(max_packs_per_shard=3)
+    tokens = {}
+    codec = codec_for(result.manifest.sample_class)
+    for shard in result.manifest.shards:
+        reader = ShardReader([result.shards / shard.name])
+        for number in range(len(reader)):
+            raw = reader[number]
+            tokens[str(raw["__key__"]), shard.name] = sum(n or 0 for n in codec.lengths(raw))
+    data = gather(PackedFolder.open(result.shards), None)
+    assert [(p.key, p.shard) for p in data.worst] == sorted(tokens, key=lambda name: (tokens[name], name))[:10]
+    assert sum(p.tokens for p in data.measured) == result.manifest.tokens
+    assert sum(sum(p.images) for p in data.measured) == result.manifest.images
+    assert run(result.shards, "-o", tmp_path / "r.html").exit_code == 0
+    text = " ".join(_Page((tmp_path / "r.html").read_text()).text)
+    assert f"{100 * data.worst[0].tokens / result.manifest.seq_len:.2f}%" in text
+    assert _zoomed([99.0, 99.5, 99.9, 99.7] * 10 + [3.0]) == ([99.0, 99.5, 99.9, 99.7] * 10, 1)
+    assert _zoomed([50.0, 60.0, 70.0]) == ([50.0, 60.0, 70.0], 0)
+    assert _zoomed([100.0] * 9) == ([100.0] * 9, 0)
+
+
+def test_warnings_and_settings(
+    demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [{**RECORD, "url": "u", "id": f"r{i}"} for i in range(40)] + [{"id": "none"}]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, records)))
+    out, inputs = tmp_path / "out", [tmp_path / "d.jsonl", demo.jsonl]
+    options: dict[str, Any] = {"tokenizer": tokenizer_dir, "seq_len": 1024, "workers": 1, "max_reject_rate": 1}
+    result = pack(inputs, output_dir=out, split={"train": 0.999, "test": 0.001}, **options)
+    text = _report(out, tmp_path)
+    rejected = result.manifest.records - result.manifest.packed
+    assert f"{rejected} of {result.manifest.records} records (" in text
+    assert "split test has no pack, with a share of 0.001" in text
+    assert "no reader uses 1 field (url) of the records" in text
+    assert "kinds of tokens (image, supervised, other) are not shown" not in text
+    for entry, path, count in zip(result.manifest.sources, inputs, (41, demo.records), strict=True):
+        assert (entry.path, entry.records) == (str(path), count)
+        assert str(path) in text
+    assert f"{tokenizer_dir} (fingerprint {result.manifest.tokenizer_fingerprint[:12]})" in text
+    assert f"SHA-256 {result.manifest.template_fingerprint[:12]}; " in text
+    assert "pixels; from" in text
+
+    shard = out / "webdataset" / result.manifest.shards[0].name
+    shard.write_bytes(shard.read_bytes() + b"\0" * 512)
+    manifest = out / "webdataset" / ".nv-meta" / "packing.json"
+    manifest.write_text(manifest.read_text().replace(str(tokenizer_dir), "/nowhere/tokenizer"))
+    moved = _report(out, tmp_path)
+    assert f"the size of 1 shard ({shard.name}) is not the one in packing.json" in moved
+    assert "the tokenizer /nowhere/tokenizer of packing.json does not exist here; use --tokenizer" in moved
+    assert "Kinds of tokens need --tokenizer" in moved
+    assert f"{result.manifest.supervised_tokens:,} of {result.manifest.tokens:,}" in moved  # of packing.json
+    given = _report(out, tmp_path, "--tokenizer", tokenizer_dir)
+    assert "kinds of tokens, by their ids and labels" in given
+
+
+def _report(path: Path, folder: Path, *arguments: object) -> str:
+    """The text of the page."""
+    result = run(path, "-o", folder / "r.html", *arguments)
+    assert result.exit_code == 0, result.output
+    return " ".join(" ".join(_Page((folder / "r.html").read_text()).text).split())
+
+
+def test_a_blend_has_totals_and_shares(pack_demo: Packer, tmp_path: Path) -> None:
+    a, b = pack_demo(max_packs_per_shard=3), pack_demo(max_packs_per_shard=3, seq_len=512)
+    mix = tmp_path / "mix.yaml"
+    paths = [a.shards, b.shards]
+    weighted = "".join(f"      - {{path: {path}, weight: {n}}}\n" for path, n in zip(paths, (3, 1), strict=True))
+    mix.write_text(f"splits:\n  train:\n    blend:\n{weighted}")
+    text = _report(mix, tmp_path)
+    packs, tokens = [one.manifest.packs for one in (a, b)], [one.manifest.tokens for one in (a, b)]
+    assert f"{sum(packs):,}" in text
+    assert f"{sum(tokens):,}" in text
+    largest = packs.index(max(packs))
+    draws = packs[largest] / (0.75, 0.25)[largest]
+    drawn = [share * draws / count * size for share, count, size in zip((0.75, 0.25), packs, tokens, strict=True)]
+    assert f"draws {draws:,.0f} packs" in text
+    assert f"{sum(drawn):,.0f} tokens, counted" in text
+    for share in (0.75, 0.25, drawn[0] / sum(drawn), drawn[1] / sum(drawn)):
+        assert f"{share:.2%}" in text
+    repeated = weighted.replace("weight", "repetitions")
+    mix.write_text(f"splits:\n  train:\n    blend_epochized:\n{repeated}      - {{path: gone, repetitions: 1}}\n")
+    broken = _report(mix, tmp_path)
+    assert "1 of 3 datasets cannot be read; the totals are without it" in broken
+    assert f"{sum(packs):,}" in broken
+    mix.write_text(f"splits:\n  train:\n    blend_epochized:\n{repeated}")
+    assert f"One epoch draws {3 * packs[0] + packs[1]:,} packs" in _report(mix, tmp_path)
 
 
 def test_a_blend(pack_demo: Packer, tmp_path: Path) -> None:
