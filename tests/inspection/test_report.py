@@ -10,21 +10,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from energon_packed import ChatEncoder, pack
+from energon_packed import pack
 from energon_packed.cli.report import command
 from energon_packed.demo import DemoDataset
 from energon_packed.errors import ConfigError
 from energon_packed.formats import codec_for
-from energon_packed.inspection.charts import integer_bins, log_integer_bins
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.kinds import KINDS, map_pack
 from energon_packed.inspection.report import _zoomed
 from energon_packed.inspection.report_data import gather
-from energon_packed.inspection.tokens import token_rows
 from energon_packed.shards.reader import ShardReader
 from tests.conftest import FLAVORS, Packer
 
@@ -65,9 +61,15 @@ def evil(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report over records that hold markup wherever a record can."""
     root = tmp_path_factory.mktemp("evil")
     records: list[Any] = [
-        {"id": f"{EVIL}{i}", f"field {EVIL}": 1, "prompts": [f"{EVIL} {i}?"], "captions": [f"{EVIL} blue {'circle ' * (i % 9)}"]}
+        {
+            "id": f"{EVIL}{i}",
+            f"field {EVIL}": 1,
+            "prompts": [f"{EVIL} {i}?"],
+            "captions": [f"{EVIL} blue {'circle ' * (i % 9)}"],
+        }
         for i in range(400)
     ]
+    records[0][f"field {EVIL}"] = 1
     records.append({"id": EVIL, "messages": [{"role": EVIL, "content": "x"}]})
     data = root / f"<b onload=x>$y_1$&amp;{'x' * 60}.jsonl"
     data.write_text("\n".join(map(json.dumps, records)))
@@ -182,66 +184,6 @@ def test_narrow_screens_show_everything(evil: Path, pack_demo: Packer, tmp_path:
             assert title is not None
             found = json.loads(html.unescape(title[1]))
             assert found == {"width": width, "page": width, "cells": cells, "clipped": []}
-
-
-@pytest.mark.parametrize("flavor", FLAVORS)
-def test_kinds_are_those_of_the_training_batch(pack_demo: Packer, encoder: ChatEncoder, flavor: str) -> None:
-    multiple = 1 if flavor == "MultiMixQASample" else 16
-    options: dict[str, Any] = {"overlong": "truncate", "seq_len": 256} if flavor == FLAVORS[0] else {}
-    result = pack_demo(sample_class=flavor, pad_multiple=multiple, **options)
-    codec = codec_for(flavor)
-    reader = ShardReader([result.shards / shard.name for shard in result.manifest.shards])
-    supervised = 0
-    for number in range(len(reader)):
-        mapped = map_pack(reader[number], codec, encoder, multiple=multiple)
-        kinds: list[list[str]] = []
-        for segment in mapped.segments:
-            assert segment.problem is None
-            assert segment.start % multiple == 0
-            assert segment.runs[0][1] == segment.start
-            kinds.append([kind for kind, _, length in segment.runs for _ in range(length)])
-            assert segment.tokens == {kind: kinds[-1].count(kind) for kind in KINDS}
-        expected: list[list[str]] = [[] for _ in mapped.segments]
-        for row in token_rows(reader[number], encoder, codec):
-            is_target = row.label >= 0 and len(expected[row.segment]) > 0
-            kind = "image" if row.token == encoder.image_token_id else "supervised" if is_target else "other"
-            expected[row.segment].append(kind)
-        assert kinds == expected
-        supervised += sum(segment.count("supervised") for segment in expected)
-        assert mapped.supervised == sum(segment.count("supervised") for segment in expected)
-    assert result.manifest.supervised_tokens == supervised > 0
-    if options:
-        assert result.manifest.truncated > 0
-
-
-def test_a_sample_that_encodes_differently_has_no_kinds(pack_demo: Packer, encoder: ChatEncoder) -> None:
-    result = pack_demo(sample_class="PackedMultiMixQASample")
-    codec = codec_for("PackedMultiMixQASample")
-    raw = ShardReader([result.shards / result.manifest.shards[0].name])[0]
-    value = json.loads(raw["json"])
-    value["samples"][0]["length"] += 1
-    segments = map_pack({**raw, "json": json.dumps(value).encode()}, codec, encoder).segments
-    assert "tokens, but" in str(segments[0].problem)
-    assert (segments[0].runs, segments[1].problem) == ((), None)
-
-
-def test_integers_have_bins_of_integers() -> None:
-    for values in ([3], [0, 1, 2, 7], list(range(60))):
-        edges = integer_bins(values)
-        assert np.diff(edges).tolist() == [1] * (max(values) - min(values) + 1)
-        counts, _ = np.histogram(values, edges)
-        assert counts.tolist() == [values.count(n) for n in range(min(values), max(values) + 1)]
-    for values in ([5, 700, 64], [1, 1000]):
-        widths = np.diff(integer_bins(values))
-        assert set(widths.tolist()) == {widths[0]}
-        assert widths[0].is_integer()
-        assert len(widths) <= 60
-    for values in ([7], [1, 2, 3], [1, 90, 4000], list(range(1, 3000))):
-        edges = log_integer_bins(values)
-        counts, _ = np.histogram(values, edges)
-        assert counts.sum() == len(values)
-        assert ((edges % 1) == 0.5).all()
-        assert (np.diff(edges) >= 1).all()
 
 
 def test_the_least_utilized_packs_are_listed_and_the_chart_shows_the_others(pack_demo: Packer, tmp_path: Path) -> None:

@@ -234,6 +234,13 @@ def test_data_of_other_packers_is_checked_as_far_as_it_tells(copy: Path, tokeniz
     assert "pack-000001.tar: truncated inside" in run(copy).output
 
 
+def test_supervised_tokens_are_those_of_the_packs(copy: Path) -> None:
+    assert run(copy).exit_code == 0
+    _edit_manifest(copy, lambda value: value.update(supervised_tokens=value["supervised_tokens"] + 1))
+    assert re.search(r"the tars have [\d,]+ supervised tokens, packing.json says", " ".join(run(copy).output.split()))
+    assert run(copy, "--fast").exit_code == 0
+
+
 def test_utilization_is_that_of_the_packs(copy: Path) -> None:
     _edit_manifest(copy, lambda value: value.update(utilization=0.5))
     assert "packing.json has utilization 0.5; tokens over" in " ".join(run(copy, "--fast").output.split())

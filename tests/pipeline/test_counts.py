@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from energon_packed import Conversation, PackingManifest, PackResult
+from energon_packed import ChatEncoder, Conversation, EncodedSample, PackingManifest, PackResult, Processor, pack
 from energon_packed.cli.display import result_table
+from energon_packed.encoding import Measurement
 from energon_packed.pipeline import reader as reader_module
 from energon_packed.pipeline.chunks import count_texts
 from energon_packed.pipeline.table import most_common
+from energon_packed.records import Message
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+MESSAGES = tuple(Message(**turn) for turn in TURNS)
 CONVERSATION = Conversation(text="hello")
 
 
@@ -87,5 +90,49 @@ def test_a_manifest_of_an_earlier_version_loads(build: Any) -> None:
     value = json.loads(file.read_text())
     assert value["format_version"] == 1
     assert (value.pop("unused_fields"), value.pop("notes")) == ({}, {})
+    for name in ("supervised_tokens", "template_fingerprint", "split", "sources"):
+        del value[name]
     file.write_text(json.dumps(value))
-    assert PackingManifest.load(result.shards).notes == {}
+    loaded = PackingManifest.load(result.shards)
+    assert (loaded.notes, loaded.sources, loaded.supervised_tokens) == ({}, [], None)
+
+
+def test_sources_are_counted_one_by_one_up_to_a_limit(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = []
+    for number, records in enumerate([2, 0, 3, 1]):
+        inputs.append(tmp_path / f"{number}.jsonl")
+        inputs[-1].write_text("".join(json.dumps({"messages": TURNS}) + "\n" for _ in range(records)) + "{broken\n")
+    manifest = build(inputs=inputs).manifest
+    length = manifest.tokens // 6
+    expected = [(str(path), n + 1, n, n * length) for path, n in zip(inputs, [2, 0, 3, 1], strict=True)]
+    assert [(one.path, one.records, one.packed, one.tokens) for one in manifest.sources] == expected
+    assert PackingManifest.load(tmp_path / "out").sources == manifest.sources
+    monkeypatch.setattr("energon_packed.pipeline.index._MOST_SOURCES", 2)
+    cut = build(inputs=inputs, overwrite=True, resume=False).manifest
+    assert [(one.path, one.records, one.packed, one.tokens) for one in cut.sources] == [
+        *expected[:2],
+        ("(others)", 6, 4, 4 * length),
+    ]
+
+
+def test_supervised_tokens_of_a_processor_of_ones_own(
+    encoder: ChatEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(Processor):
+        def encode(self, conversation: Conversation) -> EncodedSample:
+            return encoder.encode(conversation)
+
+    data = tmp_path / "own.jsonl"
+    data.write_text("".join(json.dumps({"messages": TURNS}) + "\n" for _ in range(3)))
+    options: dict[str, Any] = {"output_dir": tmp_path / "own", "seq_len": 256, "workers": 1}
+    manifest = pack(data, encoder=Own(), **options).manifest
+    assert manifest.supervised_tokens == 3 * encoder.encode(Conversation(messages=MESSAGES)).num_supervised
+    assert manifest.template_fingerprint == ""
+
+    def silent(self: Own, conversations: Any, *, keep_tokens: bool = False) -> list[Measurement]:
+        return [Measurement(len(self.encode(one))) for one in conversations]
+
+    monkeypatch.setattr(Own, "measure", silent)
+    assert pack(data, encoder=Own(), overwrite=True, **options).manifest.supervised_tokens is None

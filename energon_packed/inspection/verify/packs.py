@@ -33,7 +33,7 @@ class TarContents:
 
     Attributes:
         name: file name of the tar.
-        counts: packs, samples, images and tokens.
+        counts: packs, samples, images and tokens; supervised tokens of the samples that were encoded.
         samples: (id, checksum of its text or tokens, key of its pack) of every sample, in order.
         shortest: tokens of the two shortest samples that may share a row, by kind.
         packs, images, fit, encoded: checks of this tar.
@@ -127,6 +127,7 @@ class PackChecker:
             here.encoded.fail(f"{where} has {len(one)} tokens, recorded are {recorded}")
         if one.num_supervised == 0:
             here.encoded.fail(f"{where} has no supervised token")
+        here.counts["supervised tokens"] += one.num_supervised
         return len(one)
 
 
@@ -176,7 +177,7 @@ def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: 
     yield joined.encoded
     if manifest is None:
         return
-    yield _sums(manifest, contents, total)
+    yield _sums(manifest, contents, total, encoded=not fast)
     if folder.codec.packed and len(contents) == len(manifest.shards):
         yield _samples_share_rows(folder.codec, manifest, contents, total)
 
@@ -239,7 +240,7 @@ def _checksum(conversation: Conversation) -> int:
     return zlib.crc32("\0".join(texts).encode(errors="replace"))
 
 
-def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter[str]) -> Check:
+def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter[str], *, encoded: bool) -> Check:
     check = Check("sums match packing.json", found=f"{total['tokens']:,} tokens")
     entries: dict[str, Any] = {shard.name: shard for shard in manifest.shards}
     for one in contents:
@@ -247,12 +248,15 @@ def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter
             recorded = getattr(entries[one.name], name)
             if one.counts[name] != recorded:
                 check.fail(f"{one.name} has {one.counts[name]} {name}, packing.json says {recorded}")
-    for name, recorded in (
-        ("packs", manifest.packs),
-        ("samples", manifest.packed),
-        ("tokens", manifest.tokens),
-        ("images", manifest.images),
-    ):
+    totals = {
+        "packs": manifest.packs,
+        "samples": manifest.packed,
+        "tokens": manifest.tokens,
+        "images": manifest.images,
+    }
+    if encoded and manifest.supervised_tokens is not None:
+        totals["supervised tokens"] = manifest.supervised_tokens
+    for name, recorded in totals.items():
         if total[name] != recorded:
             check.fail(f"the tars have {total[name]:,} {name}, packing.json says {recorded:,}")
     used = manifest.tokens / max(manifest.packs * manifest.seq_len, 1)

@@ -1,0 +1,30 @@
+"""Bins of histograms."""
+
+import numpy as np
+
+from energon_packed.inspection.charts import even_bins, integer_bins, log_integer_bins
+
+
+def test_integers_have_bins_of_integers() -> None:
+    for values in ([3], [0, 1, 2, 7], list(range(60))):
+        edges = integer_bins(values)
+        assert np.diff(edges).tolist() == [1] * (max(values) - min(values) + 1)
+        counts, _ = np.histogram(values, edges)
+        assert counts.tolist() == [values.count(n) for n in range(min(values), max(values) + 1)]
+    for values in ([5, 700, 64], [1, 1000]):
+        widths = np.diff(integer_bins(values))
+        assert set(widths.tolist()) == {widths[0]}
+        assert widths[0].is_integer()
+        assert len(widths) <= 60
+    for values in ([7], [1, 2, 3], [1, 90, 4000], list(range(1, 3000))):
+        edges = log_integer_bins(values)
+        counts, _ = np.histogram(values, edges)
+        assert counts.sum() == len(values)
+        assert ((edges % 1) == 0.5).all()
+        assert (np.diff(edges) >= 1).all()
+
+
+def test_equal_values_have_a_bin() -> None:
+    for value in (0.0, 0.25, 100.0):
+        low, high = even_bins([value, value])
+        assert low < value < high

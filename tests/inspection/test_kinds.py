@@ -1,0 +1,54 @@
+"""Kinds of tokens: those of the batch that training sees."""
+
+import json
+from typing import Any
+
+import pytest
+
+from energon_packed import ChatEncoder
+from energon_packed.formats import codec_for
+from energon_packed.inspection.kinds import KINDS, map_pack
+from energon_packed.inspection.tokens import token_rows
+from energon_packed.shards.reader import ShardReader
+from tests.conftest import FLAVORS, Packer
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_kinds_are_those_of_the_training_batch(pack_demo: Packer, encoder: ChatEncoder, flavor: str) -> None:
+    multiple = 1 if flavor == "MultiMixQASample" else 16
+    options: dict[str, Any] = {"overlong": "truncate", "seq_len": 256} if flavor == FLAVORS[0] else {}
+    result = pack_demo(sample_class=flavor, pad_multiple=multiple, **options)
+    codec = codec_for(flavor)
+    reader = ShardReader([result.shards / shard.name for shard in result.manifest.shards])
+    supervised = 0
+    for number in range(len(reader)):
+        mapped = map_pack(reader[number], codec, encoder, multiple=multiple)
+        kinds: list[list[str]] = []
+        for segment in mapped.segments:
+            assert segment.problem is None
+            assert segment.start % multiple == 0
+            assert segment.runs[0][1] == segment.start
+            kinds.append([kind for kind, _, length in segment.runs for _ in range(length)])
+            assert segment.tokens == {kind: kinds[-1].count(kind) for kind in KINDS}
+        expected: list[list[str]] = [[] for _ in mapped.segments]
+        for row in token_rows(reader[number], encoder, codec):
+            is_target = row.label >= 0 and len(expected[row.segment]) > 0
+            kind = "image" if row.token == encoder.image_token_id else "supervised" if is_target else "other"
+            expected[row.segment].append(kind)
+        assert kinds == expected
+        supervised += sum(segment.count("supervised") for segment in expected)
+        assert mapped.supervised == sum(segment.count("supervised") for segment in expected)
+    assert result.manifest.supervised_tokens == supervised > 0
+    if options:
+        assert result.manifest.truncated > 0
+
+
+def test_a_sample_that_encodes_differently_has_no_kinds(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    result = pack_demo(sample_class="PackedMultiMixQASample")
+    codec = codec_for("PackedMultiMixQASample")
+    raw = ShardReader([result.shards / result.manifest.shards[0].name])[0]
+    value = json.loads(raw["json"])
+    value["samples"][0]["length"] += 1
+    segments = map_pack({**raw, "json": json.dumps(value).encode()}, codec, encoder).segments
+    assert "tokens, but" in str(segments[0].problem)
+    assert (segments[0].runs, segments[1].problem) == ((), None)
