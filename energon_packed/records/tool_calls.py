@@ -6,10 +6,9 @@ Records also give `arguments` as JSON text (OpenAI) or as `parameters` (Llama), 
 xLAM), or all as JSON text.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
-
-import orjson
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.accounting import is_given
@@ -64,7 +63,7 @@ def _function(function: Record, what: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RecordError(Reason.MISSING_FIELD, f"a call of {what} has no name: {_short(function)}")
-    given = [key for key in ("arguments", "parameters") if is_given(function.get(key))]
+    given = [key for key in ("arguments", "parameters") if function.get(key) not in (None, "", {}, [])]
     if len(given) > 1:
         raise RecordError(Reason.UNSUPPORTED_FIELD, f"a call of {name} has arguments and parameters; keep arguments")
     arguments = function[given[0]] if given else {}
@@ -77,8 +76,8 @@ def _function(function: Record, what: str) -> dict[str, Any]:
 
 def _parsed(text: str, what: str) -> Any:
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        return json.loads(text)  # orjson makes floats of integers over 64 bits
+    except (json.JSONDecodeError, RecursionError) as error:
         raise RecordError(Reason.BAD_JSON, f"{what} is not JSON: {error}; it begins with {_short(text)}") from error
 
 
