@@ -7,13 +7,17 @@ xLAM), or all as JSON text.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
+
+import orjson
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.accounting import is_given
 from energon_packed.records.fields import OBJECT, Record
 
+_LONG_NUMBER = re.compile(r"\d{19}")
 _CALL = frozenset(("id", "type", "index", "function"))
 _FUNCTION = frozenset(("name", "arguments", "parameters"))
 
@@ -75,9 +79,17 @@ def _function(function: Record, what: str) -> dict[str, Any]:
 
 
 def _parsed(text: str, what: str) -> Any:
+    def integer(digits: str) -> int:
+        if not -(2**63) <= int(digits) < 2**64:
+            raise RecordError(Reason.BAD_JSON, f"{what} holds the number {digits}, over 64 bits; write it as text")
+        return int(digits)
+
     try:
-        return json.loads(text)  # orjson makes floats of integers over 64 bits
-    except (json.JSONDecodeError, RecursionError) as error:
+        value = orjson.loads(text)
+        if _LONG_NUMBER.search(text):  # of which orjson makes a float
+            json.loads(text, parse_int=integer)
+        return value
+    except orjson.JSONDecodeError as error:
         raise RecordError(Reason.BAD_JSON, f"{what} is not JSON: {error}; it begins with {_short(text)}") from error
 
 

@@ -6,7 +6,7 @@ Role, content, weight and reasoning become a `Message`; `tool_calls`, `tool_call
 A field that nothing reads is counted, or rejected where it would change training (`accounting`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -61,7 +61,7 @@ def _keys(names: tuple[str, ...]) -> _Keys:
 
 
 def read_messages(turns: Any, what: str, media: Media) -> list[Message]:
-    """The messages of a list of turns.
+    """The messages of a list of turns; calls in turns of their own, one after another, become one turn (ms-swift).
 
     Args:
         turns: a list of objects.
@@ -71,7 +71,23 @@ def read_messages(turns: Any, what: str, media: Media) -> list[Message]:
     Raises:
         RecordError: a turn has no role or content, an unknown role, or a field that cannot be honoured.
     """
-    return [_message(turn, media) for turn in read_objects(turns, what)]
+    messages: list[Message] = []
+    for turn in read_objects(turns, what):
+        message = _message(turn, media)
+        joined = _joined(messages[-1], message) if messages and message.extra else None
+        if joined is None:
+            messages.append(message)
+        else:
+            messages[-1] = joined
+    return messages
+
+
+def _joined(message: Message, following: Message) -> Message | None:
+    """One turn with the calls of two that hold nothing else; None where they hold more."""
+    calls = [one.extra.get("tool_calls") or [] for one in (message, following)]
+    if not all(calls) or following.content.strip() or len(following.extra) > 1 or message.weight != following.weight:
+        return None
+    return replace(message, extra={**message.extra, "tool_calls": [*calls[0], *calls[1]]})
 
 
 def _message(turn: Record, media: Media) -> Message:

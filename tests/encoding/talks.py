@@ -93,6 +93,16 @@ def qwen_vl(talk: Talk) -> Pieces | None:
     return pieces
 
 
+def tagged(talk: Talk) -> Pieces | None:
+    if talk.tools or any(turn.arguments for turn in talk.turns):
+        return None
+    pieces = []
+    for turn in talk.turns:
+        thought = f"<think>{turn.reasoning}</think>" if turn.reasoning else ""
+        pieces += [(f"<|im_start|>{turn.role}\n", thought + turn.text + "<|im_end|>"), ("\n", "")]
+    return pieces
+
+
 def hermes(talk: Talk) -> Pieces | None:
     turns, pieces = talk.turns, []
     system = turns[0].text if turns[0].role == "system" else None
@@ -142,7 +152,12 @@ def llama(talk: Talk) -> Pieces | None:
     return pieces
 
 
-TEMPLATES: dict[str, Callable[[Talk], Pieces | None]] = {"QWEN_VL": qwen_vl, "HERMES": hermes, "LLAMA": llama}
+TEMPLATES: dict[str, Callable[[Talk], Pieces | None]] = {
+    "QWEN_VL": qwen_vl,
+    "HERMES": hermes,
+    "TAGGED": tagged,
+    "LLAMA": llama,
+}
 
 
 # --- records of every shape

@@ -11,6 +11,7 @@ from energon_packed.demo.tokenizer import CHATML_TEMPLATE
 from energon_packed.encoding.sample import IGNORE_INDEX
 from energon_packed.encoding.supervision import supervised_turns
 from energon_packed.formats import codec_for
+from tests.encoding.semantics import LLAMA
 
 WITHOUT_CALLS = CHATML_TEMPLATE.replace(
     "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}", ""
@@ -77,6 +78,55 @@ def test_what_a_template_drops_is_named(
             call(conversation)
         assert caught.value.reason.value == "not_rendered"
         assert caught.value.detail.startswith(missing)
+
+
+BESIDE = {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"x": 5}}}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "conversation", "missing"),
+    [
+        # "5" stands in the text, but as an argument.
+        (LLAMA, talk(USER, Message("assistant", "5", BESIDE), ANSWER), "the content of turn 1 (assistant)"),
+        (NO_SYSTEM, talk(Message("system", "a"), USER, ANSWER), "the content of turn 0 (system)"),
+        (WITH_TOOLS, talk(Message("user", "Hello?", {"name": "Ann"}), ANSWER), "the name of turn 0 (user)"),
+    ],
+)
+def test_what_stands_in_the_text_for_another_reason_is_missed(
+    encoder_with: Any, template: str, conversation: Conversation, missing: str
+) -> None:
+    with pytest.raises(RecordError) as caught:
+        encoder_with(template).encode(conversation)
+    assert (caught.value.reason.value, caught.value.detail.startswith(missing)) == ("not_rendered", True)
+
+
+# As Qwen3's: thoughts in the content are taken apart and put together again.
+RESPACING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if '</think>' in m.content %}<think>\n"
+    "{{ m.content.split('</think>')[0].split('<think>')[-1].strip() }}\n</think>\n\n"
+    "{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "conversation", "told"),
+    [
+        (LLAMA, talk(USER, Message("assistant", "", BESIDE), Message("tool", 'a "5"\n'), ANSWER), r'"a \"5\"\n"'),
+        (RESPACING, talk(USER, Message("assistant", "<think>2 and 3.</think>It is 5.")), "</think>\n\nIt is 5."),
+        (
+            "{% for m in messages %}{{ m.role + ' ' + (m.name or '') + m.content }}<|im_end|>{% endfor %}"
+            "{% if add_generation_prompt %}assistant {% endif %}",
+            talk(Message("user", "Hello?", {"name": "Ann"}), ANSWER),
+            "user AnnHello?",
+        ),
+    ],
+)
+def test_escapes_and_white_space_of_a_template_lose_nothing(
+    encoder_with: Any, template: str, conversation: Conversation, told: str
+) -> None:
+    encoder = encoder_with(template)
+    assert told in encoder.tokenizer.decode(encoder.encode(conversation).input_ids)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,27 @@ def test_arguments_have_one_name(call: dict[str, Any]) -> None:
     assert found == {"type": "function", "function": {"name": "add", "arguments": {"x": 2}}}
 
 
+def test_calls_in_turns_of_their_own_are_one_turn() -> None:
+    one, other = ({"role": "tool_call", "content": json.dumps({"name": name, "arguments": {}})} for name in "ab")
+    turns = [{"role": "user", "content": "2?"}, one, other]
+    messages = normalize({"messages": [*turns, {"role": "tool_response", "content": "2"}]}).messages
+    assert [message.role for message in messages] == ["user", "assistant", "tool"]
+    assert [call["function"]["name"] for call in messages[1].extra["tool_calls"]] == ["a", "b"]
+    masked = normalize({"messages": [*turns[:2], {**other, "loss": False}]}).messages
+    assert [message.weight for message in masked] == [1, 1, 0]
+
+
+def test_numbers_over_64_bits_are_not_rounded() -> None:
+    call = {"name": "add", "arguments": '{"x": 18446744073709551616}'}
+    with pytest.raises(RecordError, match="arguments of add holds the number 18446744073709551616, over 64 bits"):
+        normalize({"messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "tool_calls": [call]}]})
+    call["arguments"] = '{"x": 18446744073709551615, "id": "18446744073709551616"}'
+    (found,) = normalize(
+        {"messages": [{"role": "user", "content": "?"}, {"role": "gpt", "tool_calls": [call]}]}
+    ).messages[1:]
+    assert found.extra["tool_calls"][0]["function"]["arguments"]["x"] == 2**64 - 1
+
+
 def test_masks_of_tokens() -> None:
     ids, mask = [5, 6, 7, 8], [0, 1, 1, 0]
     for name in ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask"):
