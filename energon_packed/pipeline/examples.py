@@ -12,8 +12,8 @@ from energon_packed.sources import Source
 
 _LONGEST = 200  # characters of a detail
 _SHAPE = (
-    'the page "My data looks like" shows the record shapes that are read; name the fields of others with `map`, or '
-    "convert them with an `adapter`"
+    'the page "My data looks like" (docs/my-data.md) has a record and a command for each known format; for others, '
+    "name the fields with `map`, or convert them with an `adapter`"
 )
 _IMAGES = "set `image_root` to the folder that image paths start from"
 _ADVICE = {

@@ -12,7 +12,7 @@ SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instructio
 COMMON_FIELDS = frozenset(
     (
         *("id", "images", "image", "video", "videos", "patch_positions", "fps", "timestamp_decimal"),
-        *("tools", "functions", *SYSTEM_FIELDS),
+        *("image_base64_str", "tools", "functions", *SYSTEM_FIELDS),
     )
 )
 """Fields that `normalize` itself reads, in every shape."""
@@ -32,11 +32,13 @@ _REMEDIES = {
     r"loss.*|(?!attention_)(.*_)?masks?|masked|weights?|sample_weight|train|training|train_.*": _MASK,
     r"tools?|functions?|function_calls?|tool_calls?|tool_call_.*": _TOOLS,
     r"system.*|developer.*": "pass it as system",
+    r"chat_template_kwargs": "they change what a template renders; convert the record with an `adapter`",
     r"reasoning.*|thinking.*|thought.*": "move it into the assistant turn as reasoning_content",
     r".*_pixels|resized_(height|width)": _PIXELS,
     r"video(?!.*_ids?$).*|n?frames|max_frames": "pass the frames as videos, one list for each video",
     r"history": "write the earlier turns as messages",
-    r"images?|image_urls?|inline_data|file_data": "list images in the images field of the record",
+    r"image_urls?": "nothing is fetched; download the image and give its path as image",
+    r"images?|inline_data|file_data": "list images in the images field of the record",
     r"patch_positions": "list it in the record",
 }
 _RISKY = re.compile("|".join(f"(?:{pattern})" for pattern in _REMEDIES))
@@ -66,15 +68,22 @@ def unused_fields(record: Record, known: frozenset[str], what: str = "the record
     found = []
     for name, is_risky in names:
         value = record[name]
-        if is_risky and is_given(value):
+        if is_risky and is_given(value) and not _is_metadata(name, record):
             raise unsupported(name, what)
         if _is_medium(value):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA, f"the field {name} of {what} holds a medium; rename it to images"
             )
-        if value is not None and not is_risky:
+        if value is not None and (not is_risky or is_given(value)):
             found.append(str(name))
     return tuple(found)
+
+
+def _is_metadata(name: str, record: Record) -> bool:
+    """Whether `reasoning` only says that there is some (Nemotron), or `image_url` where an image came from (PixMo)."""
+    if name in ("reasoning", "thinking"):
+        return isinstance(record[name], bool) or record[name] in ("on", "off", "yes", "no")
+    return name in ("image_url", "image_urls") and (is_given(record.get("image")) or is_given(record.get("images")))
 
 
 def unsupported(name: str, what: str = "the record", remedy: str = "") -> RecordError:

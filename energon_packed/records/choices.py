@@ -38,7 +38,8 @@ def right_choice(record: Record, choices: list[str]) -> str:
     """The line of the right choice.
 
     Args:
-        record: with an index from 0, a label or the text of a choice, in `answer` or one of `INDEX_FIELDS`.
+        record: with an index from 0, a label or the text of a choice, in `answer` or one of `INDEX_FIELDS`. An index
+            may be text (AI2D).
         choices: of `read_choices`.
 
     Raises:
@@ -71,8 +72,25 @@ def _find(value: Any, choices: list[str]) -> int | None:
     for column in (0, 1):
         found = [place for place, part in enumerate(parts) if part[column] == value]
         if len(found) == 1:
-            return found[0]
+            return _checked(value, found[0], len(choices)) if column else found[0]
+    if isinstance(value, str) and value.isdecimal() and int(value) < len(choices):
+        return int(value)
     return None
+
+
+def _checked(value: Any, place: int, count: int) -> int:
+    """The place of a text, unless it could be an index from 0 as well.
+
+    Raises:
+        RecordError: it could be both, and the two differ.
+    """
+    if isinstance(value, str) and value.isdecimal() and int(value) < count and int(value) != place:
+        raise RecordError(
+            Reason.UNSUPPORTED_FIELD,
+            f"the answer {value!r} is the text of choice {place} and may be the index of another; give the index as a "
+            "number, or the letter",
+        )
+    return place
 
 
 def _letter(place: int) -> str:

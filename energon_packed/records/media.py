@@ -42,7 +42,7 @@ class MediaReference:
         """A reference from what a record holds: path, `file://` or `data:` URL, bytes, or {"bytes"/"path"/"url"}.
 
         Raises:
-            RecordError: `missing_image`, when the value names no media, or a remote one.
+            RecordError: `missing_image`, when the value names no media; `unsupported_media`, when it is remote.
         """
         if isinstance(value, MediaReference):
             return value
@@ -61,7 +61,7 @@ class MediaReference:
             return cls(path=_file_url(value), root=root)
         if value.startswith(("http://", "https://", "s3://", "gs://")):
             raise RecordError(
-                Reason.MISSING_IMAGE,
+                Reason.UNSUPPORTED_MEDIA,
                 f"{_short(value)} is remote; download it and pass a path, nothing is fetched",
             )
         return cls(path=value, root=root)

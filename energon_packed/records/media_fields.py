@@ -7,6 +7,7 @@ per frame. Fields that hold media which nothing reads are rejected, or their pla
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
@@ -28,6 +29,9 @@ _UNSUPPORTED = {
     **dict.fromkeys(_MISNAMED_IMAGES, "rename it to images"),
     **dict.fromkeys(_MISNAMED_VIDEOS, "rename it to videos, with a list of frames for each <video>"),
 }
+_BASE64 = "image_base64_str"  # of M3IT
+_NAME = re.compile(r"(?:image|img|photo|picture|pic)_?(?:id|name|file|path)|file_?(?:name|path)?")
+_IMAGE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _VIDEO_FILES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".gif")
 _BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *_VIDEO_FIELDS))
 
@@ -45,6 +49,7 @@ class Media:
         is_video: the images are frames of a video.
         inline: images of content parts, in order.
         unused_fields: of turns and parts: fields that nothing reads.
+        elsewhere: fields that name an image which the record does not hold: `image_id`, or the name of a file.
         notes: what was decided while reading.
     """
 
@@ -55,6 +60,7 @@ class Media:
     has_videos: bool = False
     is_video: bool = False
     inline: list[MediaReference] = field(default_factory=list)
+    elsewhere: tuple[str, ...] = ()
     unused_fields: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
@@ -67,7 +73,11 @@ class Media:
         return _TAGGED.sub(IMAGE_PLACEHOLDER, text)
 
     def add_inline(self, value: Any) -> None:
-        """An image of a content part."""
+        """An image of a content part; Anthropic's has `{"type": "base64", "media_type", "data"}` as its source."""
+        if isinstance(value, Mapping) and value.get("type") == "base64":
+            value = _data_url(value.get("data"), str(value.get("media_type")))
+        elif isinstance(value, Mapping) and value.get("type") == "url":
+            value = value.get("url")
         self.unused_fields.update(_unused(value))
         self.inline.append(MediaReference.from_value(value, self.root))
 
@@ -109,6 +119,11 @@ def read_media(record: Record, root: str | None, *, with_images: bool = True) ->
             `image_count_mismatch` when images are given twice.
     """
     media = Media(root, images=references(record, _IMAGE_FIELDS, root) if with_images else [])
+    if is_given(record.get(_BASE64)):
+        if not with_images or media.images:
+            raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both images and {_BASE64} are given; use one")
+        media.images = [MediaReference.from_value(_data_url(one)) for one in flatten(record[_BASE64])]
+    media.elsewhere = tuple(name for name in _named(tuple(record)) if _names_image(name, record[name]))
     if media.images:
         media.per_turn = _images_per_turn(record.get("images"))
     if _BEYOND_IMAGES.isdisjoint(record):
@@ -141,6 +156,25 @@ def references(record: Record, keys: Sequence[str], root: str | None) -> list[Me
 def _unused(image: Any) -> tuple[str, ...]:
     """Fields of an image object that nothing reads; those that would change training are rejected."""
     return unused_fields(image, _OBJECT_FIELDS, "an image") if isinstance(image, Mapping) else ()
+
+
+@lru_cache(maxsize=4096)
+def _named(fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Fields that may name an image."""
+    return tuple(name for name in fields if isinstance(name, str) and _NAME.fullmatch(name))
+
+
+def _names_image(field_name: str, value: Any) -> bool:
+    """Whether it does: an id always, a name where it ends like an image file."""
+    if field_name.endswith("id"):
+        return is_given(value)
+    return isinstance(value, str) and value.lower().endswith(_IMAGE_FILES)
+
+
+def _data_url(value: Any, kind: str = "image/jpeg") -> str:
+    if not isinstance(value, str):
+        raise RecordError(Reason.MISSING_IMAGE, f"an image is {type(value).__name__}; its data must be base64 text")
+    return f"data:{kind};base64,{''.join(value.split())}"
 
 
 def _images_per_turn(value: Any) -> list[int] | None:

@@ -9,8 +9,17 @@ from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import Record, key_names, read_text
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
 
-_IMAGE_FIELDS = ("image", "image_url", "path", "url")
+_IMAGE_FIELDS = ("image", "image_url", "path", "url", "source")
 _KINDS = {"text": "text", "image": "image", "image_url": "image", "video": "video", "input_text": "text"}
+_CALL = "write it as tool_calls of the turn"
+_RESULT = "write it as a turn of the role tool"
+_AUDIO = "convert audio to text"
+_HINTS = {
+    **{"tool_use": _CALL, "tool_call": _CALL, "tool_result": _RESULT, "tool_response": _RESULT},
+    **dict.fromkeys(("thinking", "reasoning"), "write it as reasoning_content of the turn"),
+    **dict.fromkeys(("audio", "input_audio", "audio_url"), _AUDIO),
+    "video_url": "pass the frames of the video as a list, video files are not decoded",
+}
 _FIELDS = {
     "text": frozenset(("type", "text")),
     "image": frozenset(("type", *_IMAGE_FIELDS)),
@@ -31,6 +40,11 @@ def _read_part(part: Any, media: Media) -> str:
     if isinstance(part, str):
         return part
     kind = _kind(part) if isinstance(part, Mapping) else None
+    if kind is None and isinstance(part, Mapping) and part.get("type") in _HINTS:
+        raise RecordError(
+            Reason.UNSUPPORTED_FIELD,
+            f"a content part of type {part['type']!r} is not supported; {_HINTS[part['type']]}",
+        )
     if kind is None:
         name = repr(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
         keys = f" with the keys {key_names(part)}" if isinstance(part, Mapping) and part.get("type") is None else ""

@@ -32,6 +32,12 @@ def place_media(draft: Draft, media: Media, shape: Shape) -> None:
         if media.videos:
             raise RecordError(Reason.UNSUPPORTED_MEDIA, "a record of input_ids has videos; pass the frames as images")
         return
+    if media.elsewhere and not (media.images or media.inline or media.videos):
+        raise RecordError(
+            Reason.UNSUPPORTED_MEDIA,
+            f"{media.elsewhere[0]} names an image that the record does not hold; give its path as image, with a `map` "
+            "or an `adapter`",
+        )
     if not (media.images or media.has_videos):
         return
     texts = [draft.text] if draft.text is not None else [message.content for message in draft.messages]

@@ -1,11 +1,14 @@
-"""The system prompt of a record: in any of `SYSTEM_FIELDS`, or in `instruction` beside a conversation."""
+"""The system prompt of a record: in any of `SYSTEM_FIELDS`, or in `instruction` beside a conversation.
+
+An `instruction` that repeats a user turn (Magpie) is none.
+"""
 
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.accounting import SYSTEM_FIELDS, is_given, unsupported
 from energon_packed.records.conversation import Message
-from energon_packed.records.fields import OBJECT, Record
+from energon_packed.records.fields import OBJECT, Record, read_objects, read_text
 from energon_packed.records.shapes import Draft, Shape
 from energon_packed.records.shapes.contents import read_gemini_text
 
@@ -23,10 +26,12 @@ def add_system(draft: Draft, record: Record, shape: Shape) -> None:
     Raises:
         RecordError: the value is not text, there are two different ones, or nothing would render it.
     """
-    if _NAMES.isdisjoint(record):
+    if shape.reads_system or _NAMES.isdisjoint(record):
         return
     names = (*SYSTEM_FIELDS, "instruction") if shape.instruction_is_system else SYSTEM_FIELDS
     given = [name for name in names if is_given(record.get(name))]
+    if "instruction" in given and _repeats_a_turn(record["instruction"], draft):
+        given.remove("instruction")
     if not given:
         return
     system = _text(record[given[0]], given[0])
@@ -43,7 +48,14 @@ def add_system(draft: Draft, record: Record, shape: Shape) -> None:
         raise RecordError(Reason.BAD_ROLE, f"the record has a {given[0]} field and another system message")
 
 
+def _repeats_a_turn(instruction: Any, draft: Draft) -> bool:
+    texts = (message.content.strip() for message in draft.messages if message.role == "user")
+    return isinstance(instruction, str) and instruction.strip() in texts
+
+
 def _text(value: Any, name: str) -> str:
+    if isinstance(value, list | tuple):  # content parts, of Anthropic and Bedrock
+        return "".join([read_text(part.get("text"), f"a part of {name}") for part in read_objects(value, name)])
     if isinstance(value, OBJECT):
         return read_gemini_text(value, name)
     if not isinstance(value, str):

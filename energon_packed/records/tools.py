@@ -45,6 +45,7 @@ def read_tools(record: Record, draft: Draft, media: Media) -> list[Any] | None:
         )
     tools = [_schema(tool, field) for tool in tools]
     names = [_name(tool, field) for tool in tools]
+    tools = [tool if isinstance(tool.get("function"), OBJECT) else _function(tool) for tool in tools]
     system = draft.messages[0].content if draft.messages[0].role == "system" else ""
     told = [name for name in names if re.search(rf"""["']name["']\s*:\s*["']{re.escape(name)}["']""", system)]
     if not told:
@@ -92,6 +93,11 @@ def _schema(tool: Any, field: str) -> Any:
     if not isinstance(tool, OBJECT):
         raise RecordError(Reason.MISSING_FIELD, f"an entry of {field} is {type(tool).__name__}; use a JSON schema")
     return tool
+
+
+def _function(schema: Record) -> dict[str, Any]:
+    """A bare schema (xLAM, LLaMA-Factory) in the form of OpenAI, which chat templates expect."""
+    return {"type": "function", "function": dict(schema)}
 
 
 def _name(tool: Record, field: str) -> str:

@@ -26,8 +26,8 @@ CALL_FIELDS = ("tool_calls", "function_call")
 IMAGE_FIELDS = ("images", "image")
 FUNCTION_CALL = "function_call"  # the role of a turn whose content is the call
 ROLE_NAMES = {
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "bot", "model", "chatgpt", "ai"), "assistant"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "bot", "model", "chatgpt", "ai", "bing", "bard"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(
         ("tool", "observation", "function", "function_response", "tool_response", "tool_output", "ipython"), "tool"

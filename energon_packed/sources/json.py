@@ -22,7 +22,13 @@ class JsonSource(JsonlSource):
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
         """Rewrite an array as JSONL in `work_dir`."""
         with path.open("rb") as stream:
-            is_array = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+            head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+        is_array = head[:1] == b"["
+        if head[:1] == b"{" and head[1:].lstrip(b" \t\r")[:1] == b"\n":  # JSON lines never break after the brace
+            raise SourceError(
+                f"{path} is one JSON object over several lines; write the list of records in it alone to a file, such "
+                f"as jq .annotations {path.name}"
+            )
         return cls(
             path, data=converted(path, work_dir, ".jsonl", _to_jsonl) if is_array else None, image_root=image_root
         )

@@ -6,7 +6,7 @@
 A ```console block holds commands (lines that start with `$ `), each followed by its output. A ```python block is
 followed by the word "prints" and a block with its output, or prints nothing. A block with title="NAME" is written to
 that file. The blocks of a page run in order, in one folder and one Python process. All other blocks, ```py among them,
-are shown and not run.
+are shown and not run. docs/my-data.md has no such blocks: tests/records/test_formats.py runs its records and commands.
 """
 
 import contextlib

@@ -83,7 +83,7 @@ def part(**fields: Any) -> dict[str, Any]:
         ({"texts": ["a", None], "images": ["b"]}, "image_count_mismatch", "texts has 2 entries and images 1"),
         ({"text_list": ["a"], "image_info": [{"matched_text_index": 1}]}, "missing_field", "use 0 to 0"),
         ({"caption": "a"}, "missing_image", "caption has neither an image nor a prompt"),
-        ({"instruction": "a", "output": ""}, "empty", "none of output, response has a text"),
+        ({"instruction": "a", "output": ""}, "empty", "none of output, response, outputs has a text"),
         ({"query": "a", "response": "b", "history": ["c"]}, "missing_field", "not a pair of question and answer"),
     ],
 )  # fmt: skip

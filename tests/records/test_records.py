@@ -156,14 +156,15 @@ def test_sharegpt_tool_data() -> None:
     record = {"conversations": [{"from": f, "value": v} for f, v in turns], "tools": '[{"name": "f"}]'}
     conversation = normalize(record)
     assert [m.role for m in conversation.messages] == ["user", "assistant", "tool", "assistant"]
-    assert conversation.tools == [{"name": "f"}]
+    assert conversation.tools == [{"type": "function", "function": {"name": "f"}}]
 
 
 def test_tools_calls_and_metadata_are_kept() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     record = {"id": 7, "messages": [USER, call], "tools": [{"name": "f"}], "fps": 2, "timestamp_decimal": 1}
     conversation = normalize(record)
-    assert (conversation.id, conversation.tools, conversation.fps) == ("7", [{"name": "f"}], 2.0)
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert (conversation.id, conversation.tools, conversation.fps) == ("7", [tool], 2.0)
     assert conversation.timestamp_decimal == 1
     assert conversation.messages[1].as_dict() == {**call, "content": ""}
 
@@ -172,12 +173,16 @@ def test_tools_calls_and_metadata_are_kept() -> None:
     ("record", "reason", "detail"),
     [
         ([1], "bad_json", "must be an object, not list"),
-        ({"question": "?"}, "missing_field", "none of messages, conversations, contents, captions, input_ids"),
+        ({"question": "?"}, "missing_field", "no known shape has the fields question"),
         ({"messages": [{"content": "x"}]}, "missing_field", "a message has no role"),
         ({"messages": [{"role": "user"}]}, "missing_field", "the user message has no content"),
         ({"messages": ["x"]}, "missing_field", "an entry of messages is str"),
         ({"messages": [{"role": "user", "content": 5}]}, "missing_field", "must be text, not int"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "missing_field", "type 'audio'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+            "unsupported_field",
+            "type 'audio' is not supported; convert audio to text",
+        ),
         ({"conversations": [{"from": "human"}]}, "missing_field", "the user message has no content"),
         ({"prompts": ["a", "b"], "captions": ["c"]}, "missing_field", "2 prompts for 1 captions"),
         ({"input_ids": [1, 2], "labels": [1]}, "missing_field", "labels has 1 entries for 2 input_ids"),
@@ -218,7 +223,7 @@ def test_tools_calls_and_metadata_are_kept() -> None:
             "image_count_mismatch",
             "both in the messages and in the images field",
         ),
-        ({"messages": None, "source": "x"}, "missing_field", "in a record with the keys source"),
+        ({"messages": None, "source": "x"}, "missing_field", "no known shape has the fields source"),
         ({"text": "a", "system": "b"}, "bad_role", "a text record has a system field"),
         ({"conversations": VIDEO_TURNS, "video": "a.mp4"}, "unsupported_media", "video holds a video file"),
         ({"conversations": VIDEO_TURNS, "videos": ["a.MP4"]}, "unsupported_media", "videos holds a video file"),
@@ -259,7 +264,7 @@ def test_tools_calls_and_metadata_are_kept() -> None:
         ({"captions": []}, "empty", "captions is an empty list"),
         ({"input_ids": []}, "empty", "no message, text or token"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "empty", "every assistant turn is empty"),
-        ({"captions": ["c"], "images": ["https://x.org/a.png"]}, "missing_image", "is remote"),
+        ({"captions": ["c"], "images": ["https://x.org/a.png"]}, "unsupported_media", "is remote"),
         ({"captions": ["c"], "images": [None]}, "missing_image", "an image is None"),
         (
             {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, ANSWER]},

@@ -8,19 +8,24 @@
     instruction        {"instruction", "input" or "context", "output" or "response"}                  Alpaca, Dolly
     problem            {"problem", "solution" or "generated_solution" or "answer"}                    NuminaMath
     question_answer    {"query", "tools", "answers"} (xLAM), {"question", "answer", "choices"}        VQA, ScienceQA
+                       {"query", "label"}                                                             ChartQA
     prompt_completion  {"prompt", "completion" or "response"}, {"query", "response", "history"}       TRL, ms-swift
     texts_images       {"images": [...], "texts": [{"user", "assistant"}]}                            the Cauldron
     alternating        {"data": ["question", "answer", ...]}                                          UltraChat
     interleaved        {"texts": ["...", None], "images": [None, "a.jpg"]}, {"text_list", "image_info"}  OBELICS, mmc4
     caption            {"image", "caption"}, {"image", "text"}
-    document           {"text": "..."}                                         every token supervised
+    transcript         {"system", "chat": "USER: ... ASSISTANT: ..."}                                 Glaive
+    document           {"text" or "content": "..."}                            every token supervised
 
 A new shape is one subclass of `Shape` with `@register_shape`.
 """
 
+import re
+from typing import Any
+
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.accounting import check_preference
-from energon_packed.records.fields import Record, key_names
+from energon_packed.records.fields import OBJECT, Record, key_names
 from energon_packed.records.shapes.alternating import Alternating
 from energon_packed.records.shapes.caption import Caption, ImageText
 from energon_packed.records.shapes.captions import Captions
@@ -31,12 +36,17 @@ from energon_packed.records.shapes.interleaved import Interleaved, SentencesImag
 from energon_packed.records.shapes.messages import Messages
 from energon_packed.records.shapes.problem import Problem
 from energon_packed.records.shapes.prompt_completion import PromptCompletion
-from energon_packed.records.shapes.question_answer import QueryCalls, QuestionAnswer
+from energon_packed.records.shapes.question_answer import QueryCalls, QueryLabel, QuestionAnswer
 from energon_packed.records.shapes.shape import Draft, Shape
 from energon_packed.records.shapes.sharegpt import ShareGPT
 from energon_packed.records.shapes.texts_images import TextsImages
 from energon_packed.records.shapes.tokens import Tokens
+from energon_packed.records.shapes.transcript import Transcript
 
+_NO_TEXT = re.compile(
+    r"(?:.*_)?(?:id|key|name|url|path|file|hash|state|status|source|type|kind|lang|language|category|domain|date|model|"
+    r"timestamp|license|split|version)"
+)
 SHAPES: list[Shape] = [
     Messages(),
     ShareGPT(),
@@ -48,12 +58,14 @@ SHAPES: list[Shape] = [
     QueryCalls(),
     QuestionAnswer(),
     PromptCompletion(),
+    QueryLabel(),
     TextsImages(),
     Alternating(),
     Interleaved(),
     SentencesImages(),
     Caption(),
     ImageText(),
+    Transcript(),
     Document(),
 ]
 
@@ -74,12 +86,24 @@ def shape_of(record: Record) -> Shape:
         if shape.matches(record):
             return shape
     check_preference(record)
-    keys = ", ".join(dict.fromkeys(shape.key for shape in SHAPES))
+    names = key_names(record)
     raise RecordError(
         Reason.MISSING_FIELD,
-        f"none of {keys} in a record with the keys {key_names(record) or 'none'}; "
-        "name its fields with a `map`, or convert it with an `adapter`",
+        f"no known shape has the fields {names}{_hint(record)}" if names else "the record has no fields",
     )
+
+
+def _hint(record: Record) -> str:
+    """What the record may be: records in a list, or texts that a `map` can name."""
+    lists = [name for name, value in record.items() if isinstance(value, list) and value and _is_object(value[0])]
+    if lists:
+        return f"; if {' or '.join(lists)} is the list of records, write it alone to a file"
+    texts = [name for name, value in record.items() if isinstance(value, str) and not _NO_TEXT.fullmatch(name)]
+    return f"; try `map=user={texts[0]},assistant={texts[1]}`" if len(texts) > 1 else ""
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, OBJECT)
 
 
 __all__ = ["SHAPES", "Draft", "Shape", "register_shape", "shape_of"]

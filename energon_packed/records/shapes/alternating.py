@@ -3,6 +3,7 @@
 The user begins; roles are not written.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from energon_packed.records.accounting import COMMON_FIELDS
@@ -26,5 +27,9 @@ class Alternating(Shape):
 
     def read(self, record: Record, media: Media) -> Draft:
         """User and assistant turns."""
-        texts = enumerate(record[self.key])
-        return Draft(messages=[Message("assistant" if place % 2 else "user", text) for place, text in texts])
+        return Draft(messages=alternating(record[self.key]))
+
+
+def alternating(texts: Sequence[str]) -> list[Message]:
+    """Turns of texts: the first is the user's."""
+    return [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]

@@ -3,7 +3,8 @@
     {"image": "a.jpg", "caption": "..."}     also with `prompt` or `question` for the user's turn
     {"image": "a.jpg", "text": "..."}        unless the text has its own `<image>`: then it is a document
 
-Without a prompt the user's turn is the image alone.
+Without a prompt the user's turn is the image alone. Of several captions (COCO, Flickr30k) the first is the target; the
+conversation gets a note.
 """
 
 from typing import ClassVar
@@ -15,6 +16,7 @@ from energon_packed.records.fields import Record, one_text, read_text
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 
+SEVERAL_CAPTIONS = "first of several captions"
 _PROMPTS = ("prompt", "question")
 
 
@@ -28,7 +30,9 @@ class Caption(Shape):
     def read(self, record: Record, media: Media) -> Draft:
         """A user turn for the image and an assistant turn with the caption."""
         caption = record[self.key]
-        if isinstance(caption, list | tuple) and len(caption) == 1:
+        if isinstance(caption, list | tuple) and caption:
+            if len(caption) > 1:
+                media.notes.append(SEVERAL_CAPTIONS)
             caption = caption[0]
         prompt = one_text(record, _PROMPTS) or ""
         if not prompt and not (media.images or media.videos):

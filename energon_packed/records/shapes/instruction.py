@@ -3,6 +3,7 @@
     Alpaca (tatsu-lab/alpaca)                {"instruction", "input", "output", "text"}
     LLaMA-Factory's alpaca format            {"instruction", "input", "output", "system", "history": [[q, a]]}
     Dolly (databricks/databricks-dolly-15k)  {"instruction", "context", "response", "category"}
+    M3IT (MMInstruction/M3IT)                {"instruction", "inputs", "outputs", "image_base64_str"}
 
 The user's turn is the instruction, a blank line, and `input` or `context` where there is one. Alpaca's own preamble
 ("Below is an instruction ...") and its `text`, which repeats the record inside it, are not used: the chat template
@@ -19,8 +20,8 @@ from energon_packed.records.history import read_history
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 
-_ANSWERS = ("output", "response")
-_INPUTS = ("input", "context")
+_ANSWERS = ("output", "response", "outputs")
+_INPUTS = ("input", "context", "inputs")
 
 
 class Instruction(Shape):

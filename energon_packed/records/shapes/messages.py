@@ -1,12 +1,12 @@
 """OpenAI-style chat: `{"messages": [{"role": "user", "content": "..."}, ...]}`; content is text or typed parts.
 
-A record that is a bare list of messages is read as this shape.
+A record that is a bare list of messages is read as this shape. The list may be JSON text (Orca AgentInstruct, tables).
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from energon_packed.records.accounting import COMMON_FIELDS
-from energon_packed.records.fields import Record
+from energon_packed.records.fields import Record, read_json_list
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 from energon_packed.records.turns import read_messages
@@ -21,4 +21,9 @@ class Messages(Shape):
 
     def read(self, record: Record, media: Media) -> Draft:
         """The messages, with their tool calls, reasoning and weights."""
-        return Draft(messages=read_messages(record[self.key], self.key, media))
+        return Draft(messages=read_messages(read_turn_list(record[self.key], self.key), self.key, media))
+
+
+def read_turn_list(value: Any, key: str) -> Any:
+    """The list of turns, from JSON text where it is that."""
+    return read_json_list(value, key) or [] if isinstance(value, str) else value

@@ -4,14 +4,17 @@
     GSM8K                     {"question", "answer"}
     OpenOrca                  {"system_prompt", "question", "response"}
     SQuAD                     {"context", "question", "answers": {"text": [...], "answer_start": [...]}}
+    RACE                      {"article", "question", "options": [...], "answer": "B"}
     ScienceQA, MMLU           {"image", "question", "hint", "choices": [...], "answer": 1}
     ARC, CommonsenseQA        {"question", "choices": {"label": [...], "text": [...]}, "answerKey": "B"}
     MedQA                     {"question", "options": {"A": "...", "B": "..."}, "answer_idx": "B", "answer": "..."}
+    ChartQA                   {"image", "query", "label": ["14"]}
     xLAM                      {"query", "tools": "[...]", "answers": "[{name, arguments}]"}
 
-`context` and `hint` stand before the question, with a blank line between. Choices follow it, one a line: `A. ...`; the
-answer is the line of the right one. Of several answers that differ the most frequent is the target, the first of them
-where several are, as VQA's accuracy does; the conversation gets a note. xLAM's answers are tool calls.
+`context`, `passage`, `article` and `hint` stand before the question, with a blank line between. Choices follow it, one
+a line: `A. ...`; the answer is the line of the right one. Of several answers that differ the most frequent is the
+target, the first of them where several are, as VQA's accuracy does; the conversation gets a note. xLAM's answers are
+tool calls.
 """
 
 from collections import Counter
@@ -28,7 +31,7 @@ from energon_packed.records.tool_calls import read_tool_calls
 
 SEVERAL_ANSWERS = "one of several answers"
 _ANSWERS = ("answer", "response", "multiple_choice_answer")
-_BEFORE = ("context", "hint")
+_BEFORE = ("context", "passage", "article", "hint")
 _CHOICES = ("choices", "options")
 
 
@@ -62,6 +65,30 @@ class QuestionAnswer(Shape):
         return Draft(messages=[Message("user", question), Message("assistant", answer)])
 
 
+class QueryLabel(Shape):
+    """A query and its label: ChartQA."""
+
+    key = "query"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"query", "label"}
+    images_lead: ClassVar[bool] = True
+
+    def matches(self, record: Record) -> bool:
+        """Whether there are a query and a label that is text."""
+        label = record.get("label")
+        return isinstance(record.get("query"), str) and is_given(label) and isinstance(label, str | list | tuple)
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """One user turn and one assistant turn."""
+        for name in ("response", "answer", "answers"):
+            if is_given(record.get(name)):
+                raise unsupported(name, remedy="it is not read beside query and label; keep one of them")
+        texts = _texts(record["label"])
+        if len(set(texts)) > 1:
+            media.notes.append(SEVERAL_ANSWERS)
+        answer = Counter(texts).most_common(1)[0][0]
+        return Draft(messages=[Message("user", record["query"]), Message("assistant", answer)])
+
+
 class QueryCalls(Shape):
     """A query, tools, and the calls that answer it: xlam-function-calling-60k."""
 
@@ -88,8 +115,10 @@ def _answer(record: Record, media: Media) -> str:
     for name in INDEX_FIELDS:
         if is_given(record.get(name)):
             raise unsupported(name, remedy="it names one of the choices, and the record has none")
-    single = one_text(record, _ANSWERS)
     answers = record.get("answers")
+    if isinstance(record.get("answer"), list | tuple) and not is_given(answers):
+        answers, record = record["answer"], {**record, "answer": None}
+    single = one_text(record, _ANSWERS)
     if not is_given(answers):
         if single is None:
             raise RecordError(Reason.EMPTY, "the answer is empty")

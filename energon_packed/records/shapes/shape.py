@@ -39,6 +39,7 @@ class Shape(ABC):
         images_lead: images stand before the first user turn where no placeholder places them. Elsewhere they do too,
             but the conversation gets a note.
         reads_images: the shape reads `images` and `image` itself.
+        reads_system: the shape reads `system` itself.
     """
 
     key: ClassVar[str]
@@ -46,6 +47,7 @@ class Shape(ABC):
     instruction_is_system: ClassVar[bool] = False
     images_lead: ClassVar[bool] = False
     reads_images: ClassVar[bool] = False
+    reads_system: ClassVar[bool] = False
 
     def matches(self, record: Record) -> bool:
         """Whether the record has this shape: by default, whether `key` has a value."""
