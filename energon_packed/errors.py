@@ -7,6 +7,7 @@ EnergonPackedError(ValueError)
   FormatError      files on disk do not follow the format
   TemplateError    a chat template cannot give supervised spans
   BatchError       a batch cannot be made from these samples
+  EngineMismatch   two tokenizer engines give different tokens
   RecordError      ONE record cannot be used: it carries a `Reject`, and the run continues
 
 Arguments stand in backquotes (`seq_len`); the command line prints them as its options (--seq-len).
@@ -42,6 +43,10 @@ class TemplateError(EnergonPackedError):
 
 class BatchError(EnergonPackedError):
     """A padding-free batch cannot be made from the samples given."""
+
+
+class EngineMismatch(EnergonPackedError):
+    """The fast tokenizer engine gave other tokens than Hugging Face tokenizers."""
 
 
 class Reason(StrEnum):

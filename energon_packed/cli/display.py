@@ -49,6 +49,8 @@ def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, 
             table.add_row(f"packs in {split}", f"{manifest.packs_in(split):,}")
     table.add_row("shards", f"{len(manifest.shards):,}")
     table.add_row("size", format_bytes(result.bytes))
+    if manifest.tokenizer_engine:
+        table.add_row("tokenizer engine", manifest.tokenizer_engine)
     for stage, seconds in result.seconds.items():
         table.add_row(f"{stage} seconds", f"{seconds:.2f}")
     table.add_section()

@@ -26,6 +26,7 @@ from energon_packed.encoding.conversation_media import (
     patch_positions,
     read_pixels,
 )
+from energon_packed.encoding.engines import EngineName
 from energon_packed.encoding.processor import Measurement, Processor
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
@@ -50,16 +51,25 @@ class ChatEncoder(Processor):
     at the end, every token supervised. `input_ids` records pass through.
     """
 
-    def __init__(self, tokenizer: Any, vision: VisionFamily | None = None, *, loss_on: LossOn = "assistant") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vision: VisionFamily | None = None,
+        *,
+        loss_on: LossOn = "assistant",
+        tokenizer_engine: EngineName = "auto",
+    ) -> None:
         """Wrap loaded parts; `from_pretrained` loads them.
 
         Args:
             tokenizer: a fast Transformers tokenizer.
             vision: how images are seen; None for text only.
             loss_on: which text is supervised: every assistant turn, the last one, or all text.
+            tokenizer_engine: as `TextTokenizer` takes it; the ids are the same.
 
         Raises:
-            ConfigError: a slow tokenizer, an unknown `loss_on`, or a tokenizer without the family's image token.
+            ConfigError: a slow tokenizer, an unknown `loss_on`, a tokenizer without the family's image token, or an
+                engine that cannot be used.
         """
         if loss_on not in LOSS_ON:
             raise ConfigError(f"`loss_on` is {loss_on!r}; use one of {', '.join(LOSS_ON)}")
@@ -67,7 +77,7 @@ class ChatEncoder(Processor):
             raise ConfigError(f"{type(tokenizer).__name__} is a slow tokenizer; a tokenizer.json is needed")
         self.tokenizer = tokenizer
         self.vision = vision
-        self.text_tokenizer = TextTokenizer(tokenizer.backend_tokenizer)
+        self.text_tokenizer = TextTokenizer(tokenizer.backend_tokenizer, tokenizer_engine)
         backend = self.text_tokenizer.backend
         ends = backend.encode("a", add_special_tokens=True).ids[-1:]
         self.renderer = Renderer(
@@ -100,6 +110,7 @@ class ChatEncoder(Processor):
         processor_dir: str | Path | None = None,
         *,
         loss_on: LossOn = "assistant",
+        tokenizer_engine: EngineName = "auto",
         **image_settings: Any,
     ) -> "ChatEncoder":
         """Load a tokenizer folder and, for images, a processor folder or a named image processor.
@@ -108,6 +119,7 @@ class ChatEncoder(Processor):
             tokenizer_dir: folder with tokenizer.json; its image processor is used where it has one.
             processor_dir: folder with preprocessor_config.json.
             loss_on: `assistant` (every assistant turn), `last` (the last one) or `all` (all text).
+            tokenizer_engine: `fastokens` where it is proved equal (`auto`), or one of `tokenizers`, `fastokens`.
             image_settings: `image_processor`, `factor`, `min_pixels` and `max_pixels`, as `load_vision` takes them.
 
         Raises:
@@ -116,7 +128,8 @@ class ChatEncoder(Processor):
         from energon_packed.encoding.pretrained import load_tokenizer, load_vision_for
 
         tokenizer = load_tokenizer(tokenizer_dir)
-        return cls(tokenizer, load_vision_for(tokenizer_dir, processor_dir, **image_settings), loss_on=loss_on)
+        vision = load_vision_for(tokenizer_dir, processor_dir, **image_settings)
+        return cls(tokenizer, vision, loss_on=loss_on, tokenizer_engine=tokenizer_engine)
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Tokens, labels, pixels and positions of one conversation.
@@ -223,7 +236,7 @@ class ChatEncoder(Processor):
         source = self.renderer.template.source
         parts = {
             "version": _VERSION,
-            "tokenizer": self.text_tokenizer.backend.to_str(),
+            "tokenizer": self.text_tokenizer.serialized,
             "special": dict(self.tokenizer.special_tokens_map),
             "template": None if source is None else source + _DATE_NOTE,
             "vision": self.vision.config() if self.vision else None,

@@ -10,22 +10,36 @@ tokenizer, the offsets of the tokenizer itself are used; they take a third longe
 """
 
 import json
+import logging
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.encoding.engines import (
+    ENGINES,
+    EngineName,
+    FastokensEngine,
+    HuggingFaceEngine,
+    compare,
+    is_safe_here,
+)
 from energon_packed.encoding.skeleton import Span
+from energon_packed.errors import ConfigError, EngineMismatch
 
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 Spans = Sequence[Span] | None
 """Characters [start, end) of a text; None covers every token, special tokens included."""
+_log = logging.getLogger(__name__)
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+_COMPARED = 256  # one of this many texts goes through both engines
+_WORTH_IT = 4096  # texts after which `auto` loads fastokens: that takes as long as to tokenize some hundred
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +58,95 @@ class TokenizedTexts:
 
 
 class TextTokenizer:
-    """A `tokenizers.Tokenizer` that knows which tokens cover a span.
+    """A `tokenizers.Tokenizer` that knows which tokens cover a span, with a faster engine where that is proved equal.
 
     Args:
         backend: the tokenizer; padding and truncation are turned off.
+        engine: of `ENGINES`. `auto` takes fastokens for many texts, if it is installed, proved for this tokenizer and
+            safe in this process; else tokenizers.
+
+    Raises:
+        ConfigError: an unknown engine, or `fastokens` where it cannot be used.
     """
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, engine: EngineName = "auto") -> None:
+        if engine not in ENGINES:
+            raise ConfigError(f"`tokenizer_engine` is {engine!r}; use one of {', '.join(ENGINES)}")
         self.backend = backend
         backend.no_padding()
         backend.no_truncation()
-        settings = json.loads(backend.to_str())
+        self.serialized: str = backend.to_str()
+        settings = json.loads(self.serialized)
         self._form = _normal_form(settings.get("normalizer"))
-        self._token_bytes = _token_bytes(backend) if _is_byte_level(settings) and self._form is not None else None
+        self._is_byte_level = _is_byte_level(settings) and self._form is not None
+        self._slow = HuggingFaceEngine(backend)
+        self._fast: FastokensEngine | None = None
+        self._is_decided = engine == "tokenizers"
+        self._wanted = engine
+        self._seen = 0
+        if engine == "fastokens":
+            self.prepare()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fast": None, "_slow": None, "_is_decided": self._wanted == "tokenizers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._slow = HuggingFaceEngine(self.backend)
+        if self._wanted == "fastokens":
+            self.prepare()
+
+    @property
+    def engine(self) -> EngineName:
+        """The engine in use now: `tokenizers` or `fastokens`."""
+        return "fastokens" if self._fast is not None and is_safe_here() else "tokenizers"
+
+    def prepare(self, *, may_prove: bool = True) -> None:
+        """Decide on the engine now, and load it; forked processes inherit it.
+
+        Args:
+            may_prove: make the proof where no earlier run has made it, which takes some seconds.
+
+        Raises:
+            ConfigError: `fastokens` was asked for by name, and cannot be used.
+        """
+        if self._is_decided:
+            return
+        detail = self._why_not(may_prove or self._wanted == "fastokens")
+        if detail is None:
+            return
+        if detail and self._wanted == "fastokens":
+            raise ConfigError(f"`tokenizer_engine` fastokens cannot be used: {detail}; use auto or tokenizers")
+        if not detail:
+            self._fast = FastokensEngine(self.serialized)
+        else:
+            _log.info("texts are tokenized by tokenizers, not fastokens: %s", detail)
+        self._is_decided = True
+
+    def use(self, engine: EngineName) -> None:
+        """Follow the decision that another process made; `auto` is none."""
+        if engine == "tokenizers":
+            self._fast, self._is_decided = None, True
+        elif engine == "fastokens":
+            self.prepare()
+
+    def differs_on(self, texts: Sequence[str]) -> str:
+        """Why fastokens may not be used for these texts; "" where the engines agree or it is not in use.
+
+        Raises:
+            EngineMismatch: they differ, and fastokens was asked for by name.
+        """
+        from energon_packed.encoding.engine_proof import compare_engines
+
+        if self.engine == "tokenizers" or self._fast is None:
+            return ""
+        try:
+            compare_engines(self.backend, self._fast, texts)
+        except EngineMismatch as error:
+            if self._wanted == "fastokens":
+                raise
+            return str(error)
+        return ""
 
     def encode(self, texts: Sequence[str], spans: Sequence[Spans], *, special: bool = False) -> TokenizedTexts:
         """Tokenize texts in one batch.
@@ -65,55 +155,121 @@ class TextTokenizer:
             texts: S texts.
             spans: of each text.
             special: add the tokenizer's own special tokens, such as BOS.
+
+        Raises:
+            EngineMismatch: a text that both engines tokenized got different ids.
         """
-        columns = [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=special)]
-        cu_seqlens = np.zeros(len(columns) + 1, dtype=np.int64)
-        np.cumsum([len(ids) for ids in columns], out=cu_seqlens[1:])
-        input_ids = np.fromiter(chain.from_iterable(columns), dtype=np.int64, count=int(cu_seqlens[-1]))
+        input_ids, cu_seqlens = self._ids(texts, special)
+        self._seen += len(texts)
         return TokenizedTexts(input_ids, self._covered(texts, spans, input_ids, cu_seqlens), cu_seqlens)
+
+    def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:
+        """(input_ids, cu_seqlens) as `Engine.encode`; texts that the normalizer changes take tokenizers."""
+        if not self._is_decided and self._seen >= _WORTH_IT:
+            self.prepare()
+        if self._fast is None or not is_safe_here():
+            return self._slow.encode(texts, special=special)
+        changed = [number for number, text in enumerate(texts) if not self._is_unchanged(text)] if self._form else []
+        if changed:
+            return self._ids_of_both(texts, special, changed)
+        input_ids, cu_seqlens = self._fast.encode(texts, special=special)
+        for number in range(-self._seen % _COMPARED, len(texts), _COMPARED):
+            expected = self.backend.encode(texts[number], add_special_tokens=special).ids
+            compare(texts[number], input_ids[cu_seqlens[number] : cu_seqlens[number + 1]], expected, special=special)
+        return input_ids, cu_seqlens
+
+    def _ids_of_both(self, texts: Sequence[str], special: bool, changed: Sequence[int]) -> tuple[Int64, Int64]:
+        slow = self._slow.encode([texts[number] for number in changed], special=special)
+        pieces = dict(zip(changed, np.split(slow[0], slow[1][1:-1]), strict=True))
+        others = [number for number in range(len(texts)) if number not in pieces]
+        if others:
+            fast = self._ids([texts[number] for number in others], special)
+            pieces |= dict(zip(others, np.split(fast[0], fast[1][1:-1]), strict=True))
+        columns = [pieces[number] for number in range(len(texts))]
+        return np.concatenate(columns), np.concatenate([[0], np.cumsum([len(one) for one in columns])]).astype(
+            np.int64
+        )
+
+    def _why_not(self, may_prove: bool) -> str | None:
+        """Why fastokens cannot be used; "" where it can, None where that takes a proof that may not be made now."""
+        from energon_packed.encoding.engine_proof import known_proof, prove
+
+        if not self._is_byte_level:
+            return "it is used for byte-level BPE tokenizers only"
+        if not is_safe_here():
+            return "a process that this one was forked from has used it already"
+        proof = prove(self.serialized) if may_prove else known_proof(self.serialized)
+        return None if proof is None else "" if proof.holds else proof.detail
+
+    # --- spans -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _token_bytes(self) -> Int64 | None:
+        """Bytes of each token, int64 (vocabulary,); None where tokens have no fixed number of bytes."""
+        return _token_bytes(self.backend) if self._is_byte_level else None
 
     def _covered(self, texts: Sequence[str], spans: Sequence[Spans], ids: Int64, cu_seqlens: Int64) -> Bool:
         """bool (T,)."""
-        covered = np.zeros(len(ids), dtype=bool)
+        if all([wanted is None for wanted in spans]):
+            return np.ones(len(ids), dtype=bool)
         sizes = np.zeros(len(ids), dtype=np.int64) if self._token_bytes is None else self._token_bytes[ids]
         ends = np.cumsum(sizes)
-        text_at = np.concatenate([[0], ends])[cu_seqlens].tolist()  # byte at which each text begins
-        bounds = cu_seqlens.tolist()
-        edges: list[int] = []  # start and end of each span, in bytes of all texts end to end
-        others: list[int] = []
+        text_at = np.concatenate([[0], ends])[cu_seqlens]  # byte at which each text begins
+        given = [wanted or () for wanted in spans]
+        owner = np.repeat(np.arange(len(texts)), [len(wanted) for wanted in given])
+        edges = np.fromiter(chain.from_iterable(chain.from_iterable(given)), np.int64, 2 * len(owner)).reshape(-1, 2)
+        others = self._place_in_bytes(texts, np.diff(text_at), owner, edges)
+        edges += text_at[owner, None]
+        if others:
+            edges = edges[~np.isin(owner, others)]
+        first = np.searchsorted(ends, edges[:, 0], side="right")
+        after = np.maximum(first, np.searchsorted(ends - sizes, edges[:, 1], side="left"))
+        size = len(ids) + 1
+        covered = np.cumsum(np.bincount(first, minlength=size) - np.bincount(after, minlength=size))[:-1] > 0
         for number, wanted in enumerate(spans):
             if wanted is None:
-                covered[bounds[number] : bounds[number + 1]] = True
-            elif wanted:
-                places = self._byte_places(texts[number], wanted, text_at[number + 1] - text_at[number])
-                edges += [text_at[number] + place for place in places]
-                if not places:
-                    others.append(number)
-        if edges:
-            first = np.searchsorted(ends, edges[0::2], side="right")
-            after = np.searchsorted(ends - sizes, edges[1::2], side="left")
-            steps = np.zeros(len(ids) + 1, dtype=np.int64)
-            np.add.at(steps, first, 1)
-            np.add.at(steps, np.maximum(first, after), -1)
-            covered |= np.cumsum(steps[:-1]) > 0
+                covered[cu_seqlens[number] : cu_seqlens[number + 1]] = True
         for number in others:
-            covered[bounds[number] : bounds[number + 1]] = self._covered_by_offsets(texts[number], spans[number] or ())
+            part = slice(int(cu_seqlens[number]), int(cu_seqlens[number + 1]))
+            covered[part] = self._covered_by_offsets(texts[number], given[number], ids[part])
         return covered
 
-    def _byte_places(self, text: str, spans: Sequence[Span], size: int) -> list[int]:
-        """Starts and ends of spans in bytes, [start, end, start, ...]; [] where bytes do not tell."""
-        if self._token_bytes is None:
-            return []
-        if text.isascii():
-            return [place for span in spans for place in span] if len(text) == size else []
-        if self._form and not unicodedata.is_normalized(self._form, text):  # type: ignore[arg-type]
-            return []
-        if len(text.encode()) != size:
-            return []
-        return [len(text[:place].encode()) for span in spans for place in span]
+    def _place_in_bytes(self, texts: Sequence[str], sizes: Int64, owner: Int64, edges: Int64) -> list[int]:
+        """Turn edges of spans from characters into bytes, in place; the texts for which bytes do not tell.
 
-    def _covered_by_offsets(self, text: str, spans: Sequence[Span]) -> Bool:
+        Args:
+            texts: S texts.
+            sizes: int64 (S,), bytes of the tokens of each.
+            owner: int64 (K,), the text of each span, ascending.
+            edges: int64 (K, 2), characters.
+        """
+        wanted = set(owner.tolist())
+        if self._token_bytes is None:
+            return sorted(wanted)
+        others = []
+        for number in wanted:
+            text = texts[number]
+            if text.isascii():
+                if len(text) != sizes[number]:
+                    others.append(number)
+                continue
+            encoded = text.encode()
+            if len(encoded) != sizes[number] or not self._is_unchanged(text):
+                others.append(number)
+                continue
+            # The first byte of a character is not of the form 10xxxxxx: RFC 3629, section 3.
+            starts = np.flatnonzero((np.frombuffer(encoded + b"\0", dtype=np.uint8) & 0xC0) != 0x80)
+            part = slice(*np.searchsorted(owner, [number, number + 1]))
+            edges[part] = starts[edges[part]]
+        return sorted(others)
+
+    def _is_unchanged(self, text: str) -> bool:
+        """Whether the normalizer leaves a text as it is."""
+        return not self._form or text.isascii() or unicodedata.is_normalized(self._form, text)  # type: ignore[arg-type]
+
+    def _covered_by_offsets(self, text: str, spans: Sequence[Span], ids: Int64) -> Bool:
         encoding = self.backend.encode(text, add_special_tokens=False)
+        compare(text, ids, encoding.ids, special=False)
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         covered = np.zeros(len(starts), dtype=bool)
         for start, end in spans:

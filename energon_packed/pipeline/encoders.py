@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding import ChatEncoder, Processor
+from energon_packed.encoding.engines import EngineName
 from energon_packed.encoding.pretrained import find_pretrained
 from energon_packed.encoding.rendering import LOSS_ON, LossOn
 from energon_packed.errors import ConfigError
@@ -23,6 +24,7 @@ class EncoderOptions:
     min_pixels: int | None = None
     max_pixels: int | None = None
     loss_on: LossOn = "assistant"
+    tokenizer_engine: EngineName = "auto"
 
     def __post_init__(self) -> None:
         for folder in ("tokenizer", "processor"):
@@ -40,8 +42,9 @@ class EncoderOptions:
         return _load_encoder(self, tuple(_stamps(self.tokenizer)), tuple(_stamps(self.processor)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, for the manifest."""
-        return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items() if v is not None}
+        """Plain types, for the manifest: what decides the tokens, so not the engine."""
+        given = {name: v for name, v in asdict(self).items() if v is not None and name != "tokenizer_engine"}
+        return {name: str(v) if isinstance(v, Path) else v for name, v in given.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ def _load_encoder(options: EncoderOptions, *stamps: object) -> ChatEncoder:
         options.tokenizer,
         options.processor,
         loss_on=options.loss_on,
+        tokenizer_engine=options.tokenizer_engine,
         image_processor=options.image_processor,
         factor=options.factor,
         min_pixels=options.min_pixels,

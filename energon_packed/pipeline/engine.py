@@ -18,6 +18,8 @@ from energon_packed.errors import EnergonPackedError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "FASTOKENS_BPE_THREADS": "1"}
+"""Environment of a worker: tokenizers start no threads, because there is one process a core already."""
 
 
 class WorkerDied(EnergonPackedError):
@@ -88,7 +90,7 @@ def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
     gc.freeze()
     gc.set_threshold(100_000)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
+    os.environ.update(ONE_THREAD)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

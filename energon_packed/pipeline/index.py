@@ -102,6 +102,7 @@ def _manifest(
         tokenizer_fingerprint=keys.encoder,
         input_fingerprint=keys.input,
         fingerprint=keys.tars,
+        tokenizer_engine=", ".join(sorted(state.tokenizer_engines)),
         encoder=options.encoder_loader.as_dict(),
         counters=state.counters,
         sources=_sources(state, table, plan),

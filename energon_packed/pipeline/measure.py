@@ -1,13 +1,15 @@
 """Stage 1, measure: the length of every record, in chunks of the input that run in parallel."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from energon_packed.encoding import EncodedSample, Measurement
+from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
+from energon_packed.encoding.engines import EngineName
 from energon_packed.errors import BY_CHOICE, RecordError, Reject, RejectLimitError
 from energon_packed.packing import load_kernels
 from energon_packed.pipeline.chunks import (
@@ -24,6 +26,7 @@ from energon_packed.pipeline.chunks import (
 )
 from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
 from energon_packed.pipeline.engine import Engine
+from energon_packed.pipeline.engine_trial import EngineTrial
 from energon_packed.pipeline.kept_tokens import write_tokens
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader
@@ -31,7 +34,10 @@ from energon_packed.pipeline.table import RecordTable, load_table
 from energon_packed.records import Conversation
 from energon_packed.sources import Row
 
+_log = logging.getLogger(__name__)
 _BATCH = 256  # records held at a time
+_WORTH_LOADING = 2  # chunks from which `auto` takes fastokens where it is proved already,
+_WORTH_PROVING = 48  # and from which it makes the proof: some thousand records take as long
 _JSON_OVERHEAD = 200  # bytes of keys, id and length of one sample
 
 
@@ -48,6 +54,7 @@ class MeasureStage:
         counters: `measured`, `tokenized` and `reused` records are added.
         keep_tokens: tokens are kept beside the lengths.
         strict: stop at the first rejected record.
+        tokenizer_engines: the engines that tokenized are added.
     """
 
     folder: Path
@@ -58,6 +65,7 @@ class MeasureStage:
     counters: dict[str, int]
     keep_tokens: bool
     strict: bool = False
+    tokenizer_engines: set[str] = field(default_factory=set)
     name = "measure"
 
     def chunks(self) -> list[Chunk]:
@@ -94,7 +102,11 @@ class MeasureStage:
                 self.progress.advance(chunk.stop - chunk.start, records)
             else:
                 todo.append(chunk)
-        for report in self.engine.run(Measurer(reader=self.reader, encoder=self.encoder), todo):
+        chosen = self._tokenizer_engine(todo)
+        measurer = Measurer(reader=self.reader, encoder=self.encoder, tokenizer_engine=chosen)
+        for report in self.engine.run(measurer, todo):
+            if report.tokenized and report.tokenizer_engine:
+                self.tokenizer_engines.add(report.tokenizer_engine)
             self.counters["measured"] += report.records
             self.counters["tokenized"] += report.tokenized
             self.progress.advance(report.chunk.stop - report.chunk.start, report.records)
@@ -102,6 +114,25 @@ class MeasureStage:
                 raise self._rejected(report.chunk, report.first_reject)
             load_kernels()  # while the workers are busy
         return load_table(chunks, len(self.reader.sources))
+
+    def _tokenizer_engine(self, chunks: Sequence[Chunk]) -> EngineName:
+        """The engine that every process uses; `auto` where few records are left to measure.
+
+        Raises:
+            ConfigError, EngineMismatch: the engine that was asked for cannot be used.
+        """
+        encoder = self.encoder.load()
+        if not isinstance(encoder, ChatEncoder) or len(chunks) < _WORTH_LOADING:
+            return "auto"
+        tokenizer = encoder.text_tokenizer
+        tokenizer.prepare(may_prove=len(chunks) >= _WORTH_PROVING)
+        if tokenizer.engine == "tokenizers":
+            return "auto"  # each process comes to the same decision
+        for detail in self.engine.run(EngineTrial(reader=self.reader, encoder=self.encoder), chunks[:1]):
+            if detail:
+                _log.warning("texts are tokenized by tokenizers: %s", detail)
+                tokenizer.use("tokenizers")
+        return tokenizer.engine
 
     def _rejected(self, chunk: Chunk, first: "FirstReject") -> RejectLimitError:
         path = self.reader.sources[chunk.source].path
@@ -127,20 +158,28 @@ class ChunkReport:
         records: rows in it.
         tokenized: texts that went through the tokenizer.
         first_reject: the first rejected record, or None.
+        tokenizer_engine: the engine in use; "" for an encoder without one.
     """
 
     chunk: Chunk
     records: int
     tokenized: int
+    tokenizer_engine: str
     first_reject: FirstReject | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurer:
-    """Measures one chunk: the function of the measure stage."""
+    """Measures one chunk: the function of the measure stage.
+
+    Attributes:
+        reader, encoder: as in `MeasureStage`.
+        tokenizer_engine: the one that the driver chose; `auto` leaves it to the encoder.
+    """
 
     reader: RecordReader
     encoder: EncoderOptions | GivenEncoder
+    tokenizer_engine: EngineName = "auto"
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
         """Measure a chunk and write its file; few records are held at a time, as they may hold images."""
@@ -151,6 +190,9 @@ class Measurer:
         tokens: list[EncodedSample] = []
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         encoder = self.encoder.load()
+        tokenizer = encoder.text_tokenizer if isinstance(encoder, ChatEncoder) else None
+        if tokenizer is not None:
+            tokenizer.use(self.tokenizer_engine)
         while batch := list(islice(rows, _BATCH)):
             conversations, results = self._read(chunk.source, batch)
             usable = [place for place, one in enumerate(conversations) if one is not None]
@@ -170,7 +212,13 @@ class Measurer:
         if chunk.keep_tokens:
             write_tokens(chunk.tokens, tokens)  # before the rows, which say that the chunk is done
         write_rows(chunk.file, columns, counts)
-        return ChunkReport(chunk=chunk, records=len(columns["id"]), tokenized=tokenized, first_reject=first)
+        return ChunkReport(
+            chunk=chunk,
+            records=len(columns["id"]),
+            tokenized=tokenized,
+            first_reject=first,
+            tokenizer_engine=tokenizer.engine if tokenizer is not None else "",
+        )
 
     def _read(self, source: int, rows: Sequence[Row]) -> tuple[list[Conversation | None], list[Measurement]]:
         """Conversations, None where a record is rejected, and the measurement of those."""

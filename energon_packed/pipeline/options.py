@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from energon_packed.encoding import Processor
+from energon_packed.encoding.engines import ENGINES, EngineName
 from energon_packed.encoding.rendering import LOSS_ON, LossOn
 from energon_packed.errors import ConfigError
 from energon_packed.formats import CODECS, Codec, codec_for
@@ -81,6 +82,10 @@ class InputOptions:
     loss_on: LossOn = option(
         "assistant", help="Supervised text: all assistant turns, the last one, or everything.", group=TOKENS,
         choices=LOSS_ON,
+    )  # fmt: skip
+    tokenizer_engine: EngineName = option(
+        "auto", help="What tokenizes; the tokens are the same. auto: fastokens where it is proved equal to "
+        "tokenizers.", group=TOKENS, choices=ENGINES,
     )  # fmt: skip
     encoder: Processor | None = None
     processor: Path | None = option(

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from energon_packed.errors import ConfigError, EnergonPackedError
-from energon_packed.pipeline.engine import Engine, WorkerDied
+from energon_packed.pipeline.engine import ONE_THREAD, Engine, WorkerDied
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -94,7 +94,7 @@ def _call(function: Callable[[Any], Any], task: Any, folder: str) -> tuple[Any, 
     """Run a task where the driver's relative paths are right; our errors come back as values."""
     if os.path.isdir(folder):
         os.chdir(folder)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one task a core already
+    os.environ.update(ONE_THREAD)
     gc.set_threshold(100_000)
     try:
         return function(task), None

@@ -101,6 +101,7 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
         counters=state.counters,
         keep_tokens=options.codec.stores_tokens,
         strict=options.strict,
+        tokenizer_engines=state.tokenizer_engines,
     )
     with clock.stage(measure):
         table = measure.run()

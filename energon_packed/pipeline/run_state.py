@@ -20,6 +20,7 @@ class RunState:
         space: the output folder.
         reader: of the input.
         counters: records measured, texts tokenized, records reused from an earlier run.
+        tokenizer_engines: what tokenized the texts.
     """
 
     options: PackOptions
@@ -28,3 +29,4 @@ class RunState:
     space: Workspace
     reader: RecordReader
     counters: dict[str, int] = field(default_factory=lambda: {"measured": 0, "tokenized": 0, "reused": 0})
+    tokenizer_engines: set[str] = field(default_factory=set)

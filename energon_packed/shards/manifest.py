@@ -1,7 +1,7 @@
 """PackingManifest: `packing.json` with counts, settings and shard hashes.
 
-It contains no timestamps or host names. Builds of the same input differ at most in `counters`, which describe the work
-of one run, and in the paths in `encoder` and `sources`.
+It contains no timestamps or host names. Builds of the same input differ at most in `counters` and `tokenizer_engine`,
+which describe the work of one run, and in the paths in `encoder` and `sources`.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -84,6 +84,7 @@ class PackingManifest:
         template_fingerprint: SHA-256 of the chat template's Jinja source; "" without one.
         tokenizer_fingerprint: digest of tokenizer, template, image settings and loss options.
         input_fingerprint: digest of the input files.
+        tokenizer_engine: what tokenized the texts of this run: `tokenizers` or `fastokens`; "" where nothing did.
         encoder: options to recreate the encoder.
         counters: records measured, texts tokenized, records whose length came from the cache.
         sources: all inputs, in order.
@@ -118,6 +119,7 @@ class PackingManifest:
     tokenizer_fingerprint: str
     input_fingerprint: str
     fingerprint: str
+    tokenizer_engine: str = ""
     encoder: dict[str, Any]
     counters: dict[str, int] = field(default_factory=dict)
     sources: list[SourceEntry] = field(default_factory=list)

@@ -1,5 +1,6 @@
 """Supervised tokens from byte lengths equal those from the tokenizer's own offsets."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from energon_packed import ChatEncoder
+from energon_packed.encoding.engines import FastokensEngine
 from energon_packed.encoding.tokenizer import TextTokenizer
 
 TEXTS = st.text(
@@ -49,10 +51,23 @@ def tokenizers(tokenizer_dir: Path) -> dict[str, TextTokenizer]:
     return {name: TextTokenizer(backend) for name, backend in found.items()}
 
 
-@given(data=st.data(), name=st.sampled_from(["plain", "NFC", "lowercase", "strip", "metaspace"]))
-@settings(max_examples=400, deadline=None)
-def test_covered_tokens_are_those_of_the_offsets(tokenizers: dict[str, TextTokenizer], data: Any, name: str) -> None:
+@lru_cache
+def fastokens_engine(serialized: str) -> FastokensEngine:
+    return FastokensEngine(serialized)
+
+
+@given(
+    data=st.data(),
+    name=st.sampled_from(["plain", "NFC", "lowercase", "strip", "metaspace"]),
+    engine=st.sampled_from(["tokenizers", "fastokens"]),
+)
+@settings(max_examples=600, deadline=None)
+def test_covered_tokens_are_those_of_the_offsets(
+    tokenizers: dict[str, TextTokenizer], data: Any, name: str, engine: str
+) -> None:
     tokenizer = tokenizers[name]
+    fast = engine == "fastokens" and name in ("plain", "NFC", "strip")
+    tokenizer._fast, tokenizer._is_decided = fastokens_engine(tokenizer.serialized) if fast else None, True
     texts = data.draw(st.lists(TEXTS, min_size=1, max_size=5))
     if name == "strip":
         texts = [text.replace("a", " <mask> ") for text in texts]
@@ -67,8 +82,15 @@ def test_covered_tokens_are_those_of_the_offsets(tokenizers: dict[str, TextToken
 
 
 def test_byte_lengths_are_used_where_they_can_be(tokenizers: dict[str, TextTokenizer]) -> None:
-    assert tokenizers["plain"]._byte_places("é", [(0, 1)], 2) == [0, 2]
-    assert tokenizers["NFC"]._byte_places("e\u0301", [(0, 2)], 3) == []  # the normalizer changes it
+    def others(name: str, text: str, size: int) -> list[int]:
+        """The texts, of this one, that need the offsets of the tokenizer."""
+        edges = np.array([[0, 1]])
+        return tokenizers[name]._place_in_bytes([text], np.array([size]), np.array([0]), edges)
+
+    assert others("plain", "é", 2) == []
+    assert others("plain", " <mask> ", 6) == [0]  # a token absorbed the spaces
+    assert others("NFC", "é", 2) == []
+    assert others("NFC", "e\u0301", 3) == [0]  # the normalizer changes it
     assert tokenizers["lowercase"]._token_bytes is None
     assert tokenizers["metaspace"]._token_bytes is None
     assert np.array_equal(tokenizers["plain"].encode(["", "a"], [[], [(0, 1)]]).covered, [True])

@@ -1,0 +1,99 @@
+"""Tokenizer engines: the same ids from Hugging Face tokenizers, or several times as fast from fastokens.
+
+fastokens is used only where it is proved for the tokenizer at hand (`engine_proof`), and a part of the texts is
+compared while it runs. It uses threads that a forked process does not have: a process whose parent tokenized with it
+takes tokenizers.
+"""
+
+import os
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.errors import EngineMismatch
+
+Int64 = npt.NDArray[np.int64]
+EngineName = Literal["auto", "tokenizers", "fastokens"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+_SHOWN = 200  # characters of a text in a message
+_used_in: int | None = None  # process that first tokenized with fastokens, or the parent of this one that did
+
+
+class Engine(Protocol):
+    """Ids of texts.
+
+    Attributes:
+        name: of `ENGINES`.
+    """
+
+    name: EngineName
+
+    def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
+        """(input_ids int64 (T,), cu_seqlens int64 (S+1,)) of S texts end to end; `special` adds BOS and the like."""
+
+
+class HuggingFaceEngine:
+    """A `tokenizers.Tokenizer`."""
+
+    name: EngineName = "tokenizers"
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
+        """As `Engine.encode`."""
+        columns = [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=special)]
+        cu_seqlens = np.zeros(len(columns) + 1, dtype=np.int64)
+        np.cumsum([len(ids) for ids in columns], out=cu_seqlens[1:])
+        input_ids = np.fromiter(chain.from_iterable(columns), dtype=np.int64, count=int(cu_seqlens[-1]))
+        return input_ids, cu_seqlens
+
+
+class FastokensEngine:
+    """A `fastokens.Tokenizer`.
+
+    Args:
+        serialized: tokenizer.json as text.
+
+    Raises:
+        ImportError: fastokens is not installed.
+        ValueError: it cannot read this tokenizer.
+    """
+
+    name: EngineName = "fastokens"
+
+    def __init__(self, serialized: str) -> None:
+        from fastokens import Tokenizer
+
+        self._tokenizer = Tokenizer.from_json_str(serialized)
+
+    def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
+        """As `Engine.encode`."""
+        global _used_in
+        _used_in = os.getpid()
+        ids, bounds = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=special)
+        return np.frombuffer(ids, dtype="<u4").astype(np.int64), np.frombuffer(bounds, dtype="<u8").astype(np.int64)
+
+
+def is_safe_here() -> bool:
+    """Whether fastokens may be used in this process: no process that it was forked from has used it."""
+    return _used_in is None or _used_in == os.getpid()
+
+
+def compare(text: str, found: Int64, expected: Sequence[int], *, special: bool) -> None:
+    """Refuse ids of fastokens that are not those of tokenizers.
+
+    Raises:
+        EngineMismatch: they differ; the message holds the text, or what is around the first difference.
+    """
+    if found.tolist() == list(expected):
+        return
+    place = next((i for i, (a, b) in enumerate(zip(found.tolist(), expected, strict=False)) if a != b), len(expected))
+    shown = repr(text[:_SHOWN]) + (f" (the first {_SHOWN} of {len(text)} characters)" if len(text) > _SHOWN else "")
+    raise EngineMismatch(
+        f"fastokens and tokenizers give different tokens, from token {place}, for the text {shown}"
+        f"{' with special tokens' if special else ''}; run with `tokenizer_engine=tokenizers`"
+    )

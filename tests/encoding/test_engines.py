@@ -1,0 +1,205 @@
+"""fastokens and tokenizers: equal where fastokens is used, refused where they differ."""
+
+import json
+import os
+import pickle
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+from energon_packed import ChatEncoder, ConfigError, Conversation, pack
+from energon_packed.encoding import engine_proof, engines
+from energon_packed.encoding.engine_corpus import proof_texts
+from energon_packed.encoding.engine_proof import Proof, known_proof, prove, try_all
+from energon_packed.encoding.engines import FastokensEngine
+from energon_packed.encoding.tokenizer import TextTokenizer
+from energon_packed.errors import EngineMismatch
+from energon_packed.records import Message
+
+# The pre-tokenizers of Qwen2, Llama 3 and GPT-2, from their tokenizer.json.
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+UNEQUAL = rf"(?:a(?=b)|{QWEN})"  # fastokens 0.3.5 takes U+180E for white space, as PCRE2 does
+
+
+def byte_level(pattern: str | None, normalizer: Any = None, ignore_merges: bool = False) -> Any:
+    backend = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    if pattern is None:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        steps = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(list(proof_texts([]))[:1500], trainer)
+    return backend
+
+
+@pytest.fixture(scope="module")
+def unequal() -> Any:
+    return byte_level(UNEQUAL)
+
+
+def with_bos() -> Any:
+    backend = byte_level(LLAMA, ignore_merges=True)
+    template = processors.TemplateProcessing(
+        single="<|endoftext|> $A", pair="<|endoftext|> $A $B", special_tokens=[("<|endoftext|>", 0)]
+    )
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return backend
+
+
+def with_added() -> Any:
+    backend = byte_level(QWEN, normalizers.NFC())
+    backend.add_tokens(
+        [AddedToken("<mask>", lstrip=True), AddedToken("<r>", rstrip=True), AddedToken("word", single_word=True)]
+    )
+    backend.add_tokens([AddedToken("é x", normalized=True), AddedToken("</think>", normalized=False, special=False)])
+    return backend
+
+
+@pytest.mark.parametrize("make", [lambda: byte_level(None), with_bos, with_added])
+def test_tokenizers_of_the_field_are_proved(make: Any) -> None:
+    assert try_all(make().to_str()) == Proof(True)
+
+
+def test_a_proof_finds_the_difference_and_is_kept(
+    unequal: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    serialized = unequal.to_str()
+    assert known_proof(serialized) is None
+    proof = prove(serialized)
+    assert not proof.holds
+    assert "different tokens, from token" in proof.detail
+    monkeypatch.setattr(subprocess, "run", None)  # what was found is not looked for again
+    assert prove(serialized) == known_proof(serialized) == proof
+    assert TextTokenizer(unequal).engine == "tokenizers"
+    with pytest.raises(ConfigError, match="`tokenizer_engine` fastokens cannot be used: .*; use auto or tokenizers"):
+        TextTokenizer(unequal, "fastokens")
+    automatic = TextTokenizer(unequal)
+    automatic.prepare()
+    assert automatic.engine == "tokenizers"
+    assert not list(tmp_path.rglob("*.[0-9]*"))  # no temporary file is left
+
+
+def test_a_proof_that_does_not_finish_is_not_kept(
+    unequal: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(engine_proof, "_TIME_LIMIT", 0.01)
+    assert "did not finish" in prove(unequal.to_str()).detail
+    assert known_proof(unequal.to_str()) is None
+
+
+def test_without_fastokens_its_name_is_an_error(unequal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "fastokens", None)  # as if no wheel exists for this platform
+    assert TextTokenizer(unequal).engine == "tokenizers"
+    with pytest.raises(ConfigError, match="fastokens is not installed; run pip install fastokens"):
+        TextTokenizer(unequal, "fastokens")
+    with pytest.raises(ConfigError, match="`tokenizer_engine` is 'tokie'; use one of auto, tokenizers, fastokens"):
+        TextTokenizer(unequal, "tokie")  # type: ignore[arg-type]
+
+
+def test_other_kinds_of_tokenizers_keep_tokenizers() -> None:
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    automatic = TextTokenizer(backend)
+    automatic.prepare()
+    assert automatic.engine == "tokenizers"
+    with pytest.raises(ConfigError, match="byte-level BPE tokenizers only"):
+        TextTokenizer(backend, "fastokens")
+
+
+def test_a_difference_stops_the_run_and_names_the_text(unequal: Any) -> None:
+    tokenizer = TextTokenizer(unequal)
+    tokenizer._fast, tokenizer._is_decided = FastokensEngine(tokenizer.serialized), True  # as if it were proved
+    texts = ["fine"] * 255 + ["a \u180ee"] + ["fine"] * 3
+    tokenizer.encode(texts, [None] * len(texts))  # text 255 is not compared
+    assert tokenizer.encode(["fine"] * 252, [None] * 252).input_ids.any()
+    assert tokenizer._seen == 511
+    tokenizer.encode(["fine"], [None])
+    with pytest.raises(
+        EngineMismatch, match=r"different tokens, from token \d+, for the text '.*u180ee'; run with `tok"
+    ):
+        tokenizer.encode([texts[255]], [None])
+
+
+def test_texts_that_the_normalizer_changes_take_tokenizers() -> None:
+    tokenizer = TextTokenizer(byte_level(QWEN, normalizers.NFC()))
+    tokenizer._fast, tokenizer._is_decided = FastokensEngine(tokenizer.serialized), True
+    given: list[list[str]] = []
+    encode = tokenizer._fast.encode
+    tokenizer._fast.encode = lambda texts, special: (given.append(list(texts)), encode(texts, special=special))[1]  # type: ignore[method-assign]
+    texts = ["plain", "e\u0301", "caf\u00e9", "Z\u0351", "", "A\u030a\u0301"]
+    found = tokenizer.encode(texts, [[(0, 1)]] * len(texts))
+    assert given == [["plain", "caf\u00e9", "Z\u0351", ""]]
+    for number, text in enumerate(texts):
+        part = slice(*found.cu_seqlens[number : number + 2])
+        assert found.input_ids[part].tolist() == tokenizer.backend.encode(text).ids
+
+
+def test_copies_in_other_processes_decide_for_themselves(tokenizer_dir: Path) -> None:
+    encoder = ChatEncoder.from_pretrained(tokenizer_dir, tokenizer_engine="fastokens")
+    copy = pickle.loads(pickle.dumps(encoder))
+    assert copy.text_tokenizer.engine == encoder.text_tokenizer.engine == "fastokens"
+    assert copy.fingerprint() == encoder.fingerprint() == ChatEncoder.from_pretrained(tokenizer_dir).fingerprint()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_of_a_process_that_used_fastokens_does_not_use_it(tokenizer_dir: Path) -> None:
+    tokenizer = ChatEncoder.from_pretrained(tokenizer_dir, tokenizer_engine="fastokens").text_tokenizer
+    expected = tokenizer.encode(["hello"], [None]).input_ids.tolist()
+    assert engines.is_safe_here()
+    child = os.fork()
+    if child == 0:
+        same = tokenizer.encode(["hello"], [None]).input_ids.tolist() == expected
+        os._exit(0 if same and tokenizer.engine == "tokenizers" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def chats(count: int) -> list[Conversation]:
+    words = "über naïve 日本語 👍🏽 e\u0301 code(x) 12345 \t\n  <|im_end|> what's"
+    return [
+        Conversation(messages=(Message("user", f"{number} {words}"), Message("assistant", words[number % 20 :] * 3)))
+        for number in range(count)
+    ]
+
+
+def test_encoding_and_measuring_are_the_same_with_both(tokenizer_dir: Path) -> None:
+    fast = ChatEncoder.from_pretrained(tokenizer_dir, tokenizer_engine="fastokens")
+    slow = ChatEncoder.from_pretrained(tokenizer_dir, tokenizer_engine="tokenizers")
+    for ours, theirs in zip(fast.encode_many(chats(40)), slow.encode_many(chats(40)), strict=True):
+        assert np.array_equal(ours.input_ids, theirs.input_ids)  # type: ignore[union-attr]
+        assert np.array_equal(ours.labels, theirs.labels)  # type: ignore[union-attr]
+    assert fast.measure(chats(600)) == slow.measure(chats(600))
+
+
+@pytest.mark.parametrize("sample_class", ["auto", "PackedTokensSample"])
+def test_tars_are_the_same_with_both(text_tokenizer_dir: Path, tmp_path: Path, sample_class: str) -> None:
+    records = [{"messages": [message.as_dict() for message in chat.messages]} for chat in chats(6000)]
+    records += [{"text": "a document"}, {"messages": []}, {"input_ids": [5, 6, 7]}]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    written = {}
+    for engine in ("tokenizers", "fastokens"):
+        options: dict[str, Any] = {"seq_len": 2048, "workers": 2, "shard_prefix": "x", "sample_class": sample_class}
+        out = tmp_path / engine
+        result = pack(
+            tmp_path / "d.jsonl", output_dir=out, tokenizer=text_tokenizer_dir, tokenizer_engine=engine, **options
+        )
+        files = sorted([*result.shards.glob("*.tar"), result.lengths, result.rejects])
+        written[engine] = [(file.name, file.read_bytes()) for file in files]
+        assert result.manifest.encoder.keys() == {"tokenizer", "loss_on"}
+        assert result.manifest.tokenizer_engine in {engine, "tokenizers"}  # a process that used it before forks safely
+    assert written["tokenizers"] == written["fastokens"]
