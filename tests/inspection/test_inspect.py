@@ -134,7 +134,7 @@ def test_tool_calls_tabs_and_joined_emoji_are_seen(tokenizer_dir: Path, tmp_path
         out = tmp_path / flavor
         result = pack(PackOptions(tokenizer=folder, output_dir=out, **options))  # type: ignore[arg-type]
         shown = run(result.shards).output.replace("\n[", "[")  # lines are wrapped
-        assert 'tools     [{"name":"get_weather"}]' in shown
+        assert 'tools     [{"type":"function","function":{"name":"get_weather"}}]' in shown
         assert 'tool_calls: [{"function":{"name":"get_weather","arguments":{"city":"Oslo"}}}]' in shown
         assert "\U0001f408\u200d\u2b1b" in shown
         assert "\\t" not in shown

@@ -222,7 +222,7 @@ def test_warnings_and_settings(
     assert "no reader uses 1 field (url) of the records" in text
     assert "kinds of tokens (image, supervised, other) are not shown" not in text
     for entry, path, count in zip(result.manifest.sources, inputs, (41, demo.records), strict=True):
-        assert (entry.path, entry.records) == (str(path), count)
+        assert (entry.path, entry.records) == ([str(path)], count)
         assert str(path) in text
     assert f"{tokenizer_dir} (fingerprint {result.manifest.tokenizer_fingerprint[:12]})" in text
     assert f"SHA-256 {result.manifest.template_fingerprint[:12]}; " in text
