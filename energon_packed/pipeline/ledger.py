@@ -49,6 +49,8 @@ def write_ledger(
     """
     names_of, cut = (*STATUSES, TRUNCATED), len(STATUSES)
     paths = [str(source.path) for source in reader.sources]
+    numbered = {path: number for number, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
+    path_of = np.array([numbered[path] for path in paths], dtype=np.int32)
     with (
         aside(space.lengths) as lengths_aside,
         aside(space.rejects) as rejects_aside,
@@ -65,7 +67,7 @@ def write_ledger(
             part = slice(start, start + len(ids))
             measured = table.length[part]
             columns = [
-                named(source, paths, np.int32),
+                named(path_of[source], list(numbered), np.int32),
                 numbers(local, np.int64),
                 texts(names),
                 numbers(measured, np.int32, valid=measured >= 0),

@@ -1,6 +1,7 @@
 """The Ray engine on a real cluster of three nodes: the same bytes, whatever happens to a node."""
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -97,3 +98,22 @@ def test_without_ray_the_pip_command_is_told(
         main()
     assert ended.value.code == 1
     assert capsys.readouterr().err == "error: --engine ray needs Ray; run pip install 'energon-packed[ray]'\n"
+
+
+def test_sources_with_adapters_of_their_own(
+    cluster: Any, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters lie in the folder where the command runs; workers find them there."""
+    rows = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(30)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "ray_adapter.py").write_text(
+        "def loud(record):\n    return {**record, 'answer': record['answer'].upper()}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    sources = [{"path": "rows.jsonl", "weight": 1.5}, {"path": "rows.jsonl", "adapter": "ray_adapter:loud"}]
+    settings: dict[str, Any] = {"sources": sources, "tokenizer": tokenizer_dir, "seq_len": 256, "shard_prefix": "p"}
+    local = pack(output_dir=tmp_path / "local", workers=1, **settings)
+    there = pack(output_dir=tmp_path / "there", engine="ray", ray_address=cluster.address, **settings)
+    assert contents(there.shards.parent) == contents(local.shards.parent)
+    assert local.manifest.packed + local.manifest.rejects["not_sampled"] == 90
+    assert [one["weight"] for one in there.manifest.sources] == [1.5, 1.0]

@@ -99,7 +99,9 @@ def test_the_same_from_a_config_file_and_the_command_line_wins(folder: Path, tok
     assert done.exit_code == 0, done.output
     manifest = PackingManifest.load(folder / "out")
     assert (manifest.records, manifest.seq_len) == (19, 512)
-    other = run(folder, tokenizer_dir, SOURCES, "python", shard_prefix="out").manifest
+    result = run(folder, tokenizer_dir, SOURCES, "python", shard_prefix="out")
+    assert result.lengths.read_bytes() == (folder / "out" / "lengths.parquet").read_bytes()
+    other = result.manifest
     assert other.fingerprint == manifest.fingerprint
     assert [shard.sha256 for shard in other.shards] == [shard.sha256 for shard in manifest.shards]
     lengths = {name: config[name] for name in ("sources", "tokenizer", "workers")}

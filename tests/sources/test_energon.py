@@ -324,6 +324,58 @@ def test_a_sample_loader_of_energon_prepare_gives_what_energon_gives(tmp_path: P
         assert turns == [f"<image>{batch.context[0]}", answers[int(np.argmax(weights))]]
 
 
+RETURNED = {
+    "CaptioningSample": "{'image': raw['a.jpg'], 'caption': raw['txt']}",
+    "OCRSample": "{'image': raw['a.jpg'], 'text': raw['txt']}",
+    "TextSample": "{'text': raw['txt']}",
+    "MultiChoiceVQASample": "{'image': raw['b.jpg'], 'context': raw['txt'], 'choices': raw['json']['c'], "
+    "'correct_choice_idx': 1}",
+    "InterleavedSample": "{'sequence': [raw['txt'], raw['b.jpg'], raw['a.jpg'], 'end']}",
+    "SimilarityInterleavedSample": "{'images': [raw['a.jpg'], raw['b.jpg']], 'texts': raw['json']['c'], "
+    "'matched_text_indices': [1, 0]}",
+}
+
+
+def test_samples_of_every_flavor_are_those_of_energon(tmp_path: Path) -> None:
+    """One dataset of `energon prepare`, read with a sample loader for each flavor by Energon and by us."""
+    import megatron.energon as energon
+
+    members = [("0.a.jpg", picture(1)), ("0.b.jpg", picture(2)), ("0.json", {"c": ["cat", "dog"]}), ("0.txt", "Hi.")]
+    write_tar(tmp_path / "shard-0.tar", members)
+    prepare = ["prepare", "--non-interactive", "--split-ratio", "1,0,0", "--num-workers", "1"]
+    done = subprocess.run(
+        [str(ENERGON), *prepare, "--sample-type", "CrudeWebdataset", str(tmp_path)],
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    for kind, returned in RETURNED.items():
+        file = tmp_path / ".nv-meta" / f"{kind}.py"
+        file.write_text(f"def load(raw):\n    return {returned}\n\ndef parts(part):\n    return True\n")
+        names = {"sample_loader": f"{kind}.py:load", "part_filter": f"{kind}.py:parts"}
+        sample_type = {"__module__": "megatron.energon", "__class__": kind}
+        write_yaml(tmp_path / ".nv-meta" / "dataset.yaml", {"sample_type": sample_type, **names})
+        theirs = energon.get_train_dataset(
+            tmp_path, worker_config=energon.WorkerConfig(rank=0, world_size=1, num_workers=0), batch_size=None,
+            shuffle_buffer_size=None, max_samples_per_sequence=None, repeat=False,
+        )  # fmt: skip
+        (sample,) = energon.get_loader(theirs)
+        (ours,) = read(tmp_path, trust_sample_loader=True)
+        content = ours.text if ours.text is not None else "".join(m.content for m in ours.messages)
+        texts = [sample.caption] if kind == "CaptioningSample" else []
+        texts += [getattr(sample, name) for name in ("text", "context") if hasattr(sample, name)]
+        texts += getattr(sample, "choices", []) + getattr(sample, "texts", [])
+        seen = [one for one in getattr(sample, "sequence", []) if isinstance(one, str)] + texts
+        assert seen, kind
+        assert all(text in content for text in seen), kind
+        images = [sample.image] if hasattr(sample, "image") else list(getattr(sample, "images", []))
+        images += [one for one in getattr(sample, "sequence", []) if not isinstance(one, str)]
+        order = [1, 0] if kind == "SimilarityInterleavedSample" else range(len(images))
+        assert len(ours.images) == len(images), kind
+        for place, image in zip(order, ours.images, strict=True):
+            pixels = np.asarray(Image.open(io.BytesIO(image.read()))) / 255.0
+            assert np.allclose(images[place].permute(1, 2, 0).numpy(), pixels, atol=1e-6), kind
+
+
 def test_crude_data_and_code_that_is_not_trusted_go_to_an_adapter(
     tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
