@@ -7,15 +7,22 @@
     {key}.img{i}_{j}.npy     its patch positions, when given
 
 `prompts[i]` and `captions[i]` are the turns of sample i. A plain text, where every token is supervised, has no prompt
-and one caption. The layout is that of LLaVA-OneVision-2's packed captioning data.
+and one caption.
+
+What `offline_packing` of LLaVA-OneVision-2 and the 1.5 examples write is read, too: other image names than the members
+have, empty names of .npy files, one list of images for all samples, prompts without placeholders, `fps` in lists. Its
+samples have no `ids` and no `lengths`, and become the conversations that `normalize` makes of the same records. The
+reader of that project needs `img{i}_{j}.jpg` for every image, which `pack --layout llava-onevision2` writes
+(`llava_onevision2.py`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from energon_packed.errors import Reason, RecordError
+from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats.codec import Codec, Part, RawPack
+from energon_packed.formats.foreign_names import member_names, names_by_sample
 from energon_packed.formats.parts import (
     optional,
     read_files,
@@ -26,7 +33,7 @@ from energon_packed.formats.parts import (
     write_media,
 )
 from energon_packed.formats.sample import StoredSample, byte_references, media_references
-from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message
+from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message, normalize
 
 _REMEDY = "set `sample_class` to PackedMultiMixQASample"
 COLUMNS = ("ids", "systems", "lengths", "timestamp_decimal", "fps", "videos", "weights", "truncated")
@@ -96,21 +103,28 @@ class CaptioningCodec(Codec):
 
     def samples(self, fields: Mapping[str, Any]) -> list[StoredSample]:
         """The samples of columns as `fields` returns them."""
-        return [_sample(fields, i) for i in range(fields["sample_count"])]
+        read = _foreign_sample if fields["ids"] is None and fields["lengths"] is None else _sample
+        return [read(fields, i) for i in range(fields["sample_count"])]
 
     def fields(self, raw: RawPack) -> dict[str, Any]:
-        """The columns of a pack: `images` as StoredImage, the others as in the json."""
+        """The columns of a pack: `images` as StoredImage, the others as in the json.
+
+        Raises:
+            FormatError: a member is missing, or columns have different numbers of samples.
+        """
         value = read_json(raw)
         captions = [_turns(turns) for turns in value["captions"]]
-        count = value.get("sample_count", len(captions))
-        prompts = value.get("prompts") or [[""] * len(turns) for turns in captions]
-        positions = value.get("patch_positions")
+        prompts = [_turns(turns) for turns in value.get("prompts") or [[""] * len(turns) for turns in captions]]
+        if len(prompts) != len(captions):
+            raise FormatError(f"{raw.get('__key__')} has {len(prompts)} prompts for {len(captions)} captions")
+        texts = [[*turns, *answers] for turns, answers in zip(prompts, captions, strict=True)]
+        names = names_by_sample(raw, value.get("images"), texts)
         return {
-            "images": read_images(raw, value.get("images") or [[]] * count),
-            "prompts": [_turns(turns) for turns in prompts],
+            "images": read_images(raw, member_names(raw, names)),
+            "prompts": prompts,
             "captions": captions,
-            "sample_count": count,
-            "patch_positions": read_files(raw, positions) if positions else None,
+            "sample_count": len(captions),
+            "patch_positions": _positions(raw, value.get("patch_positions")),
             "truncate": value.get("truncate"),
             **{name: value.get(name) for name in COLUMNS},
         }
@@ -125,12 +139,8 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
     one = {name: fields[name][i] if fields[name] else None for name in COLUMNS}
     images = fields["images"][i]
     positions = fields["patch_positions"][i] if fields["patch_positions"] else ()
-    prompts, captions = list(fields["prompts"][i]), fields["captions"][i]
-    if fields["lengths"] is None and prompts and not any(IMAGE_PLACEHOLDER in t for t in (*prompts, *captions)):
-        prompts[0] = IMAGE_PLACEHOLDER * len(images) + prompts[0]  # other packers write no placeholders
-    turns = [("user", prompts, 0), ("assistant", captions, 1)]
-    ordered = sorted((2 * j + shift, role, text) for role, texts, shift in turns for j, text in enumerate(texts))
-    messages = [Message(role, text) for _, role, text in ordered]
+    prompts, captions = fields["prompts"][i], fields["captions"][i]
+    messages = [Message(role, text) for role, text in _in_turn(prompts, captions)]
     if one["systems"] is not None:
         messages.insert(0, Message("system", one["systems"]))
     if one["weights"]:
@@ -154,6 +164,49 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
         images=images,
         patch_positions=positions,
     )
+
+
+def _foreign_sample(fields: Mapping[str, Any], i: int) -> StoredSample:
+    """A sample of a packer that records neither ids nor lengths: what `normalize` makes of its record.
+
+    Where placeholders and images do not match, all images stand before the first turn, as in LLaVA-OneVision-2's
+    `Qwen2VLPlugin.process_messages`.
+    """
+    images = fields["images"][i]
+    positions = fields["patch_positions"][i] if fields["patch_positions"] else ()
+    turns = _in_turn(fields["prompts"][i], fields["captions"][i])
+    if images and sum(text.count(IMAGE_PLACEHOLDER) for _, text in turns) not in (0, len(images)):
+        turns = [(role, text.replace(IMAGE_PLACEHOLDER, "")) for role, text in turns]
+        turns[0] = (turns[0][0], turns[0][1].lstrip("\n"))
+    fps = fields["fps"][i] if fields["fps"] else None
+    record = {
+        "messages": [{"role": role, "content": text} for role, text in turns],
+        "images": list(media_references(images)),
+        "patch_positions": list(byte_references(positions)),
+        "fps": fps[0] if isinstance(fps, list) and fps else fps or None,
+        "timestamp_decimal": fields["timestamp_decimal"][i] if fields["timestamp_decimal"] else None,
+    }
+    try:
+        conversation = normalize(record)
+    except RecordError as error:
+        raise FormatError(f"sample {i}: {error}") from error
+    return StoredSample(conversation=conversation, length=None, images=images, patch_positions=positions)
+
+
+def _in_turn(prompts: Sequence[str], captions: Sequence[str]) -> list[tuple[str, str]]:
+    """(role, text) of each turn: prompt, caption, prompt, and so on."""
+    turns = [("user", prompts, 0), ("assistant", captions, 1)]
+    ordered = sorted((2 * j + shift, role, text) for role, texts, shift in turns for j, text in enumerate(texts))
+    return [(role, text) for _, role, text in ordered]
+
+
+def _positions(raw: RawPack, listed: Any) -> list[tuple[bytes, ...]] | None:
+    """Bytes of the .npy files of each sample, or None; an empty name is none."""
+    names = [[name for name in (one or ()) if name] for one in listed or ()]
+    if not any(names):
+        return None
+    where = member_names(raw, [[name or "" for name in one or ()] for one in listed], extension="npy")
+    return read_files(raw, [[name for name in one if name] for one in where])
 
 
 def _weights(conversation: Conversation) -> list[float] | None:

@@ -1,4 +1,5 @@
-"""Shards of each split, from `.nv-meta/split.yaml` as written by energon-packed or `energon prepare`."""
+"""Shards of each split, from `.nv-meta/split.yaml` as written by energon-packed, `energon prepare` (`split_parts`) or
+LLaVA-OneVision-2's packer (`split`)."""
 
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def shard_names(folder: Path, *, with_excluded: bool = False) -> dict[str, list[
     file = folder / NV_META / "split.yaml"
     try:
         value = yaml.safe_load(file.read_bytes())
-        parts = {str(name): list(patterns or []) for name, patterns in value["split_parts"].items()}
+        listed = value["split_parts"] if "split_parts" in value else value["split"]
+        parts = {str(name): list(patterns or []) for name, patterns in listed.items()}
         excluded = {name for pattern in value.get("exclude") or [] for name in braceexpand(str(pattern))}
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{file} is not a valid split file: {type(error).__name__} {error}") from error
