@@ -8,6 +8,7 @@ from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_for
 from energon_packed.shards import PackingManifest
+from energon_packed.shards.counted import count_packs
 from energon_packed.shards.split import dataset_folder, excluded_names
 
 
@@ -27,10 +28,15 @@ class LoadedSplit:
 
     @property
     def packs(self) -> int | None:
-        """Packs that are read, None where that is not recorded."""
-        if self.manifest is None or excluded_names(self.path):
+        """Packs that are read, None where that is not known; without packing.json, from the indexes."""
+        if excluded_names(self.path):
             return None
-        return self.manifest.packs_in(self.split)
+        if self.manifest is not None:
+            return self.manifest.packs_in(self.split)
+        try:
+            return count_packs(self.path, self.split)
+        except FormatError:  # no index: Energon says so
+            return None
 
     @classmethod
     def of_folder(cls, path: str | Path, split: str) -> "LoadedSplit":

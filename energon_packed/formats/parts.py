@@ -1,6 +1,6 @@
 """What the built-in codecs share: JSON parts, media parts and their names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -80,6 +80,11 @@ def any_given(values: Sequence[Any]) -> bool:
 def optional(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """The columns in which any sample has a value."""
     return {name: column for name, column in values.items() if any_given(column)}
+
+
+def image_count(names: Iterable[str]) -> int:
+    """How many of these member names are images of a pack."""
+    return sum(name.rpartition(".")[2].lower() not in ("json", "npy", "txt") for name in names)
 
 
 def _names(listed: Any) -> list[str]:

@@ -9,7 +9,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from energon_packed.errors import ConfigError
+from energon_packed.shards.counted import count_packs
 from energon_packed.shards.manifest import PackingManifest
+from energon_packed.shards.split import dataset_folder
 
 
 def steps_per_epoch(
@@ -24,7 +26,7 @@ def steps_per_epoch(
     """Micro batches per rank in one epoch.
 
     Args:
-        path: packed dataset, or its manifest.
+        path: packed dataset, or its manifest. Without packing.json, packs are counted in the indexes.
         world_size: data-parallel ranks.
         micro_batch_size: packs per micro batch.
         num_workers: loader workers per rank.
@@ -36,6 +38,7 @@ def steps_per_epoch(
 
     Raises:
         ConfigError: an argument is below its minimum.
+        FormatError: there is no dataset.
     """
     for name, value, least in (
         ("world_size", world_size, 1),
@@ -44,14 +47,18 @@ def steps_per_epoch(
     ):
         if value < least:
             raise ConfigError(f"`{name}` is {value}; it must be at least {least}")
-    manifest = path if isinstance(path, PackingManifest) else PackingManifest.load(path)
     workers = max(1, num_workers)
-    packs = packs_per_worker(manifest.packs_in(split), world_size * workers)
+    packs = packs_per_worker(_packs_in(path, split), world_size * workers)
     round_up = 0 if drop_last else micro_batch_size - 1
     return [
         sum((count + round_up) // micro_batch_size for count in packs[rank * workers : (rank + 1) * workers])
         for rank in range(world_size)
     ]
+
+
+def _packs_in(path: str | Path | PackingManifest, split: str) -> int:
+    manifest = path if isinstance(path, PackingManifest) else PackingManifest.load_if_there(path)
+    return count_packs(dataset_folder(str(path)), split) if manifest is None else manifest.packs_in(split)
 
 
 def packs_per_worker(packs: int, workers: int) -> list[int]:

@@ -93,11 +93,11 @@ def epoch_steps(
 def _steps_of_ranks(
     config: LoaderConfig, splits: Sequence[LoadedSplit], worker_config: WorkerConfig
 ) -> list[int] | None:
-    """Batches of every rank by the manifest; None where there is none, or several."""
-    if len(splits) != 1 or splits[0].packs is None or splits[0].manifest is None:
+    """Batches of every rank by packing.json or the indexes; None where packs are not known, or of several folders."""
+    if len(splits) != 1 or splits[0].packs is None:
         return None
     return steps_per_epoch(
-        splits[0].manifest,
+        splits[0].manifest or splits[0].path,
         world_size=worker_config.world_size,
         micro_batch_size=config.micro_batch_size,
         num_workers=config.num_workers,

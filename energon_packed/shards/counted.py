@@ -1,0 +1,86 @@
+"""Counts of a dataset without packing.json, as another packer leaves it: from its indexes and the json of each pack."""
+
+from pathlib import Path
+
+from energon_packed.errors import ConfigError
+from energon_packed.formats import Codec
+from energon_packed.formats.parts import image_count
+from energon_packed.shards.manifest import PackingManifest, ShardEntry
+from energon_packed.shards.reader import ShardReader
+from energon_packed.shards.split import shard_names, shards_in_split
+
+
+def count_packs(folder: Path, split: str) -> int:
+    """Packs in one split, from the `.tar.idx` of its shards; 0 for a split without shards.
+
+    Args:
+        folder: with `.nv-meta`.
+        split: `train`, `val` or `test`.
+
+    Raises:
+        FormatError: split.yaml or an index is missing or invalid.
+        ConfigError: split.yaml excludes single packs.
+    """
+    if not shard_names(folder).get(split):
+        return 0
+    return len(ShardReader(shards_in_split(folder, split)))
+
+
+def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:
+    """What a scan of the packs tells of a manifest: counts of shards, packs, samples and images.
+
+    Tokens are counted where the packer recorded lengths; `seq_len` is then the longest pack, else 0. Nothing is known
+    of rejected records, settings and hashes.
+
+    Raises:
+        FormatError: a shard, an index or a pack is missing or damaged.
+        ConfigError: there is no shard.
+    """
+    entries: list[ShardEntry] = []
+    longest = images = 0
+    is_known = True
+    for split, names in shard_names(folder).items():
+        for name in names:
+            tar = folder / name
+            reader = ShardReader([tar])
+            samples = tokens = 0
+            for pack in range(len(reader)):
+                part = reader.part(pack, codec.lengths_part)
+                lengths = codec.lengths(part)
+                known = [length for length in lengths if length is not None]
+                is_known = is_known and len(known) == len(lengths)
+                samples, tokens, longest = samples + len(lengths), tokens + sum(known), max(longest, sum(known))
+                images += image_count(name for name, _ in reader.members(pack, only=""))
+            entries.append(
+                ShardEntry(
+                    name=name, split=split, packs=len(reader), samples=samples, tokens=tokens if is_known else 0,
+                    bytes=tar.stat().st_size, sha256="",
+                )
+            )  # fmt: skip
+    if not entries:
+        raise ConfigError(f"{folder} has no shards in any split")
+    packs, samples = (sum(getattr(entry, name) for entry in entries) for name in ("packs", "samples"))
+    tokens = sum(entry.tokens for entry in entries) if is_known else 0
+    seq_len = longest if is_known else 0
+    return PackingManifest(
+        sample_class=codec.sample_class,
+        shard_prefix="",
+        records=samples,
+        packed=samples,
+        rejects={},
+        packs=packs,
+        tokens=tokens,
+        images=images,
+        seq_len=seq_len,
+        algorithm="unknown",
+        group_by="unknown",
+        seed=0,
+        utilization=round(tokens / (packs * seq_len), 6) if packs and seq_len else 0.0,
+        pad_multiple=1,
+        overlong="unknown",
+        tokenizer_fingerprint="",
+        input_fingerprint="",
+        fingerprint="",
+        encoder={},
+        shards=entries,
+    )
