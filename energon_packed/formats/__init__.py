@@ -6,6 +6,8 @@ parts.py         JSON and media parts
 captioning.py    PackedCaptioningSample
 multi_mix_qa.py  PackedMultiMixQASample, MultiMixQASample
 tokens.py        PackedTokensSample
+loongforge.py    packs of LoongForge, read only
+foreign_names.py members that packs of LLaVA-OneVision name otherwise
 
 A new flavor is one subclass of `Codec` with `@register_codec`; its dataclass in `energon_packed.flavors` is optional.
 """
@@ -13,6 +15,7 @@ A new flavor is one subclass of `Codec` with `@register_codec`; its dataclass in
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats.captioning import CaptioningCodec
 from energon_packed.formats.codec import Codec, Part, RawPack
+from energon_packed.formats.loongforge import LoongForgeChatMixCodec, LoongForgeMultiMixCodec
 from energon_packed.formats.multi_mix_qa import MultiMixCodec, SingleMultiMixCodec
 from energon_packed.formats.parts import read_object
 from energon_packed.formats.sample import StoredImage, StoredSample
@@ -22,6 +25,10 @@ CODECS: dict[str, Codec] = {
     codec.sample_class: codec for codec in (CaptioningCodec(), MultiMixCodec(), SingleMultiMixCodec(), TokensCodec())
 }
 """By `sample_class`; `codec_of` asks them in this order, those registered later first."""
+READ_ONLY: dict[str, Codec] = {
+    codec.sample_class: codec for codec in (LoongForgeMultiMixCodec(), LoongForgeChatMixCodec())
+}
+"""Layouts of other packers that are read and not written; `codec_of` asks them first."""
 
 
 def register_codec(codec: type[Codec]) -> type[Codec]:
@@ -36,9 +43,10 @@ def codec_for(sample_class: str) -> Codec:
     Raises:
         ConfigError: an unknown name; the message lists the valid ones.
     """
-    if sample_class not in CODECS:
+    found = CODECS.get(sample_class) or READ_ONLY.get(sample_class)
+    if found is None:
         raise ConfigError(f"unknown sample class {sample_class!r}; use one of {', '.join(CODECS)}")
-    return CODECS[sample_class]
+    return found
 
 
 def codec_of(raw: RawPack) -> Codec:
@@ -47,7 +55,7 @@ def codec_of(raw: RawPack) -> Codec:
     Raises:
         FormatError: none matches.
     """
-    for codec in reversed(CODECS.values()):
+    for codec in (*READ_ONLY.values(), *reversed(CODECS.values())):
         if codec.matches(raw):
             return codec
     keys = f"its json has the keys {', '.join(value)}" if (value := read_object(raw)) else "it has no json part"
@@ -56,6 +64,7 @@ def codec_of(raw: RawPack) -> Codec:
 
 __all__ = [
     "CODECS",
+    "READ_ONLY",
     "Codec",
     "Part",
     "RawPack",

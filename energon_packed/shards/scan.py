@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from energon_packed.errors import FormatError
-from energon_packed.formats import CODECS
+from energon_packed.formats import CODECS, READ_ONLY
 from energon_packed.shards.tar import ShardRows
 
 _SPLIT = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
@@ -171,4 +171,4 @@ def _faults(members: list[Member]) -> Iterator[str]:
 
 def _is_known(part: str) -> bool:
     """Whether a flavor has a part of this name."""
-    return any(codec.part_filter(part) for codec in CODECS.values())
+    return any(codec.part_filter(part) for codec in (*CODECS.values(), *READ_ONLY.values()))

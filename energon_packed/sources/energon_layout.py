@@ -160,6 +160,8 @@ def _read_layout(file: Path, changed: int) -> Layout:
         raise SourceError(f"{file} is not a valid dataset file: {type(error).__name__} {error}") from error
     if module == "energon_packed.flavors" or module.startswith("energon_packed."):
         return Layout(file, "packed")
+    if name in CODECS and CODECS[name].packed:  # of another package: told by content, no code of it is run
+        return Layout(file, "packed")
     flavor = name.removesuffix("Sample").removesuffix("Webdataset")
     is_standard = module == "megatron.energon" or module.startswith("megatron.energon.")
     if is_standard and name == "CrudeWebdataset":

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import EnergonPackedError, FormatError, Reason, RecordError
-from energon_packed.formats import codec_of
+from energon_packed.formats import READ_ONLY, codec_of
 from energon_packed.records import Conversation, MediaReference
 from energon_packed.records.shapes import SHAPES
 from energon_packed.sources.tar_members import Member, read_content
@@ -33,7 +33,7 @@ _IMAGE_FIELDS = ("images", "image", "videos", "video", "frames")
 _PATH_FIELDS = (*_IMAGE_FIELDS, "image_path", "image_file", "img", "file_name")  # where an image was before
 _NESTED_FIELDS = ("image", "image_url", "path", "url", "file_name", "video", "frames", "images")
 _TURN_FIELDS = ("messages", "conversations", "conversation", "contents", "parts", "content", "texts", "value")
-_PACKED_IMAGE = re.compile(r"img\w*\.\w+")  # as `Codec.part_filter` has it
+_PACKED_IMAGE = re.compile(r"(?:img\w*|s\d{3}_.*)\.\w+")  # as `part_filter` of the codecs has it
 _STANDS_FOR = b"\0member of the tar: "
 _DIGITS = re.compile(r"(\d+)")
 
@@ -165,9 +165,12 @@ def is_pack(group: KeyMembers, value: Any) -> bool:
     """Whether a key is a pack that energon-packed, or another packer of its layouts, wrote; `value` is its json."""
     if not isinstance(value, dict):
         return False
-    return group.part("input_ids.npy") is not None or (
-        "sample_count" in value and ("captions" in value or "samples" in value)
-    )
+    if group.part("input_ids.npy") is not None:
+        return True
+    if "sample_count" in value and ("captions" in value or "samples" in value):
+        return True
+    raw = {"__key__": group.key, "json": value}
+    return any(codec.matches(raw) for codec in READ_ONLY.values())
 
 
 def read_pack(group: KeyMembers) -> list[Conversation]:
