@@ -6,6 +6,7 @@ parts.py         JSON and media parts
 captioning.py    PackedCaptioningSample
 multi_mix_qa.py  PackedMultiMixQASample, MultiMixQASample
 tokens.py        PackedTokensSample
+llava_onevision2.py  the layout that LLaVA-OneVision-2's reader takes
 loongforge.py    packs of LoongForge, read only
 foreign_names.py members that packs of LLaVA-OneVision name otherwise
 
@@ -15,6 +16,7 @@ A new flavor is one subclass of `Codec` with `@register_codec`; its dataclass in
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats.captioning import CaptioningCodec
 from energon_packed.formats.codec import Codec, Part, RawPack
+from energon_packed.formats.llava_onevision2 import LlavaOnevision2Codec
 from energon_packed.formats.loongforge import LoongForgeChatMixCodec, LoongForgeMultiMixCodec
 from energon_packed.formats.multi_mix_qa import MultiMixCodec, SingleMultiMixCodec
 from energon_packed.formats.parts import read_object
@@ -25,6 +27,8 @@ CODECS: dict[str, Codec] = {
     codec.sample_class: codec for codec in (CaptioningCodec(), MultiMixCodec(), SingleMultiMixCodec(), TokensCodec())
 }
 """By `sample_class`; `codec_of` asks them in this order, those registered later first."""
+LAYOUTS: dict[str, Codec] = {codec.layout: codec for codec in (LlavaOnevision2Codec(),)}
+"""Stricter forms of a flavor, for the readers of other packages, by `layout`."""
 READ_ONLY: dict[str, Codec] = {
     codec.sample_class: codec for codec in (LoongForgeMultiMixCodec(), LoongForgeChatMixCodec())
 }
@@ -37,12 +41,16 @@ def register_codec(codec: type[Codec]) -> type[Codec]:
     return codec
 
 
-def codec_for(sample_class: str) -> Codec:
-    """The codec of a flavor.
+def codec_for(sample_class: str, layout: str = "") -> Codec:
+    """The codec of a flavor, or of a layout of it.
 
     Raises:
         ConfigError: an unknown name; the message lists the valid ones.
     """
+    if layout:
+        if layout not in LAYOUTS:
+            raise ConfigError(f"unknown layout {layout!r}; use one of {', '.join(LAYOUTS)}")
+        return LAYOUTS[layout]
     found = CODECS.get(sample_class) or READ_ONLY.get(sample_class)
     if found is None:
         raise ConfigError(f"unknown sample class {sample_class!r}; use one of {', '.join(CODECS)}")
@@ -64,6 +72,7 @@ def codec_of(raw: RawPack) -> Codec:
 
 __all__ = [
     "CODECS",
+    "LAYOUTS",
     "READ_ONLY",
     "Codec",
     "Part",

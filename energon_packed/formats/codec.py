@@ -23,6 +23,7 @@ class Codec(ABC):
         flavor_class, flavor_module: its Energon dataclass in `energon_packed.flavors`, and the module with that, its
             `sample_loader` and `part_filter`. The defaults serve any codec that is registered where the data is
             loaded.
+        layout: name of a stricter form of the flavor, as `pack --layout` takes it; images are then JPEGs named `.jpg`.
         packed: a member holds a pack; False for one sample per member.
         stores_tokens: conversations are written as `input_ids` and `labels`.
         lengths_part: the one part that `lengths` needs.
@@ -31,6 +32,7 @@ class Codec(ABC):
     sample_class: ClassVar[str]
     flavor_class: ClassVar[str] = "StoredPack"
     flavor_module: ClassVar[str] = "energon_packed.flavors.stored_pack"
+    layout: ClassVar[str] = ""
     packed: ClassVar[bool] = True
     stores_tokens: ClassVar[bool] = False
     lengths_part: ClassVar[str] = "json"
@@ -45,6 +47,10 @@ class Codec(ABC):
         Raises:
             RecordError: the message names what it cannot hold, and a flavor that can.
         """
+
+    def fitted(self, conversation: Conversation) -> Conversation:
+        """A conversation that `check` accepts, as this flavor holds it; it is measured in this form."""
+        return conversation
 
     @abstractmethod
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:

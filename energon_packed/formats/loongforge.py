@@ -47,7 +47,7 @@ class LoongForgeCodec(Codec):
         kind = str(value.get("media_type") or "").lower()
         if kind not in ("image", "text"):
             raise FormatError(
-                f"{key} is a LoongForge pack of media_type {kind!r}; only 'image' and 'text' are read, video files are "
+                f"{key} is a LoongForge pack of media_type {kind!r}; 'image' and 'text' are read, video files are "
                 "not decoded; pack its source records with frames as images"
             )
         records = self._records(raw, value)

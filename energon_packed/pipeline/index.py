@@ -46,6 +46,7 @@ class IndexStage:
             shards=shards,
             rows=(shard_rows(state_file(folder, shard.name)) for shard in shards),
             splits={name: [e.name for e in entries if e.split == name] for name in state.options.split},
+            dataset_module=state.options.dataset_module,
         )
         manifest = _manifest(state, self.keys, table, plan, entries)
         manifest.save(state.space.shards)
@@ -77,6 +78,8 @@ def _manifest(
     cut = np.maximum(table.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
     return PackingManifest(
         sample_class=options.sample_class,
+        layout=options.layout,
+        dataset_module=options.dataset_module,
         shard_prefix=options.prefix,
         records=len(table),
         packed=len(packs.indices),

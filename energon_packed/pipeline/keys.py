@@ -47,7 +47,7 @@ def make_keys(options: InputOptions, sources: Sequence[Source], part: tuple[int,
     content = [FORMAT_VERSION, found, encoder, part, options.reading_key(), read_as]
     measure = digest(
         [*content, _MEASURE_VERSION, *([] if encoder else [secrets.token_hex()])],  # no fingerprint: nothing is reused
-        [options.sample_class, options.use_patch_positions],
+        [options.sample_class, options.use_patch_positions, *([options.layout] if options.layout else [])],
         [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],
     )
     tars = digest(content, options.deciding_tars()) if isinstance(options, PackOptions) else ""

@@ -13,10 +13,11 @@ from energon_packed.encoding import Processor
 from energon_packed.encoding.engines import ENGINES, EngineName
 from energon_packed.encoding.rendering import LOSS_ON, LossOn
 from energon_packed.errors import ConfigError
-from energon_packed.formats import CODECS, Codec, codec_for
+from energon_packed.formats import CODECS, LAYOUTS, Codec, codec_for
 from energon_packed.options import check, declared, option, refuse_remote
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
+from energon_packed.pipeline.layouts import check_layout, check_layout_outputs
 from energon_packed.pipeline.parse import (
     checked_split,
     parse_part,
@@ -103,6 +104,10 @@ class InputOptions:
         AUTO, help="Flavor to write; auto: PackedCaptioningSample where it holds all records, else "
         "PackedMultiMixQASample.", group=OUTPUT, choices=lambda: (AUTO, *CODECS), decides="tars",
     )  # fmt: skip
+    layout: str | None = option(
+        None, help="Write PackedCaptioningSample as the reader of another package takes it.", group=OUTPUT,
+        choices=lambda: tuple(LAYOUTS), decides="tars", shown_default="our own", metavar="NAME",
+    )  # fmt: skip
     algorithm: str = option(
         "bfd", help=f"Planner: {', '.join(algorithm_names())}.", group=PACKING, decides="tars", metavar="NAME"
     )
@@ -128,6 +133,7 @@ class InputOptions:
             object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
         if self.adapter is not None:
             _ = Adapter(self.adapter).source  # a wrong one is an error now, not in the first worker
+        check_layout(self)
         check_algorithm(self.algorithm)
         if not self.inputs and not self.sources:
             raise ConfigError("no input; pass one or more files")
@@ -168,7 +174,7 @@ class InputOptions:
     @property
     def codec(self) -> Codec:
         """The codec of `sample_class`; of the widest flavor before `auto` is resolved."""
-        return codec_for(WIDEST if self.sample_class == AUTO else self.sample_class)
+        return codec_for(WIDEST if self.sample_class == AUTO else self.sample_class, self.layout or "")
 
     def resolved(self: Options, fits_narrow: bool) -> Options:
         """These options with the flavor that `auto` stands for.
@@ -229,6 +235,14 @@ class PackOptions(InputOptions):
         None, help="Start of shard names and keys, different for each output of a blend.", group=OUTPUT,
         metavar="NAME", shown_default="the name of the output folder",
     )  # fmt: skip
+    keep_bytes: bool = option(
+        False, help="With --layout: images that are no JPEG keep their bytes under a .jpg name, instead of being "
+        "converted.", group=OUTPUT, decides="tars",
+    )  # fmt: skip
+    dataset_module: str | None = option(
+        None, help="With --layout: package whose PackedCaptioningSample dataset.yaml names, with a sample_loader.py "
+        "that needs no import of this package.", group=OUTPUT, metavar="NAME",
+    )  # fmt: skip
     max_packs_per_shard: int = option(
         1000, help="Maximum packs in one shard.", group=OUTPUT, minimum=1, decides="tars"
     )
@@ -262,6 +276,7 @@ class PackOptions(InputOptions):
         if self.shard_prefix is None:
             object.__setattr__(self, "shard_prefix", prefix_of(self.output_dir))
         self._place_part()
+        check_layout_outputs(self)
         if self.seq_len > np.iinfo(np.int32).max:
             raise ConfigError(f"`seq_len` is {self.seq_len}; it must be at most {np.iinfo(np.int32).max}")
         if self.pad_multiple > self.seq_len:

@@ -20,12 +20,14 @@ class RecordReader:
         sources: the input.
         sample_class: flavor that will hold the conversations; those it cannot hold are rejected. `auto` holds all.
         use_patch_positions: False ignores the .npy files that records name.
+        layout: stricter form of the flavor, or "".
         part: number of the part of the input, or None for all of it.
     """
 
     sources: Sequence[Source]
     sample_class: str
     use_patch_positions: bool
+    layout: str = ""
     part: int | None = None
 
     def conversation(self, source: int, row: Row) -> Conversation:
@@ -52,7 +54,9 @@ class RecordReader:
         if conversation.patch_positions and not self.use_patch_positions:
             conversation = replace(conversation, patch_positions=())
         if self.sample_class != AUTO:  # the widest flavor holds everything
-            codec_for(self.sample_class).check(conversation)
+            codec = codec_for(self.sample_class, self.layout)
+            codec.check(conversation)
+            conversation = codec.fitted(conversation)
         return conversation
 
     def fits_narrow(self, conversation: Conversation) -> bool:
@@ -107,5 +111,6 @@ def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | N
         ),
         sample_class=options.sample_class,
         use_patch_positions=options.use_patch_positions,
+        layout=options.layout or "",
         part=part[0] if part else None,
     )

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import orjson
 
 from energon_packed.encoding.images import sniff_extension
+from energon_packed.encoding.jpeg import as_jpeg
 from energon_packed.errors import EnergonPackedError, RecordError, SourceError
 from energon_packed.formats import StoredImage, StoredSample, codec_for
 from energon_packed.pipeline.kept_tokens import TokenReader, TokenRefs
@@ -68,14 +69,17 @@ class ShardWriter:
     Attributes:
         reader: reads records as the measure stage did.
         truncate: tokens that longer samples are truncated to, or None.
+        keep_bytes: for a layout whose images are named `.jpg`: images of other formats keep their bytes under that
+            name, and are not converted.
     """
 
     reader: RecordReader
     truncate: int | None
+    keep_bytes: bool = False
 
     def __call__(self, task: ShardTask) -> ShardSummary:
         """Write the tar, its index and its state file."""
-        codec = codec_for(self.reader.sample_class)
+        codec = codec_for(self.reader.sample_class, self.reader.layout)
         bounds = task.offsets.tolist()
         with ExitStack() as open_files:
             shard = open_files.enter_context(TarShardWriter(task.tar))
@@ -99,11 +103,12 @@ class ShardWriter:
         try:
             conversation = self.reader.read(source, int(records.address[place]), int(records.size[place]))
             ident = self.reader.default_id(source, row) if conversation.id is None else conversation.id
-            images = tuple([StoredImage(sniff_extension(data), data) for data in _read_all(conversation.images)])
+            read = _read_all(conversation.images)
             positions = tuple(_read_all(conversation.patch_positions))
-            found = sum([len(image.data) for image in images]) + sum([len(data) for data in positions])
+            found = sum([len(data) for data in (*read, *positions)])
             if found != int(records.media_bytes[place]):
                 raise self._changed(source, row, f"its media has {found} bytes, not {records.media_bytes[place]}")
+            images = tuple([self._stored_image(data) for data in read])
             if tokens is not None:
                 encoded = tokens.read(place, measured)
                 encoded = encoded.truncated(self.truncate) if self.truncate else encoded
@@ -122,6 +127,13 @@ class ShardWriter:
             images=images,
             patch_positions=positions,
         )
+
+    def _stored_image(self, data: bytes) -> StoredImage:
+        """The bytes of an image as they are, or a JPEG of it where the layout asks for one."""
+        extension = sniff_extension(data)
+        if not self.reader.layout:
+            return StoredImage(extension, data)
+        return StoredImage("jpg", data if extension == "jpg" or self.keep_bytes else as_jpeg(data))
 
     def _changed(self, source: int, row: int, what: str) -> EnergonPackedError:
         path = self.reader.sources[source].path

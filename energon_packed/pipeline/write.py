@@ -58,7 +58,7 @@ class WriteStage:
                 state.progress.advance(len(shard.rows), len(shard.rows))
         if todo:
             state.space.open_shards()
-        writer = ShardWriter(reader=state.reader, truncate=options.truncate)
+        writer = ShardWriter(reader=state.reader, truncate=options.truncate, keep_bytes=options.keep_bytes)
         samples = {name: len(shard.rows) for shard, name in zip(plan.shards, names, strict=True)}
         for summary in state.engine.run(writer, map(task_of, todo)):
             done[summary.name] = summary

@@ -1,4 +1,4 @@
-"""Counts of a dataset without packing.json, as another packer leaves it: from its indexes and the json of each pack."""
+"""Counts of a dataset without packing.json, as other packers leave it: from its indexes and the json of each pack."""
 
 from pathlib import Path
 

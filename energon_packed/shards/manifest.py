@@ -69,6 +69,8 @@ class PackingManifest:
 
     Attributes:
         sample_class: flavor in `energon_packed.flavors`.
+        layout: stricter form of the flavor that was written, or None.
+        dataset_module: package whose sample class dataset.yaml names, or None for ours.
         records: input records; `packed` of them are in packs, `rejects` counts the others by reason.
         unused_fields: records that have each field that nothing reads, by its name, the most common first.
         notes: records with each remark of the reader, such as an image without a placeholder.
@@ -94,6 +96,8 @@ class PackingManifest:
     format_version: int = FORMAT_VERSION
     tool_version: str = __version__
     sample_class: str
+    layout: str | None = None
+    dataset_module: str | None = None
     shard_prefix: str
     records: int
     packed: int

@@ -9,11 +9,13 @@ from pathlib import Path
 import yaml
 
 from energon_packed.formats import Codec
+from energon_packed.shards import standalone_loader
 from energon_packed.shards.files import write_whole
 from energon_packed.shards.index import write_sqlite_index
 from energon_packed.shards.tar import ShardRows, ShardSummary
 
 NV_META = ".nv-meta"
+OLD_INFO = ".info.yaml"
 SPLITS = ("train", "val", "test")
 _NAMESPACE = uuid.UUID("1e7d7c39-6f6c-5b0c-8d6c-6f4f0d1a7a11")
 _HEADER = "# Written by energon-packed.\n"
@@ -27,6 +29,7 @@ def write_nv_meta(
     rows: Iterable[ShardRows],
     splits: Mapping[str, list[str]],
     exclude: Sequence[str] = (),
+    dataset_module: str | None = None,
 ) -> None:
     """Write everything in `.nv-meta` but the manifest.
 
@@ -38,21 +41,43 @@ def write_nv_meta(
         splits: shard names of `train`, `val` and `test`; all three are always written, as Energon's tools ask for
             all three.
         exclude: names of shards, and `SHARD/KEY` of packs, that Energon skips.
+        dataset_module: package whose sample class dataset.yaml names; None for ours.
     """
     meta = folder / NV_META
     parts = {name: list(splits.get(name, [])) for name in SPLITS}
     split = {"split_parts": parts, "exclude": list(exclude)}
     info = {"energon_version": _energon_version(), "shard_counts": {shard.name: shard.packs for shard in shards}}
-    for name, content in loader_files(codec).items():
+    for name, content in loader_files(codec, dataset_module).items():
         write_whole(meta / name, content)
     write_whole(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
     write_whole(meta / ".info.json", json.dumps(info, indent=2).encode())
+    if codec.layout or dataset_module or (meta / OLD_INFO).is_file():  # of Energon before 7
+        write_whole(meta / OLD_INFO, yaml.safe_dump(info, sort_keys=False).encode())
     write_whole(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode())
     write_sqlite_index(meta / "index.sqlite", rows)
 
 
-def loader_files(codec: Codec) -> dict[str, bytes]:
-    """Content of `sample_loader.py` and `dataset.yaml`: the same for every dataset of a flavor."""
+def loader_files(codec: Codec, dataset_module: str | None = None) -> dict[str, bytes]:
+    """Content of `sample_loader.py`, `dataset.yaml` and `crude.yaml`: the same for every dataset of a flavor.
+
+    Args:
+        codec: of the flavor.
+        dataset_module: package that has the sample class, with a `sample_loader.py` that imports nothing of ours;
+            Energon decodes the parts for it. None for our own.
+    """
+    crude = {
+        "__module__": "megatron.energon",
+        "__class__": "CrudeWebdataset",
+        "subflavors": {"sample_class": codec.sample_class},
+    }
+    files = {"crude.yaml": (_HEADER + yaml.safe_dump(crude, sort_keys=False)).encode()}
+    if dataset_module is not None:
+        loader_of = {"part_filter": "sample_loader.py:part_filter", "sample_loader": "sample_loader.py:sample_loader"}
+        kind = {"__module__": dataset_module, "__class__": codec.sample_class}
+        return files | {
+            "sample_loader.py": Path(standalone_loader.__file__).read_bytes(),
+            "dataset.yaml": (_HEADER + yaml.safe_dump({"sample_type": kind, **loader_of}, sort_keys=False)).encode(),
+        }
     names = ("part_filter", "sample_loader")
     loader = "".join(f"from {codec.flavor_module} import {name} as {name}\n" for name in names)
     dataset = {
@@ -62,7 +87,7 @@ def loader_files(codec: Codec) -> dict[str, bytes]:
         # Parts reach the loader as bytes: Energon's default decoder would turn images into tensors.
         "decoder": None,
     }
-    return {
+    return files | {
         "sample_loader.py": (_HEADER + loader).encode(),
         "dataset.yaml": (_HEADER + yaml.safe_dump(dataset, sort_keys=False)).encode(),
     }

@@ -15,13 +15,18 @@ def energon_loads(folder: PackedFolder) -> Check:
     from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
 
     check = Check("sample_loader.py is unmodified, and Energon loads the dataset", remedy="nv-meta")
-    for name, content in loader_files(folder.codec).items():
+    module = folder.manifest.dataset_module if folder.manifest else None
+    for name, content in loader_files(folder.codec, module).items():
         file = folder.path / NV_META / name
         if not file.is_file():
             check.fail(f"{name} is missing; run energon-packed nv-meta")
         elif file.read_bytes() != content:
             check.fail(f"{name} is not what energon-packed writes, so it was not executed; review it, or run nv-meta")
     if not check.holds:
+        return check
+
+    if module is not None:
+        check.found = f"not loaded, since dataset.yaml names a class of {module}"
         return check
 
     class Nothing(DefaultTaskEncoder):  # type: ignore[misc]

@@ -1,0 +1,31 @@
+"""JPEG copies of images, for readers that take no other format."""
+
+import io
+
+from energon_packed.encoding.images import load_image
+from energon_packed.errors import Reason, RecordError
+from energon_packed.records import MediaReference
+
+QUALITY = 95
+_LARGEST_SIDE = 65_500  # pixels, of Pillow's encoder
+
+
+def as_jpeg(data: bytes) -> bytes:
+    """An image as a JPEG of quality 95, without chroma subsampling and without metadata.
+
+    Pixels are those of `load_image`: RGB, upright, the first frame. The bytes are the same in every process with the
+    same Pillow.
+
+    Raises:
+        RecordError: `corrupt_image`, where it cannot be decoded or has a side of more than 65,500 pixels.
+    """
+    image = load_image(MediaReference(data=data))
+    if max(image.size) > _LARGEST_SIDE:
+        raise RecordError(
+            Reason.CORRUPT_IMAGE,
+            f"an image of {image.width} x {image.height} pixels cannot be a JPEG, whose sides have at most "
+            f"{_LARGEST_SIDE:,}; set `keep_bytes`",
+        )
+    out = io.BytesIO()
+    image.save(out, "JPEG", quality=QUALITY, subsampling=0, progressive=False, optimize=False)
+    return out.getvalue()
