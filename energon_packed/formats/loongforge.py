@@ -5,10 +5,10 @@ packed_multi_mix_qa   json: texts {prompts, captions}, media_files, media_type, 
 packed_chat_mix       json: messages (one object per sample, with messages and tools), media_files, media_type, _meta
 
 A prompt or caption is a text, or a list of turns. `media_files` names the members of each sample, such as
-`s000_cat.jpg`. `_meta` has `sample_ids` and `token_lens`; the lengths are of its own tokenizer and template, and are not
-taken as recorded ones. Packs of videos are refused: video files are not decoded. Each sample becomes the conversation
-that `normalize` makes of it. Source: `wds_pack/io/webdataset_writer.py` and the cookers of `base/task_encoder.py` of
-baidu-baige/LoongForge.
+`s000_cat.jpg`. `_meta` has `sample_ids` and `token_lens`; the lengths are of its own tokenizer and template, and are
+not taken as recorded ones. Packs of videos are refused: video files are not decoded. Each sample becomes the
+conversation that `normalize` makes of it. Source: `wds_pack/io/webdataset_writer.py` and the cookers of
+`base/task_encoder.py` of baidu-baige/LoongForge.
 """
 
 import re

@@ -15,6 +15,7 @@ from energon_packed.shards.index import write_sqlite_index
 from energon_packed.shards.tar import ShardRows, ShardSummary
 
 NV_META = ".nv-meta"
+CRUDE = "crude.yaml"
 OLD_INFO = ".info.yaml"
 SPLITS = ("train", "val", "test")
 _NAMESPACE = uuid.UUID("1e7d7c39-6f6c-5b0c-8d6c-6f4f0d1a7a11")
@@ -70,7 +71,7 @@ def loader_files(codec: Codec, dataset_module: str | None = None) -> dict[str, b
         "__class__": "CrudeWebdataset",
         "subflavors": {"sample_class": codec.sample_class},
     }
-    files = {"crude.yaml": (_HEADER + yaml.safe_dump(crude, sort_keys=False)).encode()}
+    files = {CRUDE: (_HEADER + yaml.safe_dump(crude, sort_keys=False)).encode()}
     if dataset_module is not None:
         loader_of = {"part_filter": "sample_loader.py:part_filter", "sample_loader": "sample_loader.py:sample_loader"}
         kind = {"__module__": dataset_module, "__class__": codec.sample_class}

@@ -11,6 +11,8 @@ from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.energon.config import LoaderConfig
 from energon_packed.dataflow.energon.task_encoder import PackedTaskEncoder
 from energon_packed.errors import ConfigError
+from energon_packed.shards import PackingManifest
+from energon_packed.shards.nv_meta import CRUDE
 
 _SEEDS_PER_EPOCH = 1_000_003  # far apart, so that neighbouring seeds do not share epochs
 
@@ -46,6 +48,8 @@ class EnergonSource:
             "packing_buffer_size": config.packing_buffer_size,
             "task_encoder": self.task_encoder,
         }
+        if self._needs_crude():
+            common["dataset_config"] = CRUDE
         if not config.shuffle:
             return get_val_dataset(self.path, **common)
         try:
@@ -63,6 +67,11 @@ class EnergonSource:
                 f"{self.path} draws by weight indefinitely, so it has no epoch; use `epochs=None`, or make the blend "
                 "with energon-packed metadataset --epochized (`shuffle=False` reads each input once)"
             ) from error
+
+    def _needs_crude(self) -> bool:
+        """Whether dataset.yaml names a sample class of another package, so that our cooker reads the parts."""
+        manifest = None if Path(self.path).is_file() else PackingManifest.load_if_there(self.path)
+        return manifest is not None and manifest.dataset_module is not None
 
 
 def worker_config_of(config: LoaderConfig, error_handler: Any) -> WorkerConfig:

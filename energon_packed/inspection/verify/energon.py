@@ -6,13 +6,18 @@ from typing import Any
 from energon_packed.errors import FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
-from energon_packed.shards.nv_meta import NV_META, loader_files
+from energon_packed.shards.nv_meta import CRUDE, NV_META, loader_files
 from energon_packed.shards.split import shard_names
 
 
 def energon_loads(folder: PackedFolder) -> Check:
-    """The first sample of every split, through Energon, which runs `sample_loader.py`: only one that we wrote."""
-    from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
+    """The first sample of every split, through Energon, which runs `sample_loader.py`: only one that we wrote.
+
+    A dataset whose dataset.yaml names the class of another package is loaded by its crude.yaml.
+    """
+    from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
+
+    from energon_packed.dataflow.energon.cookers import cook_pack
 
     check = Check("sample_loader.py is unmodified, and Energon loads the dataset", remedy="nv-meta")
     module = folder.manifest.dataset_module if folder.manifest else None
@@ -25,12 +30,9 @@ def energon_loads(folder: PackedFolder) -> Check:
     if not check.holds:
         return check
 
-    if module is not None:
-        check.found = f"not loaded, since dataset.yaml names a class of {module}"
-        return check
-
     class Nothing(DefaultTaskEncoder):  # type: ignore[misc]
         decoder = None
+        cookers = (Cooker(cook_pack),)  # for crude.yaml
 
     def refuse(error: Exception, *rest: Any) -> None:
         raise error
@@ -41,12 +43,17 @@ def energon_loads(folder: PackedFolder) -> Check:
     except FormatError as error:
         check.fail(str(error))
         return check
-    check.found = ", ".join(splits)
+    check.found = ", ".join(splits) if module is None else f"{', '.join(splits)}, by crude.yaml, without {module}"
     for split in splits:
         config = WorkerConfig(rank=0, world_size=1, num_workers=0, global_error_handler=refuse)
         try:
             dataset = get_val_dataset(
-                folder.path, split_part=split, worker_config=config, batch_size=None, task_encoder=Nothing()
+                folder.path,
+                split_part=split,
+                worker_config=config,
+                batch_size=None,
+                task_encoder=Nothing(),
+                dataset_config=None if module is None else CRUDE,
             )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # on pinned memory, where there is no GPU
