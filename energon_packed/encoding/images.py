@@ -5,6 +5,7 @@ WebP files with a valid end (PNG: valid checksums) are not decoded. All other fo
 so that truncated files are detected during packing, not during training.
 """
 
+import io
 import struct
 import warnings
 import zlib
@@ -83,6 +84,19 @@ def sniff_extension(data: bytes) -> str:
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return "png"
     return read_header(MediaReference(data=data)).extension
+
+
+def is_upright(data: bytes) -> bool:
+    """Whether an image has no EXIF orientation, so that readers which ignore it see what `load_image` returns.
+
+    Raises:
+        RecordError: `corrupt_image`.
+    """
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return bool(Image.Image.getexif(image).get(_ORIENTATION, 1) == 1)
+    except _DECODE_ERRORS as error:
+        raise _corrupt(MediaReference(data=data), error) from error
 
 
 # Exceptions of Pillow's parsers for corrupt data; UnidentifiedImageError is an OSError, NotImplementedError a

@@ -1,8 +1,8 @@
-"""JPEG copies of images, for readers that take no other format."""
+"""JPEGs of images, for readers that take no other format and no EXIF orientation."""
 
 import io
 
-from energon_packed.encoding.images import load_image
+from energon_packed.encoding.images import is_upright, load_image
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import MediaReference
 
@@ -11,7 +11,7 @@ _LARGEST_SIDE = 65_500  # pixels, of Pillow's encoder
 
 
 def as_jpeg(data: bytes) -> bytes:
-    """An image as a JPEG of quality 95, without chroma subsampling and without metadata.
+    """An upright JPEG as it is; any other image as a JPEG of quality 95, without chroma subsampling and without metadata.
 
     Pixels are those of `load_image`: RGB, upright, the first frame. The bytes are the same in every process with the
     same Pillow.
@@ -19,6 +19,8 @@ def as_jpeg(data: bytes) -> bytes:
     Raises:
         RecordError: `corrupt_image`, where it cannot be decoded or has a side of more than 65,500 pixels.
     """
+    if data.startswith(b"\xff\xd8\xff") and is_upright(data):
+        return data
     image = load_image(MediaReference(data=data))
     if max(image.size) > _LARGEST_SIDE:
         raise RecordError(

@@ -69,8 +69,8 @@ class ShardWriter:
     Attributes:
         reader: reads records as the measure stage did.
         truncate: tokens that longer samples are truncated to, or None.
-        keep_bytes: for a layout whose images are named `.jpg`: images of other formats keep their bytes under that
-            name, and are not converted.
+        keep_bytes: for a layout whose images are named `.jpg`: images of other formats, and those with an EXIF
+            orientation, keep their bytes under that name, and are not converted.
     """
 
     reader: RecordReader
@@ -130,10 +130,9 @@ class ShardWriter:
 
     def _stored_image(self, data: bytes) -> StoredImage:
         """The bytes of an image as they are, or a JPEG of it where the layout asks for one."""
-        extension = sniff_extension(data)
         if not self.reader.layout:
-            return StoredImage(extension, data)
-        return StoredImage("jpg", data if extension == "jpg" or self.keep_bytes else as_jpeg(data))
+            return StoredImage(sniff_extension(data), data)
+        return StoredImage("jpg", data if self.keep_bytes else as_jpeg(data))
 
     def _changed(self, source: int, row: int, what: str) -> EnergonPackedError:
         path = self.reader.sources[source].path
