@@ -46,10 +46,10 @@ def names_by_sample(raw: RawPack, listed: Any, texts: Sequence[Sequence[str]]) -
         if len(listed) != len(texts):
             raise FormatError(f"{raw.get('__key__')} lists the images of {len(listed)} samples, but has {len(texts)}")
         return [[one] if isinstance(one, str) else list(one or ()) for one in listed]
-    if len(listed) == len(texts):
-        return [[one] for one in listed]
     counts = [sum(text.count(IMAGE_PLACEHOLDER) for text in turns) for turns in texts]
     if sum(counts) != len(listed):
+        if len(listed) == len(texts):  # one each
+            return [[one] for one in listed]
         raise FormatError(
             f"{raw.get('__key__')} lists {len(listed)} images in one list for {len(texts)} samples with {sum(counts)} "
             f"{IMAGE_PLACEHOLDER} placeholders, so whose they are is not known; list them per sample"
@@ -63,27 +63,22 @@ def member_names(raw: RawPack, names: Sequence[Sequence[str]], *, extension: str
 
     Args:
         raw: the pack.
-        names: of each sample.
+        names: of each sample; an empty name is none, and keeps its position.
         extension: of the members to find, such as `npy`; images without it.
 
     Returns:
         As `names`; a name without a member stays, so that reading it names it.
     """
-    running = count()
-    positions = [[(i, j, next(running)) for j in range(len(listed))] for i, listed in enumerate(names)]
-    if all(name in raw for listed in names for name in listed):
+    known = {"", *raw}
+    if all(name in known for listed in names for name in listed):
         return [list(listed) for listed in names]
+    running = count()
+    placed = [[(name, (i, j, next(running))) for j, name in enumerate(listed)] for i, listed in enumerate(names)]
+    absent = [at for listed in placed for name, at in listed if name not in known]
     stems = _members_by_stem(raw, extension)
-    absent = [
-        at for listed, places in zip(names, positions, strict=True)
-        for name, at in zip(listed, places, strict=True) if name not in raw
-    ]  # fmt: skip
     for stem in _STEMS:
         if all(stem(at) in stems for at in absent):
-            return [
-                [name if name in raw else stems[stem(at)] for name, at in zip(listed, places, strict=True)]
-                for listed, places in zip(names, positions, strict=True)
-            ]
+            return [[name if name in known else stems[stem(at)] for name, at in listed] for listed in placed]
     return [list(listed) for listed in names]
 
 

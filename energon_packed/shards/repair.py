@@ -38,7 +38,10 @@ class RepairedFolder:
 
 
 def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolder:
-    """Write or replace `.tar.idx` files and `.nv-meta` of a folder of tars in one of our layouts.
+    """Write or replace `.tar.idx` files and `.nv-meta` of a folder of tars.
+
+    The tars are ours, or what LLaVA-OneVision-1.5, LLaVA-OneVision-2 or LoongForge packed (`formats`). A dataset.yaml
+    that names the class of another package is replaced, unless packing.json says that `pack` wrote it.
 
     Args:
         folder: with `*.tar`, or the output folder above it. Tars stay in the split, and in the exclusions, that an
@@ -66,6 +69,7 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
     splits, kept = _splits(folder, [tar.name for tar in tars])
     excluded = excluded_names(folder)
     stale = _stale_manifest(folder, summaries, splits)
+    manifest = None if stale else PackingManifest.load_if_there(folder)
     for index in folder.glob("*.tar.idx"):
         if not index.with_suffix("").is_file():
             index.unlink()
@@ -80,6 +84,7 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
         rows=(scan_tar(tar).rows() for tar in tars),
         splits=splits,
         exclude=excluded,
+        dataset_module=manifest.dataset_module if manifest is not None else None,
     )
     return RepairedFolder(
         folder=folder,

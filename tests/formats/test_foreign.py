@@ -1,0 +1,249 @@
+"""Packs that LLaVA-OneVision-1.5, -2 and LoongForge wrote are read as our own pack of the same records is."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from energon_packed import (
+    ChatEncoder,
+    PackedDataset,
+    PackOptions,
+    get_packed_loader,
+    normalize,
+    pack,
+    steps_per_epoch,
+)
+from energon_packed.errors import FormatError
+from energon_packed.formats import codec_of
+from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.report_data import gather
+from energon_packed.shards.repair import make_nv_meta
+from energon_packed.sources import open_sources
+from tests.outside import write_llava_onevision2
+from tests.sources.tars import conversations, picture, write_tar
+
+ENERGON = Path(sys.executable).with_name("energon")
+Samples = dict[tuple[Any, ...], Any]
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    """Records and the folder of their files: every format, several images, none, .npy files, fps, no placeholder."""
+    root = tmp_path_factory.mktemp("records")
+    rng = np.random.default_rng(1)
+    found: list[dict[str, Any]] = []
+    for number, kind in enumerate(("JPEG", "PNG", "GIF", "WEBP")):
+        (root / f"{number}.{kind.lower()}").write_bytes(picture(number, 56 + 28 * number, kind))
+        image = {"images": [f"{number}.{kind.lower()}"]}
+        found.append({"messages": turns(f"<image>\nWhat is {kind}?", "A.", "And?", "No."), **image})
+        found.append({"messages": turns(f"No placeholder in {kind}.", "Before the text."), **image})
+        found.append({"messages": turns(f"Text {kind}", "only.")})
+    found.append({"messages": turns("<image> or <image>?", "Both."), "images": ["0.jpeg", "1.png"], "fps": 2.0})
+    np.save(root / "p.npy", rng.integers(0, 9, (16, 3)))
+    found.append(
+        {
+            "messages": turns("Where is <image>?", "Here."),
+            "images": ["0.jpeg"],
+            "patch_positions": ["p.npy"],
+            "timestamp_decimal": 2,
+        }
+    )
+    return [{"id": f"r{i}", **record} for i, record in enumerate(found)], root
+
+
+@pytest.fixture(scope="module")
+def vision_encoder(tokenizer_dir: Path) -> ChatEncoder:
+    return ChatEncoder.from_pretrained(tokenizer_dir, image_processor="LlavaOnevision2Processor")
+
+
+def encoded(path: Path, encoder: ChatEncoder) -> Samples:
+    """Encoded samples by their texts and images."""
+    dataset = PackedDataset(path, encoder)
+    found: Samples = {}
+    for number in range(len(dataset)):
+        stored = [one.conversation for one in dataset.sample(number).stored_samples()]
+        for conversation, sample in zip(stored, dataset[number], strict=True):
+            key = (*(m.content for m in conversation.messages), *(image.read() for image in conversation.images))
+            assert key not in found
+            found[key] = sample
+    return found
+
+
+def test_written_by_them_read_by_us_equals_ours(
+    records: tuple[list[dict[str, Any]], Path], vision_encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    rows, root = records
+    (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ours = pack(PackOptions(inputs=[root / "data.jsonl"], output_dir=tmp_path / "ours", encoder=vision_encoder,
+                            seq_len=512, workers=1))  # fmt: skip
+    assert ours.manifest.packed == len(rows)
+    theirs = write_llava_onevision2(tmp_path / "theirs", rows, root)
+    before = {tar.name: tar.read_bytes() for tar in theirs.glob("*.tar")}
+    repaired = make_nv_meta(theirs)
+    assert repaired.kept_split and repaired.splits["train"] == sorted(before)
+    assert {tar.name: tar.read_bytes() for tar in theirs.glob("*.tar")} == before
+    expected, found = encoded(tmp_path / "ours", vision_encoder), encoded(theirs, vision_encoder)
+    assert set(found) == set(expected) and len(found) == len(rows)
+    for key, sample in expected.items():
+        for name in ("input_ids", "labels", "position_ids", "pixel_values", "image_grid_thw", "patch_positions"):
+            one, other = getattr(sample, name), getattr(found[key], name)
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(torch.as_tensor(one), torch.as_tensor(other)), name
+    batches = list(get_packed_loader(theirs, vision_encoder, seq_len=512, epochs=1, num_workers=0))
+    assert sum(batch.num_samples for batch in batches) == len(rows)
+    packs = len(PackedDataset(theirs, vision_encoder))
+    assert steps_per_epoch(theirs, world_size=2) == [packs // 2, packs // 2] and packs % 2 == 0
+    for command in ("info", "lint"):
+        done = subprocess.run([ENERGON, command, theirs], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, done.stderr
+
+
+def test_it_is_an_input_before_and_after_nv_meta(
+    records: tuple[list[dict[str, Any]], Path], vision_encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    rows, root = records
+    theirs = write_llava_onevision2(tmp_path / "theirs", rows, root)
+
+    def packed(name: str) -> list[bytes]:
+        result = pack(PackOptions(inputs=[theirs], output_dir=tmp_path / name, encoder=vision_encoder, seq_len=512,
+                                  workers=1, shard_prefix="x"))  # fmt: skip
+        assert (result.manifest.packed, result.manifest.rejects) == (len(rows), {})
+        return [tar.read_bytes() for tar in result.shards.glob("*.tar")]
+
+    before = packed("before")
+    make_nv_meta(theirs)
+    assert packed("after") == before
+
+
+def test_a_report_counts_where_there_is_no_manifest(
+    records: tuple[list[dict[str, Any]], Path], vision_encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    rows, root = records
+    theirs = write_llava_onevision2(tmp_path / "theirs", rows, root)
+    make_nv_meta(theirs)
+    plain = gather(PackedFolder.open(theirs), None)
+    assert plain.is_counted and plain.manifest.seq_len == plain.manifest.tokens == 0
+    images = sum(len(row.get("images", ())) for row in rows)
+    assert (plain.manifest.packed, plain.manifest.images, plain.packs) == (len(rows), images, -(-len(rows) // 4))
+    measured = gather(PackedFolder.open(theirs), vision_encoder)
+    assert measured.manifest.seq_len == max(measured.pack_tokens) > 0
+    lengths = [vision_encoder.length(normalize(row, image_root=str(root))) for row in rows]
+    assert sorted(measured.lengths) == sorted(lengths)
+
+
+JPEG = picture(1)
+
+
+@pytest.mark.parametrize(
+    ("value", "members", "counts"),
+    [
+        # LLaVA-OneVision-1.5: paths in the json, KEY.img{k}.jpg
+        ({"images": ["/a/x.jpg", "/a/y.jpg"], "prompts": ["p", "q"], "captions": ["a", "b"]}, ["img0", "img1"], [1, 1]),
+        # `auto_pipe.sh` for single questions: one list for all, taken for one sample
+        ({"images": ["img000.jpg", "img001.jpg"], "prompts": ["p", "q"], "captions": ["a", "b"], "sample_count": 1},
+         ["img0_0", "img0_1"], [1, 1]),
+        # LoongForge's packed_captioning: one list of all images; placeholders say whose they are
+        ({"images": ["img0.jpg", "img1.jpg", "img2.jpg"], "prompts": [["<image><image>p"], ["t"], ["<image>q"]],
+          "captions": [["a"], ["b"], ["c"]]}, ["img0", "img1", "img2"], [2, 0, 1]),
+        ({"images": [["x.jpg"], []], "prompts": [["p"], ["q"]], "captions": [["a"], ["b"]],
+          "patch_positions": [[""], []], "fps": [[30], None]}, ["img0_0"], [1, 0]),
+        # placeholders that do not match: all images before the first turn, as its trainer puts them
+        ({"images": [["x.jpg", "y.jpg"]], "prompts": [["<image>p", "q"]], "captions": [["a", "b"]]},
+         ["img0_0", "img0_1"], [2]),
+    ],
+)  # fmt: skip
+def test_names_that_no_member_has_are_positions(value: dict[str, Any], members: list[str], counts: list[int]) -> None:
+    contents = [picture(number) for number in range(len(members))]
+    raw = {"__key__": "k", "json": value} | {f"{m}.jpg": c for m, c in zip(members, contents, strict=True)}
+    samples = codec_of(raw).read(raw)
+    assert [len(sample.images) for sample in samples] == counts
+    assert [image.data for sample in samples for image in sample.images] == contents
+    assert [sample.conversation.messages[0].content.count("<image>") for sample in samples] == counts
+    assert [sample.conversation.fps for sample in samples][:1] == [30.0 if "fps" in value else None]
+    for one in members:
+        broken = {part: content for part, content in raw.items() if part != f"{one}.jpg"}
+        with pytest.raises(FormatError, match="k names .*, which is not in the tar"):
+            codec_of(broken).read(broken)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"images": ["a.jpg"], "prompts": ["p", "q"], "captions": ["a", "b"]},
+         "k lists 1 images in one list for 2 samples with 0 <image> placeholders"),
+        ({"images": [["a.jpg"]], "prompts": ["p", "q"], "captions": ["a", "b"]},
+         "k lists the images of 1 samples, but has 2"),
+        ({"images": [], "prompts": ["p"], "captions": ["a", "b"]}, "k has 1 prompts for 2 captions"),
+        ({"media_files": [["a.mp4"]], "texts": {"prompts": ["p"], "captions": ["a"]}, "media_type": "video"},
+         "k is a LoongForge pack of media_type 'video'"),
+        ({"media_files": [[]], "texts": {"prompts": ["p"], "captions": []}, "media_type": "text"},
+         "k has 1 prompts for 0 captions"),
+        ({"media_files": [], "messages": [{"messages": []}], "media_type": "text"}, "sample 0 of k: "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_told_is_refused_by_name(value: dict[str, Any], message: str) -> None:
+    raw = {"__key__": "k", "json": value, "a.jpg": JPEG}
+    with pytest.raises(FormatError, match=message):
+        codec_of(raw).read(raw)
+
+
+def loongforge_members(kind: str) -> list[tuple[str, Any]]:
+    """Two packs as its `construct_native_packed_sample` writes them."""
+    meta = {"pack_id": "pack_0", "sample_ids": ["a", "b"], "token_lens": [9, 9], "total_token_len": 18}
+    first, second = turns("<image>\nWhat?", "A cat.", "Sure?", "Yes."), turns("<image>\nWhere?", "Here.")
+    files = [["s000_cat.one.jpg"], ["s001_dog.png"]]
+    if kind == "packed_multi_mix_qa":
+        asked = [[turn["content"] for turn in one[:2]] for one in (first, second)]
+        value = {"texts": {"prompts": [p for p, _ in asked], "captions": [[c] for _, c in asked]}}
+    else:
+        value = {"messages": [{"messages": first, "source": {"x": 1}}, {"messages": second, "name": ["y.png"]}]}
+    value |= {"media_files": files, "media_type": "image", "_meta": meta}
+    pictures = [("pack_0.s000_cat.one.jpg", JPEG), ("pack_0.s001_dog.png", picture(2, kind="PNG"))]
+    return [("pack_0.json", value), *pictures]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("packed_multi_mix_qa", "PackedMultiMixQASample"), ("packed_chat_mix", "PackedChatMixSample")],
+)
+def test_loongforge_packs_are_recognized_by_content(
+    kind: str, name: str, vision_encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    folder = tmp_path / "theirs"
+    (folder / ".nv-meta").mkdir(parents=True)
+    (folder / ".nv-meta" / "dataset.yaml").write_text(
+        f"__module__: megatron.energon\n__class__: CrudeWebdataset\nsubflavors:\n  sample_type: {kind}\n"
+    )
+    write_tar(folder / "pretrain-000000.tar", loongforge_members(kind))
+    read = conversations(open_sources([str(folder)], work_dir=tmp_path / "work"))
+    assert make_nv_meta(folder).sample_class == f"LoongForge.{name}"
+    rounds = 1 if kind == "packed_multi_mix_qa" else 2
+    assert [(c.id, len(c.messages), c.images[0].read()) for c in read] == [
+        ("a", 2 * rounds, JPEG), ("b", 2, picture(2, kind="PNG"))
+    ]  # fmt: skip
+    batch = next(iter(get_packed_loader(folder, vision_encoder, seq_len=512, epochs=1, num_workers=0)))
+    assert batch.num_samples == 2
+    expected = [vision_encoder.encode(c).input_ids for c in read]
+    assert torch.equal(batch.input_ids[0], torch.as_tensor(np.concatenate(expected)))
+
+
+def test_an_image_that_only_pillow_can_tell_is_read(tmp_path: Path, vision_encoder: ChatEncoder) -> None:
+    out = io.BytesIO()
+    Image.new("P", (56, 56)).save(out, "GIF")
+    value = {"images": [["img000_sub000.jpg"]], "prompts": [["What?"]], "captions": [["Black."]], "sample_count": 1}
+    raw = {"__key__": "k", "json": value, "img0_0.jpg": out.getvalue()}
+    sample = codec_of(raw).read(raw)[0]
+    assert sample.images[0].part == "img0_0.jpg"
+    assert vision_encoder.encode(sample.conversation).image_grid_thw is not None
