@@ -49,7 +49,7 @@ def llava_onevision2_pack(key: str, records: Sequence[Record], root: Path) -> li
 
 
 def write_llava_onevision2(folder: Path, records: Sequence[Record], root: Path, per_pack: int = 4) -> Path:
-    """A dataset as its `s5_convert_to_webdataset.py` leaves it: no index, its own split.yaml, a class of its package."""
+    """A dataset as its `s5_convert_to_webdataset.py` leaves it: no index, another split.yaml, a class of its own."""
     meta = folder / ".nv-meta"
     meta.mkdir(parents=True)
     names = []

@@ -11,7 +11,7 @@ _LARGEST_SIDE = 65_500  # pixels, of Pillow's encoder
 
 
 def as_jpeg(data: bytes) -> bytes:
-    """An upright JPEG as it is; any other image as a JPEG of quality 95, without chroma subsampling and without metadata.
+    """An upright JPEG as it is; another image as a JPEG of quality 95, without chroma subsampling and metadata.
 
     Pixels are those of `load_image`: RGB, upright, the first frame. The bytes are the same in every process with the
     same Pillow.

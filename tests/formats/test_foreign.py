@@ -92,10 +92,12 @@ def test_written_by_them_read_by_us_equals_ours(
     theirs = write_llava_onevision2(tmp_path / "theirs", rows, root)
     before = {tar.name: tar.read_bytes() for tar in theirs.glob("*.tar")}
     repaired = make_nv_meta(theirs)
-    assert repaired.kept_split and repaired.splits["train"] == sorted(before)
+    assert repaired.kept_split
+    assert repaired.splits["train"] == sorted(before)
     assert {tar.name: tar.read_bytes() for tar in theirs.glob("*.tar")} == before
     expected, found = encoded(tmp_path / "ours", vision_encoder), encoded(theirs, vision_encoder)
-    assert set(found) == set(expected) and len(found) == len(rows)
+    assert set(found) == set(expected)
+    assert len(found) == len(rows)
     for key, sample in expected.items():
         for name in ("input_ids", "labels", "position_ids", "pixel_values", "image_grid_thw", "patch_positions"):
             one, other = getattr(sample, name), getattr(found[key], name)
@@ -104,7 +106,8 @@ def test_written_by_them_read_by_us_equals_ours(
     batches = list(get_packed_loader(theirs, vision_encoder, seq_len=512, epochs=1, num_workers=0))
     assert sum(batch.num_samples for batch in batches) == len(rows)
     packs = len(PackedDataset(theirs, vision_encoder))
-    assert steps_per_epoch(theirs, world_size=2) == [packs // 2, packs // 2] and packs % 2 == 0
+    assert steps_per_epoch(theirs, world_size=2) == [packs // 2, packs // 2]
+    assert packs % 2 == 0
     for command in ("info", "lint"):
         done = subprocess.run([ENERGON, command, theirs], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         assert done.returncode == 0, done.stderr
@@ -134,7 +137,8 @@ def test_a_report_counts_where_there_is_no_manifest(
     theirs = write_llava_onevision2(tmp_path / "theirs", rows, root)
     make_nv_meta(theirs)
     plain = gather(PackedFolder.open(theirs), None)
-    assert plain.is_counted and plain.manifest.seq_len == plain.manifest.tokens == 0
+    assert plain.is_counted
+    assert plain.manifest.seq_len == plain.manifest.tokens == 0
     images = sum(len(row.get("images", ())) for row in rows)
     assert (plain.manifest.packed, plain.manifest.images, plain.packs) == (len(rows), images, -(-len(rows) // 4))
     measured = gather(PackedFolder.open(theirs), vision_encoder)
@@ -150,7 +154,7 @@ JPEG = picture(1)
     ("value", "members", "counts"),
     [
         # LLaVA-OneVision-1.5: paths in the json, KEY.img{k}.jpg
-        ({"images": ["/a/x.jpg", "/a/y.jpg"], "prompts": ["p", "q"], "captions": ["a", "b"]}, ["img0", "img1"], [1, 1]),
+        ({"images": ["/a/x.jpg", "/y.jpg"], "prompts": ["p", "q"], "captions": ["a", "b"]}, ["img0", "img1"], [1, 1]),
         # `auto_pipe.sh` for single questions: one list for all, taken for one sample
         ({"images": ["img000.jpg", "img001.jpg"], "prompts": ["p", "q"], "captions": ["a", "b"], "sample_count": 1},
          ["img0_0", "img0_1"], [1, 1]),

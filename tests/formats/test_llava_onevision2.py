@@ -95,7 +95,8 @@ def test_every_pack_has_what_the_reader_needs(written: PackResult, source: Path)
                 expected = load_image(MediaReference(path=str(original)))
                 assert parts[name].startswith(b"\xff\xd8\xff")
                 with Image.open(MediaReference(data=parts[name]).open()) as image:
-                    assert image.format == "JPEG" and image.size == expected.size  # no EXIF orientation is left
+                    assert image.format == "JPEG"
+                    assert image.size == expected.size
                     difference = np.abs(np.asarray(image.convert("RGB"), int) - np.asarray(expected, int)).mean()
                 assert difference < 4, file
                 assert (parts[name] == original.read_bytes()) == (file == "jpeg")
@@ -199,7 +200,8 @@ def test_the_written_loader_is_self_contained_and_reads_bytes(written: PackResul
     }
     assert imported == {"io", "json", "numpy", "typing"}
     spec = importlib.util.spec_from_file_location("their_loader", file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for key, parts in read_packs(written.shards).items():
@@ -232,7 +234,7 @@ def test_our_readers_take_the_same_folder(written: PackResult, vision_encoder: C
     [
         ({"text": "A document."}, "missing_field", "this is a document"),
         ({"messages": turns("p", "a", "q")}, "bad_role", "the last prompt has no caption"),
-        ({"messages": turns("p", "a", "q", "b")[:3] + [{"role": "assistant", "content": "b", "weight": 0}]},
+        ({"messages": [*turns("p", "a", "q", "b")[:3], {"role": "assistant", "content": "b", "weight": 0}]},
          "unsupported_field", "a turn cannot have a weight"),
         ({"messages": turns("What does <video> mean?", "An element.")}, "unsupported_media", "the text <video>"),
         ({"messages": [{"role": "tool", "content": "x"}, *turns("p", "a")]}, "bad_role", "turn 0 is tool"),
