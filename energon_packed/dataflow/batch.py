@@ -1,5 +1,6 @@
 """PackedBatch: one row of concatenated sub-samples, with conversions for training frameworks."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ class PackedBatch(Batch):
         max_seqlen: tokens of the longest segment, padding included.
         cu_seqlens_padded: int32, same shape as `cu_seqlens`, segment boundaries in the padded row; None without
             padding between sub-samples.
-        padding_mask: bool (1, T), True at padding; None without padding.
+        padding_mask: bool (1, T), True at padding; None with a collator that does not pad. One that pads sets it
+            for every row, because Megatron's ranks must agree on whether it exists.
         pixel_values: float32 (patches, patch_dim) of all images in order, or None.
         image_grid_thw: int64 (images, 3), or None.
         patch_positions: int64 (patches, 3), or None.
@@ -97,16 +99,17 @@ class PackedBatch(Batch):
         )
         return (losses * weights).sum() / weights.sum()
 
-    def megatron_inputs(self, *, metadata_only: bool = False) -> dict[str, Any]:
-        """Arguments for Megatron, with labels and loss mask shifted within each sub-sample.
+    def megatron_inputs(self) -> dict[str, Any]:
+        """Arguments for Megatron, with labels and loss mask shifted within each sub-sample; the same on every stage.
 
         Boundaries are in `cu_seqlens_*`, so M-RoPE positions are (3, 1, T), without the text row.
         Token t gets the label and the weight of token t + 1 of the same sub-sample; the last token of each gets none.
-
-        Args:
-            metadata_only: omit tokens, labels and pixels, for intermediate pipeline stages.
         """
+        # The first token of a sub-sample is never a target, so no label crosses a boundary.
         inputs: dict[str, Any] = {
+            "tokens": self.input_ids,
+            "labels": _shifted(self.labels, IGNORE_INDEX),
+            "loss_mask": _shifted(self.loss_mask, 0),
             "position_ids": self.position_ids[-3:] if self.position_ids.ndim == 3 else self.position_ids,
             "cu_seqlens_q": self.cu_seqlens,
             "cu_seqlens_kv": self.cu_seqlens,
@@ -116,21 +119,16 @@ class PackedBatch(Batch):
             "max_seqlen_kv": self.max_seqlen,
             "total_tokens": self.input_ids.shape[1],
             "padding_mask": self.padding_mask,
+            "pixel_values": self.pixel_values,
+            "image_grid_thw": self.image_grid_thw,
+            "patch_positions": self.patch_positions,
         }
-        if not metadata_only:
-            # The first token of a sub-sample is never a target, so no label crosses a boundary.
-            inputs |= {
-                "tokens": self.input_ids,
-                "labels": _shifted(self.labels, IGNORE_INDEX),
-                "loss_mask": _shifted(self.loss_mask, 0),
-                "pixel_values": self.pixel_values,
-                "image_grid_thw": self.image_grid_thw,
-                "patch_positions": self.patch_positions,
-            }
         return {name: value for name, value in inputs.items() if value is not None}
 
     def packed_seq_params(self) -> Any:
         """`megatron.core.packed_seq_params.PackedSeqParams` of this row, `qkv_format="thd"`.
+
+        With a release of megatron-core that knows `total_tokens`, it is set too; Mamba layers need it.
 
         Raises:
             BatchError: megatron-core is not installed.
@@ -141,7 +139,9 @@ class PackedBatch(Batch):
             raise BatchError(
                 "packed_seq_params requires megatron-core; run pip install 'energon-packed[megatron]'"
             ) from error
+        known = {field.name for field in fields(PackedSeqParams)}
         return PackedSeqParams(
+            **({"total_tokens": self.input_ids.shape[1]} if "total_tokens" in known else {}),
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_kv=self.cu_seqlens,

@@ -103,7 +103,8 @@ class PaddingFreeCollator(Collator):
 
         between = bool((padded != lengths).any())
         if total == lengths.sum():
-            padding = None
+            pads = self.pad_multiple > 1 or self.pad_to is not None
+            padding = np.zeros(total, dtype=bool) if pads else None
             input_ids = np.concatenate([sample.input_ids for sample in samples], dtype=np.int64)
             labels = np.concatenate([sample.labels for sample in samples], dtype=np.int64)
         else:

@@ -64,7 +64,8 @@ def test_a_tail_alone_needs_no_second_boundaries() -> None:
     assert batch.cu_seqlens_padded is None
     full = PaddingFreeCollator(pad_to=5).collate([sample([11, 12, 13]), sample([21, 22])])
     assert full.cu_seqlens.tolist() == [0, 3, 5]
-    assert full.padding_mask is None
+    assert full.padding_mask is not None
+    assert not full.padding_mask.any()
 
 
 def test_mrope_positions_are_four_rows() -> None:

@@ -1,0 +1,21 @@
+"""Megatron-Bridge and Megatron-LM.
+
+layouts.py   the dictionaries that their training steps read
+iterator.py  MegatronIterator: the endless iterator whose state goes into their checkpoints
+provider.py  train_valid_test_dataloaders_provider
+ranks.py     place of this process, and settings that would be wrong there
+restore.py   the file with the data position of this rank in a checkpoint
+"""
+
+from energon_packed.integrations.megatron.iterator import MegatronIterator
+from energon_packed.integrations.megatron.layouts import LAYOUTS, Layout, VisualInputs, megatron_batch
+from energon_packed.integrations.megatron.provider import train_valid_test_dataloaders_provider
+
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "MegatronIterator",
+    "VisualInputs",
+    "megatron_batch",
+    "train_valid_test_dataloaders_provider",
+]

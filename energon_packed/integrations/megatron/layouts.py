@@ -1,0 +1,148 @@
+"""The dictionaries that Megatron's training steps read, one function for each layout.
+
+    bridge        Megatron-Bridge's packed steps (`gpt_step`, `vlm_step`): labels already shifted, THD metadata
+    megatron-lm   Megatron-LM's examples/multimodal/train.py: labels one longer than tokens, shifted by the step itself
+    megatron-gpt  Megatron-LM's pretrain_gpt.py with --sft: text only, labels already shifted, with the loss mask
+
+Sources: `get_batch_from_iterator` and `get_packed_seq_params` of Megatron-Bridge, `get_batch` of the two files of
+Megatron-LM.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from energon_packed.dataflow import PackedBatch
+from energon_packed.encoding import IGNORE_INDEX
+from energon_packed.errors import ConfigError
+
+Layout = Literal["bridge", "megatron-lm", "megatron-gpt"]
+LAYOUTS: tuple[Layout, ...] = ("bridge", "megatron-lm", "megatron-gpt")
+_ABOVE_ROUNDING = 1 + 2**-18
+
+
+@dataclass(slots=False)
+class VisualInputs:
+    """What Megatron-Bridge moves to the device and hands to the vision tower.
+
+    Attributes:
+        pixel_values: float32 (patches, patch_dim), or None on pipeline stages without a vision tower.
+        image_grid_thw: int64 (images, 3); every stage computes M-RoPE positions from it.
+        patch_positions: int64 (patches, 3), or None.
+    """
+
+    pixel_values: torch.Tensor | None
+    image_grid_thw: torch.Tensor
+    patch_positions: torch.Tensor | None = None
+
+    def normalized_for_model(self) -> dict[str, torch.Tensor]:
+        """Arguments of the model; only those that are there."""
+        return {name: value for name, value in self.__dict__.items() if value is not None}
+
+
+def check_layout(layout: str) -> None:
+    """Raises:
+    ConfigError: an unknown layout.
+    """
+    if layout not in LAYOUTS:
+        raise ConfigError(f"`layout` is {layout!r}; use one of {', '.join(LAYOUTS)}")
+
+
+def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = True) -> dict[str, Any]:
+    """A batch in the words of one training step.
+
+    Args:
+        batch: one row.
+        layout: `bridge`, `megatron-lm` or `megatron-gpt`.
+        with_pixels: False for the middle stages of a pipeline, which have no vision tower (`bridge`).
+
+    Returns:
+        `bridge`: tokens and input_ids, labels, loss_mask, position_ids, cu_seqlens_q/kv, cu_seqlens_q_padded/kv_padded
+        where they differ, max_seqlen_q/kv int32 (), total_tokens (int), padding_mask where the collator pads,
+        visual_inputs or None.
+        `megatron-lm`: tokens (1, T), labels (1, T + 1) unshifted, imgs (patches, patch_dim), num_tiles int32
+        (images,) patches of each image, cu_lengths int32 (1, S + 1), max_lengths int32 (1, 1); for a row without
+        images, imgs and num_tiles are zeros of shape (1, 1), as that example has it.
+        `megatron-gpt`: tokens, labels, loss_mask, position_ids (1, T), cu_seqlens int32 (1, S + 1), cu_seqlens_padded
+        of the same shape or None, max_seqlen int32 (1,), attention_mask None.
+
+    Raises:
+        ConfigError: an unknown layout, or a row that it cannot express: for `megatron-lm` padding between sub-samples
+            and loss weights, for `megatron-gpt` images.
+    """
+    check_layout(layout)
+    if layout == "megatron-lm":
+        return _megatron_lm(batch)
+    if layout == "megatron-gpt":
+        return _megatron_gpt(batch)
+    return _bridge(batch, with_pixels=with_pixels)
+
+
+def _bridge(batch: PackedBatch, *, with_pixels: bool) -> dict[str, Any]:
+    inputs = batch.megatron_inputs()
+    inputs["input_ids"] = inputs["tokens"]
+    inputs["loss_mask"] = _countable(inputs["loss_mask"])
+    for name in ("max_seqlen_q", "max_seqlen_kv"):
+        inputs[name] = torch.tensor(inputs[name], dtype=torch.int32)
+    visual = {name: inputs.pop(name, None) for name in ("pixel_values", "image_grid_thw", "patch_positions")}
+    if not with_pixels:
+        visual["pixel_values"] = None
+    inputs["visual_inputs"] = None if visual["image_grid_thw"] is None else VisualInputs(**visual)
+    return inputs
+
+
+def _megatron_lm(batch: PackedBatch) -> dict[str, Any]:
+    if batch.cu_seqlens_padded is not None:
+        raise ConfigError(
+            "layout 'megatron-lm' has no boundaries for padded sub-samples; use pad_multiple=1 or 'bridge'"
+        )
+    if _is_weighted(batch.loss_mask):
+        raise ConfigError(
+            "layout 'megatron-lm' cannot carry loss weights: examples/multimodal makes its own loss mask of ones; set "
+            "`loss_weighting` to 'token', or use layout 'bridge' or 'megatron-gpt'"
+        )
+    end = torch.full_like(batch.labels[:, :1], IGNORE_INDEX)
+    with_images = batch.pixel_values is not None and batch.image_grid_thw is not None
+    return {
+        "tokens": batch.input_ids,
+        "labels": torch.cat([batch.labels, end], dim=1),
+        "imgs": batch.pixel_values if with_images else torch.zeros(1, 1),
+        "num_tiles": (
+            batch.image_grid_thw.prod(dim=1).int()
+            if batch.image_grid_thw is not None
+            else torch.zeros(1, 1, dtype=torch.int32)
+        ),
+        "cu_lengths": batch.cu_seqlens[None],
+        "max_lengths": torch.tensor([[batch.max_seqlen]], dtype=torch.int32),
+    }
+
+
+def _megatron_gpt(batch: PackedBatch) -> dict[str, Any]:
+    if batch.pixel_values is not None:
+        raise ConfigError("layout 'megatron-gpt' is for text: pretrain_gpt.py reads no images; use layout 'bridge'")
+    inputs = batch.megatron_inputs()
+    positions = batch.position_ids
+    return {
+        "tokens": inputs["tokens"],
+        "labels": inputs["labels"],
+        "loss_mask": _countable(inputs["loss_mask"]),
+        "position_ids": positions[0] if positions.ndim == 3 else positions,  # the text row of M-RoPE
+        "attention_mask": None,
+        "cu_seqlens": batch.cu_seqlens[None],
+        "cu_seqlens_padded": None if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded[None],
+        "max_seqlen": torch.tensor([batch.max_seqlen], dtype=torch.int32),
+    }
+
+
+def _is_weighted(loss_mask: torch.Tensor) -> bool:
+    return bool(((loss_mask != 0) & (loss_mask != 1)).any())
+
+
+def _countable(loss_mask: torch.Tensor) -> torch.Tensor:
+    """Weights whose sum, cut to an integer, is the number of targets.
+
+    Megatron divides by `loss_mask.sum().to(int)`. Weights sum to the number of targets only up to rounding, so that a
+    target would often be lost; a factor just above one keeps the sum on the right side.
+    """
+    return loss_mask * _ABOVE_ROUNDING if _is_weighted(loss_mask) else loss_mask
