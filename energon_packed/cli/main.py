@@ -18,6 +18,7 @@ COMMANDS = {
     "report": "Write an HTML report on a dataset or a Metadataset.",
     "nv-meta": "Create or repair .nv-meta for a folder of tars.",
     "metadataset": "Blend several datasets into one weighted Metadataset.",
+    "state": "Redistribute saved loader states to another number of ranks.",
     "demo": "Generate a small dataset, pack it and load one epoch.",
 }
 

@@ -29,9 +29,11 @@ def check_state(state: Any, version: int, identity: dict[str, Any] | None = None
     if len(differ) > 1:  # settings are part of the dataset's fingerprint
         differ = [one for one in differ if not one.startswith("dataset ")]
     if differ:
+        ranks = any(one.startswith("world_size ") for one in differ)
+        redist = "redistribute it with `energon-packed state redist`, " if ranks else ""
         raise BatchError(
-            f"the saved state is of another loader: {'; '.join(differ)}; restore it with the same settings and data, "
-            "or start without it"
+            f"the saved state is of another loader: {'; '.join(differ)}; {redist}restore it with the same settings "
+            "and data, or start without it"
         )
 
 

@@ -9,6 +9,8 @@ cookers.py        packs from raw parts
 ranks.py          ranks that end an epoch together
 one_pass.py       an epoch that ends once, also after a restore
 fingerprint.py, plain.py   of loader states
+redist.py         states for another number of ranks
+state_files.py    the files that Megatron saves them in
 """
 
 from energon_packed.dataflow.energon.config import LoaderConfig

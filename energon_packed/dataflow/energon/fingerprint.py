@@ -7,7 +7,16 @@ from typing import Any
 
 from energon_packed.shards import PackingManifest
 
-_NOT_DATA = ("worker_config", "slice_offsets", "batcher", "map_fn", "pre_packer", "final_packer", "sample_loader")
+_NOT_DATA = (
+    "worker_config",
+    "slice_offsets",
+    "len",
+    "batcher",
+    "map_fn",
+    "pre_packer",
+    "final_packer",
+    "sample_loader",
+)
 
 
 def dataset_fingerprint(config: dict[str, Any]) -> str:

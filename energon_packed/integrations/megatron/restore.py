@@ -15,16 +15,15 @@ import logging
 import pickle
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from energon_packed.dataflow.energon.state_files import read_state
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.megatron.iterator import MegatronIterator
 from energon_packed.integrations.megatron.ranks import megatron_lm_args
 
 _log = logging.getLogger(__name__)
-_KEY = "dataloader_state_dict"
 _REMEDY = "pass restore=None to start the data from the beginning"
 
 
@@ -40,8 +39,9 @@ def restore_iterator(iterator: MegatronIterator, restore: str | Path | None, ran
     file = _of_megatron_lm(rank) if restore == "auto" else state_file(Path(restore), rank)
     if file is None:
         return
+    state = read_state(file)
     try:
-        iterator.restore_state(read_state(file))
+        iterator.restore_state(state)
     except BatchError as error:
         raise BatchError(f"{file}: {error}") from error
     _log.info("rank %d restored its data position from %s", rank, file)
@@ -64,27 +64,6 @@ def state_file(path: Path, rank: int) -> Path:
     if not path.name.startswith("iter_") and not _in_iteration(path, rank):
         path = _last_iteration(path)
     return _only_file(path, rank)
-
-
-def read_state(file: Path) -> dict[str, Any]:
-    """The state in a file of Megatron-LM or Megatron-Bridge; nothing in it is executed.
-
-    Raises:
-        BatchError: the file is damaged, or does not hold a state of this package.
-    """
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise BatchError(
-            "the state holds objects, as Energon's own loader saves them, and not the plain dict that energon-packed "
-            f"saves; continue with that loader, or {_REMEDY}"
-        ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise BatchError(f"the file is damaged ({str(error).splitlines()[0]}); use an earlier checkpoint") from error
-    state = content.get(_KEY) if isinstance(content, dict) else None
-    if not isinstance(state, dict):
-        raise BatchError(f"the file has no {_KEY}, so Megatron did not save it as a data position; {_REMEDY}")
-    return state
 
 
 def _of_megatron_lm(rank: int) -> Path | None:

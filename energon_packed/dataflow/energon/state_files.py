@@ -1,0 +1,41 @@
+"""Files with a loader state: the state, or Megatron's dict around it, by `torch.save`. Nothing in one is executed."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from energon_packed.errors import BatchError
+
+MEGATRON_KEY = "dataloader_state_dict"
+"""Where Megatron-LM and Megatron-Bridge put the state in `train_dataloader_dprank000.pt`."""
+
+
+def read_state(file: Path) -> dict[str, Any]:
+    """The state in a file.
+
+    Raises:
+        BatchError: the file is damaged, or does not hold a state of this package; the message begins with its path.
+    """
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise BatchError(
+            f"{file} holds objects, as Energon's own loader saves them, and not the plain dict that a loader of "
+            "energon-packed saves; continue with the loader that saved it, or start without the state"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BatchError(f"{file} is damaged ({reason}); use an earlier checkpoint") from error
+    state = content.get(MEGATRON_KEY, content) if isinstance(content, dict) else None
+    if not isinstance(state, dict) or "version" not in state:
+        raise BatchError(f"{file} holds no state of a loader of energon-packed; pass the file that Megatron saved")
+    return state
+
+
+def write_state(file: Path, state: dict[str, Any], *, megatron: bool) -> None:
+    """Write a state; the file appears under its name when it is complete."""
+    partial = file.with_name(file.name + ".partial")
+    torch.save({MEGATRON_KEY: state} if megatron else state, partial)
+    partial.replace(file)
