@@ -1,11 +1,12 @@
 """Images of one conversation: how many patches they take, by their headers, and their pixels."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from energon_packed.encoding.images import load_image, read_header
 from energon_packed.encoding.patch_positions import check_patch_positions, load_patch_positions
@@ -29,7 +30,7 @@ class Pixels:
     """Pixels of the images of a conversation.
 
     Attributes:
-        values: float32 (patches, patch_dim) tensor, or None without images.
+        values: float32 (patches, patch_dim) tensor, or the ImagePatches that become one; None without images.
         grids_tensor: int64 (images, 3) tensor, patches in t, h and w.
         grids: the same as an array.
     """
@@ -59,12 +60,16 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
 
 
 def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
-    """Pixels by the image processor of the family. Raises as `measure_media` does."""
-    images = [load_image(image) for image in conversation.images]
-    for image in images:
-        vision.num_patches(image.height, image.width)  # rejects shapes that the processor would crash on
-    values, grids = vision.pixels(images)
+    """Pixels by the image processor of the family, or with the same values. Raises as `measure_media` does."""
+    values, grids = vision.patches(_decoded(vision, conversation.images))
     return Pixels(values, grids, grids.numpy().astype(np.int64))
+
+
+def _decoded(vision: VisionFamily, images: Sequence[MediaReference]) -> Iterator[Image.Image]:
+    for reference in images:
+        image = load_image(reference)
+        vision.num_patches(image.height, image.width)  # rejects shapes that the processor would crash on
+        yield image
 
 
 def patch_positions(vision: VisionFamily, conversation: Conversation, pixels: Pixels) -> Int64 | None:

@@ -118,7 +118,9 @@ _DECODE_ERRORS = (
 
 def _decoded(image: Image.Image) -> Image.Image:
     image.load()
-    return ImageOps.exif_transpose(image).convert("RGB")
+    ImageOps.exif_transpose(image, in_place=True)
+    # One copy of the pixels less; other formats may hold more frames, which a copy leaves behind.
+    return image if image.mode == "RGB" and image.format in ("JPEG", "PNG") else image.convert("RGB")
 
 
 def _extension(image: Image.Image) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.encoding.image_patches import ImagePatches, PixelValues
 from energon_packed.errors import Reason, RecordError
 
 if TYPE_CHECKING:
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100
 """Label of a token that is not a target; default `ignore_index` of torch.nn.CrossEntropyLoss."""
+
+
+_PIXEL_VALUES = PixelValues()
 
 
 def targets_per_sample(labels: npt.NDArray[np.int64], cu_seqlens: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
@@ -29,7 +33,7 @@ def targets_per_sample(labels: npt.NDArray[np.int64], cu_seqlens: npt.NDArray[np
     return np.asarray(sums[bounds[1:]] - sums[after_first])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class EncodedSample:
     """One encoded sample of L tokens.
 
@@ -38,7 +42,8 @@ class EncodedSample:
         labels: int64 (L,), unshifted: `input_ids` where supervised, -100 elsewhere.
         id: sample name in reports.
         image_token_id: token that represents image features, or None.
-        pixel_values: float32 (patches, patch_dim) of all images, or None.
+        pixel_values: float32 (patches, patch_dim) of all images, or None. ImagePatches can be passed too; they become
+            a tensor when the attribute is first read.
         image_grid_thw: int64 (images, 3), patches of each image in time, height and width, or None.
         position_ids: int64 (3, L), M-RoPE positions in t, h and w, or None if the model uses 0..L-1.
         patch_positions: int64 (patches, 3), position of each patch as (t, h, w), or None.
@@ -48,13 +53,19 @@ class EncodedSample:
     labels: npt.NDArray[np.int64]
     id: str | None = None
     image_token_id: int | None = None
-    pixel_values: "torch.Tensor | None" = None
+    pixel_values: PixelValues = _PIXEL_VALUES
     image_grid_thw: "torch.Tensor | None" = None
     position_ids: npt.NDArray[np.int64] | None = None
     patch_positions: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def held_pixels(self) -> "torch.Tensor | ImagePatches | None":
+        """`pixel_values` as they are held: a collator writes ImagePatches straight into the buffer of its row."""
+        held: torch.Tensor | ImagePatches | None = vars(self)["pixel_values"]
+        return held
 
     @property
     def num_supervised(self) -> int:
@@ -78,6 +89,7 @@ class EncodedSample:
             self,
             input_ids=self.input_ids[:max_length],
             labels=self.labels[:max_length],
+            pixel_values=self.held_pixels,
             position_ids=None if self.position_ids is None else self.position_ids[:, :max_length],
         )
         if cut.num_supervised == 0:

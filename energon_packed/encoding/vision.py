@@ -10,12 +10,15 @@ To add a family, register a small class with its configuration names and its dif
 
 import json
 from abc import ABC
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.encoding.fused_pixels import FusedPixels, settings_of
+from energon_packed.encoding.image_patches import ImagePatches
 from energon_packed.encoding.mrope import mrope_positions
 from energon_packed.errors import ConfigError, Reason, RecordError
 
@@ -38,6 +41,7 @@ class VisionFamily(ABC):
         takes_patch_positions: whether the vision tower takes patch positions; otherwise they are only validated.
         patch_size, image_mean, image_std, min_pixels, max_pixels: defaults without a processor folder; limits as in
             the preprocessor_config.json of the published models.
+        layouts: (patch size, merge size) of the published models of this family; `factor` chooses among them.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -46,6 +50,7 @@ class VisionFamily(ABC):
     reserved: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>")
     takes_patch_positions: ClassVar[bool] = False
     patch_size: ClassVar[int] = 14
+    layouts: ClassVar[tuple[tuple[int, int], ...]] = ((14, 2), (16, 2))
     image_mean: ClassVar[tuple[float, float, float]] = (0.48145466, 0.4578275, 0.40821073)  # CLIP
     image_std: ClassVar[tuple[float, float, float]] = (0.26862954, 0.26130258, 0.27577711)
     min_pixels: ClassVar[int] = 56 * 56
@@ -71,9 +76,39 @@ class VisionFamily(ABC):
         return patches // self.merge_size**2
 
     def pixels(self, images: "list[Image.Image]") -> "tuple[torch.Tensor, torch.Tensor]":
-        """(pixel_values float32 (patches, patch_dim), image_grid_thw int64 (images, 3)) of RGB images."""
+        """(pixel_values float32 (patches, patch_dim), image_grid_thw int64 (images, 3)) of RGB images.
+
+        By the installed image processor. A family that overrides this method gets its own pixels everywhere.
+        """
         out = self.image_processor(images=images, return_tensors="pt")
         return out["pixel_values"], out["image_grid_thw"]
+
+    def patches(self, images: "Iterable[Image.Image]") -> "tuple[ImagePatches | torch.Tensor, torch.Tensor]":
+        """As `pixels`, with the same values; images wait, resized, for the buffer of their row where `fused` is on.
+
+        Args:
+            images: RGB images; each is released before the next one is taken where `fused` is on.
+        """
+        fused = self.fused
+        if fused is None:
+            return self.pixels(list(images))
+        import torch
+
+        prepared = [fused.prepared(image) for image in images]
+        grids = torch.tensor([grid for _, grid in prepared], dtype=torch.int64).reshape(-1, 3)
+        return ImagePatches([pixels for pixels, _ in prepared], fused.layout), grids
+
+    @property
+    def fused(self) -> FusedPixels | None:
+        """The faster way to the pixels of `pixels`, or None where it is not proved to give the same ones."""
+        if type(self).pixels is not VisionFamily.pixels:
+            return None
+        settings = settings_of(self.image_processor)
+        if self._proved is None or self._proved[0] != settings:
+            self._proved = (settings, FusedPixels.of(self.image_processor))
+        return self._proved[1]
+
+    _proved: "tuple[tuple[str, ...], FusedPixels | None] | None" = None
 
     def position_ids(self, input_ids: Int64, image_token_id: int, grids: Int64) -> Int64 | None:
         """M-RoPE positions, int64 (3, L), or None for models that use 0..L-1."""
@@ -129,6 +164,7 @@ class LlavaOnevision2Vision(VisionFamily):
 
     names = ("llavaonevision2", "llavaonevision15", "llavaov")
     takes_patch_positions = True
+    layouts = ((14, 2), (16, 2), (16, 3))
 
     def patch_positions(self, grids: Int64) -> Int64:
         """Patch positions, int64 (patches, 3), in the order of `pixel_values`: merged blocks in row-major order."""
@@ -184,12 +220,7 @@ def load_vision(
         if factor is not None and factor != side:
             raise ConfigError(f"`factor` is {factor}, but {folder} has {side}; omit `factor` or `processor`")
         return family(processor)
-    merge = 2
-    if factor is not None and (factor < merge or factor % merge):
-        raise ConfigError(
-            f"`factor` is {factor}; it must be a positive multiple of {merge} (patch size times merge size)"
-        )
-    patch = factor // merge if factor else family.patch_size
+    patch, merge = _layout(family, factor)
     return family(
         _qwen_image_processor()(
             patch_size=patch,
@@ -199,6 +230,18 @@ def load_vision(
             **limits,
         )
     )
+
+
+def _layout(family: type[VisionFamily], factor: int | None) -> tuple[int, int]:
+    """(patch size, merge size) of `factor`: a published one of the family, else 2 x 2 patches merged."""
+    if factor is None:
+        return family.patch_size, 2
+    for patch, merge in family.layouts:
+        if patch * merge == factor:
+            return patch, merge
+    if factor < 2 or factor % 2:
+        raise ConfigError(f"`factor` is {factor}; it must be a positive multiple of 2 (patch size times merge size)")
+    return factor // 2, 2
 
 
 def _qwen_image_processor() -> Any:
