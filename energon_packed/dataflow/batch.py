@@ -31,7 +31,7 @@ class PackedBatch(Batch):
             padding between sub-samples.
         padding_mask: bool (1, T), True at padding; None with a collator that does not pad. One that pads sets it
             for every row, because Megatron's ranks must agree on whether it exists.
-        pixel_values: float32 (patches, patch_dim) of all images in order, or None.
+        pixel_values: (patches, patch_dim) of all images in order, float32 or the collator's `pixel_dtype`; or None.
         image_grid_thw: int64 (images, 3), or None.
         patch_positions: int64 (patches, 3), or None.
         ids: names of the S sub-samples.

@@ -6,8 +6,8 @@ chat.py           ChatEncoder: the path above, for measuring and encoding alike
 template.py       the chat template, rendering.py, skeleton.py and purity.py: text without Jinja where that is proved
 tokenizer.py      ids and supervised tokens of texts; engines.py, engine_proof.py and engine_corpus.py: what tokenizes
 token_batch.py    the rules that tokens must keep, in one place
-images.py         headers and pixels; patch_positions.py, mrope.py
-vision.py         vision families
+images.py         headers and decoding; patch_positions.py, mrope.py
+vision.py         vision families; fused_pixels.py, image_patches.py and patch_kernel.py: their pixels, faster
 stored_tokens.py  data that is tokenized already
 """
 

@@ -49,5 +49,8 @@ def write_patches(image: UInt8, table: IntBits, patch: int, merge: int, frames: 
                         row[at + np.uint64(channel)] = green[line[pixel + np.uint64(1)]]
                         row[at + np.uint64(2 * channel)] = blue[line[pixel + np.uint64(2)]]
                 for start in range(0, 3 * channel, channel):
+                    first = row[start : start + area]
                     for frame in range(1, frames):
-                        row[start + frame * area : start + (frame + 1) * area] = row[start : start + area]
+                        again = row[start + frame * area : start + (frame + 1) * area]
+                        for i in range(area):  # compiles in a third of the time of a slice assignment
+                            again[i] = first[i]

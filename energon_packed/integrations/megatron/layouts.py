@@ -27,7 +27,8 @@ class VisualInputs:
     """What Megatron-Bridge moves to the device and hands to the vision tower.
 
     Attributes:
-        pixel_values: float32 (patches, patch_dim), or None on pipeline stages without a vision tower.
+        pixel_values: (patches, patch_dim), float32 or the collator's `pixel_dtype`; None on pipeline stages without a
+            vision tower.
         image_grid_thw: int64 (images, 3); every stage computes M-RoPE positions from it.
         patch_positions: int64 (patches, 3), or None.
     """
