@@ -33,9 +33,13 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     yield "supervised tokens", _supervised(data)
     if m.images:
         yield "image sizes", _image_sizes(data)
-    yield "tokenizer", _tokenizer(m)
-    yield "chat template", _template(data)
-    yield "image settings", _vision(data)
+    if not data.is_counted:
+        yield "tokenizer", _tokenizer(m)
+    if not data.is_counted or data.encoder is not None:
+        yield "chat template", _template(data)
+        yield "image settings", _vision(data)
+    if data.is_counted:
+        return
     yield "supervised text (loss_on)", str(m.encoder.get("loss_on", "decided by the Processor"))
     if data.is_packed:
         most = "any number" if m.max_samples_per_pack is None else f"at most {m.max_samples_per_pack:,}"
@@ -85,7 +89,7 @@ def warnings(data: ReportData) -> Iterator[str]:
         yield f"no reader uses {_named(list(m.unused_fields), 'field')} of the records; see Fields not used"
     if m.truncated:
         yield f"{m.truncated:,} samples were truncated to seq_len; {m.tokens_cut:,} tokens were removed"
-    if data.is_packed and m.utilization < _LOW_UTILIZATION:
+    if data.is_packed and not data.is_counted and m.utilization < _LOW_UTILIZATION:
         yield f"utilization is {m.utilization:.2%}; energon-packed lengths compares other values of seq_len"
     if data.bad_images:
         yield f"{data.bad_images:,} of {data.bad_images + len(data.image_sizes):,} images that were read are damaged"

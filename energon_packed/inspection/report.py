@@ -103,7 +103,7 @@ def _charts(data: ReportData) -> Iterator[tuple[str, str]]:
     if any(lengths):
         edges = log_integer_bins(lengths)
         yield f"Tokens per sample{seen}", histogram_svg(lengths, edges, "tokens", "samples", log=True)
-    if any(lengths) and data.is_packed:
+    if any(lengths) and data.is_packed and not data.is_counted:
         used, outside = _zoomed([100 * pack.tokens / data.manifest.seq_len for pack in packs])
         caption = f"Pack utilization{seen}"
         if outside:

@@ -5,7 +5,7 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,18 @@ import orjson
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.images import load_image, read_header
-from energon_packed.errors import ConfigError, FormatError, RecordError
+from energon_packed.errors import ConfigError, RecordError
 from energon_packed.formats import Codec, codec_for
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.kinds import KINDS, MappedPack, map_pack
 from energon_packed.inspection.view import PackView, view_pack
 from energon_packed.records import MediaReference
 from energon_packed.shards import PackingManifest
+from energon_packed.shards.counted import counted_manifest
 from energon_packed.shards.reader import ShardReader, split_name
 
 _MOST_MEASURED = 20_000  # packs whose lengths are read
+_MOST_COUNTED = 1_000  # the same where nothing is recorded, so that packs are read in full
 _MOST_MAPPED = 120  # packs in the packing map, whose tokens are counted by kind
 _MOST_SHOWN = 40  # packs in the gallery
 _MOST_WORST = 10  # packs in the list of the least utilized
@@ -38,12 +40,14 @@ class PackSize:
     """What a pack holds, by its lengths and the names of its members.
 
     Attributes:
+        number: of the pack in the dataset.
         key: in the tar.
         shard: name of its tar.
         lengths: tokens of each sample.
         images: images of each sample, S numbers.
     """
 
+    number: int
     key: str
     shard: str
     lengths: Sequence[int]
@@ -61,6 +65,7 @@ class ReportData:
 
     Attributes:
         path, manifest: of the dataset.
+        is_counted: there is no packing.json; the manifest has counts from a scan, and no settings.
         encoder: the one that it was packed with, or None.
         packs: packs there are.
         measured: the packs that were read for the distributions.
@@ -75,6 +80,7 @@ class ReportData:
 
     path: Path
     manifest: PackingManifest
+    is_counted: bool
     encoder: ChatEncoder | None
     packs: int
     measured: Sequence[PackSize]
@@ -116,25 +122,27 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
 
     Raises:
         FormatError: a shard is missing or damaged.
+        ConfigError: there is no shard.
     """
-    manifest = folder.manifest
-    if manifest is None:
-        raise FormatError(
-            f"{folder.path} has no packing.json, which a report needs; inspect and verify work without one"
-        )
+    codec, is_counted = folder.codec, folder.manifest is None
+    manifest = folder.manifest or counted_manifest(folder.path, codec)
     tars = [folder.path / shard.name for shard in manifest.shards]
     reader = ShardReader(tars)
     rng = np.random.default_rng(seed)
-    picked = _picked(rng, len(reader), _MOST_MEASURED)
-    codec = codec_for(manifest.sample_class)
-    measured = [_size(reader, pack, codec) for pack in picked]
+    if is_counted:
+        measured = [_counted(reader, pack, codec, encoder) for pack in _picked(rng, len(reader), _MOST_COUNTED)]
+    else:
+        measured = [_size(reader, pack, codec) for pack in _picked(rng, len(reader), _MOST_MEASURED)]
+    if not manifest.seq_len:  # neither packing.json nor recorded lengths
+        manifest = replace(manifest, seq_len=max((pack.tokens for pack in measured), default=0))
     mapped = _picked(rng, len(reader), _MOST_MAPPED)
     shown = _picked(rng, len(reader), _MOST_SHOWN)
-    with_images = [pack for pack, size in zip(picked, measured, strict=True) if any(size.images)]
+    with_images = [pack.number for pack in measured if any(pack.images)]
     sizes, bad_images = _image_sizes(reader, rng.permutation(with_images)[:_MOST_MAPPED].tolist())
     return ReportData(
         path=folder.path,
         manifest=manifest,
+        is_counted=is_counted,
         encoder=encoder,
         packs=len(reader),
         measured=measured,
@@ -181,10 +189,27 @@ def _size(reader: ShardReader, pack: int, codec: Codec) -> PackSize:
             images[int(found[1])] += 1
     lengths = [length or 0 for length in codec.lengths(raw)]
     return PackSize(
+        number=pack,
         key=raw["__key__"],
         shard=reader.tars[reader.locate(pack)[0]].name,
         lengths=lengths,
         images=[images[number] for number in range(len(lengths))],
+    )
+
+
+def _counted(reader: ShardReader, pack: int, codec: Codec, encoder: ChatEncoder | None) -> PackSize:
+    """What a pack of another packer holds: recorded lengths, else measured ones, else 0."""
+    raw = reader[pack]
+    samples = codec.read(raw)
+    lengths = [sample.length for sample in samples]
+    if None in lengths and encoder is not None:
+        lengths = [one.length for one in encoder.measure([sample.conversation for sample in samples])]
+    return PackSize(
+        number=pack,
+        key=str(raw["__key__"]),
+        shard=reader.tars[reader.locate(pack)[0]].name,
+        lengths=[max(0, length or 0) for length in lengths],
+        images=[len(sample.images) for sample in samples],
     )
 
 

@@ -24,6 +24,7 @@ from energon_packed import (
 from energon_packed.errors import FormatError
 from energon_packed.formats import codec_of
 from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.report import render_report
 from energon_packed.inspection.report_data import gather
 from energon_packed.shards.repair import make_nv_meta
 from energon_packed.sources import open_sources
@@ -142,9 +143,13 @@ def test_a_report_counts_where_there_is_no_manifest(
     images = sum(len(row.get("images", ())) for row in rows)
     assert (plain.manifest.packed, plain.manifest.images, plain.packs) == (len(rows), images, -(-len(rows) // 4))
     measured = gather(PackedFolder.open(theirs), vision_encoder)
-    assert measured.manifest.seq_len == max(measured.pack_tokens) > 0
+    assert measured.manifest.seq_len == max(pack.tokens for pack in measured.measured) > 0
     lengths = [vision_encoder.length(normalize(row, image_root=str(root))) for row in rows]
-    assert sorted(measured.lengths) == sorted(lengths)
+    assert sorted(n for pack in measured.measured for n in pack.lengths) == sorted(lengths)
+    for data in (plain, measured):
+        page = render_report("theirs", data)
+        assert "packed by another tool" in page
+        assert "utilization" not in page
 
 
 JPEG = picture(1)
