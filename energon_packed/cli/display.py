@@ -12,6 +12,7 @@ from energon_packed.shards.nv_meta import SPLITS
 
 _MOST_COUNTED = 10  # field names in the closing table
 _LONGEST_NAME = 60
+_LONGEST_TURN = 1000  # characters
 
 
 def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, num_workers: int) -> Table:
@@ -117,7 +118,7 @@ def _add_counts(table: Table, title: str, counts: Mapping[str, int]) -> None:
     if not counts:
         return
     table.add_section()
-    table.add_row(title, f"{len(counts):,}")
+    table.add_row(title, "records")
     for text, count in list(counts.items())[:_MOST_COUNTED]:
         table.add_row(f"  {printable(text)}", f"{count:,}")
     if len(counts) > _MOST_COUNTED:
@@ -129,6 +130,16 @@ def listed_counts(counts: Mapping[str, int]) -> str:
     shown = [f"{printable(text)} {count:,}" for text, count in list(counts.items())[:_MOST_COUNTED]]
     more = [f"and {len(counts) - _MOST_COUNTED:,} more"] if len(counts) > _MOST_COUNTED else []
     return ", ".join(shown + more)
+
+
+def turn_line(role: str, text: str) -> str:
+    """`  user      What is it?`, further lines of the text below its first one."""
+    shown = text if len(text) <= _LONGEST_TURN else f"{text[:_LONGEST_TURN]} … ({len(text):,} characters)"
+    lines = [
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in one)
+        for one in shown.replace("\t", " ").split("\n")
+    ]
+    return f"  {role:9} " + f"\n{' ' * 12}".join(lines)
 
 
 def printable(text: str) -> str:

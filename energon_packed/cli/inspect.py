@@ -189,7 +189,7 @@ def _show_sample(console: Console, number: int, sample: SampleView) -> None:
         text = turn.shown
         text = text if len(text) <= _LONGEST else text[:_LONGEST] + f" … ({len(text):,} characters)"
         line = Text(f"  {turn.role:9} ", style=_ROLES.get(turn.role, "white"))
-        line.append(_printable(text), style="green" if turn.supervised else "")
+        line.append(_printable(text).replace("\n", f"\n{' ' * 12}"), style="green" if turn.supervised else "")
         console.print(line)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from energon_packed.cli.display import dry_run_table, result_dict, result_table
+from energon_packed.cli.display import dry_run_table, listed_counts, result_dict, result_table, turn_line
 from energon_packed.cli.options import DeclaredOption, GroupedCommand, as_options, collect, options_of
 from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
@@ -64,6 +64,13 @@ def show_dry_run(options: PackOptions, output: Output) -> None:
     output.console.print(dry_run_table(found))
     if found.reject_summary:
         output.console.print(f"rejected: {as_options(found.reject_summary)}", soft_wrap=True)
+    for title, counts in (("fields not used", found.unused_fields), ("notes", found.notes)):
+        if counts:
+            output.console.print(f"{title}: {listed_counts(counts)}", soft_wrap=True)
+    if found.example:
+        output.console.print("the first record that would be packed:", soft_wrap=True)
+    for role, text in found.example:
+        output.console.print(turn_line(role, text), soft_wrap=True)
     output.console.print("dry run: nothing is written", soft_wrap=True)
     output.result(asdict(found) | {"output_dir": str(options.output_dir)})
 

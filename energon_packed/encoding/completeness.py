@@ -155,6 +155,6 @@ def _forms(value: Any) -> tuple[str, ...]:
 def _missing(field: str) -> RecordError:
     return RecordError(
         Reason.NOT_RENDERED,
-        f"{field} is not in the rendered text: the chat template has no place for it; use a template that renders it, "
-        "or remove it from the record",
+        f"{field} is not in the rendered text: the chat template has no place for it; remove it from the record, or "
+        "use the `tokenizer` of a model whose template has one",
     )

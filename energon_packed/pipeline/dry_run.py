@@ -1,7 +1,8 @@
 """`dry_run`: what `pack` would measure, reuse, plan and write, without writing in the output folder."""
 
+import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +18,10 @@ from energon_packed.pipeline.limits import none_packed
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.progress import Progress
-from energon_packed.pipeline.reader import open_reader
+from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.sampling import sampled_chunks
 from energon_packed.pipeline.shard_plans import OVERLONG, plan_packs, plan_shards
-from energon_packed.pipeline.table import RecordTable, load_table, reject_counts
+from energon_packed.pipeline.table import RecordTable, load_table, most_common, reject_counts
 from energon_packed.pipeline.workspace import Workspace
 
 _SAMPLE = 512  # records measured for an estimate
@@ -40,6 +41,8 @@ class DryRun:
         reject_summary: the reasons with an example, or "".
         packs, shards, tokens: that would be planned.
         num_bytes: of all tars: media and texts, with the overhead of a tar.
+        unused_fields, notes: measured records with each, as the table of a run counts them.
+        example: (role, text) of the turns of the first record that would be packed.
         free_bytes: in the file system of the output folder, tars that would be replaced included.
     """
 
@@ -55,6 +58,9 @@ class DryRun:
     tokens: int
     num_bytes: int
     free_bytes: int
+    unused_fields: Mapping[str, int]
+    notes: Mapping[str, int]
+    example: tuple[tuple[str, str], ...]
 
 
 def dry_run(options: PackOptions) -> DryRun:
@@ -95,6 +101,7 @@ def dry_run(options: PackOptions) -> DryRun:
             status[(status == 0) & (table.length > options.usable_len)] = OVERLONG
         is_sample = len(known) < len(chunks)
         summary = reject_summary(table, status, sources, is_sample=is_sample)
+        example = _example(table, status, reader)
     rejects = reject_counts(status)
     if not np.any(status == 0):
         raise none_packed(round(len(table) * scale), summary, advice(rejects))
@@ -110,8 +117,34 @@ def dry_run(options: PackOptions) -> DryRun:
         rejects={reason: max(1, round(count * scale)) for reason, count in rejects.items()},
         reject_summary=summary,
         free_bytes=space.free_bytes(keys.write),
+        unused_fields=most_common(table.counts["unused_fields"]),
+        notes=most_common(table.counts["notes"]),
+        example=example,
         **found,
     )
+
+
+def _example(table: RecordTable, status: npt.NDArray[np.int8], reader: RecordReader) -> tuple[tuple[str, str], ...]:
+    """Turns of the first record that would be packed; none without."""
+    rows = np.flatnonzero(status == 0)[:1]
+    if not len(rows):
+        return ()
+    refs = table.refs(rows)
+    found = reader.read(int(refs.source[0]), int(refs.address[0]), int(refs.size[0]))
+    if found.input_ids is not None:
+        return (("tokens", f"{len(found.input_ids):,} input_ids"),)
+    if found.text is not None:
+        return (("document", found.text),)
+    tools = [("tools", _json(found.tools))] if found.tools else []
+    turns = [
+        (m.role, "\n".join([m.content, *(f"{name}: {_json(more)}" for name, more in m.extra.items())]).strip())
+        for m in found.messages
+    ]
+    return (*tools, *turns)
+
+
+def _json(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _planned(table: RecordTable, status: npt.NDArray[np.int8], options: PackOptions, scale: float) -> dict[str, int]:

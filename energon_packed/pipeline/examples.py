@@ -25,7 +25,6 @@ _ADVICE = {
     Reason.MISSING_PATCH_POSITIONS: "set `use_patch_positions=False` to ignore patch positions",
     Reason.OVERLONG: "raise `seq_len`, or set `overlong` to 'truncate'",
     Reason.NOT_SAMPLED: "raise its weight",
-    Reason.NOT_RENDERED: "use the `tokenizer` of a model whose chat template has a place for it",
 }
 
 

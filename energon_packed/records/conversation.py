@@ -57,7 +57,7 @@ class Conversation:
         fps: frames per second of the source video, stored as given.
         timestamp_decimal: decimals of frame timestamps, stored as given.
         unused_fields: names of fields of the record and of its turns that nothing reads, for the counts of a run.
-        notes: what was decided for the record, such as "image without placeholder", for the counts of a run.
+        notes: what was decided for the record, such as "several answers: one is the target", for the counts of a run.
 
     Two conversations are equal when all of these are, `unused_fields` and `notes` aside.
     """

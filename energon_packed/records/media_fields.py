@@ -30,8 +30,8 @@ _UNSUPPORTED = {
     **dict.fromkeys(_MISNAMED_VIDEOS, "rename it to videos, with a list of frames for each <video>"),
 }
 _BASE64 = "image_base64_str"  # of M3IT
-_NAME = re.compile(r"(?:image|img|photo|picture|pic)_?(?:id|name|file|path)|file_?(?:name|path)?")
-_IMAGE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
+_NAME = re.compile(r"(?:image|img|photo|picture|pic)(?:_?(?:id|name|file|path))?|file_?(?:name|path)?")
+IMAGE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _VIDEO_FILES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".gif")
 _BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *_VIDEO_FIELDS))
 
@@ -168,7 +168,7 @@ def _names_image(field_name: str, value: Any) -> bool:
     """Whether it does: an id always, a name where it ends like an image file."""
     if field_name.endswith("id"):
         return is_given(value)
-    return isinstance(value, str) and value.lower().endswith(_IMAGE_FILES)
+    return isinstance(value, str) and value.lower().endswith(IMAGE_FILES)
 
 
 def _data_url(value: Any, kind: str = "image/jpeg") -> str:

@@ -7,7 +7,7 @@ from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
 from energon_packed.records.shapes import Draft, Shape
 
-NO_PLACEHOLDER = "image without placeholder"
+NO_PLACEHOLDER = "no placeholder: images stand before the first user turn"
 """Note of a conversation whose images or videos stand before the first user turn because nothing says where."""
 
 

@@ -36,10 +36,16 @@ def folder_files(folder: Path, split: str | None) -> list[Path]:
         SourceError: it has none, files of several formats, or several splits of which none is named.
     """
     names = _names(folder)
-    if metadata := [name for name in names if name.rpartition("/")[2] in _METADATA]:
-        return _in_split(folder, metadata, split)
-    found = {kind: [n for n in names if n.lower().endswith(ends)] for kind, ends in _FORMATS.items()}
+    metadata = [name for name in names if name.rpartition("/")[2] in _METADATA]
+    others = [name for name in names if name not in metadata]
+    found = {kind: [n for n in others if n.lower().endswith(ends)] for kind, ends in _FORMATS.items()}
     found = {kind: files for kind, files in found.items() if files}
+    if metadata and found:
+        raise SourceError(
+            f"{folder} holds {metadata[0]}, which describes images, and {' and '.join(found)} files; pass one of them"
+        )
+    if metadata:
+        return _in_split(folder, metadata, split)
     if len(found) > 1:
         raise SourceError(f"{folder} holds {' and '.join(found)} files; pass the files of one format, or a glob")
     files = next(iter(found.values()), None) or [

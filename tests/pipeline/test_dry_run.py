@@ -100,3 +100,14 @@ def test_what_stops_a_run_stops_a_dry_run(build: Any, tmp_path: Path, tokenizer_
         dry_run(PackOptions(**settings, output_dir=tmp_path / "out", seq_len=300))
     with pytest.raises(RejectLimitError, match=r"none of 1 records can be packed: 1 x overlong, e.g. a record of"):
         dry_run(PackOptions(**settings, output_dir=tmp_path / "new", seq_len=8))
+
+
+def test_the_first_record_is_shown_with_what_is_not_used(tmp_path: Path, tokenizer_dir: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    records = [{"question": "", "answer": ""}, {"question": "One?\nTwo?", "answer": "Three.", "source": "s"}]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = [str(data), "-o", str(tmp_path / "out"), "--seq-len", "512", "--tokenizer", str(tokenizer_dir)]
+    shown = CliRunner().invoke(pack_command, [*arguments, "--dry-run"], catch_exceptions=False).output
+    assert "\n  user      One?\n            Two?\n  assistant Three.\n" in shown
+    assert "fields not used: source 1" in shown
+    assert not (tmp_path / "out").exists()

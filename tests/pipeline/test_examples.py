@@ -60,6 +60,6 @@ def test_lengths_shows_the_example_too(tmp_path: Path, tokenizer_dir: Path) -> N
 
 
 def test_advice_is_that_of_the_main_reason() -> None:
-    assert "chat template" in advice({Reason.NOT_RENDERED.value: 2, "overlong": 1})
+    assert "image_root" in advice({Reason.MISSING_IMAGE.value: 2, "overlong": 1})
     assert advice({}) == advice({Reason.CORRUPT_IMAGE.value: 1}) == ""
     assert main_reason({"overlong": 1, "bad_role": 1}) == "bad_role"

@@ -1,11 +1,13 @@
 """Public formats, as their publishers' dataset cards show them, become the turns that a person would expect."""
 
 import base64
+import re
 from typing import Any
 
 import pytest
 
 from energon_packed import normalize
+from energon_packed.errors import RecordError
 from energon_packed.records.placing import NO_PLACEHOLDER
 
 PNG = base64.b64encode(b"png").decode()
@@ -320,5 +322,31 @@ def test_what_was_decided_is_noted_and_does_not_count_as_content() -> None:
     placed = normalize({"messages": [HI, HELLO], "images": ["a.png"], "url": "x"})
     assert placed.notes == (NO_PLACEHOLDER,)
     assert placed == normalize({"messages": [{**HI, "content": "<image>Hi"}, HELLO], "images": ["a.png"]})
-    assert normalize(FORMATS["several answers"][0]).notes == ("one of several answers",)
+    assert normalize(FORMATS["several answers"][0]).notes == ("several answers: one is the target",)
     assert normalize(FORMATS["image, question and answer"][0]).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("record", "hint"),
+    [
+        (
+            {"id": "1", "Frage": "a", "Antwort": "b", "pic": "a.jpg"},
+            "try `map=user=Frage,assistant=Antwort,image=pic`",
+        ),
+        ({"info": {}, "annotations": [{"caption": "a"}]}, "if annotations is the list of records, write it alone"),
+        ({"translation": {"en": "a", "de": "b"}}, "no known shape has the fields translation"),
+        ({}, "the record has no fields"),
+    ],
+)
+def test_unknown_records_get_a_hint_from_their_own_fields(record: Any, hint: str) -> None:
+    with pytest.raises(RecordError, match=re.escape(hint)):
+        normalize(record)
+
+
+@pytest.mark.parametrize("field", [{"image_id": 5}, {"imgname": "5.png"}, {"photo": "a/b.JPG"}])
+def test_a_picture_that_is_only_named_costs_the_record(field: Any) -> None:
+    question = {"question": "What color?", "answer": "red"}
+    with pytest.raises(RecordError, match="names an image that the record does not hold"):
+        normalize({**question, **field})
+    assert normalize({**question, **field, "image": "a.png"}).unused_fields == tuple(field)
+    assert normalize({**question, "file_name": "notes.txt"}).unused_fields == ("file_name",)

@@ -142,3 +142,17 @@ def _write(path: Path, number: int) -> None:
     else:
         text = json.dumps({"n": number})
         path.write_text(f"[{text}]" if path.suffix == ".json" else text + "\n")
+
+
+def test_a_folder_of_images_and_other_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}\n')
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(SourceError, match=r"holds images/metadata.jsonl, which describes images, and .jsonl files"):
+        open_sources([tmp_path], work_dir=tmp_path / "work")
+
+
+def test_one_json_object_over_several_lines_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "captions.json").write_text('{\n  "annotations": [{"caption": "a"}]\n}\n')
+    with pytest.raises(SourceError, match=r"captions.json is one JSON object over several lines; .* jq .annotations"):
+        open_sources([tmp_path / "captions.json"], work_dir=tmp_path / "work")

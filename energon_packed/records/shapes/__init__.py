@@ -26,6 +26,7 @@ from typing import Any
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.accounting import check_preference
 from energon_packed.records.fields import OBJECT, Record, key_names
+from energon_packed.records.media_fields import IMAGE_FILES
 from energon_packed.records.shapes.alternating import Alternating
 from energon_packed.records.shapes.caption import Caption, ImageText
 from energon_packed.records.shapes.captions import Captions
@@ -98,8 +99,11 @@ def _hint(record: Record) -> str:
     lists = [name for name, value in record.items() if isinstance(value, list) and value and _is_object(value[0])]
     if lists:
         return f"; if {' or '.join(lists)} is the list of records, write it alone to a file"
-    texts = [name for name, value in record.items() if isinstance(value, str) and not _NO_TEXT.fullmatch(name)]
-    return f"; try `map=user={texts[0]},assistant={texts[1]}`" if len(texts) > 1 else ""
+    texts = {name: value for name, value in record.items() if isinstance(value, str) and not _NO_TEXT.fullmatch(name)}
+    images = [name for name, value in texts.items() if value.lower().endswith(IMAGE_FILES)]
+    turns = [name for name in texts if name not in images]
+    image = f",image={images[0]}" if images else ""
+    return f"; try `map=user={turns[0]},assistant={turns[1]}{image}`" if len(turns) > 1 else ""
 
 
 def _is_object(value: Any) -> bool:

@@ -16,7 +16,7 @@ from energon_packed.records.fields import Record, one_text, read_text
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 
-SEVERAL_CAPTIONS = "first of several captions"
+SEVERAL_CAPTIONS = "several captions: the first is the target"
 _PROMPTS = ("prompt", "question")
 
 

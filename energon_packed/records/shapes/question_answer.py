@@ -29,7 +29,7 @@ from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 from energon_packed.records.tool_calls import read_tool_calls
 
-SEVERAL_ANSWERS = "one of several answers"
+SEVERAL_ANSWERS = "several answers: one is the target"
 _ANSWERS = ("answer", "response", "multiple_choice_answer")
 _BEFORE = ("context", "passage", "article", "hint")
 _CHOICES = ("choices", "options")
