@@ -1,4 +1,8 @@
-"""PackedCaptioningSample: a pack of image and text samples, encoded at training time."""
+"""PackedCaptioningSample: a pack of image and text samples, encoded at training time.
+
+It loads our packs in the default layout and in layout llava-onevision2, and packs of LLaVA-OneVision-1.5 and -2. The
+class of this name in LLaVA-OneVision-2's `aiak_training_llm` loads layout llava-onevision2 only.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -92,6 +92,8 @@ def test_written_by_them_read_by_us_equals_ours(
     assert ours.manifest.packed == len(rows)
     theirs = write_llava_onevision2(tmp_path / "theirs", rows, root)
     before = {tar.name: tar.read_bytes() for tar in theirs.glob("*.tar")}
+    with pytest.raises(FormatError, match=r"no \.info\.json; run energon-packed nv-meta"):
+        next(iter(get_packed_loader(theirs, vision_encoder, seq_len=512, epochs=1, num_workers=0)))
     repaired = make_nv_meta(theirs)
     assert repaired.kept_split
     assert repaired.splits["train"] == sorted(before)

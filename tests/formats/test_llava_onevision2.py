@@ -28,6 +28,7 @@ from tests.sources.tars import picture
 KEYS = ["images", "prompts", "captions", "sample_count", "patch_positions", "timestamp_decimal"]
 MODULE = "their_package.data"
 LAYOUT = "llava-onevision2"
+BLEND = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    path: {}\n"
 
 
 def turns(*texts: str) -> list[dict[str, Any]]:
@@ -219,6 +220,13 @@ def test_our_readers_take_the_same_folder(written: PackResult, vision_encoder: C
     loader = get_packed_loader(written.shards, vision_encoder, epochs=1, num_workers=0)
     assert sum(batch.num_samples for batch in loader) == len(RECORDS)
     assert all(check.holds for check in verify(PackedFolder.open(written.shards), vision_encoder))
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(BLEND.format(written.shards))
+    with pytest.raises(ConfigError, match=r"No module named 'their_package'; a dataset\.yaml names that package"):
+        get_packed_loader(blend, vision_encoder, epochs=1, num_workers=0)
+    blend.write_text(BLEND.format(written.shards) + "    dataset_config: crude.yaml\n")
+    loader = get_packed_loader(blend, vision_encoder, epochs=1, num_workers=0)
+    assert sum(batch.num_samples for batch in loader) == len(RECORDS)
     copy = tmp_path / "copy"
     shutil.copytree(written.shards, copy)
     names = ("dataset.yaml", "sample_loader.py", "crude.yaml", ".info.json", ".info.yaml")

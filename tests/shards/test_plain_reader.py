@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import Packer
 
-# --- the reader: all that an existing reader of this layout knows ----------------------------------------------------
+# --- the reader: tarfile, json, and the names that the format page gives ---------------------------------------------
 
 
 def read_packs(folder: Path) -> dict[str, list[dict[str, Any]]]:

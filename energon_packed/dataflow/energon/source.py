@@ -10,9 +10,9 @@ from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, ge
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.energon.config import LoaderConfig
 from energon_packed.dataflow.energon.task_encoder import PackedTaskEncoder
-from energon_packed.errors import ConfigError
+from energon_packed.errors import ConfigError, FormatError
 from energon_packed.shards import PackingManifest
-from energon_packed.shards.nv_meta import CRUDE
+from energon_packed.shards.nv_meta import CRUDE, NV_META, OLD_INFO
 
 _SEEDS_PER_EPOCH = 1_000_003  # far apart, so that neighbouring seeds do not share epochs
 
@@ -37,8 +37,19 @@ class EnergonSource:
         """Batches of this rank for one epoch, or without end where `epochs` is None.
 
         Raises:
-            ConfigError: one epoch of a blend that draws by weight.
+            ConfigError: one epoch of a blend that draws by weight, or a sample class that cannot be imported.
+            FormatError: a folder that is not indexed.
         """
+        self._check_indexed()
+        try:
+            return self._dataset(epoch)
+        except ImportError as error:
+            raise ConfigError(
+                f"{self.path}: {error}; a dataset.yaml names that package: install it, run energon-packed nv-meta on "
+                "the folder, or set `dataset_config: crude.yaml` for it in the Metadataset"
+            ) from error
+
+    def _dataset(self, epoch: int) -> "SavableDataset[PackedBatch]":
         config = self.config
         common: dict[str, Any] = {
             "split_part": config.split,
@@ -67,6 +78,13 @@ class EnergonSource:
                 f"{self.path} draws by weight indefinitely, so it has no epoch; use `epochs=None`, or make the blend "
                 "with energon-packed metadataset --epochized (`shuffle=False` reads each input once)"
             ) from error
+
+    def _check_indexed(self) -> None:
+        meta = Path(self.path) / NV_META
+        if meta.is_dir() and not ((meta / ".info.json").is_file() or (meta / OLD_INFO).is_file()):
+            raise FormatError(
+                f"{self.path} is not indexed: {NV_META} has no .info.json; run energon-packed nv-meta on it"
+            )
 
     def _needs_crude(self) -> bool:
         """Whether dataset.yaml names a sample class of another package, so that our cooker reads the parts."""
