@@ -1,9 +1,6 @@
-"""Batches in Megatron's words, with real megatron-core objects and ranks."""
+"""Batches in the words of Megatron's steps, with real megatron-core objects."""
 
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -13,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from energon_packed import ChatEncoder, EncodedSample, PaddingFreeCollator, get_packed_loader
 from energon_packed.errors import ConfigError
-from energon_packed.integrations.megatron import megatron_batch, train_valid_test_dataloaders_provider
+from energon_packed.integrations.megatron import megatron_batch
 from tests.conftest import Packer
 
 
@@ -60,9 +57,52 @@ def test_bridge_layout(pack_demo: Packer, encoder: ChatEncoder) -> None:
     assert inputs["max_seqlen_q"].cpu() == batch.max_seqlen  # the step moves it, so it must be a tensor
     assert set(inputs["visual_inputs"].normalized_for_model()) == {"pixel_values", "image_grid_thw"}
     assert not {"pixel_values", "cu_seqlens_q_padded"} & set(inputs)
-    middle = megatron_batch(batch, "bridge", metadata_only=True)
-    assert not {"tokens", "labels", "loss_mask", "visual_inputs", "pixel_values"} & set(middle)
-    assert {"position_ids", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "total_tokens"} <= set(middle)
+
+
+def test_every_stage_gets_every_key_and_middle_stages_no_pixels(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    batch = next(iter(get_packed_loader(pack_demo().shards, encoder, epochs=1, num_workers=0)))
+    full, middle = megatron_batch(batch, "bridge"), megatron_batch(batch, "bridge", with_pixels=False)
+    assert set(middle) == set(full)  # gpt_step reads `tokens`, VL models `input_ids`, on every stage
+    assert middle["input_ids"] is middle["tokens"]
+    assert middle["visual_inputs"].pixel_values is None
+    # Qwen-VL models compute M-RoPE positions on every stage from these
+    assert torch.equal(middle["visual_inputs"].image_grid_thw, full["visual_inputs"].image_grid_thw)
+    assert set(middle["visual_inputs"].normalized_for_model()) == {"image_grid_thw"}
+
+
+def test_padding_mask_is_there_for_every_row_or_for_none() -> None:
+    rng = np.random.default_rng(0)
+    full = [EncodedSample(id="full", input_ids=np.arange(8), labels=np.arange(8))]
+    for collator, expected in (
+        (PaddingFreeCollator(), False),
+        (PaddingFreeCollator(pad_multiple=8), True),
+        (PaddingFreeCollator(pad_to=256), True),
+    ):
+        rows = [collator.collate(full), collator.collate(random_samples(rng))]
+        assert ["padding_mask" in megatron_batch(row, "bridge") for row in rows] == [expected] * 2
+    unpadded = PaddingFreeCollator(pad_multiple=8).collate(full)
+    assert unpadded.padding_mask is not None
+    assert (int(unpadded.padding_mask.sum()), unpadded.num_tokens) == (0, 8)
+
+
+@pytest.mark.parametrize("layout", ["bridge", "megatron-gpt"])
+def test_megatron_counts_every_target_of_a_weighted_row(layout: Any) -> None:
+    rng, below = np.random.default_rng(0), 0
+    for _ in range(200):
+        batch = PaddingFreeCollator(loss_weighting="sqrt").collate(random_samples(rng))
+        targets = int((batch.labels != -100).sum())
+        below += int(batch.loss_mask.sum()) < targets
+        weights = megatron_batch(batch, layout)["loss_mask"]
+        assert int(weights.sum().to(torch.int)) == targets  # how Megatron's loss functions count
+        torch.testing.assert_close(weights[:, :-1], batch.loss_mask[:, 1:], rtol=1e-5, atol=0)
+    assert below > 10  # without the correction it loses one
+
+
+def test_total_tokens_reach_releases_of_megatron_core_that_know_them() -> None:
+    batch = PaddingFreeCollator(pad_to=256).collate(random_samples(np.random.default_rng(0)))
+    assert megatron_batch(batch, "bridge")["total_tokens"] == 256
+    known = "total_tokens" in {field.name for field in fields(PackedSeqParams)}
+    assert getattr(batch.packed_seq_params(), "total_tokens", None) == (256 if known else None)
 
 
 def test_packed_seq_params_are_those_of_megatron_core(pack_demo: Packer, encoder: ChatEncoder) -> None:
@@ -94,82 +134,27 @@ def test_megatron_lm_layout(pack_demo: Packer, encoder: ChatEncoder) -> None:
     padded = PaddingFreeCollator(pad_multiple=32).collate(random_samples(np.random.default_rng(0)))
     with pytest.raises(ConfigError, match="no boundaries for padded sub-samples"):
         megatron_batch(padded, "megatron-lm")
-    with pytest.raises(ConfigError, match="layout is 'thd'; use one of bridge, megatron-lm"):
+    weighted = PaddingFreeCollator(loss_weighting="sample").collate(random_samples(np.random.default_rng(0)))
+    with pytest.raises(ConfigError, match="cannot carry loss weights"):
+        megatron_batch(weighted, "megatron-lm")
+    with pytest.raises(ConfigError, match="`layout` is 'thd'; use one of bridge, megatron-lm, megatron-gpt"):
         megatron_batch(text, "thd")  # type: ignore[arg-type]
 
 
-RANK = """
-import os, sys, torch
-from megatron.core import parallel_state
-from energon_packed import ChatEncoder
-from energon_packed.integrations.megatron import train_valid_test_dataloaders_provider
-rank, world, tensor, pipeline, store, shards, tokenizer, layout = sys.argv[1:]
-torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
-parallel_state.initialize_model_parallel(int(tensor), int(pipeline))
-provider = train_valid_test_dataloaders_provider(
-    shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, shuffle_buffer_size=1)
-assert provider.is_distributed
-train, valid, test = provider([0, 0, 0])
-print("valid", valid is not None, "test", test is not None)
-if train is not None:
-    batch = next(train)
-    print("first", int(batch["tokens"].sum()) if "tokens" in batch else "metadata")
-    state = train.save_state()
-    after = next(train)
-    again, _, _ = provider()
-    again.restore_state(state)
-    repeated = next(again)
-    assert all(torch.equal(after[k], repeated[k]) for k in after if isinstance(after[k], torch.Tensor))
-print("done")
-"""
-
-
-def run_ranks(tmp_path: Path, shards: Path, tokenizer: Path, layout: str, *, tensor: int, pipeline: int) -> list[str]:
-    """Two real processes in a real process group."""
-    arguments = [str(tensor), str(pipeline), str(tmp_path / "store"), str(shards), str(tokenizer), layout]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", RANK, str(rank), "2", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = []
-    for process in ranks:
-        out, error = process.communicate(timeout=300)
-        assert process.returncode == 0, error[-3000:]
-        assert out.endswith("done\n")
-        outputs.append(out)
-    return outputs
-
-
-def test_data_parallel_ranks_get_different_rows(pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path) -> None:
-    shards = pack_demo(split={"train": 0.7, "val": 0.3}, max_packs_per_shard=4).shards
-    outputs = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=1, pipeline=1)
-    assert all("valid True test False" in out for out in outputs)
-    assert len({next(line for line in out.splitlines() if "first" in line) for out in outputs}) == 2
-    foreign = tmp_path / "foreign"  # what nv-meta makes for tars of other packers has splits, and no packing.json
-    shutil.copytree(shards, foreign)
-    (foreign / ".nv-meta" / "packing.json").unlink()
-    (tmp_path / "store").unlink(missing_ok=True)
-    outputs = run_ranks(tmp_path, foreign, tokenizer_dir, "bridge", tensor=1, pipeline=1)
-    assert all("valid True test False" in out for out in outputs)
-
-
-def test_tensor_parallel_ranks_get_the_same_rows_or_leave_loading_to_the_first(
-    pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path
-) -> None:
-    shards = pack_demo().shards
-    same = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=2, pipeline=1)
-    assert same[0] == same[1]
-    (tmp_path / "store").unlink(missing_ok=True)
-    first, second = run_ranks(tmp_path, shards, tokenizer_dir, "megatron-lm", tensor=2, pipeline=1)
-    assert "first" in first
-    assert "first" not in second
-
-
-def test_outside_of_megatron_the_provider_says_what_is_missing(encoder: ChatEncoder) -> None:
-    with pytest.raises(ConfigError, match="parallel_state is not initialized"):
-        train_valid_test_dataloaders_provider("out", encoder)()
+def test_megatron_gpt_layout(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    samples = random_samples(np.random.default_rng(1))
+    batch = PaddingFreeCollator(pad_multiple=8, pad_to=256, loss_weighting="sample").collate(samples)
+    inputs = megatron_batch(batch, "megatron-gpt")
+    # BATCH_KEYS of pretrain_gpt.py without those of hybrid context parallelism, which it fills with None
+    assert set(inputs) == {
+        *("tokens", "labels", "loss_mask", "position_ids", "attention_mask"),
+        *("cu_seqlens", "cu_seqlens_padded", "max_seqlen"),
+    }
+    assert {tuple(inputs[n].shape) for n in ("tokens", "labels", "loss_mask", "position_ids")} == {(1, 256)}
+    assert inputs["cu_seqlens"].shape == inputs["cu_seqlens_padded"].shape == (1, len(samples) + 2)
+    assert {inputs[n].dtype for n in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")} == {torch.int32}
+    assert inputs["max_seqlen"].shape == (1,)
+    assert torch.equal(inputs["labels"], batch.megatron_inputs()["labels"])
+    images = next(iter(get_packed_loader(pack_demo().shards, encoder, epochs=1, num_workers=0)))
+    with pytest.raises(ConfigError, match="reads no images; use layout 'bridge'"):
+        megatron_batch(images, "megatron-gpt")

@@ -1,0 +1,146 @@
+"""The provider in real process groups of megatron-core."""
+
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from energon_packed import ChatEncoder, PaddingFreeCollator
+from energon_packed.errors import ConfigError
+from energon_packed.integrations.megatron import train_valid_test_dataloaders_provider
+from energon_packed.integrations.megatron.ranks import Place, check_parallelism
+from tests.conftest import Packer
+
+RANK = """
+import os, sys, torch
+from megatron.core import parallel_state
+from energon_packed import ChatEncoder
+from energon_packed.integrations.megatron import train_valid_test_dataloaders_provider
+rank, world, tensor, pipeline, store, shards, tokenizer, layout = sys.argv[1:]
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
+parallel_state.initialize_model_parallel(int(tensor), int(pipeline))
+provider = train_valid_test_dataloaders_provider(
+    shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, shuffle_buffer_size=1)
+assert provider.is_distributed
+train, valid, test = provider([0, 0, 0])
+print("valid", valid is not None, "test", test is not None)
+if train is not None:
+    batch = next(train)
+    print("first", int(batch["tokens"].sum()))
+    if layout == "bridge":
+        print("pixels", batch["visual_inputs"].pixel_values is not None)
+    state = train.save_state()
+    after = next(train)
+    again, _, _ = provider()
+    again.restore_state(state)
+    repeated = next(again)
+    assert all(torch.equal(after[k], repeated[k]) for k in after if isinstance(after[k], torch.Tensor))
+print("done")
+"""
+
+
+def run_ranks(
+    tmp_path: Path, shards: Path, tokenizer: Path, layout: str, *, tensor: int = 1, pipeline: int = 1, world: int = 2
+) -> list[str]:
+    """Real processes in a real process group."""
+    (tmp_path / "store").unlink(missing_ok=True)
+    arguments = [str(tensor), str(pipeline), str(tmp_path / "store"), str(shards), str(tokenizer), layout]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", RANK, str(rank), str(world), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    outputs = []
+    for process in ranks:
+        out, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error[-3000:]
+        assert out.endswith("done\n")
+        outputs.append(out)
+    return outputs
+
+
+def test_data_parallel_ranks_get_different_rows(pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path) -> None:
+    shards = pack_demo(split={"train": 0.7, "val": 0.3}, max_packs_per_shard=4).shards
+    outputs = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=1, pipeline=1)
+    assert all("valid True test False" in out for out in outputs)
+    assert len({next(line for line in out.splitlines() if "first" in line) for out in outputs}) == 2
+    foreign = tmp_path / "foreign"  # what nv-meta makes for tars of other packers has splits, and no packing.json
+    shutil.copytree(shards, foreign)
+    (foreign / ".nv-meta" / "packing.json").unlink()
+    outputs = run_ranks(tmp_path, foreign, tokenizer_dir, "bridge", tensor=1, pipeline=1)
+    assert all("valid True test False" in out for out in outputs)
+
+
+def test_tensor_parallel_ranks_get_the_same_rows_or_leave_loading_to_the_first(
+    pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    shards = pack_demo().shards
+    same = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=2, pipeline=1)
+    assert same[0] == same[1]
+    first, second = run_ranks(tmp_path, shards, tokenizer_dir, "megatron-lm", tensor=2, pipeline=1)
+    assert "first" in first
+    assert "first" not in second
+
+
+def test_all_stages_of_a_pipeline_get_the_same_row_and_the_middle_no_pixels(
+    pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    outputs = run_ranks(tmp_path, pack_demo().shards, tokenizer_dir, "bridge", pipeline=3, world=3)
+    assert ["pixels True" in out for out in outputs] == [True, False, True]
+    assert len({next(line for line in out.splitlines() if "first" in line) for out in outputs}) == 1
+
+
+def test_outside_of_megatron_the_provider_says_what_is_missing(encoder: ChatEncoder) -> None:
+    with pytest.raises(ConfigError, match="parallel_state is not initialized"):
+        train_valid_test_dataloaders_provider("out", encoder)()
+
+
+@pytest.mark.parametrize("name", ["rank", "world_size", "split", "epochs"])
+def test_what_megatron_decides_is_no_option(encoder: ChatEncoder, name: str) -> None:
+    options: dict[str, Any] = {name: 1}
+    with pytest.raises(ConfigError, match=f"`{name}` is no option of the provider"):
+        train_valid_test_dataloaders_provider("out", encoder, **options)
+
+
+def place(context_parallel_size: int = 1, *, stage: str = "first") -> Place:
+    return Place(
+        rank=0,
+        world_size=1,
+        context_parallel_size=context_parallel_size,
+        is_first_tensor_rank=True,
+        is_middle_stage=stage == "middle",
+    )
+
+
+def test_context_parallelism_needs_padding_that_it_can_divide() -> None:
+    check_parallelism(place(2), "bridge", PaddingFreeCollator(pad_multiple=8, pad_to=2048))
+    check_parallelism(place(1), "bridge", None)
+    for collator in (None, PaddingFreeCollator(pad_multiple=2), PaddingFreeCollator(pad_multiple=4, pad_to=2046)):
+        with pytest.raises(ConfigError, match=r"context parallelism over 2 ranks .* multiples of 4; pass collator="):
+            check_parallelism(place(2), "bridge", collator)
+
+
+def test_what_the_multimodal_example_would_do_silently_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="replaces the boundaries of samples"):
+        check_parallelism(place(2), "megatron-lm", None)
+    with pytest.raises(ConfigError, match="`loss_weighting` is 'sqrt', which layout 'megatron-lm' cannot carry"):
+        check_parallelism(place(), "megatron-lm", PaddingFreeCollator(loss_weighting="sqrt"))
+    check_parallelism(place(), "megatron-gpt", PaddingFreeCollator(loss_weighting="sqrt"))
+    arguments = Namespace(sequence_parallel=True)
+    monkeypatch.setattr("energon_packed.integrations.megatron.ranks.megatron_lm_args", lambda: arguments)
+    with pytest.raises(ConfigError, match="replaces the boundaries of samples"):
+        check_parallelism(place(), "megatron-lm", None)
+
+
+def test_which_stages_load() -> None:
+    assert place(stage="middle").loads("bridge")
+    assert place(stage="middle").loads("megatron-gpt")  # every stage reads the boundaries with --sft
+    assert not place(stage="middle").loads("megatron-lm")

@@ -1,0 +1,142 @@
+"""Data positions in checkpoints of Megatron-LM and Megatron-Bridge: found, restored, or refused."""
+
+import shutil
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.energon.savable_loader import SavableDataLoaderState
+
+from energon_packed import ChatEncoder, get_packed_loader
+from energon_packed.errors import BatchError, ConfigError
+from energon_packed.integrations.megatron import MegatronIterator
+from energon_packed.integrations.megatron import restore as module
+from energon_packed.integrations.megatron.restore import restore_iterator, state_file
+from tests.conftest import Packer
+
+LOOP = Path(__file__).with_name("training_loop.py")
+NAME = "train_dataloader_dprank000.pt"
+
+
+def run_until_killed(folder: Path, shards: Path, tokenizer: Path, steps: int) -> list[list[str]]:
+    """Lines of two ranks of one process group, each killed by SIGKILL after `steps` lines."""
+    store = folder / f"store{steps}"
+    arguments = [str(store), str(shards), str(tokenizer), str(folder)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(LOOP), str(rank), "2", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    lines: list[list[str]] = []
+    for process in ranks:
+        assert process.stdout is not None
+        read = [process.stdout.readline() for _ in range(steps)]
+        if not read[-1]:
+            raise AssertionError(process.communicate()[1][-3000:])
+        lines.append(read)
+    for process in ranks:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    return lines
+
+
+def test_a_killed_run_of_megatron_core_goes_on_exactly(pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path) -> None:
+    shards = pack_demo(max_packs_per_shard=4).shards
+    before = run_until_killed(tmp_path, shards, tokenizer_dir, 6)
+    assert before[0] != before[1]
+    assert (tmp_path / "data" / "iter_0000004").is_dir()  # newer than the last complete checkpoint
+    after = run_until_killed(tmp_path, shards, tokenizer_dir, 3)
+    assert after == [lines[3:] for lines in before]
+
+
+def new_iterator(pack_demo: Packer, encoder: ChatEncoder, **options: Any) -> MegatronIterator:
+    settings = {"num_workers": 0, "rank": 0, "world_size": 1, "shuffle_buffer_size": 4, **options}
+    return MegatronIterator(get_packed_loader(pack_demo().shards, encoder, **settings), "bridge")
+
+
+def saved_by(folder: Path, state: Any) -> Path:
+    folder.mkdir(parents=True)
+    torch.save({"dataloader_state_dict": state}, folder / NAME)
+    return folder / NAME
+
+
+@pytest.mark.parametrize("place", ["", "mp_rank_00", "mp_rank_00_000"])
+def test_the_file_is_found_where_the_frameworks_save_it(tmp_path: Path, place: str) -> None:
+    data = tmp_path / "energon"
+    file = saved_by(data / "iter_0000100" / place, {})
+    saved_by(data / "iter_0000200" / place, {})  # of a checkpoint that was never completed
+    torch.save({"step": torch.tensor(100)}, tmp_path / "latest_train_state.pt")
+    for path in (tmp_path, data, data / "iter_0000100", file.parent, file):
+        assert state_file(path, 0) == file
+    (tmp_path / "latest_train_state.pt").unlink()
+    with pytest.raises(ConfigError, match="the last complete iteration is not known; pass an iteration folder"):
+        state_file(data, 0)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100\n")
+    assert state_file(tmp_path, 0) == state_file(data, 0) == file
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    with pytest.raises(ConfigError, match="latest_checkpointed_iteration.txt names no iteration"):
+        state_file(tmp_path, 0)
+
+
+def test_a_missing_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent does not exist; pass restore=None"):
+        state_file(tmp_path / "absent", 0)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    with pytest.raises(ConfigError, match="a checkpoint of iteration 100, and .* no data position of it"):
+        state_file(tmp_path, 0)
+    saved_by(tmp_path / "iter_0000100" / "mp_rank_00", {})
+    with pytest.raises(ConfigError, match="states of 1 data-parallel ranks and none of rank 1: .* state redist first"):
+        state_file(tmp_path, 1)
+    saved_by(tmp_path / "iter_0000100" / "mp_rank_00_000", {})
+    with pytest.raises(ConfigError, match="has several states, .*; pass one of them"):
+        state_file(tmp_path, 0)
+
+
+def test_auto_restores_the_iteration_that_megatron_lm_loaded(
+    pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = new_iterator(pack_demo, encoder)
+    for _ in range(3):
+        next(first)
+    saved_by(tmp_path / "iter_0000003" / "mp_rank_00", first.save_state())
+    arguments = Namespace(iteration=3, dataloader_save=str(tmp_path))
+    monkeypatch.setattr(module, "megatron_lm_args", lambda: arguments)  # what its get_args() returns
+    second = new_iterator(pack_demo, encoder)
+    restore_iterator(second, "auto", 0)
+    expected = [next(first)["tokens"] for _ in range(3)]
+    assert all(torch.equal(next(second)["tokens"], tokens) for tokens in expected)
+    arguments.iteration = 4
+    with pytest.raises(ConfigError, match=r"iter_0000004 has no train_dataloader_dprank000.pt; pass restore=None"):
+        restore_iterator(new_iterator(pack_demo, encoder), "auto", 0)
+    arguments.dataloader_save = None
+    with pytest.raises(ConfigError, match="resumes at iteration 4, and its data position was not saved"):
+        restore_iterator(new_iterator(pack_demo, encoder), "auto", 0)
+    arguments.iteration = 0
+    restore_iterator(second, "auto", 0)  # a first start
+
+
+def test_a_foreign_or_damaged_state_is_refused(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:
+    iterator = new_iterator(pack_demo, encoder)
+    energon = SavableDataLoaderState(worker_states=[], next_worker_id=0, micro_batch_size=1)
+    with pytest.raises(BatchError, match=r"dprank000.pt holds objects, as Energon's own loader saves them"):
+        restore_iterator(iterator, saved_by(tmp_path / "energon", energon), 0)
+    with pytest.raises(BatchError, match=r"holds no state of a loader of energon-packed"):
+        restore_iterator(iterator, saved_by(tmp_path / "other", {"position": 3}), 0)
+    other = saved_by(tmp_path / "seed", new_iterator(pack_demo, encoder, seed=7).save_state())
+    with pytest.raises(BatchError, match=r"dprank000.pt: the saved state is of another loader: seed 7 saved, 0 now"):
+        restore_iterator(iterator, other, 0)
+    shutil.copy(other, tmp_path / "half.pt")
+    (tmp_path / "half.pt").write_bytes(other.read_bytes()[:1000])
+    with pytest.raises(BatchError, match=r"half.pt is damaged \(.*\); use an earlier checkpoint"):
+        restore_iterator(iterator, tmp_path / "half.pt", 0)
