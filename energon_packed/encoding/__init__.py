@@ -5,6 +5,7 @@
 chat.py           ChatEncoder: the path above, for measuring and encoding alike
 template.py       the chat template, rendering.py, skeleton.py and purity.py: text without Jinja where that is proved
 tokenizer.py      ids and supervised tokens of texts; engines.py, engine_proof.py and engine_corpus.py: what tokenizes
+tokenizer_class.py Transformers tokenizers without torch; user_cache.py keeps what was found out about them
 token_batch.py    the rules that tokens must keep, in one place
 images.py         headers and decoding; patch_positions.py, mrope.py
 vision.py         vision families; fused_pixels.py, image_patches.py and patch_kernel.py: their pixels, faster

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +22,7 @@ from filelock import FileLock
 
 from energon_packed.encoding.engine_corpus import LONGEST, proof_texts
 from energon_packed.encoding.engines import Engine, FastokensEngine, HuggingFaceEngine, compare
+from energon_packed.encoding.user_cache import cache_file, keep
 from energon_packed.errors import EngineMismatch
 
 _log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def _proved_now(serialized: str, file: Path) -> Proof:
     except (ValueError, KeyError, TypeError):
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return Proof(False, f"the proof stopped with status {done.returncode}: {''.join(last)[:200]}")
-    _keep(file, proof)
+    keep(file, {"holds": proof.holds, "detail": proof.detail})
     return proof
 
 
@@ -143,22 +144,8 @@ def try_all(serialized: str) -> Proof:
 
 
 def _cache_file(serialized: str) -> Path:
-    """By the XDG Base Directory Specification: https://specifications.freedesktop.org/basedir-spec/latest/"""
     versions = f"{_PROOF_VERSION} {version('tokenizers')} {fastokens_version()} {sys.platform} "
-    key = hashlib.sha256(versions.encode() + serialized.encode()).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return folder / "energon-packed" / "tokenizer-engines" / f"{key[:32]}.json"
-
-
-def _keep(file: Path, proof: Proof) -> None:
-    temporary = file.with_suffix(f".{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps({"holds": proof.holds, "detail": proof.detail}), encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        _log.info("the proof of the tokenizer engine is not kept: %s", error)
-        with suppress(OSError):
-            temporary.unlink()
+    return cache_file("tokenizer-engines", hashlib.sha256(versions.encode() + serialized.encode()).hexdigest())
 
 
 if __name__ == "__main__":

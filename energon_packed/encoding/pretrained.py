@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from energon_packed.encoding.tokenizer_class import load_by_class
 from energon_packed.encoding.vision import VisionFamily, load_vision
 from energon_packed.errors import ConfigError
 
@@ -19,14 +20,14 @@ def load_tokenizer(folder: str | Path) -> Any:
         ConfigError: the folder does not exist and is no cached model, or holds no tokenizer.
     """
     folder = find_pretrained(folder)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     alone = (folder / "tokenizer.json").is_file() and not any((folder / name).is_file() for name in _SETTINGS)
     try:
         if alone:
+            from transformers import PreTrainedTokenizerFast
+
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
         else:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder))
+            tokenizer = load_by_class(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         detail = " ".join(str(error).split())[:200]
         raise ConfigError(f"{folder} holds no tokenizer that Transformers can load: {detail}") from error

@@ -51,16 +51,14 @@ class Renderer:
         """
         if conversation.text is not None:
             return Rendered(self._document(conversation), None, True)
-        weights = [message.weight for message in conversation.messages]
-        if any(weight != 1 for weight in weights):
+        if any([message.weight != 1 for message in conversation.messages]):
             return self._weighted(conversation)
         skeleton = self._skeleton(conversation)
         if skeleton is not None:
             contents = self.contents(conversation)
-            text = skeleton.join(contents)
+            text, spans = skeleton.join_with_spans(contents)
             if self.loss_on == "all":
                 return Rendered(text, None, False)
-            spans = skeleton.spans(contents)
             return Rendered(text, spans[-1:] if self.loss_on == "last" else spans, False)
         messages = self.messages(conversation)
         if self.loss_on == "all":

@@ -72,13 +72,17 @@ class Skeleton:
 
     def join(self, contents: Sequence[str]) -> str:
         """Render the text with these contents."""
-        parts = [self.pieces[0]]
-        for number, piece in zip(self.order, self.pieces[1:], strict=True):
-            parts += (contents[number], piece)
-        return "".join(parts)
+        return "".join(self._parts(contents))
 
-    def spans(self, contents: Sequence[str]) -> list[Span]:
-        """Character span of each assistant turn in `join(contents)`."""
-        sizes = [len(piece) + len(contents[number]) for number, piece in zip(self.order, self.pieces, strict=False)]
-        starts = list(accumulate(sizes, initial=0))
-        return [(starts[a] + i, starts[b] + j) for (a, i), (b, j) in self.places]
+    def join_with_spans(self, contents: Sequence[str]) -> tuple[str, list[Span]]:
+        """Render the text with these contents, and the character span of each assistant turn in it."""
+        parts = self._parts(contents)
+        starts = list(accumulate(map(len, parts), initial=0))
+        return "".join(parts), [(starts[2 * a] + i, starts[2 * b] + j) for (a, i), (b, j) in self.places]
+
+    def _parts(self, contents: Sequence[str]) -> list[str]:
+        """Pieces and contents in turn."""
+        parts = [""] * (2 * len(self.pieces) - 1)
+        parts[0::2] = self.pieces
+        parts[1::2] = [contents[number] for number in self.order]
+        return parts

@@ -212,9 +212,10 @@ class TextTokenizer:
         """bool (T,)."""
         if all([wanted is None for wanted in spans]):
             return np.ones(len(ids), dtype=bool)
-        sizes = np.zeros(len(ids), dtype=np.int64) if self._token_bytes is None else self._token_bytes[ids]
-        ends = np.cumsum(sizes)
-        text_at = np.concatenate([[0], ends])[cu_seqlens]  # byte at which each text begins
+        places = np.zeros(len(ids) + 1, dtype=np.int64)  # byte at which each token begins, in all texts end to end
+        if self._token_bytes is not None:
+            np.cumsum(self._token_bytes[ids], out=places[1:])
+        text_at = places[cu_seqlens]
         given = [wanted or () for wanted in spans]
         owner = np.repeat(np.arange(len(texts)), [len(wanted) for wanted in given])
         edges = np.fromiter(chain.from_iterable(chain.from_iterable(given)), np.int64, 2 * len(owner)).reshape(-1, 2)
@@ -222,10 +223,11 @@ class TextTokenizer:
         edges += text_at[owner, None]
         if others:
             edges = edges[~np.isin(owner, others)]
-        first = np.searchsorted(ends, edges[:, 0], side="right")
-        after = np.maximum(first, np.searchsorted(ends - sizes, edges[:, 1], side="left"))
-        size = len(ids) + 1
-        covered = np.cumsum(np.bincount(first, minlength=size) - np.bincount(after, minlength=size))[:-1] > 0
+        first = np.searchsorted(places[1:], edges[:, 0], side="right")
+        after = np.searchsorted(places[:-1], edges[:, 1], side="left")
+        covered = np.zeros(len(ids), dtype=bool)
+        for start, end in zip(first.tolist(), after.tolist(), strict=True):
+            covered[start:end] = True
         for number, wanted in enumerate(spans):
             if wanted is None:
                 covered[cu_seqlens[number] : cu_seqlens[number + 1]] = True
@@ -243,16 +245,13 @@ class TextTokenizer:
             owner: int64 (K,), the text of each span, ascending.
             edges: int64 (K, 2), characters.
         """
-        wanted = set(owner.tolist())
         if self._token_bytes is None:
-            return sorted(wanted)
-        others = []
-        for number in wanted:
+            return sorted(set(owner.tolist()))
+        is_ascii = np.array([text.isascii() for text in texts])
+        wanted = np.bincount(owner, minlength=len(texts)) > 0
+        others = np.flatnonzero(wanted & is_ascii & (sizes != [len(text) for text in texts])).tolist()
+        for number in np.flatnonzero(wanted & ~is_ascii).tolist():
             text = texts[number]
-            if text.isascii():
-                if len(text) != sizes[number]:
-                    others.append(number)
-                continue
             encoded = text.encode()
             if len(encoded) != sizes[number] or not self._is_unchanged(text):
                 others.append(number)

@@ -56,7 +56,7 @@ def test_a_skeleton_joins_what_jinja_renders(template_of: object, source: str) -
         skeleton = template.skeleton(tuple(message["role"] for message in messages))
         assert skeleton is not None
         contents = [message["content"] for message in messages]
-        assert (skeleton.join(contents), skeleton.spans(contents)) == template.render_with_spans(messages)
+        assert skeleton.join_with_spans(contents) == template.render_with_spans(messages)
 
     check()
 
@@ -82,7 +82,7 @@ def test_contents_may_be_left_out_and_repeated() -> None:
     skeleton = Skeleton.from_marked(text, [(1, len(text))], (">.",))
     assert skeleton is not None
     assert skeleton.join(["a", "bb", "unused"]) == "<bb|a|bb>."
-    assert skeleton.spans(["a", "bb", "unused"]) == [(1, 10)]
+    assert skeleton.join_with_spans(["a", "bb", "unused"])[1] == [(1, 10)]
 
 
 @pytest.mark.parametrize(
