@@ -281,7 +281,7 @@ class ChatEncoder(Processor):
             if conversation.input_ids is not None:
                 ids = conversation.input_ids
                 pieces[number] = (ids, ids if conversation.labels is None else conversation.labels)
-        batch, unusable = self._checked(conversations, media, _joined(pieces))
+        batch, unusable = self._checked(conversations, media, TokenBatch.joined(pieces))
         return batch, unusable | rejects
 
     def _checked(
@@ -336,15 +336,6 @@ class ChatEncoder(Processor):
                 "a record has images, but no image processor is set; pass `processor` or `image_processor`"
             )
         return self.vision
-
-
-def _joined(pieces: Sequence[tuple[Int64, Int64] | None]) -> TokenBatch:
-    """Samples end to end; one that was rejected before takes no token."""
-    nothing = np.zeros(0, dtype=np.int64)
-    ids = [nothing if piece is None else piece[0] for piece in pieces]
-    labels = [nothing if piece is None else piece[1] for piece in pieces]
-    cu_seqlens = np.concatenate([[0], np.cumsum([len(one) for one in ids])]).astype(np.int64)
-    return TokenBatch(np.concatenate([nothing, *ids]), np.concatenate([nothing, *labels]), cu_seqlens)
 
 
 def _why_unsupervised(conversation: Conversation, detail: str) -> str:

@@ -30,6 +30,15 @@ class TokenBatch:
     labels: Int64
     cu_seqlens: Int64
 
+    @classmethod
+    def joined(cls, pieces: Sequence[tuple[Int64, Int64] | None]) -> "TokenBatch":
+        """Samples as (input_ids, labels) end to end; None, one that was rejected before, takes no token."""
+        nothing = np.zeros(0, dtype=np.int64)
+        ids = [nothing if piece is None else piece[0] for piece in pieces]
+        labels = [nothing if piece is None else piece[1] for piece in pieces]
+        cu_seqlens = np.concatenate([[0], np.cumsum([len(one) for one in ids])]).astype(np.int64)
+        return cls(np.concatenate([nothing, *ids]), np.concatenate([nothing, *labels]), cu_seqlens)
+
     def sample(self, number: int) -> tuple[Int64, Int64]:
         """(input_ids, labels) of one sample, int64 (L,) each."""
         part = slice(int(self.cu_seqlens[number]), int(self.cu_seqlens[number + 1]))

@@ -106,14 +106,14 @@ def test_sources_are_counted_one_by_one_up_to_a_limit(
         inputs[-1].write_text("".join(json.dumps({"messages": TURNS}) + "\n" for _ in range(records)) + "{broken\n")
     manifest = build(inputs=inputs).manifest
     length = manifest.tokens // 6
-    expected = [(str(path), n + 1, n, n * length) for path, n in zip(inputs, [2, 0, 3, 1], strict=True)]
+    expected = [([str(path)], n + 1, n, n * length) for path, n in zip(inputs, [2, 0, 3, 1], strict=True)]
     assert [(one.path, one.records, one.packed, one.tokens) for one in manifest.sources] == expected
     assert PackingManifest.load(tmp_path / "out").sources == manifest.sources
     monkeypatch.setattr("energon_packed.pipeline.index._MOST_SOURCES", 2)
     cut = build(inputs=inputs, overwrite=True, resume=False).manifest
     assert [(one.path, one.records, one.packed, one.tokens) for one in cut.sources] == [
         *expected[:2],
-        ("(others)", 6, 4, 4 * length),
+        (["(others)"], 6, 4, 4 * length),
     ]
 
 

@@ -1,6 +1,6 @@
 """A data loader provider for Megatron's `pretrain`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,12 +50,7 @@ def train_valid_test_dataloaders_provider(
         BatchError: when called, the state is of another loader.
     """
     check_layout(layout)
-    for name in _DECIDED:
-        if name in options:
-            raise ConfigError(
-                f"`{name}` is no option of the provider: Megatron sets ranks and splits, and its loop repeats "
-                "shuffled data; remove it"
-            )
+    _check_options(options)
 
     def provider(train_val_test_num_samples: Any = None) -> tuple[Any, Any, Any]:
         place = Place.of_this_process()
@@ -78,3 +73,12 @@ def train_valid_test_dataloaders_provider(
 
     provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank
     return provider
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in _DECIDED:
+        if name in options:
+            raise ConfigError(
+                f"`{name}` is no option of the provider: Megatron sets ranks and splits, and its loop repeats "
+                "shuffled data; remove it"
+            )
