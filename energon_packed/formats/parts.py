@@ -16,6 +16,10 @@ def write_media(samples: Sequence[StoredSample]) -> tuple[list[Part], list[list[
     images: list[list[str]] = []
     positions: list[list[str]] = []
     for i, sample in enumerate(samples):
+        if not sample.images and not sample.patch_positions:
+            images.append([])
+            positions.append([])
+            continue
         images.append([f"img{i}_{j}.{image.extension}" for j, image in enumerate(sample.images)])
         positions.append([f"img{i}_{j}.npy" for j in range(len(sample.patch_positions))])
         parts += zip(images[-1], (image.data for image in sample.images), strict=True)

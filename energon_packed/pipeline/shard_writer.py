@@ -2,10 +2,11 @@
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -84,33 +85,38 @@ class ShardWriter:
         with ExitStack() as open_files:
             shard = open_files.enter_context(TarShardWriter(task.tar))
             tokens = open_files.enter_context(TokenReader(task.tokens)) if task.tokens is not None else None
+            places = _places(task.records)
             for pack, (start, stop) in enumerate(itertools.pairwise(bounds), start=task.first_pack):
-                samples = [self.stored_sample(task.records, place, tokens) for place in range(start, stop)]
+                samples = [self.stored_sample(place, tokens) for place in itertools.islice(places, stop - start)]
                 shard.add(f"{task.prefix}_{pack:08d}", codec.write(samples))
         write_tar_index(task.tar, shard.rows)
         state = {"task": task.digest(), "mtime_ns": changed_at(task.tar), "rows": shard.rows.as_dict()}
         write_whole(task.state, orjson.dumps(state))
         return shard.rows.summary
 
-    def stored_sample(self, records: RecordRefs, place: int, tokens: TokenReader | None) -> StoredSample:
+    def stored_sample(self, place: "_Place", tokens: TokenReader | None) -> StoredSample:
         """Read one record and its media again, and its tokens where they are kept.
 
         Raises:
             SourceError: the record or its media changed since it was measured.
         """
-        source, row = int(records.source[place]), int(records.row[place])
-        measured = int(records.length[place])
+        source, row, measured = place.source, place.row, place.length
+        images: tuple[StoredImage, ...] = ()
+        positions: tuple[bytes, ...] = ()
         try:
-            conversation = self.reader.read(source, int(records.address[place]), int(records.size[place]))
+            conversation = self.reader.read(source, place.address, place.size)
             ident = self.reader.default_id(source, row) if conversation.id is None else conversation.id
-            read = _read_all(conversation.images)
-            positions = tuple(_read_all(conversation.patch_positions))
-            found = sum([len(data) for data in (*read, *positions)])
-            if found != int(records.media_bytes[place]):
-                raise self._changed(source, row, f"its media has {found} bytes, not {records.media_bytes[place]}")
-            images = tuple([self._stored_image(data) for data in read])
+            if conversation.images:
+                read = _read_all(conversation.images)
+                positions = tuple(_read_all(conversation.patch_positions))
+                found = sum([len(data) for data in (*read, *positions)])
+                if found != place.media_bytes:
+                    raise self._changed(source, row, f"its media has {found} bytes, not {place.media_bytes}")
+                images = tuple([self._stored_image(data) for data in read])
+            elif place.media_bytes:
+                raise self._changed(source, row, f"it has no media any more, but had {place.media_bytes} bytes")
             if tokens is not None:
-                encoded = tokens.read(place, measured)
+                encoded = tokens.read(place.number, measured)
                 encoded = encoded.truncated(self.truncate) if self.truncate else encoded
                 conversation = Conversation(
                     id=ident, input_ids=encoded.input_ids, labels=encoded.labels, images=conversation.images
@@ -139,6 +145,23 @@ class ShardWriter:
         return SourceError(
             f"record {row} of {path} changed since it was measured ({what}); run again with `resume=False`"
         )
+
+
+class _Place(NamedTuple):
+    """One entry of `RecordRefs`, and its number there."""
+
+    number: int
+    source: int
+    row: int
+    address: int
+    size: int
+    length: int
+    media_bytes: int
+
+
+def _places(records: RecordRefs) -> Iterator[_Place]:
+    columns = [getattr(records, name).tolist() for name in _Place._fields[1:]]
+    return map(_Place, itertools.count(), *columns)
 
 
 def _read_all(media: Sequence[MediaReference]) -> list[bytes]:

@@ -90,14 +90,23 @@ def _joined(message: Message, following: Message) -> Message | None:
     return replace(message, extra={**message.extra, "tool_calls": [*calls[0], *calls[1]]})
 
 
-def _message(turn: Record, media: Media) -> Message:
+def plain_message(turn: Record) -> Message | None:
+    """The message of a turn with a role, a text and nothing else; None for any other turn."""
     keys = _keys(tuple(turn))
-    if keys.is_plain:
-        name, content = turn[keys.role[0]], turn[keys.content[0]]
-        if name.__class__ is str and content.__class__ is str and "<img>" not in content:
-            role = ROLE_NAMES.get(name)
-            if role is not None and role != FUNCTION_CALL:
-                return Message(role, content)
+    if not keys.is_plain:
+        return None
+    name, content = turn[keys.role[0]], turn[keys.content[0]]
+    if name.__class__ is not str or content.__class__ is not str or "<img>" in content:
+        return None
+    role = ROLE_NAMES.get(name)
+    return None if role is None or role == FUNCTION_CALL else Message(role, content)
+
+
+def _message(turn: Record, media: Media) -> Message:
+    plain = plain_message(turn)
+    if plain is not None:
+        return plain
+    keys = _keys(tuple(turn))
     field, name = _one_of(turn, keys.role)
     if name is None:
         raise RecordError(Reason.MISSING_FIELD, f"a message has no role; its keys are {key_names(turn)}")

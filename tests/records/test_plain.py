@@ -1,0 +1,77 @@
+"""Plain conversations are read without looking for anything else; what comes out is the same."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packed.errors import RecordError
+from energon_packed.records import normalize
+from energon_packed.records.shapes import SHAPES, Draft, Shape, register_shape
+
+MODULE = __import__("sys").modules["energon_packed.records.normalize"]
+TEXT = st.sampled_from(["Hi", "", " ", "<image>", "<img>a.jpg</img>", "<video>", "a\nb", "日本"])
+ROLE = st.sampled_from(["user", "assistant", "human", "gpt", "system", "tool", "function_call", "User ", "other"])
+TURN = st.fixed_dictionaries(
+    {"role": ROLE | st.none(), "content": TEXT | st.none() | st.just([{"type": "text", "text": "x"}])},
+    optional={"name": TEXT, "weight": st.sampled_from([0, 1]), "extra_field": TEXT},
+)
+SHARE = st.fixed_dictionaries({"from": ROLE, "value": TEXT})
+RECORD = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": st.sampled_from([None, "a", 7]),
+        "messages": st.lists(TURN | SHARE | st.none(), max_size=4) | st.none() | st.just("x"),
+        "conversations": st.lists(SHARE | TURN, max_size=3),
+        "images": st.sampled_from([[], ["a.jpg"]]),
+        "system": TEXT,
+        "source": TEXT,
+    },
+)
+
+
+def outcome(record: Any) -> Any:
+    try:
+        found = normalize(record)
+    except RecordError as error:
+        return str(error)
+    return found, found.unused_fields, found.notes
+
+
+@given(record=RECORD)
+@settings(max_examples=1500, deadline=None)
+def test_the_short_way_gives_what_the_long_way_gives(record: dict[str, Any]) -> None:
+    short = outcome(record)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MODULE, "_plain_conversation", lambda record, shape: None)
+        assert outcome(record) == short
+
+
+def test_the_short_way_is_taken() -> None:
+    record = {"id": 1, "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MODULE, "read_media", None)  # the long way cannot go on
+        assert normalize(record).id == "1"
+        assert (
+            len(
+                normalize({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}).messages
+            )
+            == 2
+        )
+        with pytest.raises(TypeError):
+            normalize({**record, "source": "web"})
+
+
+def test_a_shape_of_your_own_comes_first() -> None:
+    @register_shape
+    class Mine(Shape):
+        key = "messages"
+
+        def read(self, record: Any, media: Any) -> Draft:
+            return Draft(text="mine")
+
+    try:
+        assert normalize({"messages": [{"role": "user", "content": "Hi"}]}).text == "mine"
+    finally:
+        SHAPES.pop(0)
