@@ -30,7 +30,7 @@ def redist(folder: Path, output_folder: Path, world_size: int, output: Output) -
     energon-packed state redist data/iter_0000100/mp_rank_00 new/iter_0000100/mp_rank_00 --world-size 2
     """
     from energon_packed.dataflow.energon.redist import redistribute  # imports torch
-    from energon_packed.dataflow.energon.state_files import read_state, write_state
+    from energon_packed.dataflow.energon.state_files import StateFile, read_state, write_state
 
     files = sorted(folder.glob("*.pt"))
     if not files:
@@ -40,16 +40,16 @@ def redist(folder: Path, output_folder: Path, world_size: int, output: Output) -
         raise ConfigError(f"{files[0]} has no rank number in its name, such as train_dataloader_dprank000.pt")
     if output_folder.is_dir() and any(output_folder.glob("*.pt")):
         raise ConfigError(f"{output_folder} already has .pt files; pass a new folder")
-    states = [read_state(file) for file in files]
-    new = redistribute(states, world_size)
+    saved = [read_state(file) for file in files]
+    new = redistribute([one.state for one in saved], world_size)
     output_folder.mkdir(parents=True, exist_ok=True)
     for rank, state in enumerate(new):
         name = f"{matched[1]}{rank:0{len(matched[2])}d}{matched[3]}"
-        write_state(output_folder / name, state, megatron="dprank" in name)
+        write_state(output_folder / name, StateFile(state, saved[0].megatron))
     workers = new[0]["num_workers"]
     output.console.print(
-        f"{len(states)} ranks with {states[0]['num_workers']} workers -> {world_size} ranks with {workers} workers, "
-        f"in {output_folder}; continue with num_workers={workers}",
+        f"ranks x workers: {len(saved)} x {saved[0].state['num_workers']} -> {world_size} x {workers}, in "
+        f"{output_folder}; continue with num_workers={workers}",
         soft_wrap=True,
     )
     output.result({"folder": str(output_folder), "world_size": world_size, "num_workers": workers})

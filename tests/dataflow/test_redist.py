@@ -98,7 +98,7 @@ def test_the_command_keeps_the_form_of_megatrons_files(
         expected |= by_worker(list(itertools.islice(batches, AFTER)))
     result = CliRunner().invoke(cli, ["state", "redist", str(folder), str(new), "--world-size", "1"])
     assert result.exit_code == 0, result.output
-    assert "2 ranks with 1 workers -> 1 ranks with 2 workers" in result.output
+    assert "ranks x workers: 2 x 1 -> 1 x 2" in result.output
     assert [file.name for file in new.iterdir()] == ["train_dataloader_dprank000.pt"]
     loader = new_loader(shards, encoder, 0, 1, 2)
     with pytest.raises(BatchError, match=r"world_size 2 saved, 1 now.*energon-packed state redist"):

@@ -2,7 +2,7 @@
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +12,19 @@ MEGATRON_KEY = "dataloader_state_dict"
 """Where Megatron-LM and Megatron-Bridge put the state in `train_dataloader_dprank000.pt`."""
 
 
-def read_state(file: Path) -> dict[str, Any]:
+class StateFile(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        state: of a loader of one rank.
+        megatron: it lies in Megatron's dict.
+    """
+
+    state: dict[str, Any]
+    megatron: bool
+
+
+def read_state(file: Path) -> StateFile:
     """The state in a file.
 
     Raises:
@@ -28,14 +40,15 @@ def read_state(file: Path) -> dict[str, Any]:
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BatchError(f"{file} is damaged ({reason}); use an earlier checkpoint") from error
-    state = content.get(MEGATRON_KEY, content) if isinstance(content, dict) else None
+    megatron = isinstance(content, dict) and MEGATRON_KEY in content
+    state = content[MEGATRON_KEY] if megatron else content
     if not isinstance(state, dict) or "version" not in state:
         raise BatchError(f"{file} holds no state of a loader of energon-packed; pass the file that Megatron saved")
-    return state
+    return StateFile(state, megatron)
 
 
-def write_state(file: Path, state: dict[str, Any], *, megatron: bool) -> None:
+def write_state(file: Path, content: StateFile) -> None:
     """Write a state; the file appears under its name when it is complete."""
     partial = file.with_name(file.name + ".partial")
-    torch.save({MEGATRON_KEY: state} if megatron else state, partial)
+    torch.save({MEGATRON_KEY: content.state} if content.megatron else content.state, partial)
     partial.replace(file)

@@ -39,7 +39,7 @@ def restore_iterator(iterator: MegatronIterator, restore: str | Path | None, ran
     file = _of_megatron_lm(rank) if restore == "auto" else state_file(Path(restore), rank)
     if file is None:
         return
-    state = read_state(file)
+    state = read_state(file).state
     try:
         iterator.restore_state(state)
     except BatchError as error:
