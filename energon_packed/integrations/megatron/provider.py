@@ -28,7 +28,7 @@ def train_valid_test_dataloaders_provider(
     """A provider for Megatron's `pretrain`: called on every rank, it gives (train, valid, test) iterators.
 
         provider = train_valid_test_dataloaders_provider("out", encoder, micro_batch_size=2, num_workers=4)
-        pretrain(provider, ModelType.encoder_or_decoder, forward_step, model_provider)
+        pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
 
     Ranks are those of `megatron.core.parallel_state`. In `bridge` layout every rank loads: those of one data-parallel
     rank read the same rows, and middle pipeline stages get all but pixels. In `megatron-lm` layout the first
@@ -58,18 +58,15 @@ def train_valid_test_dataloaders_provider(
         if not place.loads(layout):
             return None, None, None
 
-        def iterator(split: str) -> MegatronIterator | None:
-            if split != "train" and not has_split(path, split):
-                return None
-            loader = get_packed_loader(
-                path, encoder, split=split, rank=place.rank, world_size=place.world_size, **options
-            )
+        def iterator(split: str) -> MegatronIterator:
+            ranks: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
+            loader = get_packed_loader(path, encoder, split=split, **ranks, **options)
             return MegatronIterator(loader, layout, with_pixels=not place.is_middle_stage)
 
         train = iterator("train")
-        assert train is not None
         restore_iterator(train, restore, place.rank)
-        return train, iterator("val"), iterator("test")
+        valid, test = (iterator(split) if has_split(path, split) else None for split in ("val", "test"))
+        return train, valid, test
 
     provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank
     return provider
