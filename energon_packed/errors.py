@@ -68,7 +68,8 @@ class Reason(StrEnum):
     NOT_RENDERED = "not_rendered"
     DROPPED_BY_ADAPTER = "dropped_by_adapter"
     ADAPTER_FAILED = "adapter_failed"
-    NOT_SAMPLED = "not_sampled"  # append new reasons at the end: restart state stores their index
+    NOT_SAMPLED = "not_sampled"
+    TURN_NOT_FOUND = "turn_not_found"  # append new reasons at the end: restart state stores their index
 
 
 BY_CHOICE = (Reason.DROPPED_BY_ADAPTER, Reason.NOT_SAMPLED)

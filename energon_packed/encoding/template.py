@@ -5,10 +5,11 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from energon_packed.encoding.purity import only_joins_content
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
+from energon_packed.encoding.turns import TurnFinder, TurnShape
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
 
 Messages = Sequence[dict[str, Any]]
@@ -24,9 +25,8 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class ChatTemplate:
     """Renders messages and finds the characters that each assistant turn supervises.
 
-    A template with `{% generation %}` tags says itself what the assistant wrote. For any other, prefixes are
-    rendered: turn i is what follows the prompt for it, up to where the text with turn i ends. A template that rewrites
-    earlier turns once later ones are known has no such prefixes and is not supported.
+    A template with `{% generation %}` tags says itself what the assistant wrote. For any other, turn i is what follows
+    the prompt for it, up to where the text with turn i ends; `turns.py` finds both in the text of all turns.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -102,30 +102,49 @@ class ChatTemplate:
 
         Raises:
             ConfigError: the tokenizer has no chat template.
-            TemplateError: prefixes of the rendered text do not nest.
+            RecordError: the template rejects these messages, or a turn cannot be told apart.
+            TemplateError: no turn of this template can.
         """
         if self.is_tagged:
             text, tagged = self._render(messages, tools, return_assistant_tokens_mask=True)
             return text, [self._with_end_of_turn(text, span) for span in tagged if span[1] > span[0]]
         text = self.render(messages, tools)
-        spans = []
-        for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            until = text if turn == len(messages) - 1 else self.render(messages[: turn + 1], tools)
-            before = self._prompt_before(messages, turn, until, tools)
-            if not text.startswith(until):
-                raise TemplateError(
-                    f"the chat template renders turn {turn} differently once later turns are known, so the text of "
-                    "the assistant cannot be told apart; use a template with {% generation %} tags"
-                )
-            if not until.startswith(before):
-                raise TemplateError(
-                    f"the chat template asks for turn {turn} with a prompt that the turn itself does not begin with, "
-                    "so the text of the assistant cannot be told apart; use a template with {% generation %} tags"
-                )
-            spans.append((len(before), self._end_of_turn(until, len(before))))
+        finder = self._finder(text, messages, tools)
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = [span for turn in turns if (span := finder.span(turn)) is not None or self._reject(turn)]
         return text, spans
+
+    def _finder(self, text: str, messages: Messages, tools: Sequence[Any] | None) -> TurnFinder:
+        return TurnFinder(text, messages, lambda some, ask: self.render(some, tools, prompt=ask), self._shape)
+
+    @cached_property
+    def _shape(self) -> TurnShape:
+        try:
+            return TurnShape.of(lambda some, ask: self.render(some, prompt=ask), self._added, self._special)
+        except RecordError:
+            return TurnShape("", "", None, self._added, self._special)
+
+    def _reject(self, turn: int) -> NoReturn:
+        """The error for a turn that is not found: of the record, or of the template where it never is."""
+        remedy = "use a template with {% generation %} tags"
+        if not self._tells_plain_turns:
+            raise TemplateError(
+                "the text of the assistant cannot be told apart, even in a plain question and answer: the chat "
+                f"template does not begin the answer with its generation prompt; {remedy}"
+            )
+        raise RecordError(
+            Reason.TURN_NOT_FOUND,
+            f"the text of turn {turn} (assistant) cannot be told apart from its neighbours: the chat template writes "
+            f"the turns before it differently for each conversation; {remedy}, or end the conversation before it",
+        )
+
+    @cached_property
+    def _tells_plain_turns(self) -> bool:
+        plain = [{"role": "user", "content": marker(0)}, {"role": "assistant", "content": marker(1)}]
+        try:
+            return self._finder(self.render(plain), plain, None).span(1) is not None
+        except RecordError:
+            return True  # it takes no such conversation: each of the records tells
 
     @cached_property
     def tags_results(self) -> bool:
@@ -152,11 +171,8 @@ class ChatTemplate:
         }
 
     def begin_of(self, turn: int, text: str, messages: Messages, tools: Sequence[Any] | None) -> int:
-        """Where the text of a turn begins: where it first differs from the text of the turns before."""
-        if not turn:
-            return 0
-        earlier = self.render(messages[:turn], tools)
-        return next((i for i, (a, b) in enumerate(zip(text, earlier, strict=False)) if a != b), len(earlier))
+        """Where the text of a turn begins: after the turns before it."""
+        return self._finder(text, messages, tools).begin(turn)
 
     def last_turn(self, text: str, spans: list[Span], messages: Messages, tools: Sequence[Any] | None) -> list[Span]:
         """The spans of the last assistant turn, of which a tagged template may mark several."""
@@ -189,24 +205,6 @@ class ChatTemplate:
         before, after = text.partition(marker(0))[0], text.partition(marker(1))[2].lstrip()
         openers = frozenset(token for token in self._added if token in before)
         return openers, next((token for token in self._added if after.startswith(token)), None)
-
-    def _prompt_before(self, messages: Messages, turn: int, until: str, tools: Sequence[Any] | None) -> str:
-        if turn:
-            return self.render(messages[:turn], tools, prompt=True)
-        # No message comes before: take the generation prompt as the difference that it makes.
-        ask = self.render(messages[:1], tools, prompt=True)[len(self.render(messages[:1], tools)) :]
-        place = until.find(ask) if ask else -1
-        if place < 0:
-            raise TemplateError(
-                "the conversation starts with the assistant and the chat template's generation prompt is not found "
-                "in it; put a user turn first or use a template with {% generation %} tags"
-            )
-        return until[: place + len(ask)]
-
-    def _end_of_turn(self, until: str, start: int) -> int:
-        """End of the supervised text: white space after the end-of-turn token is the template's, not a target."""
-        trimmed = until.rstrip()
-        return len(trimmed) if len(trimmed) > start and trimmed.endswith(self._added) else len(until)
 
     def _render(self, messages: Messages, tools: Sequence[Any] | None, **options: Any) -> tuple[str, list[Span]]:
         if self._template is None:
