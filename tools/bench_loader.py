@@ -21,6 +21,7 @@ from benchlib import Report, arguments, bench_tokenizer, cli, image_records, run
 from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_train_dataset
 
 from energon_packed import ChatEncoder, PackedDataset, get_packed_loader
+from energon_packed.encoding.engines import EngineName
 from energon_packed.encoding.images import load_image
 
 _SEQ_LEN = 4096
@@ -124,6 +125,19 @@ def bench_tokens(report: Report, work: Path) -> None:
     )
 
 
+def bench_texts(report: Report, work: Path) -> None:
+    """Raw text: the loader with the engine that it chooses against the same loader with `tokenizers`."""
+    source = write_jsonl(work / "text-20k.jsonl", text_records(20_000))
+    folder = packed(work, source, "PackedCaptioningSample")
+    tokenizer = bench_tokenizer(work, vision=False)
+    engines: tuple[EngineName, ...] = ("fastokens", "tokenizers")
+    encoders = [ChatEncoder.from_pretrained(tokenizer, tokenizer_engine=engine) for engine in engines]
+    loaders = [get_packed_loader(folder, encoder, epochs=1, num_workers=0) for encoder in encoders]
+    ours, other = interleaved(lambda: loaders[0], lambda: loaders[1], times=3)
+    what = "text, captions layout: samples/s relative to the same loader with tokenizers"
+    report.add(what, other / ours, "x", ">= 4", per_second=20_000 / ours)
+
+
 def bench_images(report: Report, work: Path) -> None:
     """Raw text and images: the loader against the tokenizer and image processor alone."""
     source = write_jsonl(work / "images-800.jsonl", image_records(work / "images-800", 800))
@@ -156,6 +170,7 @@ def main() -> None:
     torch.set_num_threads(1)
     report = Report("loader", options.json)
     bench_tokens(report, options.work)
+    bench_texts(report, options.work)
     bench_images(report, options.work)
     report.finish()
 
