@@ -81,6 +81,7 @@ table = RecordTable(
     num_images=np.full(count, 0, np.int32),
     kind=np.full(count, 0, np.int8),
     status=np.full(count, 0, np.int8),
+    supervised=np.full(count, -1, np.int32),
     narrow=np.full(count, 1, np.int8),
     counts={},
     source_starts=np.array([0, count]),
