@@ -10,6 +10,7 @@ searched. The ids of calls and the `name` of a tool's result are links, not text
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,19 +36,52 @@ def check_rendered(
     Raises:
         RecordError: `not_rendered`; the detail names the field.
     """
-    _check_contents(text, messages)
+    field = _dropped_field(text, messages, tools, render)
+    if field is None:
+        return
+    remedy = "has no place for it; remove it from the record, or use the `tokenizer` of a model whose template has one"
+    for turn, message in enumerate(messages[:-1]):
+        if message["role"] == "assistant" and _names(field, turn) and _kept_last(messages[: turn + 1], tools, render):
+            remedy = (
+                "drops it once later turns follow, as at inference; make a record that ends with this turn, and "
+                "remove the reasoning from this one"
+            )
+    raise RecordError(Reason.NOT_RENDERED, f"{field} is not in the rendered text: the chat template {remedy}")
+
+
+def _names(field: str, turn: int) -> bool:
+    return re.search(rf"\bturn {turn}\b", field) is not None
+
+
+def _kept_last(messages: Messages, tools: Sequence[Any] | None, render: Callable[[Messages, Any], str]) -> bool:
+    """Whether the last turn is complete where no turn follows it; what other turns lack is told for them."""
+    try:
+        field = _dropped_field(render(messages, tools), messages, tools, render)
+    except RecordError:
+        return False
+    return field is None or not _names(field, len(messages) - 1)
+
+
+def _dropped_field(
+    text: str, messages: Messages, tools: Sequence[Any] | None, render: Callable[[Messages, Any], str]
+) -> str | None:
+    """The first field that is not in the text; None where all are."""
+    content = _dropped_content(text, messages)
+    if content is not None:
+        return content
     marks = _Marks(text)
     marked = [marks.message(turn, message) for turn, message in enumerate(messages)]
     marked_tools = [marks.tool(number, tool) for number, tool in enumerate(tools or ())]
     if not marks.fields:
-        return
+        return None
     try:
         again = render(marked, marked_tools or None)
     except RecordError:  # the template looks into the values: search for them as they are
         again = None
     for mark, (field, value) in marks.fields.items():
         if (mark not in again) if again is not None else not any(form in text for form in _forms(value)):
-            raise _missing(field)
+            return field
+    return None
 
 
 def turn_places(text: str, contents: Sequence[str]) -> list[Span]:
@@ -60,7 +94,7 @@ def turn_places(text: str, contents: Sequence[str]) -> list[Span]:
     return places
 
 
-def _check_contents(text: str, messages: Messages) -> None:
+def _dropped_content(text: str, messages: Messages) -> str | None:
     start, spaceless = 0, ""
     for turn, message in enumerate(messages):
         found = _find(text, message["content"], start)
@@ -69,7 +103,8 @@ def _check_contents(text: str, messages: Messages) -> None:
             continue
         spaceless = spaceless or "".join(text.split())
         if "".join(message["content"].split()) not in spaceless:
-            raise _missing(f"the content of turn {turn} ({message['role']})")
+            return f"the content of turn {turn} ({message['role']})"
+    return None
 
 
 def _find(text: str, content: str, start: int) -> Span | None:
@@ -149,12 +184,4 @@ def _forms(value: Any) -> tuple[str, ...]:
         plain,
         json.dumps(value, ensure_ascii=False, default=str).strip('"'),
         json.dumps(value, default=str).strip('"'),
-    )
-
-
-def _missing(field: str) -> RecordError:
-    return RecordError(
-        Reason.NOT_RENDERED,
-        f"{field} is not in the rendered text: the chat template has no place for it; remove it from the record, or "
-        "use the `tokenizer` of a model whose template has one",
     )

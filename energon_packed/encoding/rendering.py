@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from energon_packed.encoding.completeness import check_rendered, turn_places
+from energon_packed.encoding.completeness import Messages, check_rendered, turn_places
 from energon_packed.encoding.skeleton import Skeleton, Span
 from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
 from energon_packed.errors import Reason, RecordError
@@ -65,8 +65,7 @@ class Renderer:
             text = self.template.render(messages, conversation.tools)
             check_rendered(text, messages, conversation.tools, self.template.render)
             return Rendered(text, None, False)
-        text, spans = self.template.render_with_spans(messages, conversation.tools)
-        check_rendered(text, messages, conversation.tools, self.template.render)
+        text, spans = self._render_with_spans(messages, conversation.tools)
         if self.loss_on == "last":
             spans = self.template.last_turn(text, spans, messages, conversation.tools)
         return Rendered(text, spans, False)
@@ -80,8 +79,7 @@ class Renderer:
                     f"turn {turn} has the loss weight {message.weight:g}; use 0 (context) or 1 (target)",
                 )
         messages = self.messages(conversation)
-        text, spans = self.template.render_with_spans(messages, conversation.tools)
-        check_rendered(text, messages, conversation.tools, self.template.render)
+        text, spans = self._render_with_spans(messages, conversation.tools)
         by_turn = self.template.spans_by_turn(text, spans, messages, conversation.tools)
         weights = {turn: conversation.messages[turn].weight for turn in by_turn}
         if self.loss_on == "all":
@@ -93,6 +91,17 @@ class Renderer:
             return Rendered(text, _outside(len(text), context), False)
         turns = list(by_turn)[-1:] if self.loss_on == "last" else list(by_turn)
         return Rendered(text, [span for turn in turns if weights[turn] for span in by_turn[turn]], False)
+
+    def _render_with_spans(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
+        """As the template does, of a conversation that it renders completely."""
+        try:
+            text, spans = self.template.render_with_spans(messages, tools)
+        except RecordError as error:
+            if error.reason is Reason.TURN_NOT_FOUND:  # often for what the template drops
+                check_rendered(self.template.render(messages, tools), messages, tools, self.template.render)
+            raise
+        check_rendered(text, messages, tools, self.template.render)
+        return text, spans
 
     def _document(self, conversation: Conversation) -> str:
         text = conversation.text or ""

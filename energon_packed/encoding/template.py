@@ -1,6 +1,7 @@
 """ChatTemplate: the tokenizer's own Jinja template, and which of the text it renders the assistant wrote."""
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -134,8 +135,8 @@ class ChatTemplate:
             )
         raise RecordError(
             Reason.TURN_NOT_FOUND,
-            f"the text of turn {turn} (assistant) cannot be told apart from its neighbours: the chat template writes "
-            f"the turns before it differently for each conversation; {remedy}, or end the conversation before it",
+            f"the text of turn {turn} (assistant) cannot be told apart from other turns: the chat template merges "
+            f"them, or changes their order; {remedy}, or remove the turn",
         )
 
     @cached_property
@@ -206,7 +207,42 @@ class ChatTemplate:
         openers = frozenset(token for token in self._added if token in before)
         return openers, next((token for token in self._added if after.startswith(token)), None)
 
+    def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message in the form that the template takes."""
+        if self._takes_parts:
+            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if message.get("tool_calls") and self._takes_json_arguments:
+            message = {**message, "tool_calls": [_with_json_arguments(call) for call in message["tool_calls"]]}
+        return message
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether it reads a content as a list of parts alone, as Idefics 3's, SmolVLM's and LLaVA-NeXT's do."""
+        question = {"role": "user", "content": marker(0)}
+        return not self._shows(question) and self._shows(
+            {**question, "content": [{"type": "text", "text": marker(0)}]}
+        )
+
+    @cached_property
+    def _takes_json_arguments(self) -> bool:
+        """Whether it writes the arguments of a call only as a JSON string, as DeepSeek-V3's does."""
+        call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": {"x": marker(0)}}}
+        question, turn = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        return not self._shows(question, {**turn, "tool_calls": [call]}) and self._shows(
+            question, {**turn, "tool_calls": [_with_json_arguments(call)]}
+        )
+
+    def _shows(self, *messages: dict[str, Any]) -> bool:
+        """Whether `marker(0)` is in the text of these messages."""
+        try:
+            return marker(0) in self._rendered(messages, None)[0]
+        except RecordError:
+            return False
+
     def _render(self, messages: Messages, tools: Sequence[Any] | None, **options: Any) -> tuple[str, list[Span]]:
+        return self._rendered([self._adapted(message) for message in messages], tools, **options)
+
+    def _rendered(self, messages: Messages, tools: Sequence[Any] | None, **options: Any) -> tuple[str, list[Span]]:
         if self._template is None:
             raise ConfigError("the tokenizer has no chat template; use one with a chat_template, or `text` records")
         from jinja2.exceptions import TemplateError as JinjaError
@@ -231,6 +267,14 @@ class ChatTemplate:
             roles = " ".join(message["role"] for message in messages)
             raise RecordError(Reason.BAD_ROLE, f"the chat template rejects the turns {roles}: {error}") from error
         return texts[0], [tuple(span) for span in spans[0]] if spans else []
+
+
+def _with_json_arguments(call: Any) -> Any:
+    inner = call.get("function", {})
+    arguments = inner.get("arguments")
+    if arguments is None or isinstance(arguments, str):
+        return call
+    return {**call, "function": {**inner, "arguments": json.dumps(arguments, ensure_ascii=False)}}
 
 
 def _with_fixed_date(source: str) -> str:

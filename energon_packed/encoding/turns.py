@@ -71,9 +71,13 @@ class TurnShape:
 
     def after_prompt(self, text: str, start: int) -> int | None:
         """Where the prompt that begins at `start` ends; None where there is none."""
-        if text.startswith(self.prompt, start):
-            return start + len(self.prompt)
-        return start + len(self.header) if self.header and text.startswith(self.header, start) else None
+        return next((start + len(head) for head in self.heads if text.startswith(head, start)), None)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """What a turn may begin with, the longest first: the prompt, the header, or the first line of it."""
+        line = self.header[: self.header.find("\n") + 1]
+        return tuple(head for head in dict.fromkeys((self.prompt, self.header, line)) if head)
 
     def end_before(self, text: str, start: int, until: int) -> int | None:
         """Where the turn that begins at `start` ends, of the text up to the next content: after the token that the
@@ -108,7 +112,13 @@ class TurnFinder:
         """Characters that the model generates as this assistant turn; None where that cannot be told."""
         start = self._start(turn)
         end = None if start is None else self._end(turn, start)
-        return None if start is None or end is None else (start, end)
+        if start is None or end is None:
+            return None
+        answer = self._messages[turn]["content"].rpartition("</think>")[2]
+        written = self._text[max(0, start - len(self._shape.prompt)) : end]  # it may begin as the prompt does: <think>
+        # Gemma 4 writes what a call is announced with after the result of the call.
+        told = answer.strip() in written or "".join(answer.split()) in "".join(written.split())
+        return (start, end) if told else None
 
     def begin(self, turn: int) -> int:
         """Where the text of any turn begins: after the turns before it.
@@ -131,7 +141,9 @@ class TurnFinder:
         if turn:
             asked = self._prefix(turn, ask=True)
             if asked is not None and self._text.startswith(asked):
-                return len(asked)
+                # Gemma 4 asks for no turn after a result, and begins it all the same.
+                again = None if asked.endswith(shape.prompt) else shape.after_prompt(self._text, len(asked))
+                return again or len(asked)
             if asked is not None and asked.endswith(shape.prompt):
                 size = len(asked) - len(shape.prompt)
                 if self._text.startswith(asked[:size]):
@@ -139,7 +151,7 @@ class TurnFinder:
             if turn - 1 not in self._places:
                 return None
         begin = self._places[turn - 1][1] if turn else 0
-        at = self._text.find(shape.header, begin) if shape.header else -1
+        at = self._text.find(shape.heads[-1], begin) if shape.header else -1
         return None if at < 0 else shape.after_prompt(self._text, at)
 
     def _end(self, turn: int, start: int) -> int | None:
@@ -149,7 +161,7 @@ class TurnFinder:
             # White space after the end-of-turn token is the template's, not a target.
             trimmed = until.rstrip()
             ended = len(trimmed) > start and trimmed.endswith(self._shape.added)
-            return len(trimmed) if ended else self._shape.with_stop(self._text, len(until))
+            return self._shape.with_stop(self._text, len(trimmed) if ended else len(until))
         place = self._places.get(turn + 1)
         return None if place is None or place[0] < start else self._shape.end_before(self._text, start, place[0])
 
@@ -177,9 +189,7 @@ def _common(one: str, other: str) -> int:
     return max((match.end() for match in _BOUNDARY.finditer(one, 0, size)), default=0)
 
 
-def content_places(
-    text: str, messages: Messages, render: Callable[[Messages], str]
-) -> dict[int, Span]:
+def content_places(text: str, messages: Messages, render: Callable[[Messages], str]) -> dict[int, Span]:
     """Characters [start, end) of the contents in a rendered conversation, by turn.
 
     A content that is dropped, repeated, or that the template looks into is not among them.

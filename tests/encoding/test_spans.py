@@ -87,10 +87,20 @@ def test_the_last_turn_has_all_of_its_tagged_parts(tokenizer_dir: Path) -> None:
     assert [text.strip() for text in found] == ["Hm.", "Nine.\n<|im_end|>"]
 
 
-def test_a_prompt_that_the_turn_does_not_begin_with_is_named(tokenizer_dir: Path) -> None:
+def test_a_turn_begins_with_what_it_shares_with_the_prompt(tokenizer_dir: Path) -> None:
+    """As DeepSeek-R1's: the prompt opens a thought, and no turn has one."""
     template = CHATML_TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
     assert template != CHATML_TEMPLATE
-    with pytest.raises(TemplateError, match="a prompt that the turn itself does not begin with"):
+    encoder = encoder_with(tokenizer_dir, template)
+    assert supervised(encoder, CONVERSATION) == ["It is 5.<|im_end|>", "Nine.\n<|im_end|>"]
+    tag = {"messages": [*CONVERSATION["messages"][:2], {"role": "assistant", "content": "<thin>"}]}
+    assert supervised(encoder, tag) == ["<thin><|im_end|>"]
+
+
+def test_a_template_whose_answers_never_begin_with_its_prompt_stops_the_run(tokenizer_dir: Path) -> None:
+    template = CHATML_TEMPLATE.replace("{{ '<|im_start|>assistant\n' }}", "{{ 'Answer: ' }}")
+    assert template != CHATML_TEMPLATE
+    with pytest.raises(TemplateError, match="even in a plain question and answer.*generation %} tags"):
         encoder_with(tokenizer_dir, template).length(normalize(CONVERSATION))
 
 
@@ -186,22 +196,21 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(tokenizer_dir: Path)
     assert found == [f"{call}<|im_end|>", "Sunny.<|im_end|>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer_dir: Path) -> None:
+def test_a_template_that_forgets_earlier_thoughts_costs_the_records_that_have_them(tokenizer_dir: Path) -> None:
     encoder = encoder_with(tokenizer_dir, FORGETTING)
-    record = {
-        "messages": [
-            {"role": "user", "content": "2 + 3?"},
-            {"role": "assistant", "content": "<think>easy</think>5"},
-            {"role": "user", "content": "+ 4?"},
-            {"role": "assistant", "content": "<think>hm</think>9"},
-        ]
-    }
+    turns = [
+        {"role": "user", "content": "2 + 3?"},
+        {"role": "assistant", "content": "<think>easy</think>5"},
+        {"role": "user", "content": "+ 4?"},
+        {"role": "assistant", "content": "<think>hm</think>9"},
+    ]
     for call in (encoder.encode, encoder.length):
-        with pytest.raises(TemplateError, match=r"turn 1 differently once later turns are known.*generation %\} tags"):
-            call(normalize(record))
-    # One turn alone has nothing to rewrite.
-    single = {"messages": record["messages"][:2]}
-    assert supervised(encoder, single) == ["<think>easy</think>5<|im_end|>"]
+        with pytest.raises(RecordError, match="content of turn 1 .* drops it once later turns follow") as caught:
+            call(normalize({"messages": turns}))
+        assert caught.value.reason.value == "not_rendered"
+    assert supervised(encoder, {"messages": turns[:2]}) == ["<think>easy</think>5<|im_end|>"]
+    turns[1]["content"] = "5"
+    assert supervised(encoder, {"messages": turns}) == ["5<|im_end|>", "<think>hm</think>9<|im_end|>"]
 
 
 def test_a_template_that_refuses_turns_rejects_the_record(tokenizer_dir: Path) -> None:

@@ -1,0 +1,246 @@
+"""Real chat templates: their text is Transformers', and what the model generates after its prompt is supervised."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from energon_packed import normalize, pack
+from energon_packed.encoding.template import ChatTemplate
+from energon_packed.errors import RecordError
+from tests.encoding.real_templates import (
+    AGENTS,
+    BAR,
+    OTHERS,
+    PLAIN,
+    TOOLS,
+    by_transformers,
+    families,
+    renderer_of,
+    runs,
+    source,
+    tokenizer_of,
+    twin_runs,
+)
+
+FAMILIES = families()
+_ALTERNATE = "starts with assistant, assistant after system, two answers"
+_CALLS = "steps, text and calls, two calls, values, reasoning and calls"
+_REASONING = "reasoning, reasoning last, reasoning before"
+_FORGETS = {"not_rendered": "reasoning before, thoughts"}
+_GEMMA4 = {"turn_not_found": "two answers, text and calls", "not_rendered": f"{_REASONING}, reasoning and calls"}
+REJECTED = {
+    "cohere": {"bad_role": f"{_ALTERNATE}, {_CALLS}", "not_rendered": f"{_REASONING}, no call"},
+    "gemma": {"bad_role": f"system, {_ALTERNATE}, {_CALLS}", "not_rendered": f"{_REASONING}, no call"},
+    "deepseek_r1_distill": {"not_rendered": f"{_REASONING}, thought, thoughts, no call, {_CALLS}"},
+    "diffusion_gemma": {"turn_not_found": "two answers, text and calls", "not_rendered": "reasoning before"},
+    "gemma4": _GEMMA4,
+    "gemma4_v2": {"not_rendered": f"{_REASONING}, reasoning and calls"},
+    "glm4moe": _FORGETS,
+    "gptoss": {"not_rendered": "reasoning before, text and calls, two calls, reasoning and calls"},
+    "lfm2": {"not_rendered": f"{_REASONING}, {_CALLS}"},
+    "lfm2_2_5": _FORGETS,
+    "llama3": {"not_rendered": f"{_REASONING}, no call, {_CALLS}"},
+    "llama3_1": {"bad_role": "two calls", "not_rendered": f"{_REASONING}, text and calls, reasoning and calls"},
+    "llava_next": {
+        "turn_not_found": "starts with assistant", "bad_role": _CALLS, "not_rendered": f"{_REASONING}, no call"},
+    "muse_glimmer": {"not_rendered": "text and calls"},
+    "nemotron_3_nano": _FORGETS,
+    "qwen2_5": {"not_rendered": f"{_REASONING}, reasoning and calls"},
+    "qwen3": _FORGETS,
+    "qwen3_8": {},
+}  # fmt: skip
+"""The cases that a template refuses, or drops a part of, by reason."""
+SAME = {
+    "cohere2": "cohere", "deepseekv3": "deepseek_r1_distill", "gemma3": "cohere", "gemma4_v3": "gemma4",
+    "gemma4_v4": "gemma4", "gemma4_v5": "diffusion_gemma", "idefics3": "llama3", "lfm2_2_5_v2": "lfm2_2_5",
+    "lfm2_2_5_vl": "lfm2_2_5", "lfm2_v2": "qwen2_5", "llama3_2": "llama3_1",
+    "nemotron_3_5_lightning": "nemotron_3_nano",
+    "nemotron_3_super": "nemotron_3_nano", "nemotron_3_ultra": "nemotron_3_nano", "phi3": "llama3", "phi3_5": "llama3",
+    "qwen2_5_vl": "llama3", "qwen3_5_nothink": "qwen3", "qwen3_5_think": "qwen3", "qwen3_6": "qwen3",
+    "qwen3_instruct_2507": "qwen2_5", "qwen3_vl": "qwen2_5", "smolvlm": "llama3",
+}  # fmt: skip
+"""Families that reject the same cases as another."""
+
+
+def rejected(family: str) -> dict[str, str]:
+    """The reason of each case that a family rejects."""
+    reasons = REJECTED[SAME.get(family, family)]
+    return {case: reason for reason, cases in reasons.items() for case in cases.split(", ")}
+
+
+@pytest.fixture(scope="module")
+def base(text_tokenizer_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(str(text_tokenizer_dir))
+
+
+def rendered(renderer: Any, messages: list[Any], tools: Any = None) -> Any:
+    return renderer.render(normalize({"messages": messages, **({"tools": tools} if tools else {})}))
+
+
+def adapted(chat: ChatTemplate, messages: list[Any]) -> list[Any]:
+    """Messages as a user of the template has to write them: parts, JSON arguments, GPT-OSS's `thinking`."""
+    copies = [dict(message) for message in messages]
+    for message in copies:
+        if "reasoning_content" in message and "message.thinking" in (chat.source or ""):
+            message["thinking"] = message["reasoning_content"]
+    return [chat._adapted(message) for message in copies]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_conversations_are_never_rejected(base: Any, family: str) -> None:
+    renderer = renderer_of(base, source(family))
+    for name, messages in PLAIN.items():
+        found = rendered(renderer, messages)
+        told = runs(found.text, found.spans)
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        assert len(told) == len(answers), name
+        for one, answer in zip(told, answers, strict=True):
+            assert one.count(answer.strip()) == 1, name
+            assert not re.search("four|Thanks", one), name
+
+
+def outcomes(renderer: Any, cases: dict[str, list[Any]], tools: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, messages in cases.items():
+        try:
+            found[name] = rendered(renderer, messages, tools)
+        except RecordError as error:
+            found[name] = error
+    return found
+
+
+def bare(run: str) -> str:
+    """A supervised text without what twins differ in, each of it pinned in `test_targets_of`:
+
+    - the generation prompt, which is no target: twins of DeepSeek, GPT-OSS and Muse mark it, and those of Qwen3 to 3.6
+      write an empty thought in every turn;
+    - a line break after the end of the turn;
+    - the opener after a turn of GLM-4.5, which its twin also writes after the last, and Gemma 4's `<|tool_response>`.
+    """
+    run = run.strip().removeprefix(f"<{BAR}Assistant{BAR}>").removeprefix("<|start|>assistant")
+    for _ in range(2):
+        run = re.sub(r"^\s*(<think>\s*</think>|</?think>)\s*", "", run)
+    return run.strip().removesuffix("<|user|>").removesuffix("<|tool_response>")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_those_of_transformers_and_targets_those_of_twins(base: Any, family: str) -> None:
+    renderer = renderer_of(base, source(family))
+    tokenizer = tokenizer_of(base, source(family))
+    reasons: dict[str, str] = {}
+    for cases, tools in ((PLAIN | OTHERS, None), (AGENTS, TOOLS)):
+        for name, found in outcomes(renderer, cases, tools).items():
+            if isinstance(found, RecordError):
+                reasons[name] = found.reason.value
+                continue
+            messages = adapted(renderer.template, cases[name])
+            assert found.text == by_transformers(tokenizer, messages, tools), name
+            marked = twin_runs(family, tokenizer, messages, tools)
+            if marked is not None and name != "two answers":  # the tags of neighbours touch
+                assert [bare(one) for one in runs(found.text, found.spans)] == [bare(one) for one in marked], name
+    assert reasons == rejected(family)
+
+
+_CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 2, "y": "drei"}}\n</tool_call><|im_end|>'
+_XML = "<tool_call>\n<function=add>\n<parameter=x>\n2\n</parameter>\n<parameter=y>\ndrei\n</parameter>\n</function>"
+_GLM = (
+    "<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>2</arg_value>\n<arg_key>y</arg_key>\n<arg_value>drei</arg_value>"
+)
+_EMPTY = "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("family", "turns", "first_step"),
+    [
+        ("qwen3", ["It is five.<|im_end|>", f"{_EMPTY}It is nine.<|im_end|>"], _CALL),
+        # The prompt opens a thought; turns before the last question have none.
+        ("qwen3_5_think", ["It is five.<|im_end|>", "\n</think>\n\nIt is nine.<|im_end|>"],
+         f"\n</think>\n\n{_XML}\n</tool_call><|im_end|>"),
+        ("qwen3_5_nothink", ["It is five.<|im_end|>", "It is nine.<|im_end|>"], f"{_XML}\n</tool_call><|im_end|>"),
+        ("nemotron_3_nano", ["</think>It is five.<|im_end|>", "</think>It is nine.<|im_end|>"],
+         f"</think>\n{_XML}\n</tool_call>\n<|im_end|>"),
+        ("deepseek_r1_distill", [f"It is {x}.<{BAR}end▁of▁sentence{BAR}>" for x in ("five", "nine")], None),
+        # The model stops with the opener of the next turn, and the text ends before it.
+        ("glm4moe", ["\n<think></think>\nIt is five.<|user|>", "\n<think></think>\nIt is nine."],
+         f"\n<think></think>\n{_GLM}\n</tool_call><|observation|>"),
+        ("gptoss", [f"<|channel|>final<|message|>It is {x}" for x in ("five.<|end|>", "nine.<|return|>")],
+         ' to=functions.add<|channel|>commentary json<|message|>{"x": 2, "y": "drei"}<|call|>'),
+        ("gemma4", ["It is five.<turn|>", "It is nine.<turn|>"],
+         '<|tool_call>call:add{x:2,y:<|"|>drei<|"|>}<tool_call|><|tool_response>'),
+        ("phi3", ["It is five.<|end|>", "It is nine.<|end|>\n<|endoftext|>"], None),
+        ("smolvlm", [" It is five.<end_of_utterance>", " It is nine.<end_of_utterance>"], None),
+        ("llama3_2", ["It is five.<|eot_id|>", "It is nine.<|eot_id|>"],
+         '{"name": "add", "parameters": {"x": 2, "y": "drei"}}<|eot_id|>'),
+    ],
+)  # fmt: skip
+def test_targets_of(base: Any, family: str, turns: list[str], first_step: str | None) -> None:
+    found = rendered(renderer_of(base, source(family)), PLAIN["multi"][:4])
+    assert runs(found.text, found.spans) == turns
+    if first_step is not None:
+        found = rendered(renderer_of(base, source(family)), AGENTS["steps"], TOOLS)
+        assert runs(found.text, found.spans)[0] == first_step
+
+
+def test_arguments_reach_deepseek_as_json(base: Any) -> None:
+    found = rendered(renderer_of(base, source("deepseekv3")), AGENTS["values"])
+    assert '{"x": 2.5, "y": {"a": [1, null, true, "日本"], "b": {"c": -1.5}}}\n```' in found.text
+
+
+def test_what_is_forgotten_is_named_with_a_remedy(base: Any) -> None:
+    for name, field in (("reasoning before", "the reasoning of turn 1"), ("thoughts", "the content of turn 1")):
+        with pytest.raises(RecordError, match=f"not_rendered: {field}.*make a record that ends with this turn"):
+            rendered(renderer_of(base, source("qwen3")), OTHERS[name])
+    with pytest.raises(RecordError, match="not_rendered: the reasoning of turn 1.*no place for it"):
+        rendered(renderer_of(base, source("qwen3_vl")), OTHERS["reasoning"])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_think", "nemotron_3_nano", "gptoss", "lfm2_2_5"])
+def test_masks_and_the_last_turn(base: Any, family: str) -> None:
+    whole = rendered(renderer_of(base, source(family)), PLAIN["multi"])
+    one, two, three = runs(whole.text, whole.spans)
+    masked = [{**turn, **({"weight": 0} if number == 3 else {})} for number, turn in enumerate(PLAIN["multi"])]
+    found = rendered(renderer_of(base, source(family)), masked)
+    assert runs(found.text, found.spans) == [one, three]
+    found = rendered(renderer_of(base, source(family), loss_on="last"), masked)
+    assert (found.text, runs(found.text, found.spans)) == (whole.text, [three])
+    found = rendered(renderer_of(base, source(family), loss_on="all"), masked)
+    assert "".join(runs(found.text, found.spans)) == whole.text.replace(two, "")
+    assert rendered(renderer_of(base, source(family), loss_on="all"), PLAIN["multi"]) == (whole.text, None, False)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5_think", "qwen3_6"])
+def test_images_stand_where_parts_put_them(base: Any, family: str) -> None:
+    renderer = renderer_of(base, source(family), placeholder="<|vision_start|><|image_pad|><|vision_end|>")
+    record = {"images": ["a.png", "b.png"], "messages": [
+        {"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": "And <image> this?"}, {"role": "assistant", "content": "A dog."}]}  # fmt: skip
+    found = renderer.render(normalize(record))
+    image = {"type": "image"}
+    parts = [[image, {"type": "text", "text": "What is it?"}],
+             [{"type": "text", "text": "And "}, image, {"type": "text", "text": " this?"}]]  # fmt: skip
+    messages = [dict(message) for message in record["messages"]]
+    messages[0]["content"], messages[2]["content"] = parts
+    assert found.text == by_transformers(tokenizer_of(base, source(family)), messages, None)
+    assert [run.split("</think>")[-1].strip() for run in runs(found.text, found.spans)] == [
+        "A cat.<|im_end|>", "A dog.<|im_end|>"]  # fmt: skip
+
+
+def test_a_conversation_of_qwen3_packs_and_forgotten_reasoning_costs_its_record(base: Any, tmp_path: Path) -> None:
+    tokenizer_of(base, source("qwen3")).save_pretrained(tmp_path / "tokenizer")
+    records: list[Any] = [{"messages": PLAIN["multi"]}, {"messages": AGENTS["steps"], "tools": TOOLS}]
+    records += [{"messages": OTHERS[name]} for name in ("reasoning before", "reasoning last")]
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    result = pack(
+        tmp_path / "data.jsonl",
+        output_dir=tmp_path / "out",
+        seq_len=4096,
+        tokenizer=tmp_path / "tokenizer",
+        sample_class="PackedMultiMixQASample",
+        max_reject_rate=0.5,
+        workers=1,
+    )
+    assert (result.manifest.packed, result.manifest.rejects) == (3, {"not_rendered": 1})
