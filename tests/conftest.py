@@ -63,6 +63,7 @@ def pack_demo(demo: DemoDataset, tokenizer_dir: Path, tmp_path_factory: pytest.T
                 "max_reject_rate": 0.2,
                 "workers": 1,
                 "shard_prefix": "pack",  # whatever the folder is called
+                "unpacked": options.get("sample_class") == "MultiMixQASample",
             }
             done[key] = pack(PackOptions(**{**settings, **options}))  # type: ignore[arg-type]
         return done[key]

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from energon_packed.cli.display import listed_counts
 from energon_packed.cli.options import MESSAGES, DeclaredOption, GroupedCommand, as_options, collect, options_of
+from energon_packed.cli.output import Output
 from energon_packed.cli.progress import TerminalProgress
 from energon_packed.inspection.lengths import Candidate, compare, histogram, percentiles, recommend
 from energon_packed.options import make
@@ -46,11 +47,12 @@ def command(
         raise click.UsageError("give at least one INPUT (or --jsonl FILE)")
     if values.get("tokenizer") is None:
         raise click.UsageError("Missing option '--tokenizer'.")
-    options = make(LengthsOptions, values, what="option")
     console = Console(stderr=as_json, highlight=False)
     progress = TerminalProgress(console)
     try:
-        survey = survey_lengths(options, progress)
+        with Output().logs():
+            options = make(LengthsOptions, values, what="option")
+            survey = survey_lengths(options, progress)
     finally:
         progress.stop()
     compared = compare(
@@ -72,6 +74,10 @@ def command(
     for title, counts in (("fields not used", survey.unused_fields), ("notes", survey.notes)):
         if counts:
             console.print(f"{title}: {listed_counts(counts)}", soft_wrap=True, markup=False)
+    if options.output is not None:
+        console.print(
+            f"{options.output}: NAME:LENGTH of {len(survey.lengths):,} records", soft_wrap=True, markup=False
+        )
     console.print(f"recommended: --seq-len {best.seq_len}: {as_options(reason)}", soft_wrap=True)
 
 

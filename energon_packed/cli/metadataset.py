@@ -1,5 +1,6 @@
 """`energon-packed metadataset`."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ from energon_packed.cli.options import GroupedCommand, as_options
 from energon_packed.cli.output import Output, output_options
 from energon_packed.errors import ConfigError
 from energon_packed.metadataset import WEIGHT_BY, Blend, make_blend, write_metadataset
+from energon_packed.metadataset.inputs import Subflavor
+
+_INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)")
+_DECIMAL = re.compile(r"[+-]?[0-9]+\.[0-9]*([eE][+-]?[0-9]+)?|[+-]?[0-9]+[eE][+-]?[0-9]+")
 
 
 @click.command(
@@ -28,12 +33,21 @@ from energon_packed.metadataset import WEIGHT_BY, Blend, make_blend, write_metad
 @click.option("--epochized", is_flag=True,
               help="Every pack WEIGHT times per epoch (1 by default), instead of drawing indefinitely.")  # fmt: skip
 @click.option("--relative/--absolute", default=True, show_default=True, help="Paths in the file.")
-@click.option("--subflavor", "subflavors", multiple=True, metavar="K=V", help="Attached to every sample; may repeat.")
+@click.option("--subflavor", "subflavors", multiple=True, metavar="K=V",
+              help="Attached to every sample; true, false and numbers keep their type; may repeat.")  # fmt: skip
+@click.option("--input-subflavor", "input_subflavors", multiple=True, nargs=2, metavar="DIR K=V",
+              help="Attached to the samples of one input; wins over --subflavor; may repeat.")  # fmt: skip
 @click.option("--val", multiple=True, metavar="DIR",
               help="Validation data; may repeat. [default: the val splits of the inputs]")  # fmt: skip
 @output_options
 def command(
-    out: Path, inputs: tuple[str, ...], relative: bool, subflavors: tuple[str, ...], output: Output, **options: Any
+    out: Path,
+    inputs: tuple[str, ...],
+    relative: bool,
+    subflavors: tuple[str, ...],
+    input_subflavors: tuple[tuple[str, str], ...],
+    output: Output,
+    **options: Any,
 ) -> None:
     """Blend several datasets into one weighted Metadataset.
 
@@ -44,8 +58,14 @@ def command(
     energon-packed metadataset mix.yaml out/node_a out/node_b
     energon-packed metadataset mix.yaml out/node_a=3 out/node_b=0.5 --val out/held_out
     """
+    own: dict[str | Path, dict[str, Subflavor]] = {}
+    for path, given in input_subflavors:
+        own.setdefault(path, {}).update([_pair(given)])
     blend = make_blend(
-        [_with_weight(given) for given in inputs], subflavors=dict(_pair(given) for given in subflavors), **options
+        [_with_weight(given) for given in inputs],
+        subflavors=dict(_pair(given) for given in subflavors),
+        input_subflavors=own,
+        **options,
     )
     write_metadataset(blend, out, absolute=not relative)
     output.console.print(_table(blend))
@@ -102,8 +122,19 @@ def _with_weight(given: str) -> tuple[str, float | None]:
         raise ConfigError(f"weight {weight!r} of {path} is not a number") from error
 
 
-def _pair(given: str) -> tuple[str, str]:
+def _pair(given: str) -> tuple[str, Subflavor]:
     key, equals, value = given.partition("=")
     if not equals or not key:
         raise ConfigError(f"subflavor {given!r} must have the form key=value")
-    return key, value
+    return key, _typed(value)
+
+
+def _typed(text: str) -> Subflavor:
+    """`true`, `false` and numbers as such; anything else is text, also a number in quotes."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _DECIMAL.fullmatch(text):
+        return float(text)
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text

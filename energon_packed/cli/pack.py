@@ -1,6 +1,7 @@
 """`energon-packed pack`."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ from energon_packed.cli.options import DeclaredOption, GroupedCommand, as_option
 from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
 from energon_packed.pipeline import PackOptions, dry_run, pack
+from energon_packed.pipeline.status import run_status
 
 
 @click.command(cls=GroupedCommand)
@@ -24,8 +26,12 @@ from energon_packed.pipeline import PackOptions, dry_run, pack
               group="Table", help="Loader workers, for the table.")  # fmt: skip
 @click.option("--dry-run", "is_dry", is_flag=True, cls=DeclaredOption, group="Run",
               help="Tell what would be measured, reused, planned and written, and write nothing.")  # fmt: skip
+@click.option("--status", "is_status", is_flag=True, cls=DeclaredOption, group="Run",
+              help="Tell how far the run in --output-dir is; no other option is needed.")  # fmt: skip
 @output_options
-def command(inputs: tuple[str, ...], jsonl: tuple[str, ...], is_dry: bool, output: Output, **given: Any) -> None:
+def command(
+    inputs: tuple[str, ...], jsonl: tuple[str, ...], is_dry: bool, is_status: bool, output: Output, **given: Any
+) -> None:
     """Pack conversations with images into an Energon dataset.
 
     INPUT: .jsonl .jsonl.gz .jsonl.zst .json .parquet .arrow .feather .csv files, globs, or Hugging Face
@@ -45,6 +51,11 @@ def command(inputs: tuple[str, ...], jsonl: tuple[str, ...], is_dry: bool, outpu
     steps = {name: given.pop(name) for name in ("world_size", "micro_batch_size")}
     steps["num_workers"] = given.pop("loader_workers")
     values = collect(given, PackOptions)
+    if is_status:
+        if values.get("output_dir") is None:
+            raise click.UsageError("--status needs '--output-dir'.")
+        show_status(Path(values["output_dir"]), output)
+        return
     if inputs or jsonl:
         values |= {"inputs": (*inputs, *jsonl), "sources": ()}  # the command line wins over the config file
     if not values.get("inputs") and not values.get("sources"):
@@ -56,6 +67,20 @@ def command(inputs: tuple[str, ...], jsonl: tuple[str, ...], is_dry: bool, outpu
         show_dry_run(make(PackOptions, values, what="option"), output)
         return
     show_run(make(PackOptions, values, what="option"), **steps, output=output)
+
+
+def show_status(output_dir: Path, output: Output) -> None:
+    """Print the state of an output folder, a line for each part."""
+    found = run_status(output_dir)
+    for one in found:
+        parts = [f"{one.measured:,} records measured"] if one.measured else []
+        parts += [f"{one.shards:,} shards written"] if one.shards else []
+        parts += [f"{one.packs:,} packs of seq_len {one.seq_len:,}"] if one.packs is not None else []
+        parts += [f"utilization {one.utilization:.2%}"] if one.utilization is not None else []
+        state = "done" if one.stage == "done" else "not finished" if parts else "nothing there"
+        state = f"running ({one.running})" if one.running else state
+        output.console.print(f"{one.output_dir}: {'; '.join([state, *parts])}", soft_wrap=True)
+    output.result({"status": [asdict(one) for one in found]})
 
 
 def show_dry_run(options: PackOptions, output: Output) -> None:

@@ -10,6 +10,7 @@ from rich.text import Text
 from energon_packed.cli.options import GroupedCommand, as_options
 from energon_packed.cli.output import Output, output_options
 from energon_packed.encoding.pretrained import find_pretrained
+from energon_packed.encoding.vision import ambiguous
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import Check, verify
 from energon_packed.pipeline.options import available_cores
@@ -23,9 +24,17 @@ from energon_packed.pipeline.options import available_cores
               help="Tokenizer folder or cached model. [default: that of packing.json]")  # fmt: skip
 @click.option("--processor", metavar="DIR|NAME",
               help="Processor folder or cached model. [default: that of packing.json]")  # fmt: skip
+@click.option("--min-utilization", type=click.FloatRange(0, 1), metavar="SHARE",
+              help="Fail when tokens fill a smaller share of the rows, such as 0.95.")  # fmt: skip
 @output_options
 def command(
-    folder: Path, fast: bool, workers: int, tokenizer: str | None, processor: str | None, output: Output
+    folder: Path,
+    fast: bool,
+    workers: int,
+    tokenizer: str | None,
+    processor: str | None,
+    min_utilization: float | None,
+    output: Output,
 ) -> None:
     """Check that a dataset is intact and matches its manifest. Exit status 1 when it does not.
 
@@ -39,10 +48,22 @@ def command(
     fast = fast or (opened.manifest is None and tokenizer is None)
     folders = [find_pretrained(name) if name is not None else None for name in (tokenizer, processor)]
     encoder = None if fast else opened.load_encoder(*folders)
+    if encoder is not None and encoder.vision is not None and encoder.vision.undecided:
+        line = (
+            f"images are not encoded again: --factor {ambiguous(encoder.vision.undecided)}; --processor DIR says which"
+        )
+        click.echo(f"note: {line}", err=output.as_json or output.quiet)
+        encoder = None
     progress = output.progress()
     checks: list[Check] = []
     try:
-        for check in verify(opened, encoder, processes=workers or available_cores(), progress=progress):
+        for check in verify(
+            opened,
+            encoder,
+            min_utilization=min_utilization,
+            processes=workers or available_cores(),
+            progress=progress,
+        ):
             checks.append(check)
             _show(check, output)
     finally:

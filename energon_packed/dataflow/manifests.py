@@ -79,7 +79,7 @@ class LoadedSplit:
         found = encoder.fingerprint()
         if self.manifest is None or not found or not self.manifest.tokenizer_fingerprint:
             return
-        if found != self.manifest.tokenizer_fingerprint:
+        if not encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
             raise ConfigError(
                 f"{self.path} was packed with another tokenizer, chat template, image settings or loss_on than this "
                 f"encoder; packing.json names {self.manifest.encoder}; use those, or set `check_encoder=False` if the "

@@ -16,7 +16,8 @@ from energon_packed.encoding.chat import ChatEncoder
 from energon_packed.encoding.processor import Measurement, Processor
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
 from energon_packed.encoding.stored_tokens import StoredTokens
-from energon_packed.encoding.vision import VisionFamily, load_vision, register_vision
+from energon_packed.encoding.vision import VisionFamily, register_vision
+from energon_packed.encoding.vision_settings import load_vision
 
 __all__ = [
     "IGNORE_INDEX",

@@ -121,7 +121,7 @@ class ChatEncoder(Processor):
             processor_dir: folder with preprocessor_config.json.
             loss_on: `assistant` (every assistant turn), `last` (the last one) or `all` (all text).
             tokenizer_engine: `fastokens` where it is proved equal (`auto`), or one of `tokenizers`, `fastokens`.
-            image_settings: `image_processor`, `factor`, `min_pixels` and `max_pixels`, as `load_vision` takes them.
+            image_settings: `image_processor`, `factor` and the others of `ImageSettings`.
 
         Raises:
             ConfigError: a folder without a tokenizer, or settings that contradict each other.
@@ -237,16 +237,24 @@ class ChatEncoder(Processor):
 
     def fingerprint(self) -> str:
         """Hex digest of the tokenizer, its template, the image settings and `loss_on`."""
-        source = self.renderer.template.source
+        return self._digests()[0]
+
+    def has_fingerprint(self, recorded: str) -> bool:
+        """Also of data packed by a `factor` alone, which decides lengths, where this encoder knows more."""
+        return recorded in self._digests()
+
+    def _digests(self) -> list[str]:
+        source, vision = self.renderer.template.source, self.vision
         parts = {
             "version": _VERSION,
             "tokenizer": self.text_tokenizer.serialized,
             "special": dict(self.tokenizer.special_tokens_map),
             "template": None if source is None else source + _DATE_NOTE,
-            "vision": self.vision.config() if self.vision else None,
             "loss_on": self.renderer.loss_on,
         }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+        images = [vision.config(), vision.length_config()] if vision else [None]
+        texts = [json.dumps({**parts, "vision": one}, sort_keys=True, default=str) for one in images]
+        return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 
@@ -296,9 +304,9 @@ class ChatEncoder(Processor):
             ]
         batch, rejects = self._rules.check(batch, expected, are_ours=are_ours)
         for number, reject in rejects.items():
-            messages = conversations[number].messages
-            if messages and reject.reason is Reason.NO_SUPERVISED_TOKENS:
-                rejects[number] = Reject(reject.reason, _why_unsupervised(conversations[number], reject.detail))
+            roles = [message.role for message in conversations[number].messages]
+            if roles and reject.reason is Reason.NO_SUPERVISED_TOKENS and "assistant" not in roles:
+                rejects[number] = Reject(reject.reason, f"no assistant turn among {', '.join(roles)}")
         return batch, rejects
 
     def _measured(
@@ -336,8 +344,3 @@ class ChatEncoder(Processor):
                 "a record has images, but no image processor is set; pass `processor` or `image_processor`"
             )
         return self.vision
-
-
-def _why_unsupervised(conversation: Conversation, detail: str) -> str:
-    roles = [message.role for message in conversation.messages]
-    return detail if "assistant" in roles else f"no assistant turn among {', '.join(roles)}"

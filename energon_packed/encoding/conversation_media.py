@@ -54,13 +54,17 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
     headers = [read_header(image) for image in conversation.images]
     patches = [vision.num_patches(header.height, header.width) for header in headers]
     num_bytes = sum(header.num_bytes for header in headers)
-    for positions, count in _positions_and_patches(conversation, patches):
-        num_bytes += check_patch_positions(positions, count)
+    if conversation.patch_positions:
+        vision.check_decided()
+        num_bytes += check_patch_positions(conversation.patch_positions, patches)
+        if vision.takes_patch_positions and vision.patch_order == "auto":
+            _in_blocks(vision, conversation, [vision.grid(header.height, header.width) for header in headers])
     return MediaSize(patches, num_bytes)
 
 
 def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     """Pixels by the image processor of the family, or with the same values. Raises as `measure_media` does."""
+    vision.check_decided()
     values, grids = vision.patches(_decoded(vision, conversation.images))
     return Pixels(values, grids, grids.numpy().astype(np.int64))
 
@@ -78,11 +82,13 @@ def patch_positions(vision: VisionFamily, conversation: Conversation, pixels: Pi
     Raises:
         RecordError: `missing_patch_positions`.
     """
-    given = [load_patch_positions(p, n) for p, n in _positions_and_patches(conversation, pixels.patches)]
-    if given and vision.takes_patch_positions:
-        return np.concatenate(given)
-    return vision.patch_positions(pixels.grids)
+    if not conversation.patch_positions:
+        return vision.patch_positions(pixels.grids)
+    if not vision.takes_patch_positions:
+        check_patch_positions(conversation.patch_positions, pixels.patches)
+        return vision.patch_positions(pixels.grids)
+    return _in_blocks(vision, conversation, [(int(h), int(w)) for _, h, w in pixels.grids])
 
 
-def _positions_and_patches(conversation: Conversation, patches: Sequence[int]) -> list[tuple[MediaReference, int]]:
-    return list(zip(conversation.patch_positions, patches, strict=True)) if conversation.patch_positions else []
+def _in_blocks(vision: VisionFamily, conversation: Conversation, grids: Sequence[tuple[int, int]]) -> Int64:
+    return load_patch_positions(conversation.patch_positions, grids, vision.merge_size, vision.patch_order)

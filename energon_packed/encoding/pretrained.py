@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding.tokenizer_class import load_by_class
-from energon_packed.encoding.vision import VisionFamily, load_vision
+from energon_packed.encoding.vision import VisionFamily
+from energon_packed.encoding.vision_settings import load_vision
 from energon_packed.errors import ConfigError
 
 _SETTINGS = ("tokenizer_config.json", "config.json")

@@ -112,6 +112,10 @@ class Processor(ABC):
         """Hex digest of everything that decides lengths and tokens; "" (the default) disables the length cache."""
         return ""
 
+    def has_fingerprint(self, recorded: str) -> bool:
+        """Whether data with the fingerprint `recorded` was packed with the tokens and lengths of this encoder."""
+        return recorded == self.fingerprint()
+
     def _encode(self, conversation: Conversation) -> EncodedSample | Reject:
         try:
             return self.encode(conversation)

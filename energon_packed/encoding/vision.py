@@ -9,10 +9,10 @@ To add a family, register a small class with its configuration names and its dif
 """
 
 import json
+import sys
 from abc import ABC
 from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Int64 = npt.NDArray[np.int64]
+PatchOrder = Literal["auto", "row", "block"]
+PATCH_ORDERS: tuple[PatchOrder, ...] = ("auto", "row", "block")
 
 
 class VisionFamily(ABC):
@@ -39,9 +41,13 @@ class VisionFamily(ABC):
         placeholder: text of one image in a conversation, with one `image_token`.
         reserved: tokens that text must not contain.
         takes_patch_positions: whether the vision tower takes patch positions; otherwise they are only validated.
-        patch_size, image_mean, image_std, min_pixels, max_pixels: defaults without a processor folder; limits as in
-            the preprocessor_config.json of the published models.
+        patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: without a
+            processor folder; limits as in the preprocessor_config.json of the published models.
         layouts: (patch size, merge size) of the published models of this family; `factor` chooses among them.
+        undecided: (patch size, merge size) that `factor` may mean, where nothing says which: lengths are known, since
+            they are the same, and pixels are refused.
+        patch_order: order of patches in .npy files: `row`, `block`, or `auto`, by what is in the file.
+        notices: what was decided when it was loaded, a line each.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -50,11 +56,16 @@ class VisionFamily(ABC):
     reserved: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>")
     takes_patch_positions: ClassVar[bool] = False
     patch_size: ClassVar[int] = 14
+    default_merge: ClassVar[int] = 2
+    temporal_patch_size: ClassVar[int] = 2
     layouts: ClassVar[tuple[tuple[int, int], ...]] = ((14, 2), (16, 2))
     image_mean: ClassVar[tuple[float, float, float]] = (0.48145466, 0.4578275, 0.40821073)  # CLIP
     image_std: ClassVar[tuple[float, float, float]] = (0.26862954, 0.26130258, 0.27577711)
     min_pixels: ClassVar[int] = 56 * 56
     max_pixels: ClassVar[int] = 28 * 28 * 16384
+    undecided: tuple[tuple[int, int], ...] = ()
+    patch_order: PatchOrder = "auto"
+    notices: tuple[str, ...] = ()
 
     def __init__(self, image_processor: Any) -> None:
         self.image_processor = image_processor
@@ -70,6 +81,18 @@ class VisionFamily(ABC):
             return int(self.image_processor.get_number_of_image_patches(height, width, {}))
         except ValueError as error:
             raise RecordError(Reason.CORRUPT_IMAGE, f"{width}x{height} pixels: {error}") from error
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Patches of an image of `height` x `width` pixels along each side, (in height, in width)."""
+        processor, side = self.image_processor, int(self.image_processor.patch_size)
+        resized = sys.modules[type(processor).__module__].smart_resize(
+            height,
+            width,
+            factor=side * self.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+        )
+        return resized[0] // side, resized[1] // side
 
     def num_tokens(self, patches: int) -> int:
         """Number of tokens of an image with this many patches."""
@@ -119,14 +142,45 @@ class VisionFamily(ABC):
         return None
 
     def config(self) -> dict[str, Any]:
-        """Settings that determine lengths and pixels, for fingerprints."""
+        """Settings that determine lengths and pixels, for fingerprints; those of lengths while `undecided`."""
+        if self.undecided:
+            return self.length_config()
+        order = {} if self.patch_order == "auto" else {"patch_order": self.patch_order}
         return {
             "family": type(self).__name__,
             "image_processor": json.loads(self.image_processor.to_json_string()),
+        } | order
+
+    def length_config(self) -> dict[str, Any]:
+        """Settings that determine lengths: the same for all patch and merge sizes of one `factor`."""
+        processor = self.image_processor
+        return {
+            "factor": int(processor.patch_size) * self.merge_size,
+            "limits": [int(processor.size[name]) for name in ("shortest_edge", "longest_edge")],
+            "placeholder": self.placeholder,
+            "image_token": self.image_token,
         }
+
+    def check_decided(self) -> None:
+        """Refuse to make patches of a `factor` that has several meanings.
+
+        Raises:
+            ConfigError: the message has the candidates.
+        """
+        if self.undecided:
+            raise ConfigError(
+                f"`factor` {ambiguous(self.undecided)}, and pixels and patch positions depend on it; pass "
+                "`patch_size`, `merge_size` or `vision_family`, or the processor folder of the model as `processor`"
+            )
 
 
 _FAMILIES: list[type[VisionFamily]] = []
+
+
+def ambiguous(layouts: tuple[tuple[int, int], ...]) -> str:
+    """`48 is 16 x 3 or 24 x 2 (patch size x merge size)`."""
+    texts = " or ".join(f"{patch} x {merge}" for patch, merge in layouts)
+    return f"{layouts[0][0] * layouts[0][1]} is {texts} (patch size x merge size)"
 
 
 def register_vision(family: type[VisionFamily]) -> type[VisionFamily]:
@@ -160,11 +214,19 @@ class Qwen3VLVision(Qwen2VLVision):
 
 @register_vision
 class LlavaOnevision2Vision(VisionFamily):
-    """LLaVA-OneVision-1.5 and -2: sequential text positions, and (t, h, w) per patch for the vision tower."""
+    """LLaVA-OneVision-2: sequential text positions, and (t, h, w) per patch for the vision tower.
 
-    names = ("llavaonevision2", "llavaonevision15", "llavaov")
+    Its models have four layouts; without a `factor`, 16-pixel patches, 3 x 3 merged. One frame makes a patch. Source:
+    `llava_onevision2_config.py` and `merge_ov2/variants` of EvolvingLMMs-Lab/LLaVA-OneVision-2.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("llavaonevision2",)
     takes_patch_positions = True
-    layouts = ((14, 2), (16, 2), (16, 3))
+    patch_size = 16
+    default_merge = 3
+    temporal_patch_size = 1
+    layouts: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (14, 2), (16, 2), (14, 3))
+    max_pixels = 2000 * 2000
 
     def patch_positions(self, grids: Int64) -> Int64:
         """Patch positions, int64 (patches, 3), in the order of `pixel_values`: merged blocks in row-major order."""
@@ -177,110 +239,16 @@ class LlavaOnevision2Vision(VisionFamily):
         return np.concatenate(parts) if parts else np.zeros((0, 3), dtype=np.int64)
 
 
-def load_vision(
-    folder: str | Path | None,
-    *,
-    image_processor: str | None = None,
-    factor: int | None = None,
-    min_pixels: int | None = None,
-    max_pixels: int | None = None,
-) -> VisionFamily | None:
-    """Load the vision family from a processor folder, or from a name and a factor.
+@register_vision
+class LlavaOnevision15Vision(LlavaOnevision2Vision):
+    """LLaVA-OneVision-1.5: as LLaVA-OneVision-2, with 14-pixel patches, 2 x 2 merged."""
 
-    Args:
-        folder: folder with preprocessor_config.json (or processor_config.json), or None.
-        image_processor: name of the processor, such as `Qwen2_5_VLProcessor`; determines the family if set.
-        factor: pixels per token side (patch size times merge size), for `image_processor` without a folder.
-        min_pixels, max_pixels: limits of the resized image in pixels.
-
-    Returns:
-        The family, or None if no image processor is configured.
-
-    Raises:
-        ConfigError: an unknown family, or conflicting settings.
-    """
-    settings = _processor_settings(Path(folder)) if folder is not None else {}
-    if not settings and image_processor is None:
-        if factor or min_pixels or max_pixels:
-            raise ConfigError("`factor`, `min_pixels` and `max_pixels` require `image_processor` or `processor`")
-        return None
-    family = _family(image_processor, settings)
-    if not settings:
-        min_pixels = family.min_pixels if min_pixels is None else min_pixels
-        max_pixels = family.max_pixels if max_pixels is None else max_pixels
-    if min_pixels is not None and max_pixels is not None and min_pixels > max_pixels:
-        raise ConfigError(f"`min_pixels` is {min_pixels}; it must be at most `max_pixels` {max_pixels}")
-    limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    limits = {name: value for name, value in limits.items() if value is not None}
-    if settings:
-        from transformers import AutoImageProcessor
-
-        processor = AutoImageProcessor.from_pretrained(str(folder), **limits)
-        side = processor.patch_size * processor.merge_size
-        if factor is not None and factor != side:
-            raise ConfigError(f"`factor` is {factor}, but {folder} has {side}; omit `factor` or `processor`")
-        return family(processor)
-    patch, merge = _layout(family, factor)
-    return family(
-        _qwen_image_processor()(
-            patch_size=patch,
-            merge_size=merge,
-            image_mean=list(family.image_mean),
-            image_std=list(family.image_std),
-            **limits,
-        )
-    )
+    names = ("llavaonevision15", "llavaov")
+    patch_size = 14
+    default_merge = 2
+    layouts = ((14, 2),)
 
 
-def _layout(family: type[VisionFamily], factor: int | None) -> tuple[int, int]:
-    """(patch size, merge size) of `factor`: a published one of the family, else 2 x 2 patches merged."""
-    if factor is None:
-        return family.patch_size, 2
-    for patch, merge in family.layouts:
-        if patch * merge == factor:
-            return patch, merge
-    if factor < 2 or factor % 2:
-        raise ConfigError(f"`factor` is {factor}; it must be a positive multiple of 2 (patch size times merge size)")
-    return factor // 2, 2
-
-
-def _qwen_image_processor() -> Any:
-    """Image processor class: the torchvision one if torchvision is installed, else the Pillow one."""
-    import transformers
-    from transformers.utils import is_torchvision_available
-
-    if is_torchvision_available() or not hasattr(transformers, "Qwen2VLImageProcessorPil"):
-        return transformers.Qwen2VLImageProcessor
-    return transformers.Qwen2VLImageProcessorPil
-
-
-def _processor_settings(folder: Path) -> dict[str, Any]:
-    """JSON files of a processor folder by name; {} if it has no image processor."""
-    found: dict[str, Any] = {}
-    for name in ("config.json", "processor_config.json", "preprocessor_config.json"):
-        path = folder / name
-        if path.is_file():
-            try:
-                found[name] = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ConfigError(f"{path} is not valid JSON: {error}; fix or remove it") from error
-    nested = "image_processor" in found.get("processor_config.json", {})
-    return found if "preprocessor_config.json" in found or nested else {}
-
-
-def _family(name: str | None, settings: dict[str, Any]) -> type[VisionFamily]:
-    """Find the family by explicit name, else by the names in the folder, most specific first."""
-    candidates = [name] if name else []
-    if not name:
-        for key in ("model_type", "processor_class", "image_processor_type"):
-            candidates += [part[key] for part in settings.values() if part.get(key)]
-    for candidate in candidates:
-        plain = "".join(c for c in str(candidate).lower() if c.isalnum())
-        for family in _FAMILIES:
-            if plain.startswith(family.names):
-                return family
-    valid = ", ".join(sorted(n for family in _FAMILIES for n in family.names))
-    raise ConfigError(
-        f"unknown image processor {', '.join(map(repr, candidates)) or 'without a name'}; "
-        f"set `image_processor` to one of {valid}"
-    )
+def vision_families() -> tuple[type[VisionFamily], ...]:
+    """All registered families."""
+    return tuple(_FAMILIES)

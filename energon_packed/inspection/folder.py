@@ -112,7 +112,7 @@ class PackedFolder:
                 "(verify --fast needs none)"
             )
         encoder = EncoderOptions(**options).load()
-        if encoder.fingerprint() != self.manifest.tokenizer_fingerprint:
+        if not encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
             raise ConfigError(
                 f"{options['tokenizer']} is not the tokenizer, template or image settings that {self.path} was packed "
                 "with; pass `tokenizer` with the right one"

@@ -8,10 +8,11 @@ from typing import Literal
 
 from energon_packed.errors import ConfigError
 from energon_packed.metadataset.checks import check_held_out, check_modes, check_settings, check_together
-from energon_packed.metadataset.inputs import BlendInput, has_split, read_input, validation_split
+from energon_packed.metadataset.inputs import BlendInput, Subflavor, has_split, read_input, validation_split
+from energon_packed.shards.split import dataset_folder
 
-WeightBy = Literal["samples", "packs", "tokens", "equal"]
-WEIGHT_BY: tuple[WeightBy, ...] = ("samples", "packs", "tokens", "equal")
+WeightBy = Literal["samples", "packs", "tokens", "records", "equal"]
+WEIGHT_BY: tuple[WeightBy, ...] = ("samples", "packs", "tokens", "records", "equal")
 Schema = Literal["v2", "v1"]
 _UNEVEN = 1.05  # ratio of samples per pack between inputs above which weights by samples give uneven coverage
 
@@ -25,14 +26,14 @@ class Blend:
         val: inputs of the validation split, each read once.
         schema: `v2`, or `v1` for code without MetadatasetV2.
         epochized: each epoch contains every pack `weight` times; otherwise packs are drawn indefinitely.
-        subflavors: attached to every sample.
+        subflavors: attached to every sample; those of an input win over them.
     """
 
     train: Sequence[BlendInput]
     val: Sequence[BlendInput] = ()
     schema: Schema = "v2"
     epochized: bool = False
-    subflavors: Mapping[str, str] = field(default_factory=dict)
+    subflavors: Mapping[str, Subflavor] = field(default_factory=dict)
 
     def times_seen(self) -> list[float]:
         """Epochs over each input per epoch of the largest one (0 if never drawn), or repetitions if epochized."""
@@ -44,11 +45,11 @@ class Blend:
         """Warnings about a valid blend."""
         found = []
         per_pack = [one.samples_per_pack for one in self.train]
-        by_samples = any(one.weighed_by == "samples" for one in self.train)
-        if by_samples and max(per_pack) > _UNEVEN * min(per_pack):
+        by = [one.weighed_by for one in self.train if one.weighed_by in ("samples", "records")]
+        if by and max(per_pack) > _UNEVEN * min(per_pack):
             found.append(
                 f"samples per pack range from {min(per_pack):.2f} to {max(per_pack):.2f} between inputs, so weights "
-                "by samples repeat some inputs more often than others; set `weight_by` to 'packs' for even coverage"
+                f"by {by[0]} repeat some inputs more often than others; set `weight_by` to 'packs' for even coverage"
             )
         return found
 
@@ -73,18 +74,21 @@ def make_blend(
     split_from: str = "train",
     schema: Schema = "v2",
     epochized: bool = False,
-    subflavors: Mapping[str, str] | None = None,
+    subflavors: Mapping[str, Subflavor] | None = None,
+    input_subflavors: Mapping[str | Path, Mapping[str, Subflavor]] | None = None,
 ) -> Blend:
     """Read the inputs, check their compatibility and assign weights.
 
     Args:
         inputs: (dataset folder or Metadataset, weight or None). Where one input has a weight, None is 1.
         val: inputs of the validation split; defaults to the `val` splits of `inputs`.
-        weight_by: quantity that default weights are proportional to.
+        weight_by: quantity that default weights are proportional to; `records` are all input records, rejected ones
+            included.
         split_from: split of the inputs used for training.
         schema: `v2`, or `v1` for code without MetadatasetV2.
         epochized: weights are repetitions per epoch, 1 by default; requires `v2`.
-        subflavors: attached to every sample.
+        subflavors: attached to every sample: text, numbers or booleans.
+        input_subflavors: by path of an input, attached to its samples; they win over `subflavors`.
 
     Raises:
         ConfigError: incompatible inputs or invalid weights; the message names them.
@@ -106,10 +110,29 @@ def make_blend(
         validation = [read_input(path, "val") for path in have]
     check_together(validation)
     check_held_out(train, validation)
+    own = _own_subflavors(input_subflavors or {}, [*train, *validation])
+    train = [replace(one, subflavors=own.get(one.path.resolve(), {})) for one in train]
+    validation = [replace(one, subflavors=own.get(one.path.resolve(), {})) for one in validation]
     check_settings([*train, *validation])
     check_modes(train, "repetitions" if epochized else "weight")
     check_modes(validation, "weight" if schema == "v1" else "repetitions")
     return Blend(train=train, val=validation, schema=schema, epochized=epochized, subflavors=dict(subflavors or {}))
+
+
+def _own_subflavors(
+    given: Mapping[str | Path, Mapping[str, Subflavor]], inputs: Sequence[BlendInput]
+) -> dict[Path, Mapping[str, Subflavor]]:
+    """Subflavors by the resolved path of an input."""
+    known = {one.path.resolve() for one in inputs}
+    found = {}
+    for path, values in given.items():
+        target = (Path(path) if Path(path).is_file() else dataset_folder(Path(path))).resolve()
+        if target not in known:
+            raise ConfigError(
+                f"{path} has subflavors, but is no input; inputs: {', '.join(str(i.path) for i in inputs)}"
+            )
+        found[target] = values
+    return found
 
 
 def _weighed(
@@ -131,5 +154,9 @@ def _weighed(
         raise ConfigError(
             f"{unknown[0]} has no recorded lengths, so its token count is unknown; set `weight_by` to 'samples'"
         )
-    counts = [{"samples": one.samples, "packs": one.packs, "tokens": one.tokens or 0}[weight_by] for one in inputs]
+    if weight_by == "records" and (unknown := [one.path for one in inputs if one.records is None]):
+        raise ConfigError(
+            f"{unknown[0]} has no packing.json, so its number of records is unknown; set `weight_by` to 'samples'"
+        )
+    counts = [int(getattr(one, weight_by) or 0) for one in inputs]
     return [replace(one, weight=float(count), weighed_by=weight_by) for one, count in zip(inputs, counts, strict=True)]

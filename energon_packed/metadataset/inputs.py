@@ -1,7 +1,7 @@
 """BlendInput: counts and packing settings of one input of a blend."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -15,6 +15,8 @@ from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.split import dataset_folder, shard_names, shards_in_split
 
+Subflavor = str | int | float | bool
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlendInput:
@@ -24,12 +26,14 @@ class BlendInput:
         path: folder with `.nv-meta`, or a YAML file.
         split: split to read.
         packs, samples, tokens: totals of that split; tokens is None if not recorded.
+        records: input records that were packed from, rejected ones and all splits included; None if not recorded.
         counted_by: source of the counts.
         settings: settings that must match between inputs, by name; None if unknown.
         shards: stems of its shards; unique across inputs.
         mode: draw mode of a Metadataset: `weight` or `repetitions`; None for a single dataset.
         weight: share of draws, or repetitions per epoch.
         weighed_by: source of the weight.
+        subflavors: attached to its samples.
     """
 
     path: Path
@@ -37,12 +41,14 @@ class BlendInput:
     packs: int
     samples: int
     tokens: int | None
+    records: int | None = None
     counted_by: str
     settings: Mapping[str, object]
     shards: frozenset[str]
     mode: str | None = None
     weight: float = 1.0
     weighed_by: str = "equal"
+    subflavors: Mapping[str, Subflavor] = field(default_factory=dict)
 
     @property
     def samples_per_pack(self) -> float:
@@ -75,6 +81,7 @@ def read_input(path: str | Path, split: str) -> BlendInput:
         packs=sum(shard.packs for shard in shards),
         samples=sum(shard.samples for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
+        records=manifest.records,
         counted_by="packing.json",
         settings={
             "seq_len": manifest.seq_len,
@@ -97,13 +104,14 @@ def _read_metadataset(path: Path, split: str) -> BlendInput:
     if not leaves:
         raise ConfigError(f"{path} has no split {split!r}")
     check_settings(leaves)
-    tokens = [leaf.tokens for leaf in leaves]
+    tokens, records = [leaf.tokens for leaf in leaves], [leaf.records for leaf in leaves]
     return BlendInput(
         path=path,
         split=split,
         packs=sum(leaf.packs for leaf in leaves),
         samples=sum(leaf.samples for leaf in leaves),
         tokens=None if None in tokens else sum(count for count in tokens if count is not None),
+        records=None if None in records else sum(count for count in records if count is not None),
         counted_by=f"sum of {len(leaves)} datasets",
         settings=leaves[0].settings,
         shards=frozenset(shard for leaf in leaves for shard in leaf.shards),

@@ -13,7 +13,7 @@ import yaml
 
 from energon_packed.errors import ConfigError
 from energon_packed.metadataset.blend import Blend
-from energon_packed.metadataset.inputs import BlendInput
+from energon_packed.metadataset.inputs import BlendInput, Subflavor
 from energon_packed.options import refuse_remote
 from energon_packed.shards.files import write_whole
 
@@ -72,7 +72,12 @@ def write_metadataset(blend: Blend, out: Path, *, absolute: bool = False) -> Non
 
 
 def _entry(
-    one: BlendInput, out: Path, absolute: bool, split: str, numbers: Mapping[str, object], flavors: Mapping[str, str]
+    one: BlendInput,
+    out: Path,
+    absolute: bool,
+    split: str,
+    numbers: Mapping[str, object],
+    flavors: Mapping[str, Subflavor],
 ) -> list[str]:
     target = one.path.resolve()
     path = str(target) if absolute else os.path.relpath(target, out.resolve().parent)
@@ -80,8 +85,8 @@ def _entry(
     if one.split != split:
         value["split_part"] = one.split
     value |= numbers
-    if flavors:
-        value["subflavors"] = dict(flavors)
+    if flavors or one.subflavors:
+        value["subflavors"] = {**flavors, **one.subflavors}
     text = yaml.safe_dump([value], sort_keys=False, allow_unicode=True, width=10_000)
     return ["      " + line for line in text.splitlines()]
 

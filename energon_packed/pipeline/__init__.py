@@ -9,7 +9,8 @@ run.py       pack(): the list of stages         options.py   PackOptions, declar
 measure.py   lengths, by chunks.py              keys.py      what each stage depends on
 plan.py      rejects, packs, shard_plans.py     workspace.py the output folder, lock.py
 write.py     shards, by shard_writer.py         engine.py    local processes; ray_engine.py
-index.py     .nv-meta and packing.json          survey.py    lengths alone; dry_run.py, what a run would do
+index.py     .nv-meta and packing.json          survey.py    lengths alone; dry_run.py, what a run would do;
+                                                status.py, how far one is
 """
 
 from energon_packed.pipeline.dry_run import DryRun, dry_run

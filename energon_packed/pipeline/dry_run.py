@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.pipeline.chunks import is_measured
+from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.examples import advice, reject_summary
 from energon_packed.pipeline.keys import make_keys
@@ -76,6 +77,7 @@ def dry_run(options: PackOptions) -> DryRun:
         reader = open_reader(options, work, options.part)
         sources = reader.sources
         keys = make_keys(options, sources, options.part)
+        log_notices(options.encoder_loader)
         space.check_other_run(keys.write, overwrite=options.overwrite)
         stage = MeasureStage(
             folder=space.measure_folder(keys.measure),

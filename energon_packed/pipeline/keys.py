@@ -11,7 +11,7 @@ from energon_packed.sources import Source
 from energon_packed.sources.base import changed_at
 from energon_packed.version import FORMAT_VERSION
 
-_MEASURE_VERSION = 4  # raise it when the same record is read or measured differently
+_MEASURE_VERSION = 5  # raise it when the same record is read or measured differently
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ def write_ledger(
         pq.ParquetWriter(lengths_aside, _SCHEMA) as writer,
         rejects_aside.open("wb") as out,
     ):
-        for start, ids, chunk_details in _chunks(table):
+        for start, ids, chunk_details in record_ids(table):
             rows = np.arange(start, start + len(ids))
             source, local = table.locate(rows)
             names = [
@@ -86,7 +86,7 @@ def write_ledger(
                 out.write(orjson.dumps(reject, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def _chunks(table: RecordTable) -> Iterator[tuple[int, list[str | None], list[str | None]]]:
+def record_ids(table: RecordTable) -> Iterator[tuple[int, list[str | None], list[str | None]]]:
     """(first row, ids, details) of each chunk file."""
     start = 0
     for file in table.files:

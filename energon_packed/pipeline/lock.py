@@ -63,8 +63,27 @@ class FolderLock:
                     folder.rmdir()
 
     def _owner(self) -> str:
-        try:
-            value = orjson.loads((self._work / _OWNER).read_bytes())
-            return f"process {value['pid']} on {value['host']}"
-        except (OSError, orjson.JSONDecodeError, KeyError):
-            return "another process"
+        return _holder(self._work)
+
+
+def lock_holder(folder: Path) -> str | None:
+    """`process 12 on host` that writes in a folder, or None. Nothing is written."""
+    work = folder / ".work"
+    if not (work / _LOCK).is_file():
+        return None
+    lock = FileLock(work / _LOCK, thread_local=False)
+    try:
+        with lock.acquire(timeout=0):
+            return None
+    except Timeout:
+        return _holder(work)
+    except (NotImplementedError, OSError):  # no locks here, or a folder of someone else
+        return None
+
+
+def _holder(work: Path) -> str:
+    try:
+        value = orjson.loads((work / _OWNER).read_bytes())
+        return f"process {value['pid']} on {value['host']}"
+    except (OSError, orjson.JSONDecodeError, KeyError):
+        return "another process"

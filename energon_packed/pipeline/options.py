@@ -12,11 +12,13 @@ import numpy as np
 from energon_packed.encoding import Processor
 from energon_packed.encoding.engines import ENGINES, EngineName
 from energon_packed.encoding.rendering import LOSS_ON, LossOn
+from energon_packed.encoding.vision import PATCH_ORDERS, PatchOrder
 from energon_packed.errors import ConfigError
 from energon_packed.formats import CODECS, LAYOUTS, Codec, codec_for
 from energon_packed.options import check, declared, option, refuse_remote
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
+from energon_packed.pipeline.flavor_options import AUTO, NARROW, WIDEST, check_flavor
 from energon_packed.pipeline.layouts import check_layout, check_layout_outputs
 from energon_packed.pipeline.parse import (
     checked_split,
@@ -30,7 +32,6 @@ from energon_packed.records import Adapter, FieldMap
 from energon_packed.sources import SourceConfig
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
-AUTO, NARROW, WIDEST = "auto", "PackedCaptioningSample", "PackedMultiMixQASample"
 Options = TypeVar("Options", bound="InputOptions")
 INPUT, TOKENS, IMAGES, PACKING, OUTPUT, RUN = "Input", "Tokens", "Images", "Packing", "Output", "Run"
 Overlong = Literal["drop", "error", "truncate"]
@@ -74,12 +75,9 @@ class InputOptions:
         False, help="Run the sample_loader.py of Energon datasets to read them.", group=INPUT
     )
     tokenizer: Path | None = option(
-        None,
-        help="Folder with tokenizer.json and a chat template, or a model in the Hugging Face cache.",
-        group=TOKENS,
-        metavar="DIR|NAME",
-        needed=True,
-    )
+        None, help="Folder with tokenizer.json and a chat template, or a model in the Hugging Face cache.",
+        group=TOKENS, metavar="DIR|NAME", needed=True,
+    )  # fmt: skip
     loss_on: LossOn = option(
         "assistant", help="Supervised text: all assistant turns, the last one, or everything.", group=TOKENS,
         choices=LOSS_ON,
@@ -95,15 +93,30 @@ class InputOptions:
     image_processor: str | None = option(
         None, help="Image processor by name, such as Qwen2_5_VLProcessor.", group=IMAGES, metavar="NAME"
     )
+    vision_family: str | None = option(
+        None, help="Model family by name, such as llava_onevision2, where several use one image processor.",
+        group=IMAGES, metavar="NAME",
+    )  # fmt: skip
     factor: int | None = option(
         None, help="Pixels per token side: patch size times merge size.", group=IMAGES, minimum=1
     )
+    patch_size: int | None = option(None, help="Pixels per patch side.", group=IMAGES, minimum=1)
+    merge_size: int | None = option(
+        None, help="Patches merged along each side into one token.", group=IMAGES, minimum=1
+    )
     min_pixels: int | None = option(None, help="Minimum pixels of a resized image.", group=IMAGES, minimum=1)
     max_pixels: int | None = option(None, help="Maximum pixels of a resized image.", group=IMAGES, minimum=1)
+    patch_order: PatchOrder = option(
+        "auto", help="Order of patches in the .npy files of patch_positions; auto: by what is in them.",
+        group=IMAGES, choices=PATCH_ORDERS,
+    )  # fmt: skip
     sample_class: str = option(
         AUTO, help="Flavor to write; auto: PackedCaptioningSample where it holds all records, else "
         "PackedMultiMixQASample.", group=OUTPUT, choices=lambda: (AUTO, *CODECS), decides="tars",
     )  # fmt: skip
+    unpacked: bool = option(
+        False, help="Write one sample a member (MultiMixQASample), for packing while training.", group=OUTPUT
+    )
     layout: str | None = option(
         None, help="Write PackedCaptioningSample as the reader of another package takes it.", group=OUTPUT,
         choices=lambda: tuple(LAYOUTS), decides="tars", shown_default="our own", metavar="NAME",
@@ -133,6 +146,7 @@ class InputOptions:
             object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
         if self.adapter is not None:
             _ = Adapter(self.adapter).source  # a wrong one is an error now, not in the first worker
+        check_flavor(self)
         check_layout(self)
         check_algorithm(self.algorithm)
         if not self.inputs and not self.sources:
@@ -212,13 +226,9 @@ class PackOptions(InputOptions):
         help="Folder for the dataset and its reports.", group=OUTPUT, flags=("--output-dir", "-o"), metavar="DIR"
     )
     seq_len: int = option(
-        help="Tokens in one row; 8k is 8192.",
-        group=PACKING,
-        minimum=1,
-        decides="tars",
-        parse=parse_seq_len,
+        help="Tokens in one row; 8k is 8192.", group=PACKING, minimum=1, decides="tars", parse=parse_seq_len,
         metavar="N",
-    )
+    )  # fmt: skip
     group_by: GroupBy = option(
         "none", help="media: text, image and video samples in separate packs.", group=PACKING,
         choices=("none", "media"), decides="tars",

@@ -1,13 +1,14 @@
 """RecordReader: the records of all sources as conversations, read the same way in every stage."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from energon_packed.errors import RecordError
 from energon_packed.formats import codec_for
-from energon_packed.pipeline.options import AUTO, NARROW, InputOptions, part_suffix
+from energon_packed.pipeline.flavor_options import AUTO, NARROW
+from energon_packed.pipeline.options import InputOptions, part_suffix
 from energon_packed.records import Conversation, normalize
 from energon_packed.sources import Row, Source, open_sources
 
@@ -48,6 +49,8 @@ class RecordReader:
         if isinstance(record, Conversation):
             conversation = record
         else:
+            if not self.use_patch_positions and isinstance(record, Mapping) and "patch_positions" in record:
+                record = {name: value for name, value in record.items() if name != "patch_positions"}
             conversation = normalize(record, image_root=self.sources[source].image_root)
         if reading.copy and conversation.id is not None:
             conversation = replace(conversation, id=reading.named(conversation.id))

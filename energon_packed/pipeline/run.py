@@ -10,6 +10,7 @@ from typing import Any
 
 from energon_packed.encoding import Processor
 from energon_packed.options import make
+from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine
 from energon_packed.pipeline.index import IndexStage
 from energon_packed.pipeline.keys import make_keys
@@ -83,6 +84,7 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
     space = Workspace(options.output_dir)
     reader = open_reader(options, space.work, options.part)
     keys = make_keys(options, reader.sources, options.part)
+    log_notices(options.encoder_loader)
     if not options.resume:
         space.forget(keys.measure, keys.write)
     space.open_for(keys.write, overwrite=options.overwrite)

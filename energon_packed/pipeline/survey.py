@@ -11,19 +11,22 @@ import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
 from energon_packed.options import option
+from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.examples import advice, reject_summary
 from energon_packed.pipeline.keys import make_keys
+from energon_packed.pipeline.ledger import record_ids
 from energon_packed.pipeline.limits import none_packed
 from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions
 from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.progress import Progress
-from energon_packed.pipeline.reader import open_reader
+from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.sampling import sampled_chunks
-from energon_packed.pipeline.table import most_common, reject_counts
+from energon_packed.pipeline.table import RecordTable, most_common, reject_counts
 from energon_packed.pipeline.workspace import Workspace
+from energon_packed.shards.files import aside
 
 
 def parse_seq_lens(text: str) -> tuple[int, ...]:
@@ -54,8 +57,16 @@ class LengthsOptions(InputOptions):
         flags=("--output-dir", "-o"), metavar="DIR",
     )  # fmt: skip
 
+    output: Path | None = option(
+        None, help="Write NAME:LENGTH of every record that can be packed, a line each.", group=OUTPUT, metavar="FILE"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.output is not None and self.output.is_dir():
+            raise ConfigError(f"`output` {self.output} is a folder; pass the name of a text file")
+        if self.output is not None and self.sample is not None:
+            raise ConfigError("`output` lists all records, and `sample` measures some of them; omit one")
         if not self.seq_lens:
             raise ConfigError("`seq_lens` must have at least one candidate")
 
@@ -104,6 +115,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
     progress = progress or Progress()
     with _work_folder(options) as space:
         reader = open_reader(options, space.work)
+        log_notices(options.encoder_loader)
         stage = MeasureStage(
             folder=space.measure_folder(make_keys(options, reader.sources, None).measure),
             reader=reader,
@@ -116,6 +128,8 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         chunks = None if options.sample is None else sampled_chunks(stage, options.sample, options.seed)
         table = stage.run(chunks)
         rejects = reject_counts(table.status)
+        if options.output is not None:
+            write_lengths(table, reader, options.output)
         summary = reject_summary(table, table.status, reader.sources, is_sample=options.sample is not None)
     if not np.any(table.status == 0):
         raise none_packed(len(table), summary, advice(rejects))
@@ -129,6 +143,28 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         is_sample=options.sample is not None,
         reused=stage.counters["reused"],
     )
+
+
+def write_lengths(table: RecordTable, reader: RecordReader, out: Path) -> None:
+    """Write `NAME:LENGTH` of every record that can be packed, in input order; NAME is its id, as in lengths.parquet.
+
+    It is the form that LLaVA-OneVision-2's `s3_bin_packing.py` reads: the length stands after the last colon.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        with aside(out) as file, file.open("w", encoding="utf-8") as lines:
+            for start, ids, _ in record_ids(table):
+                rows = np.arange(start, start + len(ids))
+                source, local = table.locate(rows)
+                for place in np.flatnonzero(table.status[rows] == 0).tolist():
+                    name = ids[place]
+                    if name is None:
+                        name = reader.default_id(int(source[place]), int(local[place]))
+                    lines.write(f"{' '.join(name.split())}:{table.length[start + place]}\n")
+    except OSError as error:
+        raise ConfigError(f"`output` {out} cannot be written: {error.strerror}; pass another path") from error
 
 
 @contextmanager

@@ -51,7 +51,8 @@ class Conversation:
         text: plain text without a chat template, every token supervised.
         input_ids: int64 (L,), already tokenized; `labels` int64 (L,) with -100 where not supervised.
         images: one per `<image>` placeholder, in order.
-        patch_positions: one .npy file per image, int (patches, 3) as (t, h, w); empty when absent.
+        patch_positions: .npy files, int (patches, 3) as (t, h, w): one per image, or fewer that have the patches of
+            all images together, such as one of a video; empty when absent.
         tools: JSON schemas of functions, passed to the chat template.
         video: the images are frames of a video.
         fps: frames per second of the source video, stored as given.
@@ -89,10 +90,11 @@ class Conversation:
                 f"labels has {len(self.labels)} entries for "
                 f"{0 if self.input_ids is None else len(self.input_ids)} input_ids; one label per token is needed",
             )
-        if self.patch_positions and len(self.patch_positions) != len(self.images):
+        if len(self.patch_positions) > len(self.images):
             raise RecordError(
                 Reason.MISSING_PATCH_POSITIONS,
-                f"{len(self.patch_positions)} patch_positions for {len(self.images)} images; one per image is needed",
+                f"{len(self.patch_positions)} patch_positions for {len(self.images)} images; one per "
+                "image is needed, or one for all frames",
             )
 
     def __eq__(self, other: object) -> bool:

@@ -134,8 +134,8 @@ def test_patch_order_and_token_count_of_a_factor(name: str, factor: int, patch: 
     values, grids = vision.patches([image])
     assert grids.tolist() == [[1, rows, columns]]
     assert vision.num_tokens(vision.num_patches(image.height, image.width)) == 6
-    pixels = tensor(values).reshape(rows * columns, 3, 2, patch * patch)
-    assert torch.equal(pixels[:, :, 0], pixels[:, :, 1])  # an image is both frames of a temporal patch
+    pixels = tensor(values).reshape(rows * columns, 3, vision.temporal_patch_size, patch * patch)
+    assert torch.equal(pixels[:, :, 0], pixels[:, :, -1])  # an image is both frames of a temporal patch
     mean, std = np.array(vision.image_mean), np.array(vision.image_std)
     colors = np.rint((pixels[:, :, 0].mean(dim=2).numpy() * std + mean) * 255).astype(int)
     order = [(y, x) for y0 in range(0, rows, merge) for x0 in range(0, columns, merge)
@@ -145,11 +145,16 @@ def test_patch_order_and_token_count_of_a_factor(name: str, factor: int, patch: 
     assert positions is None or positions[:, 1:].tolist() == [list(cell) for cell in order]
 
 
-def test_a_factor_without_published_layout_merges_two_by_two() -> None:
+def test_a_factor_without_published_layout_has_candidates() -> None:
     vision = load_vision(None, image_processor="Qwen2VLProcessor", factor=48)
     assert vision is not None
-    assert (vision.image_processor.patch_size, vision.merge_size) == (24, 2)
-    with pytest.raises(ConfigError, match="`factor` is 31; it must be a positive multiple of 2"):
+    assert vision.undecided == ((16, 3), (24, 2))
+    with pytest.raises(ConfigError, match="`factor` 48 is 16 x 3 or 24 x 2"):
+        vision.check_decided()
+    vision = load_vision(None, image_processor="Qwen2VLProcessor", factor=56)  # no multiple of 3
+    assert vision is not None
+    assert (vision.image_processor.patch_size, vision.merge_size, vision.undecided) == (28, 2, ())
+    with pytest.raises(ConfigError, match="`factor` is 31; `factor` must be patch size times merge size"):
         load_vision(None, image_processor="Qwen2VLProcessor", factor=31)
 
 

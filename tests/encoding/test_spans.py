@@ -126,7 +126,7 @@ def test_the_model_type_decides_the_family(tokenizer_dir: Path, tmp_path: Path) 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text('{"model_type": "llava_onevision1_5"}')
     vision = ChatEncoder.from_pretrained(tokenizer_dir, tmp_path).vision
-    assert type(vision).__name__ == "LlavaOnevision2Vision"
+    assert type(vision).__name__ == "LlavaOnevision15Vision"
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -270,7 +270,10 @@ def test_truncation_keeps_images_whole_and_a_target(encoder: ChatEncoder, demo: 
     [
         ({"loss_on": "nothing"}, "`loss_on` is 'nothing'; use one of assistant, last, all"),
         ({"image_processor": "Pixtral"}, "unknown image processor 'Pixtral'; .* one of .*qwen25vl"),
-        ({"factor": 30}, "`factor` is 30, but .* has 28"),
+        ({"factor": 31}, "`factor` is 31; `factor` must be patch size times merge size"),
+        ({"factor": 48, "patch_size": 14}, "`factor` is 48; `patch_size` is 14; `factor` must be"),
+        ({"vision_family": "pixtral"}, "unknown image processor 'pixtral'; set `vision_family`"),
+        ({"patch_order": "col"}, "`patch_order` is 'col'; use one of auto, row, block"),
         ({"min_pixels": 100, "max_pixels": 50}, "`min_pixels` is 100; it must be at most `max_pixels` 50"),
         ({"processor_dir": "/nowhere"}, "/nowhere is not a folder"),
     ],

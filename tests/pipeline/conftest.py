@@ -29,6 +29,7 @@ def build(tmp_path: Path, tokenizer_dir: Path) -> Any:
             "tokenizer": tokenizer_dir,
             "seq_len": 256,
             "workers": 1,
+            "unpacked": options.get("sample_class") == "MultiMixQASample",
             "max_reject_rate": 1,
         }
         return pack(PackOptions(**{**settings, **options}))

@@ -29,7 +29,8 @@ def options(demo: DemoDataset, tokenizer: Path, out: Path, **more: Any) -> PackO
 def test_numbers_are_those_of_the_run(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path, flavor: str) -> None:
     from energon_packed import pack
 
-    run = options(demo, tokenizer_dir, tmp_path / "out", sample_class=flavor)
+    single = flavor == "MultiMixQASample"
+    run = options(demo, tokenizer_dir, tmp_path / "out", sample_class=flavor, unpacked=single)
     before = dry_run(run)
     assert not (tmp_path / "out").exists()
     assert (before.to_measure, before.records) == (1.0, demo.records)
@@ -41,9 +42,8 @@ def test_numbers_are_those_of_the_run(demo: DemoDataset, tokenizer_dir: Path, tm
     assert before.num_bytes < 1.5 * done.bytes
     clean = [line for line in demo.jsonl.read_text().splitlines() if "demo-" in line]
     (demo.jsonl.parent / "clean.jsonl").write_text("\n".join(clean))
-    run = options(
-        demo, tokenizer_dir, tmp_path / "clean", inputs=demo.jsonl.parent / "clean.jsonl", sample_class=flavor
-    )
+    clean_file = demo.jsonl.parent / "clean.jsonl"
+    run = options(demo, tokenizer_dir, tmp_path / "clean", inputs=clean_file, sample_class=flavor, unpacked=single)
     pack(run)
     again = dry_run(run)
     assert (again.to_measure, again.sampled) == (0, 0)

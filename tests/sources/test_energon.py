@@ -459,6 +459,7 @@ def test_repacking_gives_the_same_samples(pack_demo: Packer, tokenizer_dir: Path
     options: dict[str, Any] = {
         "tokenizer": tokenizer_dir,
         "sample_class": flavor,
+        "unpacked": flavor == "MultiMixQASample",
         "max_reject_rate": 0.0,
         "workers": 1,
     }

@@ -176,3 +176,17 @@ def ledger_agrees(folder: PackedFolder, manifest: PackingManifest) -> Check:
             recorded = manifest.rejects.get(reason, 0)
             check.fail(f"rejects.jsonl has {reasons[reason]} records with {reason}, packing.json has {recorded}")
     return check
+
+
+def utilization_is_at_least(folder: PackedFolder, least: float) -> Check:
+    """Tokens fill at least this share of the rows, by the counts of packing.json."""
+    manifest = folder.manifest
+    assert manifest is not None
+    found = manifest.tokens / (manifest.packs * manifest.seq_len) if manifest.packs else 0.0
+    check = Check(f"utilization is at least {least:.2%}", found=f"{found:.2%}")
+    if found < least:
+        check.fail(
+            f"{manifest.tokens:,} tokens in {manifest.packs:,} rows of {manifest.seq_len:,}: {found:.2%}; pack more "
+            "data at once, with a larger seq_len or without max_samples_per_pack"
+        )
+    return check

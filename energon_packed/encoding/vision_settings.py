@@ -1,0 +1,253 @@
+"""load_vision: the vision family that a processor folder and explicit image options describe; the options win."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from energon_packed.encoding.vision import PATCH_ORDERS, PatchOrder, VisionFamily, ambiguous, vision_families
+from energon_packed.errors import ConfigError
+
+_MERGES = (3, 2)  # merge sizes of published models
+_NAMES = ("model_type", "processor_class", "image_processor_type")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Patch and merge size, or several that mean the same lengths."""
+
+    candidates: tuple[tuple[int, int], ...]
+
+    @property
+    def undecided(self) -> tuple[tuple[int, int], ...]:
+        return self.candidates if len(self.candidates) > 1 else ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """For an image processor; undecided, one that merges nothing has the same lengths."""
+        patch, merge = self.candidates[0]
+        return {"patch_size": patch * merge, "merge_size": 1} if self.undecided else _sizes(patch, merge)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSettings:
+    """Explicit image options; None where the folder or the family decides.
+
+    Attributes:
+        image_processor: name of the processor, such as `Qwen2_5_VLProcessor`; determines the family if set.
+        vision_family: name of the family, such as `llava_onevision2`, where several use one image processor.
+        factor: pixels per token side: `patch_size` times `merge_size`.
+        patch_size, merge_size: pixels of a patch side, patches merged along each side into one token.
+        min_pixels, max_pixels: limits of the resized image in pixels.
+        patch_order: order of patches in .npy files of positions.
+    """
+
+    image_processor: str | None = None
+    vision_family: str | None = None
+    factor: int | None = None
+    patch_size: int | None = None
+    merge_size: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    patch_order: PatchOrder = "auto"
+
+    def __post_init__(self) -> None:
+        if self.patch_order not in PATCH_ORDERS:
+            raise ConfigError(f"`patch_order` is {self.patch_order!r}; use one of {', '.join(PATCH_ORDERS)}")
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The numbers that are given, by name."""
+        names = ("factor", "patch_size", "merge_size", "min_pixels", "max_pixels")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def load_vision(folder: str | Path | None, **settings: Any) -> VisionFamily | None:
+    """Load the vision family from a processor folder, from names and sizes, or from both: then the latter win.
+
+    A `factor` of several meanings, such as 48 (16 x 3 or 24 x 2), gives a family that is `undecided`.
+
+    Args:
+        folder: folder with preprocessor_config.json (or processor_config.json), or None.
+        settings: as `ImageSettings` takes them.
+
+    Returns:
+        The family, or None if no image processor is configured.
+
+    Raises:
+        ConfigError: an unknown family, or conflicting settings.
+    """
+    explicit = ImageSettings(**settings)
+    named = explicit.vision_family or explicit.image_processor
+    of_folder = _processor_settings(Path(folder)) if folder is not None else {}
+    if not of_folder and named is None:
+        if given := ", ".join(f"`{name}`" for name in explicit.numbers):
+            raise ConfigError(f"{given} require `image_processor`, `vision_family` or `processor`")
+        return None
+    family, notices = _family(explicit, of_folder)
+    if folder is not None and of_folder:
+        vision, overruled = _of_folder(Path(folder), family, explicit.numbers, named=named)
+        if overruled := [*notices, *overruled]:
+            notices = [f"image options win over {folder}: {', '.join(overruled)}"]
+    else:
+        vision = _of_family(family, explicit.numbers)
+    if vision.undecided:
+        notices.append(
+            f"`factor` {ambiguous(vision.undecided)}: lengths are the same, pixels are not, so training needs the "
+            "processor folder of the model, `patch_size`, `merge_size` or `vision_family`"
+        )
+    vision.notices, vision.patch_order = tuple(notices), explicit.patch_order
+    return vision
+
+
+def _of_family(family: type[VisionFamily], given: dict[str, int]) -> VisionFamily:
+    """By the settings of the published models."""
+    layout = _layout(family, given, (family.patch_size, family.default_merge))
+    limits = {name: given.get(name, getattr(family, name)) for name in ("min_pixels", "max_pixels")}
+    _check_limits(limits["min_pixels"], limits["max_pixels"])
+    processor = _qwen_image_processor()(
+        **layout.sizes,
+        temporal_patch_size=family.temporal_patch_size,
+        image_mean=list(family.image_mean),
+        image_std=list(family.image_std),
+        **limits,
+    )
+    return _made(family, processor, layout)
+
+
+def _of_folder(
+    folder: Path, family: type[VisionFamily], given: dict[str, int], *, named: str | None
+) -> tuple[VisionFamily, list[str]]:
+    """By the settings of a folder, and what was given instead of them."""
+    processor = _installed(folder, {}, named)
+    own = {"patch_size": int(processor.patch_size), "merge_size": int(processor.merge_size)}
+    own |= {"min_pixels": int(processor.size["shortest_edge"]), "max_pixels": int(processor.size["longest_edge"])}
+    own["factor"] = own["patch_size"] * own["merge_size"]
+    layout = _layout(family, given, (own["patch_size"], own["merge_size"]))
+    sizes = layout.sizes | {name: given[name] for name in ("min_pixels", "max_pixels") if name in given}
+    _check_limits(sizes.get("min_pixels", own["min_pixels"]), sizes.get("max_pixels", own["max_pixels"]))
+    overruled = [f"`{name}` {value} ({own[name]})" for name, value in given.items() if value != own[name]]
+    if any(value != own[name] for name, value in sizes.items()):
+        processor = _installed(folder, sizes, named)
+    return _made(family, processor, layout), overruled
+
+
+def _made(family: type[VisionFamily], processor: Any, layout: _Layout) -> VisionFamily:
+    vision = family(processor)
+    vision.undecided = layout.undecided
+    return vision
+
+
+def _check_limits(min_pixels: int, max_pixels: int) -> None:
+    if min_pixels > max_pixels:
+        raise ConfigError(f"`min_pixels` is {min_pixels}; it must be at most `max_pixels` {max_pixels}")
+
+
+def _layout(family: type[VisionFamily], given: dict[str, int], default: tuple[int, int]) -> _Layout:
+    """What `factor`, `patch_size` and `merge_size` mean; what they leave open is as in `default`.
+
+    Raises:
+        ConfigError: they contradict each other, or no patch and merge size make the factor.
+    """
+    factor, patch, merge = (given.get(name) for name in ("factor", "patch_size", "merge_size"))
+    if factor is None:
+        return _Layout(candidates=((patch or default[0], merge or default[1]),))
+    if patch is not None or merge is not None:
+        candidates = [(patch or factor // (merge or 1), merge or factor // (patch or 1))]
+    elif default[0] * default[1] == factor:
+        candidates = [default]
+    else:
+        candidates = [one for one in family.layouts if one[0] * one[1] == factor]
+        candidates = candidates or [(factor // m, m) for m in _MERGES]
+    fitting = [(p, m) for p, m in candidates if p * m == factor]
+    if not fitting:
+        sizes = "; ".join(f"`{name}` is {value}" for name, value in given.items() if not name.endswith("pixels"))
+        raise ConfigError(f"{sizes}; `factor` must be patch size times merge size, which is 2 or 3 unless given")
+    return _Layout(candidates=tuple(fitting))
+
+
+def _sizes(patch: int, merge: int) -> dict[str, int]:
+    return {"patch_size": patch, "merge_size": merge}
+
+
+def _installed(folder: Path, values: dict[str, int], named: str | None) -> Any:
+    """The image processor of a folder with other values; Qwen2-VL's where its own is not installed and one is named.
+
+    Raises:
+        ConfigError: Transformers cannot load it.
+    """
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(str(folder), **values)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        if named is not None:
+            return _qwen_image_processor().from_pretrained(str(folder), **values)
+        detail = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{folder} holds an image processor that Transformers cannot load ({detail}); set `vision_family`"
+        ) from error
+
+
+def _qwen_image_processor() -> Any:
+    """Image processor class: the torchvision one if torchvision is installed, else the Pillow one."""
+    import transformers
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available() or not hasattr(transformers, "Qwen2VLImageProcessorPil"):
+        return transformers.Qwen2VLImageProcessor
+    return transformers.Qwen2VLImageProcessorPil
+
+
+def _processor_settings(folder: Path) -> dict[str, Any]:
+    """JSON files of a processor folder by name; {} if it has no image processor."""
+    found: dict[str, Any] = {}
+    for name in ("config.json", "processor_config.json", "preprocessor_config.json"):
+        path = folder / name
+        if path.is_file():
+            try:
+                found[name] = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ConfigError(f"{path} is not valid JSON: {error}; fix or remove it") from error
+    nested = "image_processor" in found.get("processor_config.json", {})
+    return found if "preprocessor_config.json" in found or nested else {}
+
+
+def _family(settings: ImageSettings, of_folder: dict[str, Any]) -> tuple[type[VisionFamily], list[str]]:
+    """The family by explicit name, else by the names in the folder, most specific first; and what was overruled.
+
+    The image processor of LLaVA-OneVision-2 bears the name of Qwen2.5-VL's: where a folder has that name itself, its
+    `model_type` says which family it is.
+    """
+    own_names = [part[key] for key in _NAMES for part in of_folder.values() if part.get(key)]
+    own = next((found for name in own_names if (found := _registered(name)) is not None), None)
+    explicit = settings.vision_family or settings.image_processor
+    if explicit is None:
+        if own is None:
+            raise _unknown(own_names)
+        return own, []
+    if settings.vision_family is None and own is not None and _plain(explicit) in map(_plain, own_names):
+        return own, []
+    family = _registered(explicit)
+    if family is None:
+        raise _unknown([explicit])
+    if own is None or own is family:
+        return family, []
+    option = "vision_family" if settings.vision_family is not None else "image_processor"
+    return family, [f"`{option}` {explicit} ({own_names[0]})"]
+
+
+def _registered(name: object) -> type[VisionFamily] | None:
+    return next((one for one in vision_families() if _plain(name).startswith(one.names)), None)
+
+
+def _plain(name: object) -> str:
+    return "".join(c for c in str(name).lower() if c.isalnum())
+
+
+def _unknown(names: list[Any]) -> ConfigError:
+    valid = ", ".join(sorted(name for family in vision_families() for name in family.names))
+    return ConfigError(
+        f"unknown image processor {', '.join(map(repr, names)) or 'without a name'}; "
+        f"set `vision_family` or `image_processor` to one of {valid}"
+    )
