@@ -30,7 +30,7 @@ def load_by_class(folder: Path) -> Any:
         return found.from_pretrained(str(folder))
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     kind = type(tokenizer)
     if kind.__module__.partition(".")[0] == "transformers":
         keep(file, {"module": kind.__module__, "name": kind.__qualname__})

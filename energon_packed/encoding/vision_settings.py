@@ -179,7 +179,7 @@ def _installed(folder: Path, values: dict[str, int], named: str | None) -> Any:
     from transformers import AutoImageProcessor
 
     try:
-        return AutoImageProcessor.from_pretrained(str(folder), **values)
+        return AutoImageProcessor.from_pretrained(str(folder), trust_remote_code=False, **values)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         if named is not None:
             return _qwen_image_processor().from_pretrained(str(folder), **values)

@@ -191,7 +191,7 @@ def test_the_written_loader_serves_another_package(written: PackResult, monkeypa
             assert [array is not None for array in arrays] == [bool(name) for name in names]
 
 
-def test_the_written_loader_is_self_contained_and_reads_bytes(written: PackResult) -> None:
+def test_the_written_loader_is_self_contained_and_reads_bytes(written: PackResult, source: Path) -> None:
     file = written.shards / ".nv-meta" / "sample_loader.py"
     imported = {
         name
@@ -211,7 +211,7 @@ def test_the_written_loader_is_self_contained_and_reads_bytes(written: PackResul
         fields = module.sample_loader(raw)
         assert fields["images"] == [[parts[name] for name in names] for names in value["images"]]
         given = [array for arrays in fields["patch_positions"] for array in arrays if array is not None]
-        assert [array.tolist() for array in given] == [np.arange(48).reshape(16, 3).tolist()] * len(given)
+        assert [array.tolist() for array in given] == [np.load(source.parent / "p.npy").tolist()] * len(given)
         assert all(module.part_filter(part) for part in parts)
 
 
