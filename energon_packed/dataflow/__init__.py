@@ -1,33 +1,58 @@
 """The training side: packs become padding-free batches.
 
-    source ──► PackSample ──Processor──► EncodedSample ──Packer──► group ──Collator──► PackedBatch
+    items ──► Distributor ──► Processor ──► EncodedSample ──► Packer ──► group ──► Collator ──► PackedBatch
 
-batch.py      PackedBatch and its forms for frameworks
-collator.py   Collator, PaddingFreeCollator
-packer.py     Packer, PoolPacker: groups while training
-dataset.py    PackedDataset: finished shards map-style
-encode.py     packs to encoded samples
-manifests.py  what the manifests of a dataset or Metadataset say
-failures.py   samples that fail to load
-state.py      loader states
-energon/      the same roles under Energon, and its loader
+batch.py          PackedBatch and its forms for frameworks
+collator.py       Collator, PaddingFreeCollator; features.py: ordinary features
+distributors/     which items a rank and worker reads; share.py: its share
+packers/          which samples share a row
+process.py        items to encoded samples; encode.py: packs to encoded samples
+torch_loader.py   DataflowLoader: the roles under torch, by worker_stream.py in each worker
+dataset.py        PackedDataset: finished shards map-style
+manifests.py      what the manifests of a dataset or Metadataset say
+failures.py       samples that fail to load
+state.py          loader states
+energon/          the same roles under Energon, and its loader
 """
 
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.dataset import PackedDataset
+from energon_packed.dataflow.distributors import (
+    Distributor,
+    EnergonDistributor,
+    Item,
+    IterableDistributor,
+    MapDistributor,
+    MixtureDistributor,
+    RankPartitioned,
+)
 from energon_packed.dataflow.energon import LoaderConfig, PackedLoader, PackedTaskEncoder, get_packed_loader
-from energon_packed.dataflow.packer import Packer, PoolPacker
+from energon_packed.dataflow.packers import Packer, PlannedPacker, PoolPacker, SequentialPacker, SimpleBatcher
+from energon_packed.dataflow.share import Share
+from energon_packed.dataflow.torch_loader import DataflowLoader
 
 __all__ = [
     "Collator",
+    "DataflowLoader",
+    "Distributor",
+    "EnergonDistributor",
+    "Item",
+    "IterableDistributor",
     "LoaderConfig",
+    "MapDistributor",
+    "MixtureDistributor",
     "PackedBatch",
     "PackedDataset",
     "PackedLoader",
     "PackedTaskEncoder",
     "Packer",
     "PaddingFreeCollator",
+    "PlannedPacker",
     "PoolPacker",
+    "RankPartitioned",
+    "SequentialPacker",
+    "Share",
+    "SimpleBatcher",
     "get_packed_loader",
 ]

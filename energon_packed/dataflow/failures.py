@@ -10,7 +10,7 @@ from typing import Any
 from energon_packed.errors import BatchError, FormatError, Reason, RecordError
 
 _log = logging.getLogger(__name__)
-_REASONS = (*(reason.value for reason in Reason), "bad_format", "bad_batch", "other")
+_REASONS = (*(reason.value for reason in Reason), "bad_format", "bad_batch", "other", "drop_last")
 
 
 class FailureLog:
@@ -24,11 +24,18 @@ class FailureLog:
         self.limit = limit
         self._last_word: Exception | None = None
         self._counts = multiprocessing.Array("q", len(_REASONS))  # of the start method that torch's workers use
+        self._dropped = multiprocessing.Array("q", len(_REASONS))
 
     @property
     def counts(self) -> dict[str, int]:
-        """Failures so far by reason; only reasons that occur."""
-        return {name: count for name, count in zip(_REASONS, self._counts[:], strict=True) if count}
+        """Failures and dropped samples so far by reason; only reasons that occur."""
+        both = zip(_REASONS, self._counts[:], self._dropped[:], strict=True)
+        return {name: failed + dropped for name, failed, dropped in both if failed + dropped}
+
+    def drop(self, reason: str) -> None:
+        """Count a sample that the settings drop: it is not held against the limit."""
+        with self._dropped.get_lock():
+            self._dropped[_REASONS.index(reason)] += 1
 
     def handle(self, error: Exception, sample: Any, sources: Any = None) -> None:
         """Energon's `global_error_handler`: count, log, and let the sample be skipped or stop.

@@ -13,7 +13,7 @@ from energon_packed.dataflow.energon.source import EnergonSource, worker_config_
 from energon_packed.dataflow.energon.task_encoder import PackedTaskEncoder
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.manifests import LoadedSplit, common_seq_len, loaded_splits, processor_for
-from energon_packed.dataflow.packer import Packer, PoolPacker
+from energon_packed.dataflow.packers import Packer, PoolPacker
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
 from energon_packed.options import make
@@ -58,8 +58,7 @@ def get_packed_loader(
     collator = collator or PaddingFreeCollator()
     if isinstance(collator, PaddingFreeCollator):
         _warn_about_padding(collator, splits)
-    if config.on_the_fly and packer is None:
-        packer = _default_packer(seq_len)
+    packer = _packer_of(packer, config, seq_len)
     failures = FailureLog(config.max_failures)
     worker_config = worker_config_of(config, failures.handle)
     task_encoder = PackedTaskEncoder(
@@ -93,7 +92,14 @@ def _limit_epoch(loader: PackedLoader, source: EnergonSource, splits: Sequence[L
     loader.epoch_steps = epoch_steps(source.config, splits, source.worker_config, dataset)
 
 
-def _default_packer(seq_len: int | None) -> Packer:
+def _packer_of(packer: Packer | None, config: LoaderConfig, seq_len: int | None) -> Packer | None:
+    if packer is not None and packer.max_patches is not None:
+        raise ConfigError(
+            "`max_patches` needs the pixels of a sample, which Energon's packing does not have; use `max_images`, or "
+            "a DataflowLoader over EnergonDistributor"
+        )
+    if packer is not None or not config.on_the_fly:
+        return packer
     if seq_len is None:
         raise ConfigError("packing on the fly needs `seq_len`: no dataset has a packing.json")
     return PoolPacker(seq_len)

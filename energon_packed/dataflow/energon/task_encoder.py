@@ -21,7 +21,7 @@ from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.energon.cookers import cook_pack
 from energon_packed.dataflow.energon.one_pass import OnePass
-from energon_packed.dataflow.packer import Packer, too_long
+from energon_packed.dataflow.packers import Packer, Sizes
 from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.errors import EnergonPackedError
 from energon_packed.flavors import PackSample
@@ -100,20 +100,21 @@ class PackedTaskEncoder(TaskEncoder):
     def select_samples_to_pack(self, samples: list[PackSample]) -> list[list[PackSample]]:
         """Group a buffer of samples by the packer; one that cannot be measured or fits no row fails alone."""
         assert self.packer is not None, "packing_buffer_size needs a packer"
-        fitting, lengths = [], []
+        fitting, sizes = [], []
         for sample in samples:
             try:
                 length = self._length(sample)
-                if self.packer.longest is not None and length > self.packer.longest:
-                    raise too_long(length, self.packer.longest)
+                images = sum(len(one.images) for one in sample.conversations())
+                if (excess := self.packer.excess(length, images, 0)) is not None:
+                    raise excess
             except EnergonPackedError as error:
                 if self.on_failure is None:
                     raise
                 self.on_failure(error, sample)
                 continue
             fitting.append(sample)
-            lengths.append(length)
-        groups = self.packer.select(np.array(lengths, dtype=np.int64)) if fitting else []
+            sizes.append((length, images, 0))
+        groups = self.packer.groups(Sizes(*np.array(sizes, dtype=np.int64).T)) if fitting else []
         return [[fitting[i] for i in group] for group in groups]
 
     @stateless

@@ -1,0 +1,141 @@
+"""Packer: which samples share a row. One required method: `select`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.errors import BatchError, ConfigError
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Sizes(NamedTuple):
+    """What the limits of a packer look at, for n buffered samples.
+
+    Attributes:
+        lengths: int64 (n,), tokens.
+        images: int64 (n,), images.
+        patches: int64 (n,), patches of these images.
+    """
+
+    lengths: Int64
+    images: Int64
+    patches: Int64
+
+
+class Packer(ABC):
+    """Groups a buffer of samples by their lengths. The base keeps the buffer and holds groups to the limits.
+
+    Attributes:
+        longest: maximum sample length in tokens that fits a row; None for no limit. Longer samples are never passed
+            to `select`.
+        buffer_size: samples that are collected before `select` is called.
+        keeps: the last group of `select` waits for more samples, until the epoch ends.
+        max_images, max_patches: limits of a group beside its tokens; a group above one is divided.
+        filter_overlong: a sample above a limit is dropped and counted; False raises.
+        drop_last: a group that the end of the epoch left incomplete is dropped.
+    """
+
+    longest: int | None = None
+    buffer_size: int = 256
+    keeps: bool = False
+    max_images: int | None = None
+    max_patches: int | None = None
+    filter_overlong: bool = False
+    drop_last: bool = False
+
+    @abstractmethod
+    def select(self, lengths: Int64) -> list[Int64]:
+        """Return groups of sample numbers; every sample is in exactly one group.
+
+        Args:
+            lengths: int64 (n,), tokens of the buffered samples.
+
+        """
+
+    def groups(self, sizes: Sizes) -> list[Int64]:
+        """`select`, with groups above `max_images` or `max_patches` divided in their order.
+
+        Raises:
+            BatchError: `select` lost or repeated a sample.
+        """
+        chosen = [np.asarray(group, dtype=np.int64) for group in self.select(sizes.lengths)]
+        chosen = [group for group in chosen if len(group)]
+        numbers = np.sort(np.concatenate(chosen)) if chosen else np.zeros(0, dtype=np.int64)
+        if not np.array_equal(numbers, np.arange(len(sizes.lengths))):
+            raise BatchError(
+                f"{type(self).__name__}.select returned {len(numbers)} sample numbers for {len(sizes.lengths)} "
+                "samples; every sample must be in exactly one group"
+            )
+        if self.max_images is None and self.max_patches is None:
+            return chosen
+        return [part for group in chosen for part in self._within_limits(group, sizes)]
+
+    def steps(self, items: int) -> int | None:
+        """Rows made of `items` items, where their number alone tells; None otherwise."""
+        return None
+
+    def identity(self) -> dict[str, Any]:
+        """Class and settings, for loader states."""
+        plain = {n.lstrip("_"): v for n, v in vars(self).items() if isinstance(v, int | float | str | dict | None)}
+        return {"packer": type(self).__name__, **plain}
+
+    def excess(self, tokens: int, images: int, patches: int) -> BatchError | None:
+        """Why a sample fits no row, or None."""
+        if self.longest is not None and tokens > self.longest:
+            return too_long(tokens, self.longest)
+        for name, value, limit in (("images", images, self.max_images), ("patches", patches, self.max_patches)):
+            if limit is not None and value > limit:
+                return BatchError(
+                    f"a sample has {value} {name}, more than `max_{name}` {limit} of a row; raise it, or set "
+                    "`filter_overlong=True` to drop such samples"
+                )
+        return None
+
+    def _within_limits(self, group: Int64, sizes: Sizes) -> list[Int64]:
+        parts: list[list[int]] = [[]]
+        images = patches = 0
+        for number in group.tolist():
+            images, patches = images + int(sizes.images[number]), patches + int(sizes.patches[number])
+            above = (self.max_images is not None and images > self.max_images) or (
+                self.max_patches is not None and patches > self.max_patches
+            )
+            if above and parts[-1]:
+                parts.append([])
+                images, patches = int(sizes.images[number]), int(sizes.patches[number])
+            parts[-1].append(number)
+        return [np.array(part, dtype=np.int64) for part in parts]
+
+
+def check_positive(**values: int | None) -> None:
+    """Refuse numbers below 1.
+
+    Raises:
+        ConfigError: it names the argument.
+    """
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"`{name}` is {value!r}; it must be an integer of at least 1")
+
+
+def in_order(lengths: Sequence[int] | Int64, capacity: int, max_samples: int | None = None) -> list[Int64]:
+    """Groups of consecutive samples, each of at most `capacity` tokens and `max_samples` samples."""
+    groups: list[list[int]] = [[]]
+    room = capacity
+    for number, length in enumerate(np.asarray(lengths).tolist()):
+        if groups[-1] and (length > room or len(groups[-1]) == max_samples):
+            groups.append([])
+            room = capacity
+        groups[-1].append(number)
+        room -= length
+    return [np.array(group, dtype=np.int64) for group in groups if group]
+
+
+def too_long(length: int, longest: int) -> BatchError:
+    """Error for a sample that does not fit a row."""
+    return BatchError(
+        f"a sample of {length} tokens does not fit a row of {longest}; raise `seq_len`, or pack with this `seq_len`"
+    )

@@ -1,0 +1,95 @@
+"""PackBuffer: the samples that a packer holds, and the rows that it made of them."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from energon_packed.dataflow.packers.base import Packer, Sizes
+from energon_packed.encoding import EncodedSample
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One item that waits for its row.
+
+    Attributes:
+        key: of the item, to read it again.
+        number: of the item in its share.
+        samples: what it was encoded to.
+    """
+
+    key: Any
+    number: int
+    samples: list[EncodedSample]
+
+    def size(self) -> tuple[int, int, int]:
+        """(tokens, images, patches)."""
+        grids = [one.image_grid_thw for one in self.samples if one.image_grid_thw is not None]
+        images = sum(len(grid) for grid in grids)
+        return sum(map(len, self.samples)), images, sum(int(grid.prod(dim=1).sum()) for grid in grids)
+
+
+class PackBuffer:
+    """Collects samples, and gives rows when its packer makes some.
+
+    Attributes:
+        waiting: samples without a row.
+        ready: rows that no batch was made of yet.
+    """
+
+    def __init__(self, packer: Packer, on_drop: Callable[[Held, Exception | None], None]) -> None:
+        """Args:
+        packer: groups the samples.
+        on_drop: called with a sample that fits no row (and why), or is part of a dropped last group (and None).
+        """
+        self.packer = packer
+        self.waiting: list[Held] = []
+        self.ready: deque[list[Held]] = deque()
+        self._on_drop = on_drop
+
+    def push(self, held: Held) -> None:
+        """Take a sample.
+
+        Raises:
+            BatchError: it fits no row, where `on_drop` raises.
+        """
+        if (excess := self.packer.excess(*held.size())) is not None:
+            self._on_drop(held, excess)
+            return
+        self.waiting.append(held)
+        if len(self.waiting) >= self.packer.buffer_size:
+            self._form(final=False)
+
+    def flush(self) -> None:
+        """Make rows of everything that waits: the epoch ended."""
+        if self.waiting and self.packer.drop_last and len(self.waiting) < self.packer.buffer_size:
+            for held in self.waiting:
+                self._on_drop(held, None)
+            self.waiting = []
+        if self.waiting:
+            self._form(final=True)
+
+    def pop(self) -> list[Held] | None:
+        """The next row, or None."""
+        return self.ready.popleft() if self.ready else None
+
+    def _form(self, *, final: bool) -> None:
+        sizes = np.array([held.size() for held in self.waiting], dtype=np.int64).T
+        groups = [[self.waiting[i] for i in group] for group in self.packer.groups(Sizes(*sizes))]
+        self.waiting = groups.pop() if self.packer.keeps and not final else []
+        self.ready += groups
+
+    def state(self) -> dict[str, Any]:
+        """Keys and numbers of what it holds."""
+        return {"ready": [_refs(group) for group in self.ready], "waiting": _refs(self.waiting)}
+
+    def held(self) -> list[Held]:
+        """Everything it holds."""
+        return [held for group in self.ready for held in group] + self.waiting
+
+
+def _refs(group: Iterable[Held]) -> list[list[Any]]:
+    return [[held.number, held.key] for held in group]

@@ -1,0 +1,56 @@
+"""From the items of a distributor to encoded samples: the Processor's place in a dataflow."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from energon_packed.dataflow.encode import encode_pack
+from energon_packed.dataflow.features import from_features, is_features
+from energon_packed.encoding import EncodedSample, Processor
+from energon_packed.errors import EnergonPackedError, RecordError, Reject
+from energon_packed.flavors import PackSample
+from energon_packed.records import Conversation, normalize
+
+Encoded = list[EncodedSample] | EnergonPackedError
+
+
+def encode_items(values: Sequence[Any], processor: Processor) -> list[Encoded]:
+    """The encoded samples of each value, or why it cannot be used.
+
+    EncodedSamples, lists of them and features (`{"input_ids", ...}`) pass through; packs of any flavor are encoded
+    sample by sample; records of a known shape become conversations; everything else goes to `processor.encode`.
+
+    Args:
+        values: what distributors give; a Reject stands for a record that could not be read.
+        processor: encodes conversations, all of these together.
+    """
+    found: list[Any] = [_without_processor(value) for value in values]
+    talks = [place for place, one in enumerate(found) if isinstance(one, Conversation)]
+    encoded = processor.encode_many([found[place] for place in talks]) if talks else []
+    for place, one in zip(talks, encoded, strict=True):
+        found[place] = RecordError.of(one) if isinstance(one, Reject) else [one]
+    return [_rest(one, processor) for one in found]
+
+
+def _without_processor(value: Any) -> Any:
+    """What needs no processor, a Conversation, or the value itself."""
+    if isinstance(value, EncodedSample):
+        return [value]
+    if isinstance(value, Reject):
+        return RecordError.of(value)
+    if isinstance(value, list) and all(isinstance(one, EncodedSample) for one in value):
+        return value
+    try:
+        if is_features(value):
+            return [from_features(value)]
+        return normalize(dict(value)) if isinstance(value, Mapping) else value
+    except EnergonPackedError as error:
+        return error
+
+
+def _rest(value: Any, processor: Processor) -> Encoded:
+    if isinstance(value, list | EnergonPackedError):
+        return value
+    try:
+        return encode_pack(value, processor) if isinstance(value, PackSample) else [processor.encode(value)]
+    except EnergonPackedError as error:
+        return error

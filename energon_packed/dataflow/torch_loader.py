@@ -1,0 +1,289 @@
+"""DataflowLoader: the four roles under torch's DataLoader, with exact resume."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
+from energon_packed.dataflow.distributors.base import Distributor
+from energon_packed.dataflow.failures import FailureLog
+from energon_packed.dataflow.packers import Packer, PlannedPacker, SimpleBatcher
+from energon_packed.dataflow.share import Share, place_of
+from energon_packed.dataflow.state import check_state
+from energon_packed.dataflow.worker_stream import Roles, Step, WorkerStream
+from energon_packed.encoding import Processor, StoredTokens
+from energon_packed.errors import BatchError, ConfigError, EnergonPackedError
+from energon_packed.options import make
+
+DATAFLOW_VERSION = 1
+"""Version of the states of `DataflowLoader`."""
+_log = logging.getLogger(__name__)
+_REFUSED = {
+    "collate_fn": "pass a `collator`",
+    "sampler": "the distributor decides the order",
+    "batch_sampler": "the packer decides the batches",
+    "shuffle": "set it on the distributor",
+    "dataset": "pass it to a distributor, such as MapDistributor(dataset)",
+}
+_TORCH = (
+    "persistent_workers",
+    "pin_memory",
+    "prefetch_factor",
+    "timeout",
+    "multiprocessing_context",
+    "worker_init_fn",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of `DataflowLoader`; see there."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    seed: int = 0
+    max_failures: int = 0
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "max_failures"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"`{name}` is {getattr(self, name)}; it must be at least 0")
+
+
+class DataflowLoader(torch.utils.data.DataLoader[Any]):
+    """Wires a Distributor, a Processor, a Packer and a Collator, once in every worker process.
+
+        loader = DataflowLoader(MapDistributor(dataset), packer=PoolPacker(4096), num_workers=2)
+        for batch in loader:                            # one epoch of PackedBatch; iterate again for the next
+            ...
+        state = loader.state_dict()                     # exact at every step
+
+    Iterating again after a break resumes behind the last batch; after a complete epoch the next one begins.
+
+    Args:
+        distributor: the items of every rank and worker.
+        processor: encodes conversations and records; by default data must be tokenized.
+        packer: which samples share a row; by default every item is a row (PlannedPacker).
+        collator: makes the batch; by default PaddingFreeCollator.
+        batch_size: items in one batch, in place of a packer: builds a SimpleBatcher.
+        num_workers: worker processes; 0 loads in this one.
+        options: `rank` and `world_size`, data-parallel place, by default from torch.distributed; `seed`;
+            `max_failures`, samples of this rank that may fail to load; `drop_last`, with `batch_size`; and these of
+            torch's DataLoader: `persistent_workers`, `pin_memory`, `prefetch_factor`, `timeout`,
+            `multiprocessing_context`, `worker_init_fn`.
+
+    Attributes:
+        failures: samples that failed or were dropped, by reason.
+
+    Raises:
+        ConfigError: options that are unknown or contradict each other; the message says what to drop.
+    """
+
+    def __init__(
+        self,
+        distributor: Distributor,
+        processor: Processor | None = None,
+        packer: Packer | None = None,
+        collator: Collator | None = None,
+        *,
+        batch_size: int | None = None,
+        num_workers: int = 0,
+        **options: Any,
+    ) -> None:
+        _refuse_contradictions(distributor, packer, batch_size, options)
+        of_torch = {name: options.pop(name) for name in _TORCH if name in options}
+        settings = make(Settings, options, what="option")
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
+            raise ConfigError(f"`num_workers` is {num_workers!r}; it must be an integer of at least 0")
+        if batch_size is not None:
+            packer = SimpleBatcher(batch_size, drop_last=settings.drop_last)
+        self.failures = FailureLog(settings.max_failures)
+        self._roles = Roles(
+            distributor,
+            processor or StoredTokens(),
+            packer or PlannedPacker(),
+            collator or PaddingFreeCollator(),
+            self.failures,
+        )
+        rank, world_size = place_of(settings.rank, settings.world_size)
+        self._share = Share(rank=rank, world_size=world_size, num_workers=max(1, num_workers), seed=settings.seed)
+        self._epoch = self._steps = self._next_worker = self._empty_epochs = 0
+        self._states: list[str | None] = [None] * self._share.num_workers
+        super().__init__(
+            _Streams(self._roles, self._share),
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=_unchanged,
+            **_corrected(of_torch, num_workers),
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """The batches of the current epoch that were not given yet.
+
+        Raises:
+            ConfigError: two epochs in succession have no batch.
+        """
+        if self._steps:
+            self._iterator = None  # workers begin anew, at the state
+        self.dataset.begin(self._epoch, self._next_worker, self._states)  # type: ignore[attr-defined]
+        for step in super().__iter__():
+            if isinstance(step, Exception):
+                self._iterator = None
+                raise step
+            self._states[step.worker] = step.state
+            self._next_worker = (step.worker + 1) % self._share.num_workers
+            if step.batch is not None:
+                self._steps += 1
+                self._handed_out(step)
+                yield step.batch
+            else:
+                self._handed_out(step)
+        self._end_epoch()
+
+    def __len__(self) -> int:
+        """Batches of this rank in one epoch, where the distributor and the packer know.
+
+        Raises:
+            TypeError: they do not.
+        """
+        total = 0
+        for worker in range(self._share.num_workers):
+            count = self._roles.distributor.count(self._share_of(worker))
+            steps = None if count is None else self._roles.packer.steps(count)
+            if steps is None:
+                raise TypeError("the number of batches is not known in advance: count steps, or plan the packs")
+            total += steps
+        return total
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that the next batch belongs to, from 0."""
+        return self._epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """State behind the last batch that was handed out, in plain types.
+
+        Raises:
+            BatchError: samples are held that the distributor cannot read again.
+        """
+        workers = [None if state is None else json.loads(state) for state in self._states]
+        for state in workers:
+            if isinstance(state, str):
+                raise BatchError(state)
+        place = {"epoch": self._epoch, "steps": self._steps, "next_worker": self._next_worker, "workers": workers}
+        return self._identity() | place
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue behind the batch at which `state` was saved; call it before iterating.
+
+        Raises:
+            BatchError: the state is of other data or settings; the message names what differs.
+        """
+        check_state(state, DATAFLOW_VERSION, self._identity())
+        self._epoch, self._steps, self._next_worker = state["epoch"], state["steps"], state["next_worker"]
+        self._states = [None if one is None else json.dumps(one) for one in state["workers"]]
+        self._iterator = None
+
+    def _share_of(self, worker: int) -> Share:
+        return replace(self._share, worker=worker, epoch=self._epoch)
+
+    def _identity(self) -> dict[str, Any]:
+        share = self._share
+        own = {
+            "version": DATAFLOW_VERSION,
+            "world_size": share.world_size,
+            "rank": share.rank,
+            "num_workers": self.num_workers,
+            "seed": share.seed,
+        }
+        inner = {f"distributor_{name}": value for name, value in self._roles.distributor.identity().items()}
+        return own | inner | {f"packer_{name}": value for name, value in self._roles.packer.identity().items()}
+
+    def _handed_out(self, step: Step) -> None:
+        """A step was received."""
+
+    def _end_epoch(self) -> None:
+        self._empty_epochs = 0 if self._steps else self._empty_epochs + 1
+        if self._empty_epochs:
+            share = self._share
+            message = (
+                f"rank {share.rank} of {share.world_size} has no item in epoch {self._epoch}: there are fewer items "
+                "than ranks and workers, or all were dropped; use fewer of them, or more data"
+            )
+            if self._empty_epochs > 1:
+                raise ConfigError(message)
+            _log.warning("%s", message)
+        self._epoch += 1
+        self._steps = self._next_worker = 0
+        self._states = [None] * self._share.num_workers
+
+
+class _Streams(torch.utils.data.IterableDataset[Any]):
+    """What torch's DataLoader iterates: in each worker, the steps of its share."""
+
+    def __init__(self, roles: Roles, share: Share) -> None:
+        self.roles = roles
+        self.share = share
+        self._epoch = torch.zeros(1, dtype=torch.int64)
+        torch.Tensor.share_memory_(self._epoch)  # type: ignore[no-untyped-call]  # seen by persistent workers
+        self._start: tuple[int, int, list[str | None]] = (0, 0, [])
+
+    def begin(self, epoch: int, next_worker: int, states: list[str | None]) -> None:
+        """Set where the next iteration begins; only workers that start now see the states."""
+        self._epoch[0] = epoch
+        self._start = (epoch, next_worker, list(states))
+
+    def __iter__(self) -> Iterator[Step | Exception]:
+        info = torch.utils.data.get_worker_info()
+        epoch = int(self._epoch[0])
+        of, next_worker, states = self._start
+        physical = 0 if info is None else info.id
+        # torch takes the first batch from worker 0: the worker whose turn it is must be that one.
+        worker = (physical + next_worker) % self.share.num_workers if of == epoch else physical
+        saved = states[worker] if of == epoch else None
+        share = replace(self.share, worker=worker, epoch=epoch)
+        try:
+            yield from WorkerStream(self.roles, share, None if saved is None else json.loads(saved))
+        except EnergonPackedError as error:  # torch would turn it into a traceback
+            yield error
+
+
+def _refuse_contradictions(
+    distributor: Any, packer: Packer | None, batch_size: int | None, options: dict[str, Any]
+) -> None:
+    for name, remedy in _REFUSED.items():
+        if options.get(name) is not None:
+            raise ConfigError(f"drop `{name}`: {remedy}")
+    if not isinstance(distributor, Distributor):
+        raise ConfigError(
+            f"`distributor` is a {type(distributor).__name__}; pass a Distributor, such as MapDistributor(data) for "
+            "what has a length, or IterableDistributor(data)"
+        )
+    if batch_size is not None and packer is not None:
+        raise ConfigError(
+            f"`batch_size` {batch_size} and {type(packer).__name__} both decide what shares a row; drop one of them"
+        )
+    if options.get("drop_last") and batch_size is None:
+        raise ConfigError("`drop_last` belongs to `batch_size`; drop it, as packers give everything")
+
+
+def _corrected(of_torch: dict[str, Any], num_workers: int) -> dict[str, Any]:
+    """Options of torch's DataLoader, without those that need workers where there are none."""
+    if num_workers:
+        return of_torch
+    if of_torch.get("persistent_workers"):
+        _log.warning("`persistent_workers` needs `num_workers` of at least 1; it is set to False")
+        of_torch = {**of_torch, "persistent_workers": False}
+    for name in ("prefetch_factor", "multiprocessing_context"):
+        if of_torch.get(name) is not None:
+            raise ConfigError(f"`{name}` needs worker processes; drop it, or set `num_workers` to at least 1")
+    return of_torch
+
+
+def _unchanged(step: Any) -> Any:
+    return step

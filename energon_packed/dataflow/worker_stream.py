@@ -1,0 +1,176 @@
+"""WorkerStream: the four roles of one share, from any point of its epoch on.
+
+    Distributor ──items──► Processor ──samples──► PackBuffer ──groups──► Collator ──► Step(batch, state behind it)
+
+A state names what the packer holds by the keys of its items, and where the distributor continues. Items that were
+read and encoded ahead are in neither: they are read again.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from energon_packed.dataflow.collator import Collator
+from energon_packed.dataflow.distributors.base import Distributor, Item
+from energon_packed.dataflow.failures import FailureLog
+from energon_packed.dataflow.packers.base import Packer
+from energon_packed.dataflow.packers.buffer import Held, PackBuffer
+from energon_packed.dataflow.process import Encoded, encode_items
+from energon_packed.dataflow.share import Share
+from energon_packed.encoding import Processor
+from energon_packed.errors import BatchError, EnergonPackedError
+
+
+class Roles(NamedTuple):
+    """What a dataflow is made of."""
+
+    distributor: Distributor
+    processor: Processor
+    packer: Packer
+    collator: Collator
+    failures: FailureLog
+
+
+class Step(NamedTuple):
+    """What a worker hands to the main process.
+
+    Attributes:
+        worker: number of the worker in its rank.
+        batch: of the collator; None at the end of the epoch.
+        state: of the worker behind this batch, JSON; a text that says why, where it cannot be saved.
+        items: numbers of the items in the batch.
+        dropped: numbers of the items that were used up without a batch since the last step.
+    """
+
+    worker: int
+    batch: Any
+    state: str
+    items: list[int]
+    dropped: list[int]
+
+
+class WorkerStream:
+    """The steps of one share.
+
+    Args:
+        roles: of the dataflow.
+        share: rank, worker, epoch and seed.
+        state: of an earlier stream of the same share; None begins the epoch.
+    """
+
+    def __init__(self, roles: Roles, share: Share, state: dict[str, Any] | None = None) -> None:
+        self.roles = roles
+        self.share = share
+        state = state or {"cursor": 0, "number": 0, "last": -1, "ended": False, "ready": [], "waiting": []}
+        self._cursor: Any = state["cursor"]
+        self._number = int(state["number"])
+        self._last = int(state["last"])  # the highest number in a batch
+        self._ended = bool(state["ended"])
+        self._dropped: list[int] = []
+        self._rest: Iterator[Item] | None = None
+        self._buffer = PackBuffer(roles.packer, self._drop)
+        self._saved = state
+
+    def __iter__(self) -> Iterator[Step]:
+        self._restore_buffer()
+        while True:
+            while (group := self._buffer.pop()) is not None:
+                yield self._step(group)
+            if self._ended:
+                break
+            for item, encoded in self._items():
+                self._cursor, self._number = item.cursor, item.number + 1
+                self._push(item, encoded)
+                while (group := self._buffer.pop()) is not None:
+                    yield self._step(group)
+            self._ended = True
+            self._buffer.flush()
+            if not self._buffer.ready:
+                break
+        yield self._step([])
+
+    def state(self) -> dict[str, Any]:
+        """Where a new stream continues, in plain types.
+
+        Raises:
+            BatchError: samples are held out of order, and the distributor cannot read them again.
+        """
+        held = [one.number for one in self._buffer.held()]
+        if held and min(held) < self._last and not self.roles.distributor.can_seek:
+            raise BatchError(
+                f"the state cannot be saved: {type(self.roles.packer).__name__} holds samples out of order, and "
+                f"{type(self.roles.distributor).__name__} cannot read them again; use SequentialPacker or "
+                "SimpleBatcher, or a source that can be read again (a function that returns an iterator, a dataset)"
+            )
+        place = {"cursor": self._cursor, "number": self._number, "last": self._last, "ended": self._ended}
+        return place | self._buffer.state()
+
+    def _step(self, group: list[Held]) -> Step:
+        """A batch of a group; without one, what the end of the epoch dropped."""
+        samples = [sample for held in group for sample in held.samples]
+        batch = self.roles.collator.collate(samples) if group else None
+        numbers = [held.number for held in group]
+        self._last = max([self._last, *numbers])
+        dropped, self._dropped = self._dropped, []
+        try:
+            state = json.dumps(self.state())
+        except BatchError as error:  # raised where the state is asked for
+            state = json.dumps(str(error))
+        return Step(self.share.worker, batch, state, numbers, dropped)
+
+    def _items(self) -> Iterator[tuple[Item, Encoded]]:
+        """Items with what they were encoded to, `read_ahead` of them together."""
+        stream = self._rest or self.roles.distributor.read(self.share, self._cursor, self._number)
+        while items := list(islice(stream, self.roles.distributor.read_ahead)):
+            yield from zip(items, encode_items([one.value for one in items], self.roles.processor), strict=True)
+
+    def _push(self, item: Item, encoded: Encoded) -> None:
+        if isinstance(encoded, EnergonPackedError):
+            self.roles.failures.handle(encoded, item.value)
+            self._dropped.append(item.number)
+        elif encoded:
+            self._buffer.push(Held(item.key, item.number, encoded))
+        else:
+            self._dropped.append(item.number)
+
+    def _drop(self, held: Held, error: Exception | None) -> None:
+        """A sample that fits no row, or is part of a dropped last batch."""
+        if error is None:
+            self.roles.failures.drop("drop_last")
+        elif self.roles.packer.filter_overlong:
+            self.roles.failures.drop("overlong")
+        else:
+            self.roles.failures.handle(error, {"__key__": held.samples[0].id})
+        self._dropped.append(held.number)
+
+    def _restore_buffer(self) -> None:
+        """Read and encode again what the packer held."""
+        saved = [*self._saved["ready"], self._saved["waiting"]]
+        refs = [ref for group in saved for ref in group]
+        if not refs:
+            return
+        distributor, numbers = self.roles.distributor, [number for number, _ in refs]
+        if distributor.can_seek:
+            values = distributor.again(self.share, [key for _, key in refs])
+            self._fill(saved, dict(zip(numbers, values, strict=True)))
+            return
+        first = min(numbers)  # nothing behind it is in a batch: the stream begins there
+        stream = distributor.read(self.share, first, first)
+        items = list(islice(stream, self._number - first))
+        if len(items) < self._number - first:
+            raise BatchError(f"the stream ended before item {self._number - 1}, which the saved state names")
+        self._fill(saved, {item.number: item.value for item in items if item.number in set(numbers)})
+        self._rest = stream
+
+    def _fill(self, saved: list[Any], values: dict[int, Any]) -> None:
+        keys = {number: key for group in saved for number, key in group}
+        encoded = encode_items(list(values.values()), self.roles.processor)
+        held = {}
+        for number, one in zip(values, encoded, strict=True):
+            if isinstance(one, EnergonPackedError):
+                raise BatchError(f"item {number} of the saved state cannot be encoded any more: {one}")
+            held[number] = Held(keys[number], number, one)
+        groups = [[held[number] for number, _ in group] for group in saved]
+        self._buffer.waiting = groups.pop()
+        self._buffer.ready.extend(groups)
