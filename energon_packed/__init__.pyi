@@ -25,6 +25,7 @@ from .encoding import ChatEncoder as ChatEncoder
 from .encoding import EncodedSample as EncodedSample
 from .encoding import Measurement as Measurement
 from .encoding import Processor as Processor
+from .encoding import SampleSource as SampleSource
 from .encoding import VisionFamily as VisionFamily
 from .encoding import register_vision as register_vision
 from .errors import BatchError as BatchError

@@ -1,12 +1,12 @@
 """PackedBatch: one row of concatenated sub-samples, with conversions for training frameworks."""
 
-from dataclasses import fields
+from dataclasses import field, fields
 from typing import Any
 
 import torch
 from megatron.energon import Batch, edataclass
 
-from energon_packed.encoding import IGNORE_INDEX
+from energon_packed.encoding import IGNORE_INDEX, EncodedSample, SampleSource
 from energon_packed.errors import BatchError
 
 
@@ -35,6 +35,8 @@ class PackedBatch(Batch):
         image_grid_thw: int64 (images, 3), or None.
         patch_positions: int64 (patches, 3), or None.
         ids: names of the S sub-samples.
+        sources: data set and subflavors of each sub-sample, None where they are not known.
+        num_images: images of each sub-sample.
     """
 
     input_ids: torch.Tensor
@@ -49,6 +51,8 @@ class PackedBatch(Batch):
     pixel_values: torch.Tensor | None = None
     image_grid_thw: torch.Tensor | None = None
     patch_positions: torch.Tensor | None = None
+    sources: list[SampleSource | None] = field(default_factory=list)
+    num_images: list[int] = field(default_factory=list)
 
     @property
     def num_samples(self) -> int:
@@ -71,7 +75,7 @@ class PackedBatch(Batch):
         The loss that Transformers computes from `labels` weights all targets equally; with another `loss_weighting`,
         use `batch.loss(model(...).logits)`.
         """
-        bounds = self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
+        bounds = self._bounds()
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids,
             "labels": self.labels,
@@ -93,11 +97,63 @@ class PackedBatch(Batch):
         Args:
             logits: (1, T, vocabulary), model output for this row.
         """
+        losses, weights = self._losses(logits)
+        return (losses * weights).sum() / weights.sum()
+
+    def loss_by_source(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As `loss`, over the sub-samples of each data set alone: a scalar for each name in `sources`.
+
+        Sub-samples without a source are under "unknown"; a data set without a target in this row is missing.
+        """
+        losses, weights = self._losses(logits)
+        names = ["unknown" if source is None else source.dataset for source in self.sources]
+        places = torch.tensor([sorted(set(names)).index(name) for name in names], device=losses.device)
+        bounds = self._bounds()[: len(names) + 1].to(losses.device).long()
+        of_token = torch.repeat_interleave(places, bounds.diff())[1:]  # the target at t + 1
+        losses, weights = losses[: len(of_token)], weights[: len(of_token)]
+        totals = losses.new_zeros(len(set(names))).index_add(0, of_token, losses * weights)
+        counts = weights.new_zeros(len(set(names))).index_add(0, of_token, weights)
+        return {name: totals[i] / counts[i] for i, name in enumerate(sorted(set(names))) if counts[i] > 0}
+
+    def split(self) -> list[EncodedSample]:
+        """The S sub-samples again, without padding: the inverse of collating.
+
+        Pixels are views of the row. The label of a first token is -100, as it is never a target.
+        """
+        starts, lengths = self._bounds().tolist(), self.cu_seqlens.diff().tolist()
+        found, image, patch = [], 0, 0
+        for number, ident in enumerate(self.ids):
+            row = slice(starts[number], starts[number] + lengths[number])
+            images = slice(image, image + self.num_images[number])
+            grid = None if self.image_grid_thw is None or images.start == images.stop else self.image_grid_thw[images]
+            patches = slice(patch, patch + (0 if grid is None else int(grid.prod(dim=1).sum())))
+            image, patch = images.stop, patches.stop
+            pixels, positions = self.pixel_values, self.patch_positions
+            found.append(
+                EncodedSample(
+                    id=ident,
+                    input_ids=self.input_ids[0, row].numpy(),
+                    labels=self.labels[0, row].numpy(),
+                    pixel_values=None if grid is None or pixels is None else pixels[patches],
+                    image_grid_thw=grid,
+                    position_ids=self.position_ids[1:, 0, row].numpy() if self.position_ids.ndim == 3 else None,
+                    patch_positions=None if grid is None or positions is None else positions[patches].numpy(),
+                    source=self.sources[number],
+                )
+            )
+        return found
+
+    def _bounds(self) -> torch.Tensor:
+        """Where segments begin and end in the row, padding included."""
+        return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
+
+    def _losses(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cross entropy and weight of the targets at 1..T-1, each (T-1,)."""
         targets, weights = self.labels[0, 1:], self.loss_mask[0, 1:].to(logits.device)
         losses = torch.nn.functional.cross_entropy(
             logits[0, :-1].float(), targets.to(logits.device), ignore_index=IGNORE_INDEX, reduction="none"
         )
-        return (losses * weights).sum() / weights.sum()
+        return losses, weights
 
     def megatron_inputs(self) -> dict[str, Any]:
         """Arguments for Megatron, with labels and loss mask shifted within each sub-sample; the same on every stage.
@@ -139,7 +195,7 @@ class PackedBatch(Batch):
             raise BatchError(
                 "packed_seq_params requires megatron-core; run pip install 'energon-packed[megatron]'"
             ) from error
-        known = {field.name for field in fields(PackedSeqParams)}
+        known = {one.name for one in fields(PackedSeqParams)}
         return PackedSeqParams(
             **({"total_tokens": self.input_ids.shape[1]} if "total_tokens" in known else {}),
             qkv_format="thd",

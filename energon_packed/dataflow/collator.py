@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from energon_packed.dataflow.batch import PackedBatch
+from energon_packed.dataflow.features import from_features, is_features
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.encoding.image_patches import ImagePatches, empty
 from energon_packed.errors import BatchError, ConfigError
@@ -33,13 +34,16 @@ class Collator(ABC):
     def __call__(self, features: Sequence[Any]) -> Any:
         """Entry point for torch's `collate_fn` and the `data_collator` of transformers.Trainer.
 
-        Packs of a `PackedDataset` are returned as the dict of `transformers_inputs()`, samples as a PackedBatch.
+        Packs of a `PackedDataset` and features are returned as the dict of `transformers_inputs()`, samples as a
+        PackedBatch.
 
         Raises:
             BatchError: as `collate`, or the dict cannot represent the collator's loss weights.
         """
         if features and isinstance(features[0], list):
             return self.collate([sample for pack in features for sample in pack]).transformers_inputs()
+        if features and is_features(features[0]):
+            return self.collate([from_features(feature) for feature in features]).transformers_inputs()
         return self.collate(features)
 
 
@@ -86,8 +90,12 @@ class PaddingFreeCollator(Collator):
         self.pad_token_id = pad_token_id
 
     def __call__(self, features: Sequence[Any]) -> Any:
-        """As in Collator; packs require `loss_weighting` 'token', as the stock Trainer ignores `loss_mask`."""
-        if self.loss_weighting != "token" and features and isinstance(features[0], list):
+        """As in Collator; packs and features require `loss_weighting` 'token', as Trainer ignores `loss_mask`.
+
+        Features are `{"input_ids", "labels"}` as lists, arrays or tensors, as for Transformers'
+        `DataCollatorWithFlattening`; without labels, all tokens but the first are targets.
+        """
+        if self.loss_weighting != "token" and features and isinstance(features[0], list | dict):
             raise BatchError(
                 f"`loss_weighting` is {self.loss_weighting!r}, but a model's own loss ignores loss_mask; use "
                 "collate() and batch.loss(logits) in the training step, or set `loss_weighting` to 'token'"
@@ -149,6 +157,8 @@ class PaddingFreeCollator(Collator):
                 [None if s.patch_positions is None else torch.from_numpy(s.patch_positions) for s in samples]
             ),
             ids=[sample.id for sample in samples],
+            sources=[sample.source for sample in samples],
+            num_images=[0 if s.image_grid_thw is None else len(s.image_grid_thw) for s in samples],
         )
 
     def _weights(self, labels: npt.NDArray[np.int64], bounds: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:

@@ -9,7 +9,7 @@ import torch
 
 from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.manifests import LoadedSplit, processor_for
-from energon_packed.encoding import EncodedSample, Processor
+from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.shards.reader import ShardReader
@@ -49,6 +49,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         found = LoadedSplit.of_folder(path, split)
         self.encoder = processor_for([found], encoder, check=check_encoder)
         self.check_lengths = check_lengths
+        self.source = SampleSource(str(found.path), {})
         self.reader = ShardReader(shards_in_split(found.path, split))
         self._recorded_codec = codec_for(found.manifest.sample_class) if found.manifest else None
 
@@ -64,7 +65,8 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"pack {index} is not among the {len(self)} packs")
-        return encode_pack(self.sample(index % len(self)), self.encoder, check_lengths=self.check_lengths)
+        pack = self.sample(index % len(self))
+        return encode_pack(pack, self.encoder, check_lengths=self.check_lengths, source=self.source)
 
     def sample(self, index: int) -> PackSample:
         """The pack as its flavor, not encoded."""

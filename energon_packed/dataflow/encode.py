@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from energon_packed.encoding import EncodedSample, Processor
+from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.errors import EnergonPackedError, FormatError, RecordError, Reject
 from energon_packed.flavors import PackSample
 from energon_packed.formats import StoredSample
@@ -15,6 +15,7 @@ def encode_pack(
     *,
     check_lengths: bool = True,
     on_failure: Callable[[Exception, Any], None] | None = None,
+    source: SampleSource | None = None,
 ) -> list[EncodedSample]:
     """The encoded sub-samples of a pack, in order.
 
@@ -24,25 +25,34 @@ def encode_pack(
         check_lengths: refuse a sample whose length differs from the recorded one.
         on_failure: called with the error and the pack when a sample cannot be encoded; when it returns, that sample
             is skipped and the others stay. None raises.
+        source: of all samples; by default what Energon says of the pack.
 
     Raises:
         RecordError, FormatError: a sample that cannot be encoded, without `on_failure`.
     """
+    source = source or _source_of(pack)
     if (row := pack.token_row()) is not None:
         try:
-            return encoder.encode_row(row.ids, row.input_ids, row.labels, row.cu_seqlens)
+            found_row = encoder.encode_row(row.ids, row.input_ids, row.labels, row.cu_seqlens)
+            return [one.of(source) for one in found_row]
         except EnergonPackedError:  # find the sample, one by one
             pass
     encoded = []
     samples = pack.stored_samples()
     for sample, found in zip(samples, encoder.encode_many([one.conversation for one in samples]), strict=True):
         try:
-            encoded.append(checked_sample(sample, found, pack.__key__, check_lengths=check_lengths))
+            one = checked_sample(sample, found, pack.__key__, check_lengths=check_lengths)
+            encoded.append(one.of(source))
         except EnergonPackedError as error:  # one bad sample costs one sample, not its pack
             if on_failure is None:
                 raise
             on_failure(error, pack)
     return encoded
+
+
+def _source_of(pack: PackSample) -> SampleSource | None:
+    infos = pack.__sources__
+    return SampleSource(str(infos[0].dataset_path), dict(pack.__subflavors__ or {})) if infos else None
 
 
 def checked_sample(

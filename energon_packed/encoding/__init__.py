@@ -14,7 +14,7 @@ stored_tokens.py  data that is tokenized already
 
 from energon_packed.encoding.chat import ChatEncoder
 from energon_packed.encoding.processor import Measurement, Processor
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, SampleSource
 from energon_packed.encoding.stored_tokens import StoredTokens
 from energon_packed.encoding.vision import VisionFamily, register_vision
 from energon_packed.encoding.vision_settings import load_vision
@@ -25,6 +25,7 @@ __all__ = [
     "EncodedSample",
     "Measurement",
     "Processor",
+    "SampleSource",
     "StoredTokens",
     "VisionFamily",
     "load_vision",

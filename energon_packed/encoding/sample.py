@@ -1,7 +1,7 @@
 """EncodedSample: the model inputs of one sample, before collation into a row."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,18 @@ IGNORE_INDEX = -100
 
 
 _PIXEL_VALUES = PixelValues()
+
+
+class SampleSource(NamedTuple):
+    """Where a sample comes from.
+
+    Attributes:
+        dataset: path of the data set or file.
+        subflavors: what a Metadataset or dataset.yaml says of it.
+    """
+
+    dataset: str
+    subflavors: dict[str, Any]
 
 
 def targets_per_sample(labels: npt.NDArray[np.int64], cu_seqlens: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
@@ -47,6 +59,7 @@ class EncodedSample:
         image_grid_thw: int64 (images, 3), patches of each image in time, height and width, or None.
         position_ids: int64 (3, L), M-RoPE positions in t, h and w, or None if the model uses 0..L-1.
         patch_positions: int64 (patches, 3), position of each patch as (t, h, w), or None.
+        source: data set that it comes from, or None.
     """
 
     input_ids: npt.NDArray[np.int64]
@@ -57,6 +70,7 @@ class EncodedSample:
     image_grid_thw: "torch.Tensor | None" = None
     position_ids: npt.NDArray[np.int64] | None = None
     patch_positions: npt.NDArray[np.int64] | None = None
+    source: SampleSource | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -71,6 +85,10 @@ class EncodedSample:
     def num_supervised(self) -> int:
         """Number of targets, as `targets_per_sample` counts them."""
         return int(targets_per_sample(self.labels, np.array([0, len(self)]))[0])
+
+    def of(self, source: SampleSource | None) -> "EncodedSample":
+        """The same sample with its `source`; pixels are not touched."""
+        return replace(self, pixel_values=self.held_pixels, source=source)
 
     def truncated(self, max_length: int) -> "EncodedSample":
         """Truncate to the first `max_length` tokens; return the sample itself if it is short enough.
