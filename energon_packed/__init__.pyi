@@ -1,5 +1,6 @@
 # The public names, in one list: loaded when they are first used, so that importing the package costs nothing.
 from .dataflow import Collator as Collator
+from .dataflow import DataflowConfig as DataflowConfig
 from .dataflow import DataflowLoader as DataflowLoader
 from .dataflow import Distributor as Distributor
 from .dataflow import EnergonDistributor as EnergonDistributor
@@ -10,10 +11,12 @@ from .dataflow import MapDistributor as MapDistributor
 from .dataflow import MixtureDistributor as MixtureDistributor
 from .dataflow import PackedBatch as PackedBatch
 from .dataflow import PackedDataset as PackedDataset
+from .dataflow import PackedIterableDataset as PackedIterableDataset
 from .dataflow import PackedLoader as PackedLoader
 from .dataflow import PackedTaskEncoder as PackedTaskEncoder
 from .dataflow import Packer as Packer
 from .dataflow import PaddingFreeCollator as PaddingFreeCollator
+from .dataflow import PlannedDataset as PlannedDataset
 from .dataflow import PlannedPacker as PlannedPacker
 from .dataflow import PoolPacker as PoolPacker
 from .dataflow import RankPartitioned as RankPartitioned
@@ -21,6 +24,7 @@ from .dataflow import SequentialPacker as SequentialPacker
 from .dataflow import Share as Share
 from .dataflow import SimpleBatcher as SimpleBatcher
 from .dataflow import get_packed_loader as get_packed_loader
+from .dataflow import plan_in_memory as plan_in_memory
 from .encoding import ChatEncoder as ChatEncoder
 from .encoding import EncodedSample as EncodedSample
 from .encoding import Measurement as Measurement

@@ -1,6 +1,5 @@
 """Click options, config files and error texts from declared options: nothing about an option is written twice."""
 
-import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -9,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 
 from energon_packed.errors import ConfigError
 from energon_packed.options import Declaration, declared
+from energon_packed.pipeline.config_file import read_config
 
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 MESSAGES = "Messages"
@@ -86,7 +85,7 @@ def collect(given: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
         ConfigError: the config file is not a mapping of option names.
     """
     file = given.pop("config", None)
-    values: dict[str, Any] = _read_config(file, cls) if file is not None else {}
+    values: dict[str, Any] = read_config(file, cls) if file is not None else {}
     for one in declared(cls):
         value = given.get(one.name)
         if value is not None:
@@ -150,27 +149,3 @@ def _help(one: Declaration) -> str:
     if one.is_required or one.needed:
         return f"{one.help} [required]"
     return f"{one.help} [default: {default}]" if default else one.help
-
-
-def _read_config(file: Path, cls: type[Any]) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(file.read_bytes())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must be a mapping of option names to values, such as `seq_len`: 4096")
-    by_name = {one.name: one for one in declared(cls)}
-    by_flag = {flag.lstrip("-"): one for one in by_name.values() for part in one.flags for flag in part.split("/")}
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        one = by_name.get(str(key).replace("-", "_")) or by_flag.get(str(key).replace("_", "-"))
-        if one is None:
-            close = difflib.get_close_matches(str(key).replace("-", "_"), by_name, 1)
-            hint = f"did you mean {close[0]}?" if close else "energon-packed pack --help lists the options"
-            raise ConfigError(f"{file}: unknown option {key!r}; {hint}")
-        if one.is_flag and not isinstance(value, bool):
-            raise ConfigError(f"{file}: {key} is {value!r}; it must be true or false")
-        if one.is_flag and one.name != str(key).replace("-", "_") and str(key).startswith(("no-", "no_")):
-            value = not value
-        out[one.name] = one.parse(value) if one.parse and isinstance(value, str) else value
-    return out

@@ -8,6 +8,9 @@ distributors/     which items a rank and worker reads; share.py: its share
 packers/          which samples share a row
 process.py        items to encoded samples; encode.py: packs to encoded samples
 torch_loader.py   DataflowLoader: the roles under torch, by worker_stream.py in each worker
+config.py         DataflowConfig: raw records, for the next two
+packed_iterable.py  PackedIterableDataset: packed on the fly
+planned_dataset.py  plan_in_memory: planned at start, map-style
 dataset.py        PackedDataset: finished shards map-style
 manifests.py      what the manifests of a dataset or Metadataset say
 failures.py       samples that fail to load
@@ -17,6 +20,7 @@ energon/          the same roles under Energon, and its loader
 
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
+from energon_packed.dataflow.config import DataflowConfig
 from energon_packed.dataflow.dataset import PackedDataset
 from energon_packed.dataflow.distributors import (
     Distributor,
@@ -28,12 +32,15 @@ from energon_packed.dataflow.distributors import (
     RankPartitioned,
 )
 from energon_packed.dataflow.energon import LoaderConfig, PackedLoader, PackedTaskEncoder, get_packed_loader
+from energon_packed.dataflow.packed_iterable import PackedIterableDataset
 from energon_packed.dataflow.packers import Packer, PlannedPacker, PoolPacker, SequentialPacker, SimpleBatcher
+from energon_packed.dataflow.planned_dataset import PlannedDataset, plan_in_memory
 from energon_packed.dataflow.share import Share
 from energon_packed.dataflow.torch_loader import DataflowLoader
 
 __all__ = [
     "Collator",
+    "DataflowConfig",
     "DataflowLoader",
     "Distributor",
     "EnergonDistributor",
@@ -44,10 +51,12 @@ __all__ = [
     "MixtureDistributor",
     "PackedBatch",
     "PackedDataset",
+    "PackedIterableDataset",
     "PackedLoader",
     "PackedTaskEncoder",
     "Packer",
     "PaddingFreeCollator",
+    "PlannedDataset",
     "PlannedPacker",
     "PoolPacker",
     "RankPartitioned",
@@ -55,4 +64,5 @@ __all__ = [
     "Share",
     "SimpleBatcher",
     "get_packed_loader",
+    "plan_in_memory",
 ]

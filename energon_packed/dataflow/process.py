@@ -1,14 +1,22 @@
 """From the items of a distributor to encoded samples: the Processor's place in a dataflow."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.features import from_features, is_features
-from energon_packed.encoding import EncodedSample, Processor
+from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.errors import EnergonPackedError, RecordError, Reject
 from energon_packed.flavors import PackSample
 from energon_packed.records import Conversation, normalize
+
+
+class Sourced(NamedTuple):
+    """A value with the data set that it comes from."""
+
+    value: Any
+    source: SampleSource
+
 
 Encoded = list[EncodedSample] | EnergonPackedError
 
@@ -23,12 +31,16 @@ def encode_items(values: Sequence[Any], processor: Processor) -> list[Encoded]:
         values: what distributors give; a Reject stands for a record that could not be read.
         processor: encodes conversations, all of these together.
     """
-    found: list[Any] = [_without_processor(value) for value in values]
+    found: list[Any] = [_without_processor(one.value if isinstance(one, Sourced) else one) for one in values]
     talks = [place for place, one in enumerate(found) if isinstance(one, Conversation)]
     encoded = processor.encode_many([found[place] for place in talks]) if talks else []
     for place, one in zip(talks, encoded, strict=True):
         found[place] = RecordError.of(one) if isinstance(one, Reject) else [one]
-    return [_rest(one, processor) for one in found]
+    done = [_rest(one, processor) for one in found]
+    return [
+        [sample.of(value.source) for sample in one] if isinstance(value, Sourced) and isinstance(one, list) else one
+        for value, one in zip(values, done, strict=True)
+    ]
 
 
 def _without_processor(value: Any) -> Any:

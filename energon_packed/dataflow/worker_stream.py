@@ -16,10 +16,10 @@ from energon_packed.dataflow.distributors.base import Distributor, Item
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.packers.base import Packer
 from energon_packed.dataflow.packers.buffer import Held, PackBuffer
-from energon_packed.dataflow.process import Encoded, encode_items
+from energon_packed.dataflow.process import Encoded, Sourced, encode_items
 from energon_packed.dataflow.share import Share
 from energon_packed.encoding import Processor
-from energon_packed.errors import BatchError, EnergonPackedError
+from energon_packed.errors import BY_CHOICE, BatchError, EnergonPackedError, RecordError
 
 
 class Roles(NamedTuple):
@@ -126,8 +126,11 @@ class WorkerStream:
             yield from zip(items, encode_items([one.value for one in items], self.roles.processor), strict=True)
 
     def _push(self, item: Item, encoded: Encoded) -> None:
-        if isinstance(encoded, EnergonPackedError):
-            self.roles.failures.handle(encoded, item.value)
+        if isinstance(encoded, RecordError) and encoded.reason in BY_CHOICE:
+            self.roles.failures.drop(encoded.reason.value)
+            self._dropped.append(item.number)
+        elif isinstance(encoded, EnergonPackedError):
+            self.roles.failures.handle(encoded, {"__key__": _name(item)})
             self._dropped.append(item.number)
         elif encoded:
             self._buffer.push(Held(item.key, item.number, encoded))
@@ -174,3 +177,14 @@ class WorkerStream:
         groups = [[held[number] for number, _ in group] for group in saved]
         self._buffer.waiting = groups.pop()
         self._buffer.ready.extend(groups)
+
+
+def _name(item: Item) -> str:
+    """What names an item in messages: its id, its data set, or its number."""
+    value, of = (
+        (item.value.value, f" of {item.value.source.dataset}") if isinstance(item.value, Sourced) else (item.value, "")
+    )
+    ident = (
+        value.get("id") if isinstance(value, dict) else getattr(value, "id", None) or getattr(value, "__key__", None)
+    )
+    return f"{ident or f'item {item.number}'}{of}"

@@ -1,5 +1,7 @@
 """PoolPacker: the offline planner over a buffer of samples."""
 
+import re
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +11,8 @@ from energon_packed.packing import pack_lengths
 
 class PoolPacker(Packer):
     """Collects `pool_size` samples, packs them by best fit, and keeps the emptiest row for the next round.
+
+    With algorithm `window_N`, windows of N samples are packed on their own, as offline: pool_size is N.
 
     Args:
         max_tokens: tokens per row.
@@ -42,6 +46,8 @@ class PoolPacker(Packer):
         self.buffer_size = pool_size
         self.max_images, self.max_patches = max_images, max_patches
         self.filter_overlong = filter_overlong
+        if window := re.fullmatch(r"window_(\d+)", algorithm):
+            self.buffer_size, self.keeps = int(window[1]), False
         self._options = {"algorithm": algorithm, "max_samples": max_samples, "multiple": multiple}
 
     def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:

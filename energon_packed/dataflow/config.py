@@ -1,0 +1,150 @@
+"""DataflowConfig: raw records to batches, from Python or the YAML of `pack --config`."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from energon_packed.dataflow.packers import Packer, PoolPacker, SequentialPacker
+from energon_packed.encoding import StoredTokens
+from energon_packed.errors import ConfigError, SourceError
+from energon_packed.options import make, option
+from energon_packed.pipeline.config_file import read_config
+from energon_packed.pipeline.options import IMAGES, INPUT, PACKING, RUN, InputOptions, PackOptions
+from energon_packed.pipeline.parse import parse_seq_len
+from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.training_names import translated
+
+_STRATEGY_OF = {"bfd": "best_fit", "ffd": "first_fit", "best": "best_fit"}
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataflowConfig(InputOptions):
+    """What `PackedIterableDataset` streams and `plan_in_memory` plans.
+
+        DataflowConfig(dataset_path="data.jsonl", packing_length=4096, processor_config="TOKENIZER_DIR")
+        DataflowConfig.from_yaml("pack.yaml")
+
+    The names of `pack` are taken as well: `inputs`, `sources`, `seq_len`, `algorithm`, `tokenizer`, `image_root`,
+    `map`, `adapter`, `seed` and others of reading and tokenizing.
+
+    Attributes:
+        dataset_path: a path, a list of paths, a list of sources with settings of their own (`path`, `weight`,
+            `image_root`, `map`, ...), or a YAML file with such a list.
+        dataset_format: container that every input must have, such as `jsonl` or `parquet`; `auto` takes any.
+        packing: False gives every sample a row of its own.
+        packing_length: tokens in one row.
+        packing_strategy: `first_fit`, `best_fit`, `window_N` (sorted by length and packed within windows of N
+            samples), `sequential`, `pool_N` (best fit over a buffer of N). Streaming `first_fit` and `best_fit` use a
+            buffer of 256 samples; `plan_in_memory` uses all, and windows for `pool_N`.
+        filter_overlong: samples longer than a row are dropped and counted; False raises.
+        shuffle: a new seeded order every epoch.
+        processor_config: folder of the tokenizer, or a mapping of `tokenizer`, `processor`, `image_processor`,
+            `factor`, `min_pixels`, `max_pixels`, `loss_on`. Without one, records must be tokenized.
+        streaming: `make_dataset` streams; False plans in memory.
+        max_images, max_patches: limits of a row; None for none.
+        max_failures: records of a rank that may be rejected before the run stops.
+        work_dir: folder for measurements and converted copies, kept for the next run; by default a temporary one.
+
+    Raises:
+        ConfigError: an invalid value, or two names with different values.
+    """
+
+    dataset_path: Any = option(None, help="Input.", group=INPUT, flags=())
+    dataset_format: str = option(AUTO, help="Container of every input.", group=INPUT, flags=())
+    packing: bool = option(True, help="False: a row for each sample.", group=PACKING, flags=())
+    packing_length: int | None = option(
+        None, help="Tokens in one row.", group=PACKING, flags=(), parse=parse_seq_len, minimum=1
+    )
+    seq_len: int | None = option(
+        None, help="Tokens in one row.", group=PACKING, flags=(), parse=parse_seq_len, minimum=1
+    )
+    packing_strategy: str | None = option(None, help="Packer.", group=PACKING, flags=())
+    filter_overlong: bool = option(True, help="Drop and count, or raise.", group=PACKING, flags=())
+    shuffle: bool = option(True, help="A new order every epoch.", group=PACKING, flags=())
+    processor_config: Any = option(None, help="Tokenizer and image settings.", group=IMAGES, flags=())
+    streaming: bool = option(True, help="Stream, or plan in memory.", group=RUN, flags=())
+    max_images: int | None = option(None, help="Images in one row.", group=PACKING, flags=(), minimum=1)
+    max_patches: int | None = option(None, help="Patches in one row.", group=PACKING, flags=(), minimum=1)
+    max_failures: int = option(1000, help="Records that may be rejected.", group=RUN, flags=(), minimum=0)
+    work_dir: Path | None = option(None, help="Folder for measurements.", group=RUN, flags=())
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in ("dataset_path", "packing_length", "processor_config")}
+        given["packing_strategy"] = self.packing_strategy
+        defaults = {one.name: one.default for one in fields(self)}
+        for name, value in translated(given).items():
+            own = getattr(self, name)
+            if own != defaults[name] and own and str(own) != str(value):
+                raise ConfigError(f"`{name}` {own!r} and its other name, {value!r}, differ; give one of them")
+            object.__setattr__(self, name, value)
+        if self.packing_strategy is None:
+            object.__setattr__(self, "packing_strategy", _STRATEGY_OF.get(self.algorithm, self.algorithm))
+        if self.tokenizer is None and self.encoder is None:
+            object.__setattr__(self, "encoder", StoredTokens())
+        if self.seq_len is None:
+            raise ConfigError("`packing_length` (or `seq_len`) must be given: tokens in one row")
+        super().__post_init__()
+        object.__setattr__(self, "packing_length", self.seq_len)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "DataflowConfig":
+        """The config in a YAML file, the same that `pack --config` takes; options for writing shards are not used.
+
+        Raises:
+            ConfigError: it cannot be read, or has an unknown option.
+        """
+        values = read_config(Path(path), cls, PackOptions, also=("overlong",))
+        overlong = values.pop("overlong", None)
+        if overlong is None:
+            return make(cls, values)
+        if overlong not in ("drop", "error"):
+            raise ConfigError(f"{path}: `overlong` is {overlong!r}; while training, use drop or error")
+        return make(cls, values | {"filter_overlong": overlong == "drop"})
+
+    def packer(self) -> Packer:
+        """What groups a stream of samples.
+
+        Raises:
+            ConfigError: a strategy or limit that is invalid.
+        """
+        limits: dict[str, Any] = {"max_images": self.max_images, "max_patches": self.max_patches}
+        limits |= {"filter_overlong": self.filter_overlong, "multiple": self.pad_multiple}
+        length, strategy = self.row_length, str(self.packing_strategy)
+        if not self.packing:
+            return SequentialPacker(length, max_samples=1, **limits)
+        if strategy == "sequential":
+            return SequentialPacker(length, max_samples=self.max_samples_per_pack, **limits)
+        if strategy.startswith("pool_"):
+            limits["pool_size"] = int(strategy.removeprefix("pool_"))
+        algorithm = "bfd" if "pool_size" in limits else self.algorithm
+        return PoolPacker(length, algorithm=algorithm, max_samples=self.max_samples_per_pack, **limits)
+
+    @property
+    def row_length(self) -> int:
+        """Tokens in one row."""
+        assert self.seq_len is not None
+        return self.seq_len
+
+    def check_format(self, reader: RecordReader) -> None:
+        """Hold the inputs to `dataset_format`.
+
+        Raises:
+            ConfigError: there is no such container.
+            SourceError: an input has another one.
+        """
+        from energon_packed.sources.registry import SOURCES
+
+        wanted = self.dataset_format.replace("_", "").lower()
+        if wanted == AUTO:
+            return
+        known = sorted({_format_of(kind) for kind in SOURCES})
+        if wanted not in known:
+            raise ConfigError(f"`dataset_format` is {self.dataset_format!r}; use auto, {', '.join(known)}")
+        for source in reader.sources:
+            if (found := _format_of(type(source))) != wanted:
+                raise SourceError(f"{source.path} is {found}, and `dataset_format` is {wanted}; use auto, or name it")
+
+
+def _format_of(kind: type[Any]) -> str:
+    return kind.__name__.removesuffix("Source").removeprefix("Compressed").lower()

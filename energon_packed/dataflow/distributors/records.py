@@ -1,0 +1,86 @@
+"""RecordDistributor: the records of every source that `pack` reads, as conversations, in constant memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from energon_packed.dataflow.distributors.base import Distributor, Item
+from energon_packed.dataflow.process import Sourced
+from energon_packed.dataflow.share import Share, shuffled
+from energon_packed.encoding import SampleSource
+from energon_packed.errors import RecordError
+from energon_packed.pipeline.reader import RecordReader
+from energon_packed.sources import Row
+
+_PARTS_PER_SHARE = 4
+
+
+class RecordDistributor(Distributor):
+    """Deals chunks of the sources (ranges of bytes or rows) to shares, and reads the records of each in order.
+
+    Args:
+        reader: of the sources, as every stage of `pack` uses it.
+        shuffle: chunks in a new seeded order every epoch, and the records of each chunk too; one chunk is held in
+            memory, of at most `chunk_limits` of its source (4 MiB of JSONL, 512 rows of Parquet).
+        fingerprint: of what is read, for loader states.
+    """
+
+    read_ahead = 64
+
+    def __init__(self, reader: RecordReader, *, shuffle: bool = True, fingerprint: str = "") -> None:
+        self.reader = reader
+        self.shuffle = shuffle
+        self.fingerprint = fingerprint
+
+    def items(self, share: Share, start: Any) -> Iterator[Item]:
+        """Conversations; a cursor is [place of the chunk, rows used of it, number]."""
+        place, used, number = start or (0, 0, 0)
+        mine = self._mine(share)
+        for at in range(place, len(mine)):
+            part, (source, first, stop) = mine[at]
+            rows = enumerate(self._rows(share, part, source, first, stop))
+            for row_number, row in rows:
+                if at == place and row_number < used:
+                    continue
+                key, cursor = [source, row.address, row.size], [at, row_number + 1, number + 1]
+                yield Item(number, self._value(source, row), key=key, cursor=cursor)
+                number += 1
+
+    def again(self, share: Share, keys: Sequence[Any]) -> list[Any]:
+        """By source and address."""
+        return [self._value(source, self.reader.sources[source].read(address, size)) for source, address, size in keys]
+
+    def identity(self) -> dict[str, Any]:
+        """Fingerprint of the data, and the order."""
+        return super().identity() | {"content": self.fingerprint, "shuffle": self.shuffle}
+
+    def _value(self, source: int, row: Row) -> Sourced:
+        of = SampleSource(str(self.reader.sources[source].path), {})
+        try:
+            talk = self.reader.conversation(source, row)
+        except RecordError as error:
+            return Sourced(error.reject, of)
+        return Sourced(replace(talk, id=self.reader.default_id(source, row.address)) if talk.id is None else talk, of)
+
+    def _mine(self, share: Share) -> list[tuple[int, tuple[int, int, int]]]:
+        """(number, (source, start, stop)) of every chunk of a share, in order."""
+        parts = self._parts(share.count)
+        order = shuffled(len(parts), share, shuffle=self.shuffle)[share.index :: share.count]
+        return [(int(number), parts[number]) for number in order]
+
+    def _parts(self, shares: int) -> list[tuple[int, int, int]]:
+        """Chunks of all sources, divided further where there are few for so many shares."""
+        chunks = [(n, *edges) for n, source in enumerate(self.reader.sources) for edges in source.chunks()]
+        pieces = -(-_PARTS_PER_SHARE * shares // max(1, len(chunks)))
+        return [
+            (source, start + (stop - start) * piece // pieces, start + (stop - start) * (piece + 1) // pieces)
+            for source, start, stop in chunks
+            for piece in range(pieces)
+        ]
+
+    def _rows(self, share: Share, part: int, source: int, start: int, stop: int) -> Iterator[Row]:
+        rows = self.reader.sources[source].scan(start, stop)
+        if not self.shuffle:
+            return rows
+        held = list(rows)
+        return iter([held[row] for row in shuffled(len(held), share, part, 1)])

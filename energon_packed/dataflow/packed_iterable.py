@@ -1,0 +1,84 @@
+"""PackedIterableDataset: raw records, packed on the fly in constant memory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from energon_packed.dataflow.batch import PackedBatch
+from energon_packed.dataflow.collator import Collator
+from energon_packed.dataflow.config import DataflowConfig
+from energon_packed.dataflow.distributors.records import RecordDistributor
+from energon_packed.dataflow.failures import FailureLog
+from energon_packed.dataflow.torch_loader import DataflowLoader
+from energon_packed.dataflow.work_folder import work_folder
+from energon_packed.pipeline.keys import make_keys
+from energon_packed.pipeline.reader import open_reader
+
+
+class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
+    """Streams the records of a config, and yields a PackedBatch for each row; every iteration is one epoch.
+
+        for batch in PackedIterableDataset(DataflowConfig.from_yaml("pack.yaml"), num_workers=4):
+            ...
+
+    Records are read in ranges, sharded over ranks and workers; memory does not grow with the data. It has worker
+    processes of its own: iterate it directly.
+
+    Args:
+        config: what is read, and how it is packed.
+        rank, world_size: data-parallel place; by default from torch.distributed.
+        num_workers: worker processes.
+        collator: makes the batch; by default PaddingFreeCollator.
+        options: other options of `DataflowLoader`, such as `order_log`.
+
+    Raises:
+        ConfigError, SourceError: as `pack`.
+    """
+
+    def __init__(
+        self,
+        config: DataflowConfig,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        num_workers: int = 0,
+        collator: Collator | None = None,
+        **options: Any,
+    ) -> None:
+        reader = open_reader(config, work_folder(config))
+        config.check_format(reader)
+        self.config = config
+        self.loader = DataflowLoader(
+            RecordDistributor(
+                reader, shuffle=config.shuffle, fingerprint=make_keys(config, reader.sources, None).input
+            ),
+            config.encoder_loader.load(),
+            config.packer(),
+            collator,
+            num_workers=num_workers,
+            rank=rank,
+            world_size=world_size,
+            **{"seed": config.seed, "max_failures": config.max_failures} | options,
+        )
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        """The rest of the current epoch.
+
+        Raises:
+            BatchError: more than `max_failures` records are rejected.
+        """
+        return iter(self.loader)
+
+    @property
+    def failures(self) -> FailureLog:
+        """Records that were rejected or dropped, by reason."""
+        return self.loader.failures
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `DataflowLoader.state_dict`."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `DataflowLoader.load_state_dict`."""
+        self.loader.load_state_dict(state)

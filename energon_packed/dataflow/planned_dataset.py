@@ -1,0 +1,171 @@
+"""`plan_in_memory`: raw records are measured and planned at start, and served map-style with a known length."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from energon_packed.dataflow.config import DataflowConfig
+from energon_packed.dataflow.packers.base import Sizes
+from energon_packed.dataflow.work_folder import work_folder
+from energon_packed.encoding import EncodedSample, SampleSource
+from energon_packed.errors import BY_CHOICE, ConfigError, Reason, RecordError, Reject, RejectLimitError
+from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
+from energon_packed.pipeline.engine import LocalEngine
+from energon_packed.pipeline.keys import digest, make_keys
+from energon_packed.pipeline.measure import MeasureStage
+from energon_packed.pipeline.progress import Progress
+from energon_packed.pipeline.reader import RecordReader, open_reader
+from energon_packed.pipeline.table import RecordRefs, RecordTable, reject_counts
+
+Int64 = npt.NDArray[np.int64]
+
+
+class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
+    """Row i of a plan, encoded when it is read: for samplers, epochs and stock trainers, as PackedDataset.
+
+    Attributes:
+        lengths: int64 (P,), tokens of each row.
+        rejects: records that are in no row, by reason.
+        seq_len: tokens that fit in a row.
+    """
+
+    def __init__(
+        self,
+        reader: RecordReader,
+        encoder: EncoderOptions | GivenEncoder,
+        refs: RecordRefs,
+        groups: list[Int64],
+        **facts: Any,
+    ) -> None:
+        """Use `plan_in_memory`.
+
+        Args:
+            reader, encoder: as the records were measured with.
+            refs: where the packed records are.
+            groups: numbers of the records in each row.
+            facts: `rejects`, `seq_len` and `fingerprint`.
+        """
+        self.rejects: dict[str, int] = facts["rejects"]
+        self.seq_len: int = facts["seq_len"]
+        self._fingerprint: str = facts["fingerprint"]
+        self._reader, self._encoder, self._refs = reader, encoder, refs
+        self._groups = np.concatenate(groups) if groups else np.zeros(0, dtype=np.int64)
+        self._offsets = np.cumsum([0, *map(len, groups)])
+        self.lengths = np.array([int(refs.length[group].sum()) for group in groups], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def utilization(self) -> float:
+        """Tokens divided by the capacity of all rows, 0 to 1."""
+        return float(self.lengths.sum() / (len(self) * self.seq_len)) if len(self) else 1.0
+
+    def fingerprint(self) -> str:
+        """Of data, encoder and plan, for loader states."""
+        return self._fingerprint
+
+    def __getitem__(self, index: int) -> list[EncodedSample]:
+        """The encoded samples of one row; negative numbers count from the end.
+
+        Raises:
+            IndexError: there is no such row.
+            RecordError: a record was changed since it was measured.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} is not among the {len(self)} rows")
+        index %= len(self)
+        rows = self._groups[self._offsets[index] : self._offsets[index + 1]]
+        refs = self._refs
+        talks, sources = [], []
+        for row in rows:
+            number = int(refs.source[row])
+            talk = self._reader.read(number, int(refs.address[row]), int(refs.size[row]))
+            if talk.id is None:
+                talk = replace(talk, id=self._reader.default_id(number, int(refs.row[row])))
+            talks.append(talk)
+            sources.append(SampleSource(str(self._reader.sources[number].path), {}))
+        found = []
+        for row, one, source in zip(rows, self._encoder.load().encode_many(talks), sources, strict=True):
+            if isinstance(one, Reject):
+                raise RecordError.of(one)
+            if len(one) != refs.length[row]:
+                raise ConfigError(
+                    f"sample {one.id} has {len(one)} tokens and was measured with {refs.length[row]}: its file "
+                    "changed after planning; plan again"
+                )
+            found.append(one.of(source))
+        return found
+
+
+def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> PlannedDataset:
+    """Measure all records of a config, plan the rows, and serve them map-style.
+
+        dataset = plan_in_memory(config)
+        loader = DataflowLoader(MapDistributor(dataset), num_workers=4)
+
+    Every rank that calls it measures; with a shared `work_dir`, what one has measured is reused.
+
+    Args:
+        config: what is read, and how it is packed.
+        progress: notified of measuring.
+
+    Raises:
+        ConfigError, SourceError: as `pack`; `max_patches`, which lengths do not tell.
+        RejectLimitError: no record can be packed, more than `max_failures` are rejected, or one is overlong.
+    """
+    if config.max_patches is not None:
+        raise ConfigError("`max_patches` needs the images of a record, which planning does not read; use `max_images`")
+    folder = work_folder(config)
+    reader = open_reader(config, folder)
+    config.check_format(reader)
+    key = make_keys(config, reader.sources, None).measure
+    table = MeasureStage(
+        folder=folder / "measure" / key[:16],
+        reader=reader,
+        encoder=config.encoder_loader,
+        engine=LocalEngine(config.processes),
+        progress=progress or Progress(),
+        counters={"measured": 0, "tokenized": 0, "reused": 0},
+        keep_tokens=False,
+    ).run()
+    usable, rejects = _usable(table, config)
+    refs = table.refs(usable)
+    lengths = refs.length.astype(np.int64)
+    sizes = Sizes(lengths, table.num_images[usable].astype(np.int64), np.zeros_like(lengths))
+    groups = config.packer().groups(sizes)
+    order = np.random.default_rng(config.seed).permutation(len(groups)) if config.shuffle else range(len(groups))
+    groups = [groups[number] for number in order]
+    plan = [config.row_length, config.seed, config.packing, config.packing_strategy, config.shuffle, len(groups)]
+    facts = {"rejects": rejects, "seq_len": config.row_length, "fingerprint": digest(key, plan)[:16]}
+    return PlannedDataset(reader, config.encoder_loader, refs, groups, **facts)
+
+
+def _usable(table: RecordTable, config: DataflowConfig) -> tuple[Int64, dict[str, int]]:
+    """Numbers of the records that fit a row, and the others by reason."""
+    rejects = reject_counts(table.status)
+    failed = sum(count for name, count in rejects.items() if name not in BY_CHOICE)
+    if failed > config.max_failures:
+        by_reason = ", ".join(f"{name} {count}" for name, count in rejects.items())
+        raise RejectLimitError(
+            f"{failed} records are rejected, more than `max_failures` {config.max_failures} ({by_reason}); fix the "
+            "data, or raise `max_failures`"
+        )
+    longest = config.packer().longest or config.row_length
+    images = config.max_images or np.iinfo(np.int64).max
+    good = table.status == 0
+    fits = good & (table.length <= longest) & (table.num_images <= images)
+    if overlong := int((good & ~fits).sum()):
+        if not config.filter_overlong:
+            first = int(table.length[good & ~fits][0])
+            raise RejectLimitError(
+                f"{overlong} records do not fit a row of {longest} tokens, the first has {first}; raise "
+                "`packing_length`, or set `filter_overlong=True` to drop them"
+            )
+        rejects[Reason.OVERLONG.value] = rejects.get(Reason.OVERLONG.value, 0) + overlong
+    if not fits.any():
+        raise RejectLimitError(f"no record can be packed ({rejects or 'the input is empty'})")
+    return np.flatnonzero(fits), rejects
