@@ -9,6 +9,7 @@ from rich.text import Text
 
 from energon_packed.cli.options import GroupedCommand, as_options
 from energon_packed.cli.output import Output, output_options
+from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.pretrained import find_pretrained
 from energon_packed.encoding.vision import ambiguous
 from energon_packed.inspection.folder import PackedFolder
@@ -46,14 +47,7 @@ def command(
     """
     opened = PackedFolder.open(folder)
     fast = fast or (opened.manifest is None and tokenizer is None)
-    folders = [find_pretrained(name) if name is not None else None for name in (tokenizer, processor)]
-    encoder = None if fast else opened.load_encoder(*folders)
-    if encoder is not None and encoder.vision is not None and encoder.vision.undecided:
-        line = (
-            f"images are not encoded again: --factor {ambiguous(encoder.vision.undecided)}; --processor DIR says which"
-        )
-        click.echo(f"note: {line}", err=output.as_json or output.quiet)
-        encoder = None
+    encoder = None if fast else _encoder(opened, tokenizer, processor, output)
     progress = output.progress()
     checks: list[Check] = []
     try:
@@ -92,6 +86,17 @@ def command(
     )
     if failed:
         sys.exit(1)
+
+
+def _encoder(opened: PackedFolder, tokenizer: str | None, processor: str | None, output: Output) -> ChatEncoder | None:
+    """What encodes the samples again; None, with a note, where the image settings have two meanings."""
+    folders = [find_pretrained(name) if name is not None else None for name in (tokenizer, processor)]
+    encoder = opened.load_encoder(*folders)
+    if encoder.vision is None or not encoder.vision.undecided:
+        return encoder
+    line = f"images are not encoded again: --factor {ambiguous(encoder.vision.undecided)}; --processor DIR says which"
+    click.echo(f"note: {line}", err=output.as_json or output.quiet)
+    return None
 
 
 def _show(check: Check, output: Output) -> None:

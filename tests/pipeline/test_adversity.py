@@ -266,7 +266,7 @@ def test_a_template_with_a_date_gives_the_same_tokens_every_day(
         ({"input_ids": [50, -7]}, "missing_field"),
         ({"input_ids": [50, 10**12]}, "missing_field"),
         ({"input_ids": [50, 51], "labels": [-100, 10**6]}, "missing_field"),
-        ({"messages": TURNS, "tools": ["f"]}, "missing_field"),
+        ({"messages": TURNS, "tools": ["f"]}, "bad_json"),
     ],
 )
 def test_what_would_fail_in_training_is_rejected_while_packing(build: Any, record: Any, reason: str) -> None:
