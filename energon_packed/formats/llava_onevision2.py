@@ -27,6 +27,8 @@ from energon_packed.records import Conversation, Message
 
 SYSTEM_IN_PROMPT = "system prompt in the first prompt"
 """Note of a conversation whose system prompt its reader finds only there."""
+TIMESTAMPS_ADDED = "fps: the reader adds timestamps to the measured length"
+"""Note of a conversation that its trainer makes longer (`_rewrap_vision_by_frame`); leave space in `seq_len`."""
 _VIDEO = "<video>"
 _READER = "the reader of layout llava-onevision2"
 
@@ -64,6 +66,8 @@ class LlavaOnevision2Codec(CaptioningCodec):
     def fitted(self, conversation: Conversation) -> Conversation:
         """The system prompt at the start of the first prompt."""
         messages = conversation.messages
+        if conversation.fps and conversation.images:
+            conversation = replace(conversation, notes=(*conversation.notes, TIMESTAMPS_ADDED))
         if messages[0].role != "system":
             return conversation
         system, first, *others = messages

@@ -9,7 +9,6 @@ from typing import Literal
 from energon_packed.errors import ConfigError
 from energon_packed.metadataset.checks import check_held_out, check_modes, check_settings, check_together
 from energon_packed.metadataset.inputs import BlendInput, Subflavor, has_split, read_input, validation_split
-from energon_packed.shards.split import dataset_folder
 
 WeightBy = Literal["samples", "packs", "tokens", "records", "equal"]
 WEIGHT_BY: tuple[WeightBy, ...] = ("samples", "packs", "tokens", "records", "equal")
@@ -126,12 +125,12 @@ def _own_subflavors(
     known = {one.path.resolve() for one in inputs}
     found = {}
     for path, values in given.items():
-        target = (Path(path) if Path(path).is_file() else dataset_folder(Path(path))).resolve()
-        if target not in known:
+        meant = [one for one in (Path(path).resolve(), (Path(path) / "webdataset").resolve()) if one in known]
+        if not meant:
             raise ConfigError(
                 f"{path} has subflavors, but is no input; inputs: {', '.join(str(i.path) for i in inputs)}"
             )
-        found[target] = values
+        found[meant[0]] = values
     return found
 
 

@@ -26,6 +26,11 @@ def check_layout(options: "InputOptions") -> None:
             f"`layout` {options.layout} is a form of {flavor}, not of `sample_class` {options.sample_class}; leave "
             "one of them out"
         )
+    if options.patch_order == "block":
+        raise ConfigError(
+            f"`patch_order` is 'block', but the reader of `layout` {options.layout} puts every .npy file into block "
+            "order itself; it needs files in row order"
+        )
     if options.loss_on != "assistant":
         raise ConfigError(
             f"`loss_on` is {options.loss_on!r}, but the reader of `layout` {options.layout} trains on every assistant "

@@ -20,6 +20,9 @@ from energon_packed.records.system import add_system
 from energon_packed.records.tools import read_tools, without_written_calls
 from energon_packed.records.turns import plain_message
 
+FPS_STORED = "fps stored, no timestamps in the text"
+"""Note of a conversation whose frames have times that the model is not told."""
+
 
 def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
     """Make a Conversation from a record.
@@ -52,18 +55,21 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
     draft.messages = [without_written_calls(m, media) if m.extra else m for m in draft.messages]
     if media.unused_fields:
         unused = tuple(sorted({*unused, *media.unused_fields}))
-    ident = record.get("id")
+    ident, fps = record.get("id"), read_number(record.get("fps"), "fps", float)
+    images = tuple(media.inline or media.images)
+    if fps and images:
+        media.notes.append(FPS_STORED)
     return Conversation(
         id=None if ident is None else str(ident),
         messages=tuple(draft.messages),
         text=draft.text,
         input_ids=draft.input_ids,
         labels=draft.labels,
-        images=tuple(media.inline or media.images),
+        images=images,
         patch_positions=tuple(references(record, ("patch_positions",), image_root)),
         tools=tools,
         video=media.is_video,
-        fps=read_number(record.get("fps"), "fps", float),
+        fps=fps,
         timestamp_decimal=read_number(record.get("timestamp_decimal"), "timestamp_decimal", int),
         unused_fields=unused,
         notes=tuple(media.notes),

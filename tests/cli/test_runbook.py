@@ -1,0 +1,194 @@
+"""A runbook of distributed offline packing, word for word: its two lines, and what used to differ silently."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from PIL import Image
+
+from energon_packed import ChatEncoder, PackedDataset, PackOptions, pack
+from energon_packed.cli.main import cli
+from energon_packed.cli.options import as_options
+from energon_packed.errors import ConfigError
+from energon_packed.metadataset import make_blend
+from energon_packed.pipeline.lock import FolderLock
+from energon_packed.shards import PackingManifest
+from tests.encoding.test_vision_settings import write_model_folder
+
+LENGTHS = (
+    "lengths --jsonl part_00.jsonl --tokenizer DIR --image-processor Qwen2_5_VLProcessor --factor 48 "
+    "--min-pixels 3136 --max-pixels 4000000 --image-root / --no-npy --output lens.txt"
+)
+PACK = (
+    "pack --jsonl part_00.jsonl --tokenizer DIR --image-processor Qwen2_5_VLProcessor --factor 48 --min-pixels 3136 "
+    "--max-pixels 4000000 --image-root / --sample-class PackedCaptioningSample --shard-prefix name_a "
+    "--output-dir out/node_a --seq-len 4096 --no-npy"
+)
+
+
+def run(line: str) -> Result:
+    result = CliRunner().invoke(cli, shlex.split(line), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(line: str) -> str:
+    """The message of a command that ends in an error."""
+    result = CliRunner().invoke(cli, shlex.split(line))
+    assert isinstance(result.exception, ConfigError), result.output
+    return as_options(str(result.exception))
+
+
+def write_records(folder: Path) -> list[dict[str, Any]]:
+    """Records with absolute image paths and, as upstream's tools add them, with patch_positions of any kind."""
+    rng = np.random.default_rng(0)
+    found: list[dict[str, Any]] = []
+    anything: list[Any] = [None, [], "", [""], ["gone.npy"], 5, {"a": 1}, [["a.npy", "b.npy", "c.npy"]], [None], True]
+    for number, positions in enumerate(anything):
+        path = folder / f"{number}.jpg"
+        Image.fromarray(rng.integers(0, 255, (100 + 60 * number, 200, 3), dtype=np.uint8)).save(path)
+        turns = [{"role": "user", "content": "<image>\nWhat?"}, {"role": "assistant", "content": f"Noise {number}."}]
+        found.append({"id": f"a:{number}", "images": [str(path)], "messages": turns, "patch_positions": positions})
+    found.append({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]})
+    (folder / "part_00.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+    return found
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_records(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("which", ["tokenizer alone", "model folder", "folder with other image settings"])
+def test_the_two_lines(node: Path, text_tokenizer_dir: Path, tokenizer_dir: Path, which: str) -> None:
+    folder = {"tokenizer alone": text_tokenizer_dir, "model folder": node / "model"}.get(which, tokenizer_dir)
+    if which == "model folder":
+        write_model_folder(
+            folder, text_tokenizer_dir, template="chat_template.json", tokenizer_class="Qwen2Tokenizer",
+            model="llava_onevision2",
+        )  # fmt: skip
+    shown = run(LENGTHS.replace("DIR", str(folder)))
+    assert "11 records (all records), 0 rejected" in shown.output
+    read = dict(re.fullmatch(r"(.+):(\d+)", line).groups() for line in Path("lens.txt").read_text().splitlines())  # type: ignore[union-attr]
+    assert list(read) == [*(f"a:{number}" for number in range(10)), "part_00:10"]
+    done = run(PACK.replace("DIR", str(folder)))
+    manifest = PackingManifest.load("out/node_a")
+    assert (manifest.sample_class, manifest.packed, manifest.seq_len) == ("PackedCaptioningSample", 11, 4096)
+    assert manifest.tokens == sum(map(int, read.values()))
+    assert sorted(path.name for path in Path("out/node_a/webdataset").glob("*.tar")) == ["name_a-000000.tar"]
+    overruled = f"image options win over {folder}: " in done.output
+    assert overruled is (which != "tokenizer alone")
+    assert ("--factor 48 is 16 x 3 or 24 x 2" in done.output) is (which != "model folder")
+    # The model folder trains on it, whichever folder was given.
+    settings = {"vision_family": "llava_onevision2", "factor": 48, "min_pixels": 3136, "max_pixels": 4_000_000}
+    encoder = ChatEncoder.from_pretrained(folder, **settings)
+    batches = list(PackedDataset("out/node_a", encoder)[number] for number in range(manifest.packs))
+    assert sum(len(sample) for samples in batches for sample in samples) == manifest.tokens
+    run("verify out/node_a --min-utilization 0.05")
+
+
+def test_a_sample_class_of_single_samples_is_packed_unless_unpacked(node: Path, text_tokenizer_dir: Path) -> None:
+    line = PACK.replace("DIR", str(text_tokenizer_dir)).replace("PackedCaptioningSample", "MultiMixQASample")
+    done = run(line)
+    assert "--sample-class MultiMixQASample names single samples; packs of them are written" in done.output
+    assert PackingManifest.load("out/node_a").sample_class == "PackedMultiMixQASample"
+    assert PackingManifest.load("out/node_a").packs == 1
+    single = run(line.replace("--sample-class MultiMixQASample", "--unpacked").replace("node_a", "node_b"))
+    assert "names single samples" not in single.output
+    manifest = PackingManifest.load("out/node_b")
+    assert (manifest.sample_class, manifest.packs) == ("MultiMixQASample", 11)
+    assert PackOptions(
+        inputs="x", output_dir="o", seq_len=8, tokenizer=text_tokenizer_dir, unpacked=True
+    ).sample_class == "MultiMixQASample"  # fmt: skip
+    for wrong in ({"sample_class": "PackedTokensSample"}, {"layout": "llava-onevision2"}):
+        with pytest.raises(ConfigError, match="`unpacked` writes MultiMixQASample, one sample a member, and `"):
+            PackOptions(inputs="x", output_dir="o", seq_len=8, tokenizer=text_tokenizer_dir, unpacked=True, **wrong)
+    with pytest.raises(ConfigError, match="`patch_order` is 'block', but the reader of `layout` llava-onevision2"):
+        PackOptions(
+            inputs="x", output_dir="o", seq_len=8, tokenizer=text_tokenizer_dir, layout="llava-onevision2",
+            patch_order="block",
+        )  # fmt: skip
+
+
+def test_what_cannot_be_listed_is_refused(node: Path, text_tokenizer_dir: Path) -> None:
+    line = LENGTHS.replace("DIR", str(text_tokenizer_dir))
+    assert "--output lists all records, and --sample measures some of them" in refused(line + " --sample 3")
+    assert "is a folder; pass the name of a text file" in refused(line.replace("lens.txt", str(node)))
+
+
+def test_status_of_a_run(node: Path, text_tokenizer_dir: Path) -> None:
+    assert "nowhere does not exist; no run has written there" in refused("pack --status -o nowhere")
+    assert not Path("nowhere").exists()
+    run(LENGTHS.replace("DIR", str(text_tokenizer_dir)) + " --output-dir out/node_a")
+    assert run("pack --status -o out/node_a").output == "out/node_a: not finished; 11 records measured\n"
+    with FolderLock(Path("out/node_a")):
+        running = run("pack --status -o out/node_a").output
+    assert re.fullmatch(r"out/node_a: running \(process \d+ on \S+\); 11 records measured\n", running)
+    run(PACK.replace("DIR", str(text_tokenizer_dir)))
+    (state,) = json.loads(run("pack --status -o out/node_a --json").stdout)["status"]
+    assert (state["stage"], state["running"], state["packs"], state["shards"]) == ("done", None, 1, 1)
+    for number in (0, 1):
+        run(f"{PACK.replace('DIR', str(text_tokenizer_dir)).replace('node_a', '{part}')} --part {number}/2")
+    assert [line.split(":")[0] for line in run("pack --status -o out/{part}").output.splitlines()] == [
+        "out/p000",
+        "out/p001",
+    ]
+
+
+def test_utilization_can_be_too_small(node: Path, text_tokenizer_dir: Path) -> None:
+    run(PACK.replace("DIR", str(text_tokenizer_dir)))
+    failed = CliRunner().invoke(cli, shlex.split("verify out/node_a --fast --min-utilization 0.95"))
+    assert failed.exit_code == 1
+    assert "✗ utilization is at least 95.00%" in failed.output
+    run(PACK.replace("DIR", str(text_tokenizer_dir)).replace("node_a", "node_b") + " --unpacked --sample-class auto")
+    message = refused("verify out/node_b --fast --min-utilization 0.95")
+    assert "holds single samples, so it has no utilization" in message
+
+
+def test_a_blend_by_records_with_typed_subflavors(tmp_path: Path, text_tokenizer_dir: Path) -> None:
+    for name, count in (("a", 6), ("b", 3)):
+        lines = [json.dumps({"text": f"Document {number} of {name}."}) for number in range(count)] + ["{broken"] * 2
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        options: dict[str, Any] = {
+            "tokenizer": text_tokenizer_dir,
+            "seq_len": 64,
+            "workers": 1,
+            "max_reject_rate": 1.0,
+        }
+        pack(tmp_path / f"{name}.jsonl", output_dir=tmp_path / name, **options)
+    a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "mix.yaml"
+    run(
+        f"metadataset {out} {a} {b} --weight-by records --subflavor augmentation=false --subflavor epoch=3 "
+        f"--subflavor rate=0.5 --subflavor 'code=\"1\"' --subflavor mode=on --subflavor zip=007 "
+        f"--input-subflavor {b} source=web --input-subflavor {b} augmentation=true"
+    )
+    entries = yaml.safe_load(out.read_text())["splits"]["train"]["blend"]
+    assert [entry["weight"] for entry in entries] == [8, 5]  # lines of the input, broken ones included
+    common = {"augmentation": False, "epoch": 3, "rate": 0.5, "code": "1", "mode": "on", "zip": "007"}
+    assert [entry["subflavors"] for entry in entries] == [common, {**common, "source": "web", "augmentation": True}]
+    with pytest.raises(ConfigError, match="c has subflavors, but is no input"):
+        (tmp_path / "c").mkdir()
+        make_blend([(a, None)], input_subflavors={tmp_path / "c": {"x": 1}})
+    (a / "webdataset" / ".nv-meta" / "packing.json").unlink()
+    with pytest.raises(ConfigError, match="has no packing.json, so its number of records is unknown; set `weight_by`"):
+        make_blend([(a, None), (b, None)], weight_by="records")
+
+
+def test_times_of_frames_are_said_to_be_stored_only(node: Path, text_tokenizer_dir: Path) -> None:
+    records = [json.loads(line) for line in Path("part_00.jsonl").read_text().splitlines()]
+    videos = [{**one, "fps": 2.0, "timestamp": {"0": "0.5"}} for one in records]
+    Path("part_00.jsonl").write_text("".join(json.dumps(one) + "\n" for one in videos))
+    done = run(PACK.replace("DIR", str(text_tokenizer_dir)))
+    assert PackingManifest.load("out/node_a").notes == {"fps stored, no timestamps in the text": 10}
+    assert "fps stored, no timestamps in the text" in done.output
+    assert PackingManifest.load("out/node_a").unused_fields == {"timestamp": 11}
+    line = PACK.replace("DIR", str(text_tokenizer_dir)).replace("node_a", "node_b") + " --layout llava-onevision2"
+    assert "fps: the reader adds timestamps to the measured length" in run(line).output
