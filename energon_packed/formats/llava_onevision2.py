@@ -24,6 +24,7 @@ from energon_packed.formats.codec import Part
 from energon_packed.formats.parts import optional, write_json, write_media
 from energon_packed.formats.sample import StoredSample
 from energon_packed.records import Conversation, Message
+from energon_packed.records.normalize import FPS_STORED
 
 SYSTEM_IN_PROMPT = "system prompt in the first prompt"
 """Note of a conversation whose system prompt its reader finds only there."""
@@ -67,7 +68,8 @@ class LlavaOnevision2Codec(CaptioningCodec):
         """The system prompt at the start of the first prompt."""
         messages = conversation.messages
         if conversation.fps and conversation.images:
-            conversation = replace(conversation, notes=(*conversation.notes, TIMESTAMPS_ADDED))
+            others = [note for note in conversation.notes if note != FPS_STORED]
+            conversation = replace(conversation, notes=(*others, TIMESTAMPS_ADDED))
         if messages[0].role != "system":
             return conversation
         system, first, *others = messages

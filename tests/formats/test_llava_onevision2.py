@@ -18,6 +18,7 @@ from PIL import Image
 from energon_packed import ChatEncoder, PackOptions, PackResult, get_packed_loader, pack
 from energon_packed.encoding.images import load_image
 from energon_packed.errors import ConfigError
+from energon_packed.formats.llava_onevision2 import TIMESTAMPS_ADDED
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import verify
 from energon_packed.records import MediaReference
@@ -110,7 +111,7 @@ def test_every_pack_has_what_the_reader_needs(written: PackResult, source: Path)
             assert value["prompts"][i] == [system + said[0], *said[2::2]]
             assert value["captions"][i] == said[1::2]
     assert seen == set(records)
-    assert written.manifest.notes == {"system prompt in the first prompt": 1}
+    assert written.manifest.notes == {"system prompt in the first prompt": 1, TIMESTAMPS_ADDED: 1}
 
 
 def test_the_tars_are_the_same_with_any_workers(
