@@ -1,104 +1,339 @@
-"""Whether a chat template only joins contents, so that its text can be joined without Jinja."""
+"""Whether a chat template only joins contents, so that its text can be joined without Jinja.
+
+The check reads the template's syntax tree, as abstract interpretation: each expression is FIXED (the same for all
+conversations with the same roles), CONTENT (a content, unchanged), TEXT (contents and fixed pieces, joined), or OTHER.
+Where only FIXED values decide which way the template goes and only the first three are printed, the text is fixed
+pieces around contents. The templates of reasoning models also look into contents, for `</think>` or for white space:
+such a look has one outcome for contents that hold none of its literals, which `Guard` tells.
+"""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from energon_packed.records import EXTRA_FIELDS
 
-_CONSTANT_TESTS = ("string", "defined", "none", "undefined")  # of a content, which is always a string
+FIXED, CONTENT, TEXT, OTHER = range(4)
+_CONSTANT_TESTS = ("string", "defined", "none", "undefined", "mapping", "iterable", "sequence", "number", "boolean")
+_NEIGHBOURS = ("previtem", "nextitem")
 
 
-def only_joins_content(source: str) -> bool:
-    """True when a template's text is fixed pieces, chosen by roles alone, around the unchanged contents of messages.
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Which contents a template only joins.
 
-    What holds for one conversation of such a template (its prefixes nest, it is not rejected) then holds for every
-    conversation with the same roles, no tools and no tool calls. The check reads the template's syntax tree and is
-    conservative: `content` may be printed, joined to other text, or tested for being a string; messages may be looped
-    over, sliced and asked for their role. Anything else, such as a filter or comparison of contents, gives False.
+    Attributes:
+        literals: what it looks for; it joins contents without any of them.
+        filled: it asks whether they are empty, and joins those that are not.
+        stripped: characters that it strips; it joins contents that neither begin nor end with one. " " is all white
+            space.
+    """
+
+    literals: tuple[str, ...] = ()
+    filled: bool = False
+    stripped: str = ""
+
+    def holds(self, contents: Iterable[str]) -> bool:
+        """Whether each content is one that the template only joins."""
+        for content in contents:
+            if not content:
+                if self.filled:
+                    return False
+                continue
+            if self.stripped and any([self._strips(content[at]) for at in (0, -1)]):
+                return False
+            for literal in self.literals:
+                if literal in content:
+                    return False
+        return True
+
+    def _strips(self, character: str) -> bool:
+        return character in self.stripped or (" " in self.stripped and character.isspace())
+
+
+def content_guard(source: str) -> Guard | None:
+    """Which contents a template only joins; None where it may change any.
+
+    What holds for one conversation of such a template (its spans, it is not rejected) then holds for every
+    conversation with the same roles, no tools and no tool calls, and contents that the guard lets pass. The check is
+    conservative: what it does not know gives None.
     """
     from jinja2 import Environment
     from jinja2.exceptions import TemplateSyntaxError
 
     try:
-        return _Purity(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)).holds()
+        return _Purity(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)).guard()
     except TemplateSyntaxError:
-        return False
+        return None
+
+
+def only_joins_content(source: str) -> bool:
+    """True when a template joins all contents, whatever they hold."""
+    return content_guard(source) == Guard()
 
 
 class _Purity:
-    """Walks a template's syntax tree for `only_joins_content`."""
+    """Walks a template's syntax tree for `content_guard`."""
 
     def __init__(self, tree: Any) -> None:
         from jinja2 import nodes
 
         self._nodes = nodes
-        # What may hand rendered text on to something that changes it.
-        blocks = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
-        self._rewriting = (*blocks, nodes.Include, nodes.Import, nodes.FromImport)
         self._tree = tree
-        loops = [loop for loop in tree.find_all(nodes.For) if self._is_messages(loop.iter)]
-        self._holders = {"messages"} | {loop.target.name for loop in loops if isinstance(loop.target, nodes.Name)}
+        self._lists = {"messages"}
+        self._holders: set[str] = set()
+        self._classes: dict[str, int] = {}  # of variables, by name: the highest of all assignments
+        self._echoes: set[str] = set()  # macros that print their first argument, where that is a string
+        self._literals: set[str] = set()
+        self._filled = False
+        self._stripped: set[str] = set()
 
-    def holds(self) -> bool:
-        return self._safe(self._tree, printed=False)
-
-    def _safe(self, node: Any, *, printed: bool = False) -> bool:
-        nodes = self._nodes
-        if isinstance(node, self._rewriting):
-            return False
-        if isinstance(node, nodes.Getattr | nodes.Getitem) and self._name_of(node) in ("previtem", "nextitem"):
-            return False  # a message by another way
-        if isinstance(node, nodes.Name):
-            return node.name not in self._holders  # a message as a whole, where no case below knows what is done to it
-        if isinstance(node, nodes.For) and self._is_messages(node.iter):
-            return node.test is None and self._all_safe((*node.body, *node.else_))
-        if isinstance(node, nodes.If) and (taken := self._branch(node)) is not None:
-            return self._all_safe(taken)
-        if isinstance(node, nodes.Output):
-            return all(self._safe(child, printed=True) for child in node.nodes)
-        if isinstance(node, nodes.Add | nodes.Concat):
-            return all(self._safe(child, printed=printed) for child in node.iter_child_nodes())
-        if isinstance(node, nodes.Test) and node.name in _CONSTANT_TESTS and self._key(node.node):
-            return True
-        if key := self._key(node):
-            return printed or key != "content"
-        if isinstance(node, nodes.Filter) and node.name in ("length", "count") and self._is_messages(node.node):
-            return True
-        return self._all_safe(node.iter_child_nodes())
-
-    def _all_safe(self, children: Iterable[Any]) -> bool:
-        return all(self._safe(child) for child in children)
-
-    def _branch(self, node: Any) -> Any:
-        """The branch that `if content is string` always takes; None for any other condition."""
-        test = node.test
-        if isinstance(test, self._nodes.Test) and test.name == "string" and self._key(test.node) == "content":
-            return node.body
+    def guard(self) -> Guard | None:
+        """The guard of the whole template."""
+        known = None
+        while known != (known := self._state()):
+            pure = self._pure(self._tree.body)
+            if self._state() == known:
+                return self._found() if pure else None
         return None
+
+    def _found(self) -> Guard:
+        return Guard(tuple(sorted(self._literals)), self._filled, "".join(sorted(self._stripped)))
+
+    def _state(self) -> tuple[Any, ...]:
+        return (dict(self._classes), set(self._lists), set(self._holders), set(self._echoes))
+
+    # --- statements ------------------------------------------------------------------------------------------------
+
+    def _pure(self, statements: Iterable[Any]) -> bool:
+        return all([self._is_pure(statement) for statement in statements])  # all of them: each may assign
+
+    def _is_pure(self, node: Any) -> bool:
+        nodes = self._nodes
+        if isinstance(node, nodes.Output):
+            return all([self._class(child) <= TEXT for child in node.nodes])
+        if isinstance(node, nodes.If):
+            return self._is_pure_if(node)
+        if isinstance(node, nodes.For):
+            return self._is_pure_loop(node)
+        if isinstance(node, nodes.Assign):
+            return self._assigns(node)
+        if isinstance(node, nodes.Macro):
+            return self._is_pure_macro(node)
+        if isinstance(node, nodes.ExprStmt):
+            return self._class(node.node) == FIXED
+        return isinstance(node, nodes.Continue | nodes.Break)
+
+    def _is_pure_if(self, node: Any) -> bool:
+        test = node.test
+        if isinstance(test, self._nodes.Test) and test.name == "string" and self._is_content(test.node):
+            return self._pure(node.body)  # a content is a string
+        decided = self._truth(test) <= CONTENT
+        return all([decided, self._pure(node.body), self._pure(node.elif_), self._pure(node.else_)])
+
+    def _is_pure_loop(self, node: Any) -> bool:
+        if node.test is not None:
+            return False
+        if self._is_messages(node.iter):
+            if not isinstance(node.target, self._nodes.Name) or node.target.name in self._classes:
+                return False
+            self._holders.add(node.target.name)
+        elif self._class(node.iter) != FIXED or self._holders & self._targets(node):
+            return False
+        return all([self._pure(node.body), self._pure(node.else_)])
+
+    def _targets(self, loop: Any) -> set[str]:
+        one = loop.target
+        return {name.name for name in ([one] if isinstance(one, self._nodes.Name) else one.find_all(self._nodes.Name))}
+
+    def _assigns(self, node: Any) -> bool:
+        if isinstance(node.target, self._nodes.NSRef):
+            name = f"{node.target.name}.{node.target.attr}"
+        elif isinstance(node.target, self._nodes.Name):
+            name = node.target.name
+        else:
+            return self._class(node.node) == FIXED  # several at once
+        if self._is_messages(node.node):
+            self._lists.add(name)
+            return name not in self._classes
+        if name in self._lists or name in self._holders:
+            return False
+        self._classes[name] = max(self._classes.get(name, FIXED), self._class(node.node))
+        return self._classes[name] <= TEXT
+
+    def _is_pure_macro(self, node: Any) -> bool:
+        """Whether it prints fixed text for fixed arguments; a macro that echoes a string is noted."""
+        names = [argument.name for argument in node.args]
+        outer = {name: self._classes.pop(name) for name in names if name in self._classes}
+        shadowed = any(name in self._holders or name in self._lists for name in names)
+        texts = [child for output in node.find_all(self._nodes.Output) for child in output.nodes]
+        pure = not shadowed and self._pure(node.body) and all(self._class(child) == FIXED for child in texts)
+        for name in names:
+            self._classes.pop(name, None)
+        self._classes |= outer
+        if pure and self._is_echo(node):
+            self._echoes.add(node.name)
+        return pure
+
+    def _is_echo(self, macro: Any) -> bool:
+        """Whether it is `{% if x is string %}{{ x }}` and something else for what is no string."""
+        nodes = self._nodes
+        body = [one for one in macro.body if not self._is_blank(one)]
+        if len(body) != 1 or not isinstance(body[0], nodes.If) or not macro.args:
+            return False
+        name, test = macro.args[0].name, body[0].test
+        shown = [child for one in body[0].body if not self._is_blank(one) for child in getattr(one, "nodes", [None])]
+        is_string = isinstance(test, nodes.Test) and test.name == "string"
+        return is_string and [self._named(one) for one in (test.node, *shown)] == [name, name]
+
+    def _is_blank(self, node: Any) -> bool:
+        nodes = self._nodes
+        return isinstance(node, nodes.Output) and all(
+            isinstance(child, nodes.TemplateData) and not child.data for child in node.nodes
+        )
+
+    def _named(self, node: Any) -> str | None:
+        return node.name if isinstance(node, self._nodes.Name) else None
+
+    # --- expressions -----------------------------------------------------------------------------------------------
+
+    def _truth(self, node: Any) -> int:
+        """The class of a value that only decides: a message is never empty, a content is not where `filled` holds."""
+        if self._is_message(node) or self._is_messages(node):
+            return FIXED
+        found = self._class(node)
+        self._filled |= found == CONTENT
+        return found
+
+    def _class(self, node: Any) -> int:
+        nodes = self._nodes
+        if isinstance(node, nodes.Name):
+            bare = node.name in self._holders or node.name in self._lists
+            full = any(key.startswith(f"{node.name}.") and found for key, found in self._classes.items())
+            return OTHER if bare or full else self._classes.get(node.name, FIXED)
+        if isinstance(node, nodes.Add | nodes.Concat):
+            classes = [self._class(child) for child in node.iter_child_nodes()]
+            return FIXED if not any(classes) else TEXT if max(classes) <= TEXT else OTHER
+        if isinstance(node, nodes.And | nodes.Or):
+            classes = [self._truth(node.left), self._truth(node.right)]
+            return max(classes) if max(classes) <= CONTENT else OTHER
+        if isinstance(node, nodes.Not):
+            return FIXED if self._truth(node.node) <= CONTENT else OTHER
+        if isinstance(node, nodes.CondExpr):
+            branches = [self._class(one) for one in (node.expr1, node.expr2) if one is not None]
+            return max(branches) if self._truth(node.test) <= CONTENT else OTHER
+        if isinstance(node, nodes.Getattr | nodes.Getitem):
+            return self._class_of_item(node)
+        if isinstance(node, nodes.Compare) and (found := self._class_of_search(node)) is not None:
+            return found
+        if isinstance(node, nodes.Test) and node.name in _CONSTANT_TESTS and self._class(node.node) == CONTENT:
+            return FIXED
+        if isinstance(node, nodes.Filter) and (found := self._class_of_filter(node)) is not None:
+            return found
+        if isinstance(node, nodes.Call) and (found := self._class_of_call(node)) is not None:
+            return found
+        return FIXED if not any([self._class(child) for child in node.iter_child_nodes()]) else OTHER
+
+    def _is_content(self, node: Any) -> bool:
+        """`message.content`; a variable may hold something else at times."""
+        items = self._nodes.Getattr | self._nodes.Getitem
+        return isinstance(node, items) and self._name_of(node) == "content" and self._is_message(node.node)
+
+    def _class_of_item(self, node: Any) -> int:
+        """Of `message.content`, `content.split('x')[-1]`, `loop.index0` and the like."""
+        nodes = self._nodes
+        key = self._name_of(node)
+        if key in ("role", "content", *EXTRA_FIELDS) and self._is_message(node.node):
+            return CONTENT if key == "content" else FIXED
+        if key in _NEIGHBOURS:
+            return OTHER
+        owner = node.node
+        if f"{self._named(owner)}.{key}" in self._classes:
+            return self._classes[f"{self._named(owner)}.{key}"]
+        if key in (0, -1) and isinstance(owner, nodes.Call) and self._method(owner) == "split":
+            literal = self._literal(owner)
+            if literal and self._class(owner.node.node) == CONTENT:
+                self._literals.add(literal)
+                return CONTENT
+        return FIXED if not any([self._class(child) for child in node.iter_child_nodes()]) else OTHER
+
+    def _class_of_search(self, node: Any) -> int | None:
+        """Of `'x' in content` and `'tool_calls' in message`."""
+        nodes = self._nodes
+        if len(node.ops) != 1 or node.ops[0].op not in ("in", "notin") or not isinstance(node.expr, nodes.Const):
+            return None
+        if isinstance(node.ops[0].expr, nodes.Name) and node.ops[0].expr.name in self._holders:
+            return FIXED
+        if not node.expr.value or not isinstance(node.expr.value, str) or self._class(node.ops[0].expr) != CONTENT:
+            return None
+        self._literals.add(node.expr.value)
+        return FIXED
+
+    def _class_of_filter(self, node: Any) -> int | None:
+        if node.name in ("length", "count") and self._is_messages(node.node):
+            return FIXED
+        if node.node is None or self._class(node.node) != CONTENT:
+            return None
+        if node.name == "string" or (node.name == "trim" and not node.args and not node.kwargs):
+            self._stripped |= {" "} if node.name == "trim" else set()
+            return CONTENT
+        if node.name in ("default", "d") and not any([self._class(one) for one in node.args]):
+            self._filled = True
+            return CONTENT
+        return None
+
+    def _class_of_call(self, node: Any) -> int | None:
+        if self._named(node.node) in self._echoes and node.args and self._class(node.args[0]) == CONTENT:
+            others = [*node.args[1:], *(one.value for one in node.kwargs)]
+            return CONTENT if not any([self._class(one) for one in others]) else OTHER
+        method = self._method(node)
+        if method is None or self._class(node.node.node) != CONTENT:
+            return None
+        literal = self._literal(node)
+        if method in ("strip", "lstrip", "rstrip") and (literal is None or literal.isspace()):
+            self._stripped |= set(literal or " ")
+            return CONTENT if literal or not node.args else None
+        if method in ("startswith", "endswith") and literal:
+            self._literals.add(literal)
+            return FIXED
+        return None
+
+    def _method(self, call: Any) -> str | None:
+        return call.node.attr if isinstance(call.node, self._nodes.Getattr) else None
+
+    def _literal(self, call: Any) -> str | None:
+        """The only argument of a call, where that is a literal text."""
+        if len(call.args) != 1 or call.kwargs or call.dyn_args or call.dyn_kwargs:
+            return None
+        value = call.args[0].value if isinstance(call.args[0], self._nodes.Const) else None
+        return value if isinstance(value, str) else None
 
     def _name_of(self, node: Any) -> Any:
         """`x` of `owner.x` and `owner['x']`; None where it is computed, or `node` is neither."""
         if isinstance(node, self._nodes.Getattr):
             return node.attr
-        computed = not isinstance(node, self._nodes.Getitem) or not isinstance(node.arg, self._nodes.Const)
-        return None if computed else node.arg.value
+        if not isinstance(node, self._nodes.Getitem):
+            return None
+        sign, value = (-1, node.arg.node) if isinstance(node.arg, self._nodes.Neg) else (1, node.arg)
+        if not isinstance(value, self._nodes.Const):
+            return None
+        return sign * value.value if isinstance(value.value, int) else value.value
 
-    def _key(self, node: Any) -> str | None:
-        """`content`, `role` or an extra field, of `message['content']`, `messages[0].role` and the like."""
+    def _is_message(self, node: Any) -> bool:
+        """`message`, `messages[0]`, `loop.previtem`."""
         nodes = self._nodes
-        key = self._name_of(node)
-        if key is None:
-            return None
-        owner = node.node
-        if key not in ("role", "content", *EXTRA_FIELDS):
-            return None
-        if isinstance(owner, nodes.Getitem) and self._is_messages(owner.node):
-            return key if self._safe(owner.arg) else None
-        return key if isinstance(owner, nodes.Name) and owner.name in self._holders - {"messages"} else None
+        if isinstance(node, nodes.Name):
+            return node.name in self._holders
+        if isinstance(node, nodes.Getitem) and self._is_messages(node.node):
+            return not isinstance(node.arg, nodes.Slice) and self._class(node.arg) == FIXED
+        return isinstance(node, nodes.Getattr) and node.attr in _NEIGHBOURS and self._named(node.node) == "loop"
 
     def _is_messages(self, node: Any) -> bool:
-        """`messages`, or a slice of it."""
+        """`messages`, another name for it, or a slice of it."""
         nodes = self._nodes
         if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+            bounds = (node.arg.start, node.arg.stop, node.arg.step)
+            if any(bound is not None and self._class(bound) != FIXED for bound in bounds):
+                return False
             node = node.node
-        return isinstance(node, nodes.Name) and node.name == "messages"
+        return isinstance(node, nodes.Name) and node.name in self._lists

@@ -54,8 +54,7 @@ class Renderer:
         if any([message.weight != 1 for message in conversation.messages]):
             return self._weighted(conversation)
         skeleton = self._skeleton(conversation)
-        if skeleton is not None:
-            contents = self.contents(conversation)
+        if skeleton is not None and self.template.joins(contents := self.contents(conversation)):
             text, spans = skeleton.join_with_spans(contents)
             if self.loss_on == "all":
                 return Rendered(text, None, False)

@@ -4,11 +4,12 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
 
-from energon_packed.encoding.purity import only_joins_content
+from energon_packed.encoding.purity import Guard, content_guard
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
 from energon_packed.encoding.turns import TurnFinder, TurnShape
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
@@ -45,7 +46,7 @@ class ChatTemplate:
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = tuple(sorted(special, key=len, reverse=True))
         self.is_tagged = bool(self._template and _GENERATION.search(self._template))
-        self._only_joins = self._template is not None and not self.is_tagged and only_joins_content(self._template)
+        self._guard = None if self._template is None or self.is_tagged else content_guard(self._template)
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
 
     @property
@@ -59,7 +60,8 @@ class ChatTemplate:
         return "" if self._template is None else hashlib.sha256(self._template.encode()).hexdigest()
 
     def skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
-        """The fixed text around the contents of these roles, for messages with nothing but a role and a content.
+        """The fixed text around the contents of these roles, for messages with nothing but a role and a content that
+        `joins` lets pass.
 
         None where the template does more than join contents, does not accept these roles, or does not determine what
         the assistant wrote; `render` and `render_with_spans` then report the problem of each conversation.
@@ -68,8 +70,20 @@ class ChatTemplate:
             self._skeletons[roles] = self._make_skeleton(roles)
         return self._skeletons[roles]
 
+    def joins(self, contents: Sequence[str]) -> bool:
+        """Whether the template puts these contents into a skeleton as they are."""
+        return self._joined.holds(contents)
+
+    @cached_property
+    def _joined(self) -> Guard:
+        guard = self._guard
+        assert guard is not None, "there is no skeleton without a guard"
+        # A turn may begin as the rest of the prompt does, and is then taken for the prompt.
+        rest = self._shape.prompt[len(self._shape.header) :].strip()
+        return replace(guard, literals=(*guard.literals, rest)) if rest else guard
+
     def _make_skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
-        if not self._only_joins or roles[0] == "assistant":
+        if self._guard is None or roles[0] == "assistant":
             return None
         try:
             marked = [{"role": role, "content": marker(number)} for number, role in enumerate(roles)]
@@ -83,7 +97,8 @@ class ChatTemplate:
     def _renders_as(self, skeleton: Skeleton, roles: tuple[str, ...]) -> bool:
         """Whether Jinja gives the same text for contents that a template might change: a test beside the proof."""
         for shift in range(len(_PROBES)):
-            contents = [_PROBES[(number + shift) % len(_PROBES)] for number in range(len(roles))]
+            probes = [_PROBES[(number + shift) % len(_PROBES)] for number in range(len(roles))]
+            contents = [probe if self.joins([probe]) else "Ab cD" for probe in probes]
             messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
             if self.render(messages) != skeleton.join(contents):
                 return False

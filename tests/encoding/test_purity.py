@@ -3,7 +3,7 @@
 import pytest
 
 from energon_packed.demo.tokenizer import CHATML_TEMPLATE
-from energon_packed.encoding.purity import only_joins_content
+from energon_packed.encoding.purity import Guard, content_guard, only_joins_content
 
 LOOP = "{% for m in messages %}%s{% endfor %}"
 
@@ -21,6 +21,8 @@ LOOP = "{% for m in messages %}%s{% endfor %}"
         "{% for m in messages[1:] %}{{ m.content }}{% endfor %}",
         LOOP.replace("%s", "{% if messages[loop.index0 - 1].role != 'tool' %}x{% endif %}{{ m.content }}"),
         "{{ messages | length }}",
+        LOOP.replace("%s", "{% set text = m.content %}{{ text }}"),
+        "{% set all = messages %}{% for m in all %}{{ m.content }}{% endfor %}",
     ],
 )
 def test_templates_that_only_join(source: str) -> None:
@@ -36,12 +38,10 @@ def test_templates_that_only_join(source: str) -> None:
         LOOP.replace("%s", "{% if m.content == 'x' %}a{% endif %}"),
         LOOP.replace("%s", "{% if 'x' in m.content %}a{% endif %}"),
         LOOP.replace("%s", "{% if m.content %}{{ m.content }}{% endif %}"),
-        LOOP.replace("%s", "{% set text = m.content %}{{ text }}"),
         LOOP.replace("%s", "{% set other = m %}{{ other.content }}"),
         LOOP.replace("%s", "{{ m.items() }}"),
         LOOP.replace("%s", "{{ m | tojson }}"),
         "{% for m in messages if m.content %}{{ m.content }}{% endfor %}",
-        "{% set all = messages %}{% for m in all %}{{ m.content }}{% endfor %}",
         "{% macro show(x) %}{{ x | upper }}{% endmacro %}" + LOOP.replace("%s", "{{ show(m.content) }}"),
         "{{ messages | tojson }}",
         "{% for m in messages %}",
@@ -49,3 +49,71 @@ def test_templates_that_only_join(source: str) -> None:
 )
 def test_templates_that_look_at_contents(source: str) -> None:
     assert not only_joins_content(source)
+
+
+SPLIT = "{% set c = m.content.split('</t>')[-1].lstrip('\n') %}"
+
+
+@pytest.mark.parametrize(
+    ("body", "guard"),
+    [
+        ("{{ m.content | trim }}", Guard(stripped=" ")),
+        ("{{ m.content.strip() }}", Guard(stripped=" ")),
+        ("{% set c = m['content'].strip('\n') %}{{ c }}", Guard(stripped="\n")),
+        ("{% if 'x' in m.content %}a{% endif %}", Guard(("x",))),
+        ("{% if not m.content.startswith('<r>') %}{{ m.content }}{% endif %}", Guard(("<r>",))),
+        ("{% if m.content %}{{ m.content }}{% endif %}", Guard(filled=True)),
+        ("{% set c = m.content %}{% if '</t>' in c %}" + SPLIT + "{% endif %}{{ c }}", Guard(("</t>",), False, "\n")),
+        ("{% set ns = namespace(c='') %}{% set ns.c = m.content %}{{ ns.c + '.' }}", Guard()),
+        ("{% macro show(c) %}{% if c is string %}{{ c }}{% else %}{{ c[0] }}{% endif %}{% endmacro %}"
+         "{% set c = show(m.content) | trim %}{{ c }}", Guard(stripped=" ")),
+        ("{% if loop.previtem and loop.previtem.role == 'user' %}x{% endif %}{{ m.content }}", Guard()),
+    ],
+)  # fmt: skip
+def test_what_a_template_looks_for(body: str, guard: Guard) -> None:
+    assert content_guard(LOOP.replace("%s", body)) == guard
+    assert only_joins_content(LOOP.replace("%s", body)) == (guard == Guard())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{{ m.content | upper }}",
+        "{{ m.content[0] }}",
+        "{{ m.content.split('x')[1] }}",
+        "{{ m.content.split(m.role)[0] }}",
+        "{{ m.content.strip('xy') | length }}",
+        "{% if m.content == 'x' %}a{% endif %}",
+        "{% if m.content in 'xyz' %}a{% endif %}",
+        "{% if m.role in m.content %}a{% endif %}",
+        "{% set c = 'a' + m.content %}{{ c | trim }}",
+        "{% set c = 'a' + m.content %}{% if 'ab' in c %}x{% endif %}",
+        "{% set ns = namespace(c='') %}{% set ns.c = m.content %}{% set other = ns %}{{ other.c | upper }}",
+        "{% macro show(c) %}{{ c }}{% endmacro %}{{ show(m.content) | upper }}",
+        "{% macro show() %}{{ messages[0].content }}{% endmacro %}{{ show() | upper }}",
+        "{% for letter in m.content %}{{ letter }}{% endfor %}",
+        "{% set m = 'x' %}{{ m.content }}",
+        "{% for x in messages %}{% for x in 'ab' %}{{ x.content }}{% endfor %}{% endfor %}",
+        "{% set c = m.content %}{% set c = [1] if loop.first else c %}{% if c is string %}{{ c }}{% else %}"
+        "{{ m.content | upper }}{% endif %}",
+        "{{ loop.previtem.content | upper if loop.previtem }}",
+        "{{ {'a': m.content}['a'] | upper }}",
+    ],
+)
+def test_what_a_template_may_change_has_no_guard(body: str) -> None:
+    assert content_guard(LOOP.replace("%s", body)) is None
+
+
+@pytest.mark.parametrize(
+    ("guard", "kept", "changed"),
+    [
+        (Guard(), ["", " a\n"], []),
+        (Guard(("</t>",)), ["", "<t>", "< /t>"], ["a</t>b"]),
+        (Guard(filled=True), [" "], [""]),
+        (Guard(stripped="\n"), ["", " a ", "a\nb"], ["a\n", "\na"]),
+        (Guard(stripped=" "), ["", "a b"], ["a\u2003", "\ta", " "]),
+    ],
+)
+def test_the_guard_tells_contents_apart(guard: Guard, kept: list[str], changed: list[str]) -> None:
+    assert all(guard.holds([content]) for content in kept)
+    assert not any(guard.holds(["a", content]) for content in changed)

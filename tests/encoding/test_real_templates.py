@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from energon_packed import normalize, pack
@@ -244,3 +246,58 @@ def test_a_conversation_of_qwen3_packs_and_forgotten_reasoning_costs_its_record(
         workers=1,
     )
     assert (result.manifest.packed, result.manifest.rejects) == (3, {"not_rendered": 1})
+
+
+LOOKED_FOR = (
+    "</think>",
+    "<think>",
+    "<thi",
+    "<tool_response>",
+    "</tool_response>",
+    "/nothink",
+    "<|im_end|>",
+    "<end_of_turn>",
+)
+CONTENTS = st.lists(
+    st.sampled_from((*LOOKED_FOR, " ", "\n", "\t", "a", "b c", "<", "{{ 1 }}", "\ue0fe0\ue0ff")), max_size=4
+)
+JOINED = (
+    *(
+        "deepseek_r1_distill",
+        "deepseekv3",
+        "gemma",
+        "gemma3",
+        "llama3",
+        "phi3",
+        "phi3_5",
+        "qwen2_5",
+        "qwen2_5_vl",
+        "qwen3",
+    ),
+    *("qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507", "qwen3_vl"),
+)
+
+
+@pytest.mark.parametrize("family", JOINED)
+def test_what_is_joined_without_jinja_is_what_jinja_renders(base: Any, family: str) -> None:
+    chat = renderer_of(base, source(family)).template
+    odd = set()
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(contents=st.lists(CONTENTS.map("".join), min_size=2, max_size=6).filter(lambda one: len(one) % 2 == 0))
+    def check(contents: list[str]) -> None:
+        roles = tuple(("user", "assistant")[turn % 2] for turn in range(len(contents)))
+        skeleton = chat.skeleton(roles)
+        assert skeleton is not None
+        contents = [content if chat.joins([content]) else "ab" for content in contents]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+        assert skeleton.join_with_spans(contents) == chat.render_with_spans(messages)
+        odd.update(contents)
+
+    check()
+    assert len(odd) > 10
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(JOINED)))
+def test_other_templates_are_rendered(base: Any, family: str) -> None:
+    assert renderer_of(base, source(family)).template.skeleton(("user", "assistant")) is None

@@ -22,7 +22,8 @@ DEFAULT_SYSTEM = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TRIMMING = CHATML_TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] | trim }}")
+
+UPPER = CHATML_TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] | upper }}")
 NO_END = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -64,7 +65,7 @@ def test_a_skeleton_joins_what_jinja_renders(template_of: object, source: str) -
 @pytest.mark.parametrize(
     ("source", "roles"),
     [
-        (TRIMMING, ("user", "assistant")),  # looks at contents
+        (UPPER, ("user", "assistant")),  # looks at contents
         (NO_END, ("user", "assistant")),  # where a turn ends depends on what it ends with
         (CHATML_TEMPLATE, ("assistant", "user")),  # nothing comes before the first turn
     ],

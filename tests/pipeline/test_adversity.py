@@ -234,9 +234,7 @@ def test_a_template_that_refuses_some_texts_rejects_just_those(
     assert shards[0] == shards[1]
 
 
-def test_a_template_that_rewrites_some_texts_costs_these_records(
-    build: Any, tokenizer_dir: Path, tmp_path: Path
-) -> None:
+def test_texts_that_a_template_rewrites_cost_their_records(build: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
     folder = with_template(tokenizer_dir, tmp_path / "t", FORGETTING)
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     plain = {"messages": [{"role": role, "content": text} for role, text in turns]}
