@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from energon_packed import normalize, pack
 from energon_packed.encoding.template import ChatTemplate
+from energon_packed.encoding.turns import content_places
 from energon_packed.errors import RecordError
 from tests.encoding.real_templates import (
     AGENTS,
@@ -284,6 +285,7 @@ def test_what_is_joined_without_jinja_is_what_jinja_renders(base: Any, family: s
     odd = set()
 
     @settings(max_examples=60, deadline=None, derandomize=True)
+    @example(contents=["a", "<think>\nb"])  # as the prompt of DeepSeek-R1 ends
     @given(contents=st.lists(CONTENTS.map("".join), min_size=2, max_size=6).filter(lambda one: len(one) % 2 == 0))
     def check(contents: list[str]) -> None:
         roles = tuple(("user", "assistant")[turn % 2] for turn in range(len(contents)))
@@ -301,3 +303,27 @@ def test_what_is_joined_without_jinja_is_what_jinja_renders(base: Any, family: s
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(JOINED)))
 def test_other_templates_are_rendered(base: Any, family: str) -> None:
     assert renderer_of(base, source(family)).template.skeleton(("user", "assistant")) is None
+
+
+@pytest.mark.parametrize(
+    ("contents", "places"),
+    [
+        (["hi", " yes\n", "hi"], {0: (1, 3), 1: (4, 7), 2: (8, 10)}),
+        (["<r>hi</r>", "yes"], {0: (2, 11), 1: (12, 15)}),  # it looks at how contents begin, not into them
+        (["<r>", "", "ok"], {}),
+        (["twice", "ok"], {1: (14, 16)}),
+    ],
+)
+def test_markers_tell_places_only_where_they_change_nothing(contents: list[str], places: dict[int, Any]) -> None:
+    def render(messages: Any) -> str:
+        written = [
+            "a" + m["content"].strip() if m["content"].startswith("<r>") else m["content"].strip() for m in messages
+        ]
+        return (
+            "".join("|" + (f"{one}, {one}" if "twice" in re.sub("[^a-z]", "", one) else one) for one in written) + "|"
+        )
+
+    messages = [{"role": "user", "content": content} for content in contents]
+    text = render(messages)
+    found = content_places(text, messages, render)
+    assert found == places
