@@ -68,8 +68,8 @@ class LlavaOnevision2Codec(CaptioningCodec):
         """The system prompt at the start of the first prompt."""
         messages = conversation.messages
         if conversation.fps and conversation.images:
-            others = [note for note in conversation.notes if note != FPS_STORED]
-            conversation = replace(conversation, notes=(*others, TIMESTAMPS_ADDED))
+            notes = [note for note in conversation.notes if note != FPS_STORED]
+            conversation = replace(conversation, notes=(*notes, TIMESTAMPS_ADDED))
         if messages[0].role != "system":
             return conversation
         system, first, *others = messages
