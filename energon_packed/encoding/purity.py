@@ -236,9 +236,7 @@ class _Purity:
 
     def _is_content(self, node: Any) -> bool:
         """`message.content`; a variable may hold something else at times."""
-        nodes = self._nodes
-        is_item = isinstance(node, nodes.Getattr | nodes.Getitem)
-        return is_item and self._name_of(node) == "content" and self._is_message(node.node)
+        return bool(self._name_of(node) == "content" and self._is_message(node.node))
 
     def _class_of_item(self, node: Any) -> int:
         """Of `message.content`, `content.split('x')[-1]`, `loop.index0` and the like."""

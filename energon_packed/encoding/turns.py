@@ -128,9 +128,12 @@ class TurnFinder:
         """
         if not turn:
             return 0
-        place = self._places.get(turn - 1) if self._earlier(turn, ask=False) is None else None
-        if place is not None:
-            return place[1]
+        nested, answered = self._earlier(turn, ask=False), self._messages[turn - 1]["role"] == "assistant"
+        if nested is not None:
+            return self._shape.with_stop(self._text, len(nested)) if answered else len(nested)
+        before = self.span(turn - 1) if answered else self._places.get(turn - 1)
+        if before is not None:
+            return before[1]
         earlier = self._render(self._messages[:turn], False)
         differs = (i for i, (a, b) in enumerate(zip(self._text, earlier, strict=False)) if a != b)
         return next(differs, min(len(earlier), len(self._text)))

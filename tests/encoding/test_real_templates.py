@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from energon_packed import normalize, pack
+from energon_packed import ChatEncoder, normalize, pack
+from energon_packed.encoding.supervision import supervised_turns
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.turns import content_places
 from energon_packed.errors import RecordError
@@ -215,6 +216,16 @@ def test_masks_and_the_last_turn(base: Any, family: str) -> None:
     assert rendered(renderer_of(base, source(family), loss_on="all"), PLAIN["multi"]) == (whole.text, None, False)
 
 
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3_5_think", "nemotron_3_nano", "gptoss", "glm4moe", "phi3", "lfm2_2_5"]
+)
+def test_turns_that_a_report_shows_as_supervised(base: Any, family: str) -> None:
+    encoder = ChatEncoder(tokenizer_of(base, source(family)))
+    masked = [{**turn, **({"weight": 0} if number == 3 else {})} for number, turn in enumerate(PLAIN["multi"])]
+    for messages, flags in ((PLAIN["multi"], [False, True] * 3), (masked, [False, True, False, False, False, True])):
+        assert supervised_turns(encoder, normalize({"messages": messages})) == flags
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5_think", "qwen3_6"])
 def test_images_stand_where_parts_put_them(base: Any, family: str) -> None:
     renderer = renderer_of(base, source(family), placeholder="<|vision_start|><|image_pad|><|vision_end|>")
@@ -284,7 +295,7 @@ def test_what_is_joined_without_jinja_is_what_jinja_renders(base: Any, family: s
     chat = renderer_of(base, source(family)).template
     odd = set()
 
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=30, deadline=None, derandomize=True)
     @example(contents=["a", "<think>\nb"])  # as the prompt of DeepSeek-R1 ends
     @given(contents=st.lists(CONTENTS.map("".join), min_size=2, max_size=6).filter(lambda one: len(one) % 2 == 0))
     def check(contents: list[str]) -> None:
