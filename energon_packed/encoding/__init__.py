@@ -3,7 +3,8 @@
     Conversation ──rendering──► text + supervised spans ──tokenizer──► TokenBatch ──vision──► EncodedSample
 
 chat.py           ChatEncoder: the path above, for measuring and encoding alike
-template.py       the chat template, rendering.py, skeleton.py and purity.py: text without Jinja where that is proved
+template.py       the chat template; turns.py: where its turns stand; completeness.py: what it drops
+rendering.py      text and targets; skeleton.py and purity.py: without Jinja where that is proved
 tokenizer.py      ids and supervised tokens of texts; engines.py, engine_proof.py and engine_corpus.py: what tokenizes
 tokenizer_class.py Transformers tokenizers without torch; user_cache.py keeps what was found out about them
 token_batch.py    the rules that tokens must keep, in one place

@@ -41,7 +41,7 @@ from energon_packed.seqlens import position_ids_from_cu_seqlens
 Int64 = npt.NDArray[np.int64]
 _BATCH = 256  # conversations tokenized and checked together
 _NO_MEDIA = MediaSize()
-_VERSION = 5  # raise it when the same input gives other tokens
+_VERSION = 6  # raise it when the same input gives other tokens
 _DATE_NOTE = "{# energon-packed: always the same date #}"  # in the fingerprint since version 4
 
 
