@@ -116,4 +116,4 @@ def test_sources_with_adapters_of_their_own(
     there = pack(output_dir=tmp_path / "there", engine="ray", ray_address=cluster.address, **settings)
     assert contents(there.shards.parent) == contents(local.shards.parent)
     assert local.manifest.packed + local.manifest.rejects["not_sampled"] == 90
-    assert [one["weight"] for one in there.manifest.sources] == [1.5, 1.0]
+    assert [one.weight for one in there.manifest.sources] == [1.5, 1.0]

@@ -72,14 +72,15 @@ def finish(process: Any) -> float:
 
 
 def contents(out: Path) -> dict[str, Any]:
-    """Everything that must not differ; `counters` tell what this run did itself."""
+    """Everything that must not differ; `counters` and `tokenizer_engine` tell what this run did itself."""
     shards = out / "webdataset"
     found: dict[str, Any] = {p.name: p.read_bytes() for p in shards.glob("*.tar*")}
     with sqlite3.connect(shards / ".nv-meta" / "index.sqlite") as database:
         for table in ("samples", "sample_parts"):
             found[table] = database.execute(f"SELECT * FROM {table}").fetchall()
     manifest = json.loads((shards / ".nv-meta" / "packing.json").read_text())
-    manifest.pop("counters")
+    for name in ("counters", "tokenizer_engine"):
+        manifest.pop(name)
     names = ("dataset.yaml", "split.yaml", ".info.json", "index.uuid", "sample_loader.py")
     found |= {name: (shards / ".nv-meta" / name).read_bytes() for name in names}
     leftovers = [p.name for p in [*shards.glob(".*.tmp"), *(shards / ".nv-meta").glob(".*.tmp")]]

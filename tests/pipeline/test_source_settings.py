@@ -81,12 +81,12 @@ def test_each_source_is_read_by_its_own_settings(folder: Path, tokenizer_dir: Pa
     assert len(lengths) == result.manifest.records == result.manifest.packed == 19
     assert Counter(row["source"] for row in lengths) == {"flat.jsonl": 4, "asked.jsonl": 12, "texts.tar": 3}
     loaded = PackingManifest.load(result.shards).sources
-    assert [(one["path"], one["weight"], one["files"], one["records"], one["packed"]) for one in loaded] == [
+    assert [(*one.path, one.weight, one.files, one.records, one.packed) for one in loaded] == [
         ("flat.jsonl", 1.0, 1, 4, 4), ("asked.jsonl", 2, 1, 12, 12), ("texts.tar", 1.0, 1, 3, 3),
     ]  # fmt: skip
-    assert sum(one["tokens"] for one in loaded) == result.manifest.tokens
-    assert loaded[0]["map"] == "user=q,assistant=a,image=pic"
-    assert loaded[1]["adapter"] == "settings_adapter:shout"
+    assert sum(one.tokens for one in loaded) == result.manifest.tokens
+    assert loaded[0].map == "user=q,assistant=a,image=pic"
+    assert loaded[1].adapter == "settings_adapter:shout"
 
 
 def test_the_same_from_a_config_file_and_the_command_line_wins(folder: Path, tokenizer_dir: Path) -> None:
