@@ -25,6 +25,7 @@ from .dataflow import Share as Share
 from .dataflow import SimpleBatcher as SimpleBatcher
 from .dataflow import get_packed_loader as get_packed_loader
 from .dataflow import plan_in_memory as plan_in_memory
+from .dataflow import steps_per_epoch as steps_per_epoch
 from .encoding import ChatEncoder as ChatEncoder
 from .encoding import EncodedSample as EncodedSample
 from .encoding import Measurement as Measurement
@@ -66,7 +67,6 @@ from .records import Shape as Shape
 from .records import normalize as normalize
 from .records import register_shape as register_shape
 from .shards import PackingManifest as PackingManifest
-from .shards import steps_per_epoch as steps_per_epoch
 from .sources import Row as Row
 from .sources import Source as Source
 from .sources import SourceConfig as SourceConfig

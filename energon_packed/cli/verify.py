@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -12,13 +13,15 @@ from energon_packed.cli.output import Output, output_options
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.pretrained import find_pretrained
 from energon_packed.encoding.vision import ambiguous
+from energon_packed.errors import ConfigError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import Check, verify
 from energon_packed.pipeline.options import available_cores
+from energon_packed.shards.nv_meta import SPLITS
 
 
 @click.command(name="verify", cls=GroupedCommand)
-@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR|METADATASET.yaml")
 @click.option("--fast", is_flag=True, help="Do not encode the samples again.")
 @click.option("--workers", type=click.IntRange(min=0), default=0, help="Processes. [default: all cores]")
 @click.option("--tokenizer", metavar="DIR|NAME",
@@ -42,22 +45,42 @@ def command(
     \b
     energon-packed verify out
     energon-packed verify out --fast
+    energon-packed verify blend.yaml
     \b
     Without packing.json (data of other packers, after nv-meta) it runs the checks that do not need it.
     """
-    opened = PackedFolder.open(folder)
-    fast = fast or (opened.manifest is None and tokenizer is None)
-    encoder = None if fast else _encoder(opened, tokenizer, processor, output)
+    paths = sorted({leaf for split in SPLITS for leaf in _leaves(folder, split)}) if folder.is_file() else [folder]
+    results = []
+    for path in paths:
+        opened = PackedFolder.open(path)
+        is_fast = fast or (opened.manifest is None and tokenizer is None)
+        encoder = None if is_fast else _encoder(opened, tokenizer, processor, output)
+        limits = {"min_utilization": min_utilization, "processes": workers or available_cores()}
+        results.append(_verified(opened, encoder, limits, output))
+    passed = all(result["passed"] for result in results)
+    output.result(results[0] if paths == [folder] else {"metadataset": str(folder), "passed": passed, "of": results})
+    if not passed:
+        sys.exit(1)
+
+
+def _leaves(metadataset: Path, split: str) -> list[Path]:
+    """The dataset folders of a Metadataset; none where it has no such split."""
+    from energon_packed.dataflow.manifests import metadataset_leaves
+
+    try:
+        return [leaf for leaf, _ in metadataset_leaves(metadataset, split)]
+    except ConfigError:
+        return []
+
+
+def _verified(
+    opened: PackedFolder, encoder: ChatEncoder | None, limits: dict[str, Any], output: Output
+) -> dict[str, Any]:
+    """Run and show the checks of one dataset; the object of `--json`."""
     progress = output.progress()
     checks: list[Check] = []
     try:
-        for check in verify(
-            opened,
-            encoder,
-            min_utilization=min_utilization,
-            processes=workers or available_cores(),
-            progress=progress,
-        ):
+        for check in verify(opened, encoder, progress=progress, **limits):
             checks.append(check)
             _show(check, output)
     finally:
@@ -72,20 +95,16 @@ def command(
         click.echo(line, err=output.as_json)
     else:
         output.console.print(f"all checks passed: {opened.path}", soft_wrap=True)
-    output.result(
-        {
-            "dataset": str(opened.path),
-            "passed": not failed,
-            "checks": [
-                {"name": check.name, "passed": check.holds, "found": check.found, "problems": check.problems}
-                | {"problem_count": check.count}
-                for check in checks
-            ],
-            "remedy": remedy or None,
-        }
-    )
-    if failed:
-        sys.exit(1)
+    return {
+        "dataset": str(opened.path),
+        "passed": not failed,
+        "checks": [
+            {"name": check.name, "passed": check.holds, "found": check.found, "problems": check.problems}
+            | {"problem_count": check.count}
+            for check in checks
+        ],
+        "remedy": remedy or None,
+    }
 
 
 def _encoder(opened: PackedFolder, tokenizer: str | None, processor: str | None, output: Output) -> ChatEncoder | None:

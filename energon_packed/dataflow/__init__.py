@@ -11,7 +11,7 @@ torch_loader.py   DataflowLoader: the roles under torch, by worker_stream.py in 
 config.py         DataflowConfig: raw records, for the next two
 packed_iterable.py  PackedIterableDataset: packed on the fly
 planned_dataset.py  plan_in_memory: planned at start, map-style
-dataset.py        PackedDataset: finished shards map-style
+dataset.py        PackedDataset: finished shards and blends (blend.py) map-style; steps.py: steps per epoch
 manifests.py      what the manifests of a dataset or Metadataset say
 failures.py       samples that fail to load
 state.py          loader states
@@ -36,6 +36,7 @@ from energon_packed.dataflow.packed_iterable import PackedIterableDataset
 from energon_packed.dataflow.packers import Packer, PlannedPacker, PoolPacker, SequentialPacker, SimpleBatcher
 from energon_packed.dataflow.planned_dataset import PlannedDataset, plan_in_memory
 from energon_packed.dataflow.share import Share
+from energon_packed.dataflow.steps import steps_per_epoch
 from energon_packed.dataflow.torch_loader import DataflowLoader
 
 __all__ = [
@@ -65,4 +66,5 @@ __all__ = [
     "SimpleBatcher",
     "get_packed_loader",
     "plan_in_memory",
+    "steps_per_epoch",
 ]

@@ -7,33 +7,42 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from energon_packed.dataflow.blend import BlendedSplit, blended_splits, drawn, packs_of_epoch
 from energon_packed.dataflow.encode import encode_pack
-from energon_packed.dataflow.manifests import LoadedSplit, processor_for
+from energon_packed.dataflow.manifests import processor_for
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
+from energon_packed.pipeline.keys import digest
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.split import shards_in_split
 
+Int64 = npt.NDArray[np.int64]
+
 
 class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
-    """Pack i of a packed dataset, without Energon's loader.
+    """Pack i of a packed dataset or of a blend, without Energon's loader.
 
         dataset = PackedDataset("out", encoder)
         trainer = transformers.Trainer(model, args, train_dataset=dataset, data_collator=PaddingFreeCollator())
 
     Tars are memory-mapped by each process that reads; the dataset can be pickled, forked and indexed in any order.
 
+    A Metadataset has an epoch of known length. With repetitions, each dataset is repeated as often; a fraction is a
+    seeded choice. With weights, the epoch is as long as all datasets together, and each has its share of it: some
+    packs come repeatedly, of others a seeded choice. `set_epoch` draws anew.
+
     Args:
-        path: folder that `energon-packed pack` wrote, `out` or `out/webdataset`.
+        path: folder that `energon-packed pack` wrote, `out` or `out/webdataset`, or an Energon Metadataset YAML.
         encoder: the Processor that the data was packed with. None for a PackedTokensSample dataset without images,
             which holds everything that is needed.
         split: `train`, `val` or `test`.
         check_encoder: refuse an encoder other than the one that the data was packed with.
         check_lengths: raise where a sample's length differs from the recorded one.
+        seed: of what a Metadataset repeats and samples.
 
     Raises:
-        ConfigError: an empty split, another encoder, or none where one is needed.
+        ConfigError: an empty split, another encoder, or none where one is needed; a Metadataset with joins or subsets.
         FormatError: `path` is not a packed dataset, or is damaged.
     """
 
@@ -45,16 +54,32 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         split: str = "train",
         check_encoder: bool = True,
         check_lengths: bool = True,
+        seed: int = 0,
     ) -> None:
-        found = LoadedSplit.of_folder(path, split)
-        self.encoder = processor_for([found], encoder, check=check_encoder)
+        self.blend = blended_splits(Path(path), split)
+        self.encoder = processor_for([one.split for one in self.blend], encoder, check=check_encoder)
         self.check_lengths = check_lengths
-        self.source = SampleSource(str(found.path), {})
-        self.reader = ShardReader(shards_in_split(found.path, split))
-        self._recorded_codec = codec_for(found.manifest.sample_class) if found.manifest else None
+        self.seed = seed
+        self._folders = [_Folder(one) for one in self.blend]
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw what the blend repeats and samples in an epoch; a folder alone is always the same."""
+        packs = [len(folder.reader) for folder in self._folders]
+        numbers = [
+            drawn(count, of_epoch, np.random.default_rng([self.seed, epoch, place]))
+            for place, (count, of_epoch) in enumerate(zip(packs, packs_of_epoch(self.blend, packs), strict=True))
+        ]
+        self._packs: Int64 = np.concatenate(numbers)
+        self._ends = np.cumsum([len(one) for one in numbers])
+
+    @property
+    def reader(self) -> ShardReader:
+        """Access to the tars of the first folder."""
+        return self._folders[0].reader
 
     def __len__(self) -> int:
-        return len(self.reader)
+        return len(self._packs)
 
     def __getitem__(self, index: int) -> list[EncodedSample]:
         """The encoded sub-samples of one pack; negative numbers count from the end.
@@ -65,24 +90,63 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"pack {index} is not among the {len(self)} packs")
-        pack = self.sample(index % len(self))
-        return encode_pack(pack, self.encoder, check_lengths=self.check_lengths, source=self.source)
+        folder, pack = self._place(index)
+        source = folder.source
+        return encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
 
     def sample(self, index: int) -> PackSample:
         """The pack as its flavor, not encoded."""
-        return load_pack(self._codec, self.reader[index])
+        folder, pack = self._place(index)
+        return folder.sample(pack)
+
+    def fingerprint(self) -> str:
+        """Of the shards and of how they are blended, for loader states; "" where a folder has no packing.json."""
+        shards = []
+        for one in self.blend:
+            if one.split.manifest is None:
+                return ""
+            shards.append([one.weight, one.repetitions, [shard.sha256 for shard in one.split.manifest.shards]])
+        return digest(self.seed, shards)[:16]
+
+    @property
+    def lengths(self) -> Int64:
+        """Tokens of each pack, int64 (P,); the first use reads what every pack recorded, and no image."""
+        starts = np.concatenate([[0], self._ends[:-1]])
+        parts = [
+            folder.lengths(self.encoder)[self._packs[start:end]]
+            for folder, start, end in zip(self._folders, starts, self._ends, strict=True)
+        ]
+        return np.concatenate(parts)
+
+    def _place(self, index: int) -> tuple["_Folder", int]:
+        number = index % len(self)
+        return self._folders[int(np.searchsorted(self._ends, number, side="right"))], int(self._packs[number])
+
+
+class _Folder:
+    """The packs of one dataset folder."""
+
+    def __init__(self, found: BlendedSplit) -> None:
+        manifest = found.split.manifest
+        self.reader = ShardReader(shards_in_split(found.split.path, found.split.split))
+        self.source = SampleSource(str(found.split.path), found.subflavors)
+        self._recorded_codec = codec_for(manifest.sample_class) if manifest else None
+        self._lengths: Int64 | None = None
+
+    def sample(self, pack: int) -> PackSample:
+        return load_pack(self._codec, self.reader[pack])
+
+    def lengths(self, encoder: Processor) -> Int64:
+        if self._lengths is None:
+            self._lengths = np.array([self._length(pack, encoder) for pack in range(len(self.reader))], dtype=np.int64)
+        return self._lengths
 
     @cached_property
     def _codec(self) -> Codec:
         return self._recorded_codec or codec_of(self.reader[0])
 
-    @cached_property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each pack, int64 (P,); the first use reads what every pack recorded, and no image."""
-        return np.array([self._length(index) for index in range(len(self))], dtype=np.int64)
-
-    def _length(self, index: int) -> int:
-        recorded = self._codec.lengths(self.reader.part(index, self._codec.lengths_part))
+    def _length(self, pack: int, encoder: Processor) -> int:
+        recorded = self._codec.lengths(self.reader.part(pack, self._codec.lengths_part))
         if None not in recorded:
             return sum(length for length in recorded if length is not None)
-        return sum(self.encoder.length(conversation) for conversation in self.sample(index).conversations())
+        return sum(encoder.length(conversation) for conversation in self.sample(pack).conversations())

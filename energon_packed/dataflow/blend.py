@@ -1,0 +1,87 @@
+"""Blends as an epoch of known length: how many packs of each dataset, and which ones."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.dataflow.manifests import LoadedSplit, metadataset_leaves
+from energon_packed.errors import ConfigError
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlendedSplit:
+    """One dataset of a blend.
+
+    Attributes:
+        split: the dataset, and which of its splits.
+        subflavors: what the Metadatasets say of it.
+        weight: share of the packs of an epoch, 0 to 1; None in a blend that counts repetitions.
+        repetitions: how often an epoch has each of its packs; None in a blend by weight.
+    """
+
+    split: LoadedSplit
+    subflavors: dict[str, Any]
+    weight: float | None
+    repetitions: float | None
+
+
+def blended_splits(path: Path, split: str) -> list[BlendedSplit]:
+    """What is read: one dataset folder, or all those behind a Metadataset YAML, nested ones included.
+
+    Raises:
+        FormatError: there is no dataset, or no Metadataset that Energon can read.
+        ConfigError: joins or subsets, which only Energon's loader reads; a dataset without packs in its split.
+    """
+    if not path.is_file():
+        return [BlendedSplit(split=LoadedSplit.of_folder(path, split), subflavors={}, weight=None, repetitions=1)]
+    metadataset_leaves(path, split)  # what cannot be read is refused there
+    from megatron.energon import WorkerConfig
+    from megatron.energon.metadataset.loader import load_dataset, traverse_metadataset
+
+    resolved = path.resolve()
+    leaves = list(traverse_metadataset(resolved, split_part=split))
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    loaded = load_dataset(resolved).get_datasets(training=False, split_part=split, worker_config=config).datasets
+    if len(loaded) != len(leaves) or any(getattr(one.dataset, "subset", None) is not None for one in loaded):
+        raise ConfigError(f"{path} has joins or subsets, which only Energon reads; use get_packed_loader")
+    return [
+        BlendedSplit(
+            split=LoadedSplit.of_folder(Path(str(leaf.path)), leaf.split_part or split),
+            subflavors=dict(leaf.subflavors or {}),
+            weight=one.weight,
+            repetitions=None if one.weight is not None else (one.repetitions or 1),
+        )
+        for leaf, one in zip(leaves, loaded, strict=True)
+    ]
+
+
+def packs_of_epoch(blend: list[BlendedSplit], packs: list[int]) -> list[int]:
+    """Packs that an epoch has of each dataset.
+
+    By repetitions, their product with the packs there are. By weight, an epoch is as long as all datasets together,
+    and each has its share of it (largest remainders), so a dataset of a large weight is repeated, and one of a small
+    weight is sampled.
+
+    Args:
+        blend: D datasets.
+        packs: D numbers, packs in each.
+    """
+    if all(one.weight is None for one in blend):
+        return [int((one.repetitions or 1) * count) for one, count in zip(blend, packs, strict=True)]
+    weights = np.array([one.weight or 0.0 for one in blend])
+    exact = sum(packs) * weights / weights.sum()
+    counts = np.floor(exact).astype(np.int64)
+    for place in np.argsort(counts - exact, kind="stable")[: sum(packs) - int(counts.sum())]:
+        counts[place] += 1
+    return [int(count) for count in counts]
+
+
+def drawn(packs: int, count: int, rng: np.random.Generator) -> Int64:
+    """Numbers of `count` of `packs` packs, int64 (count,): every pack equally often, and a random few once more."""
+    copies, rest = divmod(count, packs)
+    return np.concatenate([np.tile(np.arange(packs), copies), np.sort(rng.permutation(packs)[:rest])])
