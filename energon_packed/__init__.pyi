@@ -4,8 +4,10 @@ from .dataflow import DataflowConfig as DataflowConfig
 from .dataflow import DataflowLoader as DataflowLoader
 from .dataflow import Distributor as Distributor
 from .dataflow import EnergonDistributor as EnergonDistributor
+from .dataflow import FlowMetrics as FlowMetrics
 from .dataflow import Item as Item
 from .dataflow import IterableDistributor as IterableDistributor
+from .dataflow import JointLoader as JointLoader
 from .dataflow import LoaderConfig as LoaderConfig
 from .dataflow import MapDistributor as MapDistributor
 from .dataflow import MixtureDistributor as MixtureDistributor

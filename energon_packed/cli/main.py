@@ -19,6 +19,7 @@ COMMANDS = {
     "nv-meta": "Create or repair .nv-meta for a folder of tars.",
     "metadataset": "Blend several datasets into one weighted Metadataset.",
     "state": "Redistribute saved loader states to another number of ranks.",
+    "order": "Check the order log of a run, or show what a step will hold.",
     "demo": "Generate a small dataset, pack it and load one epoch.",
 }
 

@@ -11,6 +11,9 @@ torch_loader.py   DataflowLoader: the roles under torch, by worker_stream.py in 
 config.py         DataflowConfig: raw records, for the next two
 packed_iterable.py  PackedIterableDataset: packed on the fly
 planned_dataset.py  plan_in_memory: planned at start, map-style
+joint_loader.py   JointLoader: several loaders, one state
+order_log.py      which samples each step used, and the proof; replay.py: which ones a step will use
+metrics.py        FlowMetrics
 dataset.py        PackedDataset: finished shards and blends (blend.py) map-style; steps.py: steps per epoch
 manifests.py      what the manifests of a dataset or Metadataset say
 failures.py       samples that fail to load
@@ -32,6 +35,8 @@ from energon_packed.dataflow.distributors import (
     RankPartitioned,
 )
 from energon_packed.dataflow.energon import LoaderConfig, PackedLoader, PackedTaskEncoder, get_packed_loader
+from energon_packed.dataflow.joint_loader import JointLoader
+from energon_packed.dataflow.metrics import FlowMetrics
 from energon_packed.dataflow.packed_iterable import PackedIterableDataset
 from energon_packed.dataflow.packers import Packer, PlannedPacker, PoolPacker, SequentialPacker, SimpleBatcher
 from energon_packed.dataflow.planned_dataset import PlannedDataset, plan_in_memory
@@ -45,8 +50,10 @@ __all__ = [
     "DataflowLoader",
     "Distributor",
     "EnergonDistributor",
+    "FlowMetrics",
     "Item",
     "IterableDistributor",
+    "JointLoader",
     "LoaderConfig",
     "MapDistributor",
     "MixtureDistributor",

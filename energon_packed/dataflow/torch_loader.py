@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.distributors.base import Distributor
 from energon_packed.dataflow.failures import FailureLog
+from energon_packed.dataflow.order_log import OrderLog
 from energon_packed.dataflow.packers import Packer, PlannedPacker, SimpleBatcher
 from energon_packed.dataflow.share import Share, place_of
 from energon_packed.dataflow.state import check_state
@@ -48,6 +50,7 @@ class Settings:
     seed: int = 0
     max_failures: int = 0
     drop_last: bool = False
+    order_log: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("seed", "max_failures"):
@@ -73,8 +76,9 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         batch_size: items in one batch, in place of a packer: builds a SimpleBatcher.
         num_workers: worker processes; 0 loads in this one.
         options: `rank` and `world_size`, data-parallel place, by default from torch.distributed; `seed`;
-            `max_failures`, samples of this rank that may fail to load; `drop_last`, with `batch_size`; and these of
-            torch's DataLoader: `persistent_workers`, `pin_memory`, `prefetch_factor`, `timeout`,
+            `max_failures`, samples of this rank that may fail to load; `drop_last`, with `batch_size`; `order_log`, a
+            folder where every step is written down (`energon-packed order check` reads it); and these of torch's
+            DataLoader: `persistent_workers`, `pin_memory`, `prefetch_factor`, `timeout`,
             `multiprocessing_context`, `worker_init_fn`.
 
     Attributes:
@@ -112,6 +116,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         )
         rank, world_size = place_of(settings.rank, settings.world_size)
         self._share = Share(rank=rank, world_size=world_size, num_workers=max(1, num_workers), seed=settings.seed)
+        self._order_log = None if settings.order_log is None else OrderLog(Path(settings.order_log), rank)
         self._epoch = self._steps = self._next_worker = self._empty_epochs = 0
         self._states: list[str | None] = [None] * self._share.num_workers
         super().__init__(
@@ -205,7 +210,10 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         return own | inner | {f"packer_{name}": value for name, value in self._roles.packer.identity().items()}
 
     def _handed_out(self, step: Step) -> None:
-        """A step was received."""
+        """Write a step down."""
+        if self._order_log is not None:
+            share = replace(self._share, worker=step.worker, epoch=self._epoch)
+            self._order_log.write(share, self._steps if step.batch is not None else None, step)
 
     def _end_epoch(self) -> None:
         self._empty_epochs = 0 if self._steps else self._empty_epochs + 1

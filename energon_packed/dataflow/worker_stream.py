@@ -90,8 +90,8 @@ class WorkerStream:
                 break
         yield self._step([])
 
-    def state(self) -> dict[str, Any]:
-        """Where a new stream continues, in plain types.
+    def state(self) -> str:
+        """Where a new stream continues, as JSON.
 
         Raises:
             BatchError: samples are held out of order, and the distributor cannot read them again.
@@ -104,7 +104,7 @@ class WorkerStream:
                 "SimpleBatcher, or a source that can be read again (a function that returns an iterator, a dataset)"
             )
         place = {"cursor": self._cursor, "number": self._number, "last": self._last, "ended": self._ended}
-        return place | self._buffer.state()
+        return f"{json.dumps(place)[:-1]}, {self._buffer.state()}}}"
 
     def _step(self, group: list[Held]) -> Step:
         """A batch of a group; without one, what the end of the epoch dropped."""
@@ -114,7 +114,7 @@ class WorkerStream:
         self._last = max([self._last, *numbers])
         dropped, self._dropped = self._dropped, []
         try:
-            state = json.dumps(self.state())
+            state = self.state()
         except BatchError as error:  # raised where the state is asked for
             state = json.dumps(str(error))
         return Step(self.share.worker, batch, state, numbers, dropped)

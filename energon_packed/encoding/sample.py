@@ -88,7 +88,11 @@ class EncodedSample:
 
     def of(self, source: SampleSource | None) -> "EncodedSample":
         """The same sample with its `source`; pixels are not touched."""
-        return replace(self, pixel_values=self.held_pixels, source=source)
+        if source is None:
+            return self
+        made = object.__new__(type(self))
+        vars(made).update(vars(self), source=source)
+        return made
 
     def truncated(self, max_length: int) -> "EncodedSample":
         """Truncate to the first `max_length` tokens; return the sample itself if it is short enough.

@@ -24,13 +24,13 @@ class MapDistributor(Distributor):
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
         """Every `share.count`-th number of the epoch's order."""
-        order = self._order(share)
+        order = self.order(share)
         for number in range(start, len(order)):
             yield Item(number, self.dataset[int(order[number])])
 
     def again(self, share: Share, keys: Any) -> list[Any]:
         """By numbers, in one order."""
-        order = self._order(share)
+        order = self.order(share)
         return [self.dataset[int(order[key])] for key in keys]
 
     def count(self, share: Share) -> int:
@@ -43,7 +43,8 @@ class MapDistributor(Distributor):
         content = found() if callable(found) else None
         return super().identity() | {"items": len(self.dataset), "shuffle": self.shuffle, "content": content}
 
-    def _order(self, share: Share) -> Any:
+    def order(self, share: Share) -> Any:
+        """Numbers that a share gets, in order, int64 (n,)."""
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(share.epoch)

@@ -1,8 +1,10 @@
 """PackBuffer: the samples that a packer holds, and the rows that it made of them."""
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from energon_packed.dataflow.packers.base import Packer, Sizes
 from energon_packed.encoding import EncodedSample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Held:
     """One item that waits for its row.
 
@@ -25,6 +27,12 @@ class Held:
     number: int
     samples: list[EncodedSample]
 
+    @cached_property
+    def ref(self) -> str:
+        """Number and key as JSON: a state lists it at every step, so it is made once."""
+        return json.dumps([self.number, self.key])
+
+    @cached_property
     def size(self) -> tuple[int, int, int]:
         """(tokens, images, patches)."""
         grids = [one.image_grid_thw for one in self.samples if one.image_grid_thw is not None]
@@ -56,7 +64,7 @@ class PackBuffer:
         Raises:
             BatchError: it fits no row, where `on_drop` raises.
         """
-        if (excess := self.packer.excess(*held.size())) is not None:
+        if (excess := self.packer.excess(*held.size)) is not None:
             self._on_drop(held, excess)
             return
         self.waiting.append(held)
@@ -77,19 +85,19 @@ class PackBuffer:
         return self.ready.popleft() if self.ready else None
 
     def _form(self, *, final: bool) -> None:
-        sizes = np.array([held.size() for held in self.waiting], dtype=np.int64).T
+        sizes = np.array([held.size for held in self.waiting], dtype=np.int64).T
         groups = [[self.waiting[i] for i in group] for group in self.packer.groups(Sizes(*sizes))]
         self.waiting = groups.pop() if self.packer.keeps and not final else []
         self.ready += groups
 
-    def state(self) -> dict[str, Any]:
-        """Keys and numbers of what it holds."""
-        return {"ready": [_refs(group) for group in self.ready], "waiting": _refs(self.waiting)}
+    def state(self) -> str:
+        """Numbers and keys of what it holds: the JSON items `"ready"` and `"waiting"`."""
+        return f'"ready": [{", ".join(map(_refs, self.ready))}], "waiting": {_refs(self.waiting)}'
 
     def held(self) -> list[Held]:
         """Everything it holds."""
         return [held for group in self.ready for held in group] + self.waiting
 
 
-def _refs(group: Iterable[Held]) -> list[list[Any]]:
-    return [[held.number, held.key] for held in group]
+def _refs(group: Iterable[Held]) -> str:
+    return f"[{', '.join([held.ref for held in group])}]"

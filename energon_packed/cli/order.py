@@ -1,0 +1,73 @@
+"""`energon-packed order`: check the log of a run's order, and show what a step will hold."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from energon_packed.cli.options import GroupedCommand, as_options
+from energon_packed.cli.output import Output, output_options
+from energon_packed.dataflow.order_log import check_order
+from energon_packed.dataflow.replay import replay
+from energon_packed.dataflow.share import Share
+
+
+@click.group(name="order")
+def command() -> None:
+    """Check which samples a run used, or show which ones a step will use.
+
+    \b
+    energon-packed order check DIR
+    energon-packed order replay out --world-size 8 --step 1000
+    """
+
+
+@command.command(name="check", cls=GroupedCommand)
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@output_options
+def check(folder: Path, output: Output) -> None:
+    """Check the files of `order_log=DIR`: no sample lost, none twice, the same after a resume.
+
+    Exit status 1 when one of these does not hold.
+    """
+    found = check_order(folder)
+    output.console.print(
+        f"{found.steps:,} steps, {found.samples:,} samples, {found.dropped:,} dropped items, {found.repeated:,} steps "
+        f"repeated by resuming; epochs {', '.join(map(str, found.epochs))}, complete: "
+        f"{', '.join(map(str, found.complete)) or 'none'}",
+        soft_wrap=True,
+    )
+    for name, count in sorted(found.sources.items()):
+        output.console.print(f"  {count / max(1, found.samples):7.2%}  {name}", soft_wrap=True)
+    for problem in found.problems:
+        click.echo(as_options(problem), err=output.as_json)
+    output.result(asdict(found))
+    if found.problems:
+        sys.exit(1)
+    output.console.print("no sample lost, none twice, equal after every resume")
+
+
+@command.command(name="replay", cls=GroupedCommand)
+@click.argument("path", type=click.Path(path_type=Path), metavar="PATH")
+@click.option("--step", type=click.IntRange(min=1), required=True, help="Step of the epoch, from 1. [required]")
+@click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="Epoch, from 0.")
+@click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Data-parallel ranks.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Packs in one batch.")
+@click.option("--num-workers", type=click.IntRange(min=0), default=0, show_default=True, help="Workers of a rank.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the loader.")
+@output_options
+def replay_step(
+    path: Path, step: int, epoch: int, world_size: int, batch_size: int, num_workers: int, seed: int, output: Output
+) -> None:
+    """Show what a step will hold on every rank.
+
+    For DataflowLoader(MapDistributor(PackedDataset(PATH)), batch_size=N). PATH: a dataset folder or a Metadataset.
+    """
+    share = Share(world_size=world_size, epoch=epoch, seed=seed)
+    ranks = []
+    for one in replay(path, step, batch_size=batch_size, num_workers=num_workers, share=share):
+        ranks.append(asdict(one))
+        what = f"{', '.join(one.packs)}: {', '.join(one.ids)}" if one.packs else f"ends after {one.steps} steps"
+        output.console.print(f"rank {one.rank}  {what}", soft_wrap=True)
+    output.result({"step": step, "epoch": epoch, "ranks": ranks})

@@ -1,0 +1,107 @@
+"""JointLoader: several loaders, drawn by ratio, with one state."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from energon_packed.dataflow.state import check_state
+from energon_packed.errors import ConfigError
+
+JOINT_VERSION = 1
+"""Version of the states of `JointLoader`."""
+_BLOCK = 1024  # draws that are made together
+StopAt = Literal["first", "all", "never"]
+
+
+class JointLoader:
+    """Draws each batch from one of several loaders; each has its own data, packer and collator.
+
+        joint = JointLoader({"text": text_loader, "images": image_loader}, {"text": 3, "images": 1})
+        for name, batch in joint:
+            ...
+
+    The draws depend on the seed and the step alone, so all ranks take the same loader at the same step.
+
+    Args:
+        loaders: by name: DataflowLoader, PackedIterableDataset, PackedLoader, or others with `state_dict`.
+        weights: by name, above 0.
+        seed: of the draws.
+        stop: `first` ends when a loader ends, `all` when every one ended once, `never` repeats indefinitely; a loader
+            that ends before begins its next epoch.
+
+    Raises:
+        ConfigError: names that differ, or an invalid weight.
+    """
+
+    def __init__(
+        self, loaders: Mapping[str, Any], weights: Mapping[str, float], *, seed: int = 0, stop: StopAt = "all"
+    ) -> None:
+        if not loaders or set(loaders) != set(weights):
+            raise ConfigError(f"`weights` names {sorted(weights)} and `loaders` {sorted(loaders)}; name the same ones")
+        if bad := [name for name, weight in weights.items() if not (np.isfinite(weight) and weight > 0)]:
+            raise ConfigError(f"the weight of {bad[0]} is {weights[bad[0]]}; it must be above 0")
+        if stop not in ("first", "all", "never"):
+            raise ConfigError(f"`stop` is {stop!r}; use first, all or never")
+        self.loaders = dict(loaders)
+        self._weights = {name: float(weights[name]) for name in loaders}
+        self._seed, self._stop = seed, stop
+        self._step = 0
+        self._ended: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """(name, batch) of every step that was not given yet.
+
+        Raises:
+            ConfigError: a loader without any batch.
+        """
+        running: dict[str, Iterator[Any]] = {}
+        while True:
+            name = self._drawn()
+            if name not in running:
+                running[name] = iter(self.loaders[name])
+            try:
+                batch = next(running[name])
+            except StopIteration:
+                if self._ends(name):
+                    break
+                running[name] = iter(self.loaders[name])
+                try:
+                    batch = next(running[name])
+                except StopIteration:
+                    raise ConfigError(f"loader {name!r} has no batch; leave it out") from None
+            self._step += 1
+            yield name, batch
+        self._ended = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of all loaders behind the last batch, in plain types."""
+        inner = {name: loader.state_dict() for name, loader in self.loaders.items()}
+        return self._identity() | {"step": self._step, "ended": list(self._ended), "loaders": inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue behind the batch at which `state` was saved; call it before iterating.
+
+        Raises:
+            BatchError: it is of other loaders, weights or data.
+        """
+        check_state(state, JOINT_VERSION, self._identity())
+        for name, loader in self.loaders.items():
+            loader.load_state_dict(state["loaders"][name])
+        self._step, self._ended = state["step"], list(state["ended"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"version": JOINT_VERSION, "seed": self._seed, "weights": self._weights, "stop": self._stop}
+
+    def _drawn(self) -> str:
+        """The loader of this step."""
+        draws = np.random.default_rng([self._seed, self._step // _BLOCK]).random(_BLOCK)
+        bounds = np.cumsum(list(self._weights.values()))
+        place = int(np.searchsorted(bounds, draws[self._step % _BLOCK] * bounds[-1], side="right"))
+        return list(self._weights)[min(place, len(bounds) - 1)]
+
+    def _ends(self, name: str) -> bool:
+        """A loader ended: whether the joint epoch does, too."""
+        if name not in self._ended:
+            self._ended.append(name)
+        return self._stop == "first" or (self._stop == "all" and len(self._ended) == len(self.loaders))
