@@ -25,7 +25,7 @@ class RecordDistributor(Distributor):
         fingerprint: of what is read, for loader states.
     """
 
-    read_ahead = 64
+    read_ahead = 256
 
     def __init__(self, reader: RecordReader, *, shuffle: bool = True, fingerprint: str = "") -> None:
         self.reader = reader
