@@ -49,7 +49,7 @@ class FailureLog:
             self._counts[_REASONS.index(_reason(error))] += 1
             total = sum(self._counts[:])
         key, source = _key(sample), _source(sources or _field(sample, "__sources__"))
-        _log.error("sample %s of %s failed to load: %s: %s", key, source, type(error).__name__, error)
+        _log.error("sample %s%s failed to load: %s: %s", key, source and f" of {source}", type(error).__name__, error)
         if self.limit == 0:
             self._last_word = error
             raise error
@@ -86,4 +86,4 @@ def _field(sample: Any, name: str) -> Any:
 
 def _source(sources: Any) -> str:
     names = sorted({f"{s.dataset_path}/{s.shard_name}" for s in sources or () if hasattr(s, "shard_name")})
-    return ", ".join(names) or "an unknown source"
+    return ", ".join(names)

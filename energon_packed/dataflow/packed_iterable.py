@@ -12,7 +12,9 @@ from energon_packed.dataflow.distributors.records import RecordDistributor
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.torch_loader import DataflowLoader
 from energon_packed.dataflow.work_folder import work_folder
+from energon_packed.encoding import ChatEncoder
 from energon_packed.pipeline.keys import make_keys
+from energon_packed.pipeline.measure import WORTH_LOADING, WORTH_PROVING
 from energon_packed.pipeline.reader import open_reader
 
 
@@ -49,11 +51,14 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         reader = open_reader(config, work_folder(config))
         config.check_format(reader)
         self.config = config
+        encoder = config.encoder_loader.load()
+        chunks = sum(len(source.chunks()) for source in reader.sources)
+        if isinstance(encoder, ChatEncoder) and chunks >= WORTH_LOADING:  # workers inherit the tokenizer engine
+            encoder.text_tokenizer.prepare(may_prove=chunks >= WORTH_PROVING)
+        fingerprint = make_keys(config, reader.sources, None).input
         self.loader = DataflowLoader(
-            RecordDistributor(
-                reader, shuffle=config.shuffle, fingerprint=make_keys(config, reader.sources, None).input
-            ),
-            config.encoder_loader.load(),
+            RecordDistributor(reader, shuffle=config.shuffle, fingerprint=fingerprint),
+            encoder,
             config.packer(),
             collator,
             num_workers=num_workers,

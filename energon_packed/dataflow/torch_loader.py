@@ -1,5 +1,6 @@
 """DataflowLoader: the four roles under torch's DataLoader, with exact resume."""
 
+import gc
 import json
 import logging
 from collections.abc import Iterator
@@ -255,6 +256,9 @@ class _Streams(torch.utils.data.IterableDataset[Any]):
         worker = (physical + next_worker) % self.share.num_workers if of == epoch else physical
         saved = states[worker] if of == epoch else None
         share = replace(self.share, worker=worker, epoch=epoch)
+        if info is not None:
+            gc.freeze()  # what the main process had loaded is not searched for garbage again and again
+            gc.set_threshold(100_000)
         try:
             yield from WorkerStream(self.roles, share, None if saved is None else json.loads(saved))
         except EnergonPackedError as error:  # torch would turn it into a traceback

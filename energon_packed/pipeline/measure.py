@@ -36,8 +36,8 @@ from energon_packed.sources import Row
 
 _log = logging.getLogger(__name__)
 _BATCH = 256  # records held at a time
-_WORTH_LOADING = 2  # chunks from which `auto` takes fastokens where it is proved already,
-_WORTH_PROVING = 48  # and from which it makes the proof: some thousand records take as long
+WORTH_LOADING = 2  # chunks from which `auto` takes fastokens where it is proved already,
+WORTH_PROVING = 48  # and from which it makes the proof: some thousand records take as long
 _JSON_OVERHEAD = 200  # bytes of keys, id and length of one sample
 
 
@@ -122,10 +122,10 @@ class MeasureStage:
             ConfigError, EngineMismatch: the engine that was asked for cannot be used.
         """
         encoder = self.encoder.load()
-        if not isinstance(encoder, ChatEncoder) or len(chunks) < _WORTH_LOADING:
+        if not isinstance(encoder, ChatEncoder) or len(chunks) < WORTH_LOADING:
             return "auto"
         tokenizer = encoder.text_tokenizer
-        tokenizer.prepare(may_prove=len(chunks) >= _WORTH_PROVING)
+        tokenizer.prepare(may_prove=len(chunks) >= WORTH_PROVING)
         if tokenizer.engine == "tokenizers":
             return "auto"  # each process comes to the same decision
         for detail in self.engine.run(EngineTrial(reader=self.reader, encoder=self.encoder), chunks[:1]):

@@ -3,8 +3,6 @@
 import json
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,31 +11,25 @@ from energon_packed.dataflow.packers.base import Packer, Sizes
 from energon_packed.encoding import EncodedSample
 
 
-@dataclass(frozen=True)
 class Held:
     """One item that waits for its row.
 
     Attributes:
-        key: of the item, to read it again.
         number: of the item in its share.
         samples: what it was encoded to.
+        size: (tokens, images, patches).
+        ref: number and key of the item as JSON: a state lists it at every step, so it is made once.
     """
 
-    key: Any
-    number: int
-    samples: list[EncodedSample]
+    __slots__ = ("number", "ref", "samples", "size")
 
-    @cached_property
-    def ref(self) -> str:
-        """Number and key as JSON: a state lists it at every step, so it is made once."""
-        return json.dumps([self.number, self.key])
-
-    @cached_property
-    def size(self) -> tuple[int, int, int]:
-        """(tokens, images, patches)."""
-        grids = [one.image_grid_thw for one in self.samples if one.image_grid_thw is not None]
-        images = sum(len(grid) for grid in grids)
-        return sum(map(len, self.samples)), images, sum(int(grid.prod(dim=1).sum()) for grid in grids)
+    def __init__(self, key: Any, number: int, samples: list[EncodedSample]) -> None:
+        self.number = number
+        self.samples = samples
+        self.ref = json.dumps([number, key])
+        grids = [one.image_grid_thw for one in samples if one.image_grid_thw is not None]
+        patches = sum([int(grid.prod(dim=1).sum()) for grid in grids])
+        self.size = sum([len(one) for one in samples]), sum([len(grid) for grid in grids]), patches
 
 
 class PackBuffer:
