@@ -18,8 +18,8 @@ def dataset_folder(path: str | Path) -> Path:
     root = Path(path)
     if root.is_file():
         raise FormatError(
-            f"{root} is a file; pass a single dataset folder (only get_packed_loader, inspect and report accept a "
-            "Metadataset)"
+            f"{root} is a file; pass a single dataset folder (get_packed_loader, PackedDataset, inspect, "
+            "verify and report accept a Metadataset)"
         )
     for folder in (root, root / "webdataset"):
         if (folder / NV_META).is_dir():
