@@ -39,6 +39,7 @@ from .errors import BatchError as BatchError
 from .errors import ConfigError as ConfigError
 from .errors import EnergonPackedError as EnergonPackedError
 from .errors import FormatError as FormatError
+from .errors import IsolationError as IsolationError
 from .errors import Reason as Reason
 from .errors import RecordError as RecordError
 from .errors import Reject as Reject
@@ -53,6 +54,7 @@ from .formats import Codec as Codec
 from .formats import StoredImage as StoredImage
 from .formats import StoredSample as StoredSample
 from .formats import register_codec as register_codec
+from .integrations.isolation import check_isolation as check_isolation
 from .packing import PackPlan as PackPlan
 from .packing import pack_lengths as pack_lengths
 from .pipeline import PackOptions as PackOptions

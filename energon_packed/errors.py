@@ -7,6 +7,7 @@ EnergonPackedError(ValueError)
   FormatError      files on disk do not follow the format
   TemplateError    a chat template cannot give supervised spans
   BatchError       a batch cannot be made from these samples
+  IsolationError   a model does not keep the samples of a packed row apart
   EngineMismatch   two tokenizer engines give different tokens
   RecordError      ONE record cannot be used: it carries a `Reject`, and the run continues
 
@@ -43,6 +44,10 @@ class TemplateError(EnergonPackedError):
 
 class BatchError(EnergonPackedError):
     """A padding-free batch cannot be made from the samples given."""
+
+
+class IsolationError(EnergonPackedError):
+    """A model's output in one packed sample depends on the other samples of the row."""
 
 
 class EngineMismatch(EnergonPackedError):

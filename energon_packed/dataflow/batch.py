@@ -8,6 +8,7 @@ from megatron.energon import Batch, edataclass
 
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample, SampleSource
 from energon_packed.errors import BatchError
+from energon_packed.seqlens import segment_ids_from_cu_seqlens
 
 
 @edataclass
@@ -70,7 +71,9 @@ class PackedBatch(Batch):
 
         Labels are unshifted; Transformers shifts them. There is no attention mask and the cache is disabled, because
         only then does Transformers derive a block-diagonal mask from restarting positions. `cu_seq_lens_*` and
-        `max_length_*` are for flash attention.
+        `max_length_*` are for flash attention and gated delta rules; `seq_idx`, int32 (1, T), the number of each
+        token's segment, is for convolutions and state spaces, and is there when the row has several segments.
+        Not every model heeds them: see `check_isolation`.
 
         The loss that Transformers computes from `labels` weights all targets equally; with another `loss_weighting`,
         use `batch.loss(model(...).logits)`.
@@ -86,6 +89,9 @@ class PackedBatch(Batch):
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
         }
+        if len(bounds) > 2:  # without a kernel, models refuse it, and a row of one segment needs none
+            segments = segment_ids_from_cu_seqlens(bounds.numpy()).astype("int32")
+            inputs["seq_idx"] = torch.from_numpy(segments)[None]
         optional = {"pixel_values": self.pixel_values, "image_grid_thw": self.image_grid_thw}
         if self.patch_positions is not None:
             optional["patch_positions"] = self.patch_positions

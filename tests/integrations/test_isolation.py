@@ -1,0 +1,75 @@
+"""Models that do not keep the samples of a row apart are refused, and the table says what the test finds."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+from energon_packed import IsolationError, check_isolation
+from energon_packed.integrations import isolation
+from energon_packed.integrations.isolation import isolation_table, measure, short_row
+from energon_packed.integrations.transformers import IsolationCheck
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+from isolation_table import family
+
+_SMALL = {"vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**_SMALL, intermediate_size=64))
+
+
+def opt() -> Any:
+    return OPTForCausalLM(OPTConfig(**_SMALL, ffn_dim=64, word_embed_proj_dim=32))
+
+
+def test_a_clean_model_passes_in_any_dtype_and_keeps_its_mode() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = llama().to(dtype).eval()
+        model.model.layers[0].train()
+        assert not check_isolation(model).leaks
+        assert not model.training
+        assert model.model.layers[0].training
+
+
+def test_withheld_boundaries_are_seen() -> None:
+    model = llama()
+    batch = short_row(model)
+    inputs = {"input_ids": batch.input_ids, "position_ids": torch.arange(batch.input_ids.shape[1])[None]}
+    assert measure(model, inputs, batch.cu_seqlens.tolist()).leaks
+
+
+def test_a_leaking_model_is_refused_by_name_and_by_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(IsolationError, match=r"OPTForCausalLM with attn_implementation='sdpa' does not keep .* in"):
+        IsolationCheck().on_train_begin(None, None, None, model=opt())
+    unknown = isolation_table() | {"families": {}}
+    monkeypatch.setattr(isolation, "isolation_table", lambda: unknown)
+    with pytest.raises(IsolationError, match="OPTForCausalLM .* other tokens in the first sample change the logits"):
+        check_isolation(opt())
+
+
+@pytest.mark.skipif(
+    transformers.__version__ != isolation_table()["transformers"], reason="the table is of another release"
+)
+@pytest.mark.parametrize(
+    ("model_type", "class_name", "result"),
+    [
+        ("llama", "LlamaForCausalLM", "clean"),
+        ("afmoe", "AfmoeForCausalLM", "leaks"),
+        ("bamba", "BambaForCausalLM", "kernel"),
+        ("mamba", "MambaForCausalLM", "leaks"),
+    ],
+)
+def test_the_table_is_what_the_script_finds(model_type: str, class_name: str, result: str) -> None:
+    found = family("text", model_type, class_name)
+    assert found["eager"] == result
+    known = isolation_table()["families"][class_name]
+    assert {name: known.get(name) for name in ("sdpa", "eager")} == {
+        name: found.get(name) for name in ("sdpa", "eager")
+    }
