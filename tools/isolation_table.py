@@ -34,7 +34,7 @@ SECONDS, MOST_SECONDS, GIGABYTES = 60, 900, 12  # of processor time, of waiting,
 BEGIN, END = "<!-- isolation table -->", "<!-- end of isolation table -->"
 GROUPS = {
     "Clean": "clean",
-    "Clean with a kernel; refused by Transformers without it": "kernel",
+    "Need a kernel; refused by Transformers without it, not tested with it": "kernel",
     "Leak, refused by `check_isolation`": "leaks",
     "Do not take packed rows": "refuses",
     "Not tested: no tiny model could be built or run on text alone; `check_isolation` tests yours": "not_tested",
