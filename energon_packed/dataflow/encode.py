@@ -34,7 +34,9 @@ def encode_pack(
     if (row := pack.token_row()) is not None:
         try:
             found_row = encoder.encode_row(row.ids, row.input_ids, row.labels, row.cu_seqlens)
-            return [one.of(source) for one in found_row]
+            for one in found_row:
+                vars(one)["source"] = source  # made just now, for this pack alone
+            return found_row
         except EnergonPackedError:  # find the sample, one by one
             pass
     encoded = []

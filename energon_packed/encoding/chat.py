@@ -224,16 +224,9 @@ class ChatEncoder(Processor):
         if self._has_mrope:
             # M-RoPE numbers text alike in all three rows: 0, 1, 2 .. in each sample.
             positions = np.broadcast_to(position_ids_from_cu_seqlens(bounds), (3, len(input_ids)))
-        return [
-            EncodedSample(
-                id=ident,
-                input_ids=batch.input_ids[start:end],
-                labels=batch.labels[start:end],
-                image_token_id=self.image_token_id,
-                position_ids=None if positions is None else positions[:, start:end],
-            )
-            for ident, (start, end) in zip(ids, pairwise(cu_seqlens), strict=True)
-        ]
+        return EncodedSample.row(
+            ids, batch.input_ids, batch.labels, cu_seqlens, position_ids=positions, image_token_id=self.image_token_id
+        )
 
     def fingerprint(self) -> str:
         """Hex digest of the tokenizer, its template, the image settings and `loss_on`."""

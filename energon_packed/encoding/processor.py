@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -91,15 +90,7 @@ class Processor(ABC):
         batch, rejects = rules.check(TokenBatch(input_ids, labels, np.asarray(cu_seqlens)), [0] * len(ids))
         for reject in rejects.values():
             raise RecordError.of(reject)
-        return [
-            EncodedSample(
-                id=ident,
-                input_ids=batch.input_ids[start:end],
-                labels=batch.labels[start:end],
-                image_token_id=self.image_token_id,
-            )
-            for ident, (start, end) in zip(ids, pairwise(cu_seqlens), strict=True)
-        ]
+        return EncodedSample.row(ids, batch.input_ids, batch.labels, cu_seqlens, image_token_id=self.image_token_id)
 
     def length(self, conversation: Conversation) -> int:
         """Tokens of the encoded conversation. Raises as `encode` does."""

@@ -1,6 +1,8 @@
 """EncodedSample: the model inputs of one sample, before collation into a row."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -71,6 +73,39 @@ class EncodedSample:
     position_ids: npt.NDArray[np.int64] | None = None
     patch_positions: npt.NDArray[np.int64] | None = None
     source: SampleSource | None = None
+
+    @classmethod
+    def row(
+        cls,
+        ids: Sequence[str | None],
+        input_ids: npt.NDArray[np.int64],
+        labels: npt.NDArray[np.int64],
+        cu_seqlens: Sequence[int],
+        *,
+        position_ids: npt.NDArray[np.int64] | None = None,
+        image_token_id: int | None = None,
+    ) -> list["EncodedSample"]:
+        """The S samples of a row without images, as views of its arrays; faster than one by one.
+
+        Args:
+            ids: names of the samples.
+            input_ids: int64 (T,).
+            labels: int64 (T,), -100 where not supervised.
+            cu_seqlens: S + 1 boundaries.
+            position_ids: int64 (3, T), or None.
+            image_token_id: of all samples.
+        """
+        nothing = dict.fromkeys(("pixel_values", "image_grid_thw", "position_ids", "patch_positions", "source"))
+        made = []
+        for ident, (start, end) in zip(ids, pairwise(cu_seqlens), strict=True):
+            one = object.__new__(cls)
+            fields = vars(one)
+            fields.update(nothing, id=ident, image_token_id=image_token_id)
+            fields["input_ids"], fields["labels"] = input_ids[start:end], labels[start:end]
+            if position_ids is not None:
+                fields["position_ids"] = position_ids[:, start:end]
+            made.append(one)
+        return made
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -35,6 +35,8 @@ def read_images(raw: RawPack, names: Any) -> list[tuple[StoredImage, ...]]:
     """
     return [
         tuple([StoredImage(name.rpartition(".")[2], _content(raw, name), name) for name in _names(listed)])
+        if listed
+        else ()
         for listed in names
     ]
 
