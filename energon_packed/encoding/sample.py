@@ -41,10 +41,9 @@ def targets_per_sample(labels: npt.NDArray[np.int64], cu_seqlens: npt.NDArray[np
         cu_seqlens: (S+1,), their boundaries.
     """
     bounds = np.asarray(cu_seqlens)
-    sums = np.zeros(len(labels) + 1, dtype=np.int64)
-    np.cumsum(labels != IGNORE_INDEX, out=sums[1:])
+    places = (labels != IGNORE_INDEX).nonzero()[0]
     after_first = np.minimum(bounds[:-1] + 1, bounds[1:])
-    return np.asarray(sums[bounds[1:]] - sums[after_first])
+    return np.asarray(places.searchsorted(bounds[1:]) - places.searchsorted(after_first))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

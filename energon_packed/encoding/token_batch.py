@@ -74,9 +74,10 @@ class TokenRules:
             are_ours: the ids come from the tokenizer itself, so all are in the vocabulary.
         """
         rejects: dict[int, Reject] = {}
-        lengths = np.diff(batch.cu_seqlens)
-        for number in np.flatnonzero(lengths == 0).tolist():
-            rejects[number] = Reject(Reason.EMPTY, "its text gives no token")
+        is_empty = batch.cu_seqlens[1:] == batch.cu_seqlens[:-1]
+        if is_empty.any():
+            for number in np.flatnonzero(is_empty).tolist():
+                rejects[number] = Reject(Reason.EMPTY, "its text gives no token")
         if self.vocabulary is not None and not are_ours:
             self._check_ids(batch, rejects)
         labels = batch.labels
@@ -88,8 +89,10 @@ class TokenRules:
             self._check_reserved(batch, rejects)
             if found.any():
                 labels = np.where(is_image, IGNORE_INDEX, labels)
-        for number in np.flatnonzero(targets_per_sample(labels, batch.cu_seqlens) == 0).tolist():
-            rejects.setdefault(number, Reject(Reason.NO_SUPERVISED_TOKENS, "no token after the first is a target"))
+        targets = targets_per_sample(labels, batch.cu_seqlens)
+        if not targets.all():
+            for number in np.flatnonzero(targets == 0).tolist():
+                rejects.setdefault(number, Reject(Reason.NO_SUPERVISED_TOKENS, "no token after the first is a target"))
         return TokenBatch(batch.input_ids, labels, batch.cu_seqlens), rejects
 
     def _check_ids(self, batch: TokenBatch, rejects: dict[int, Reject]) -> None:
