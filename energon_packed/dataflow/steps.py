@@ -7,7 +7,7 @@ from energon_packed.dataflow.blend import blended_splits, packs_of_epoch
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.shards import PackingManifest
 from energon_packed.shards import steps_per_epoch as steps_of_folder
-from energon_packed.shards.steps import packs_per_worker
+from energon_packed.shards.steps import packs_per_worker, steps_per_rank
 
 
 def steps_per_epoch(
@@ -56,13 +56,8 @@ def steps_per_epoch(
             f"{path} draws by weight indefinitely, so it has no epoch; count the steps to train for, or use "
             f"PackedDataset, whose epoch has {sum(packs_of_epoch(blend, counts))} packs"
         )
-    workers = max(1, num_workers)
-    totals = [0] * (world_size * workers)
+    totals = [0] * (world_size * max(1, num_workers))
     for one, packs in zip(blend, counts, strict=True):
-        for worker, count in enumerate(packs_per_worker(packs, world_size * workers)):
+        for worker, count in enumerate(packs_per_worker(packs, len(totals))):
             totals[worker] += int(count * (one.repetitions or 1))
-    more = 0 if drop_last else micro_batch_size - 1
-    return [
-        sum((count + more) // micro_batch_size for count in totals[rank * workers : (rank + 1) * workers])
-        for rank in range(world_size)
-    ]
+    return steps_per_rank(totals, world_size, micro_batch_size, drop_last=drop_last)

@@ -5,6 +5,7 @@ larger slices are distributed in bit-reversal order. Each worker batches its own
 Source: `Sharder.split_samples_to_workers` of megatron-energon 7; tests compare with it.
 """
 
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -47,8 +48,18 @@ def steps_per_epoch(
     ):
         if value < least:
             raise ConfigError(f"`{name}` is {value}; it must be at least {least}")
-    workers = max(1, num_workers)
-    packs = packs_per_worker(_packs_in(path, split), world_size * workers)
+    packs = packs_per_worker(_packs_in(path, split), world_size * max(1, num_workers))
+    return steps_per_rank(packs, world_size, micro_batch_size, drop_last=drop_last)
+
+
+def steps_per_rank(packs: Sequence[int], world_size: int, micro_batch_size: int, *, drop_last: bool) -> list[int]:
+    """Micro batches of each rank, whose workers batch their own packs.
+
+    Args:
+        packs: packs of each worker, those of rank 0 first; as many for each rank.
+        world_size, micro_batch_size, drop_last: as `steps_per_epoch`.
+    """
+    workers = len(packs) // world_size
     round_up = 0 if drop_last else micro_batch_size - 1
     return [
         sum((count + round_up) // micro_batch_size for count in packs[rank * workers : (rank + 1) * workers])

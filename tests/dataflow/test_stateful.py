@@ -3,10 +3,9 @@
 from typing import Any
 
 import pytest
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from energon_packed import ChatEncoder, PackedDataset, PaddingFreeCollator
-
-stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -14,9 +13,7 @@ def test_the_rest_is_identical_from_every_step(pack_demo: Any, encoder: ChatEnco
     dataset = PackedDataset(pack_demo(max_packs_per_shard=3).shards, encoder)
 
     def new_loader() -> Any:
-        return stateful.StatefulDataLoader(
-            dataset, batch_size=3, num_workers=num_workers, collate_fn=PaddingFreeCollator()
-        )
+        return StatefulDataLoader(dataset, batch_size=3, num_workers=num_workers, collate_fn=PaddingFreeCollator())
 
     loader = new_loader()
     states, expected = [], []
