@@ -27,12 +27,14 @@ from energon_packed.encoding.conversation_media import (
     read_pixels,
 )
 from energon_packed.encoding.engines import EngineName
+from energon_packed.encoding.pretrained import PretrainedTokenizer, load_vision_for
 from energon_packed.encoding.processor import Measurement, Processor
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.token_batch import TokenBatch, TokenRules
 from energon_packed.encoding.tokenizer import TextTokenizer
+from energon_packed.encoding.tokenizer_parts import TokenizerParts
 from energon_packed.encoding.vision import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import Conversation
@@ -74,20 +76,20 @@ class ChatEncoder(Processor):
         """
         if loss_on not in LOSS_ON:
             raise ConfigError(f"`loss_on` is {loss_on!r}; use one of {', '.join(LOSS_ON)}")
-        if not getattr(tokenizer, "is_fast", False):
-            raise ConfigError(f"{type(tokenizer).__name__} is a slow tokenizer; a tokenizer.json is needed")
-        self.tokenizer = tokenizer
+        self._given = tokenizer
+        self.parts = tokenizer.parts if isinstance(tokenizer, PretrainedTokenizer) else TokenizerParts.of(tokenizer)
         self.vision = vision
-        self.text_tokenizer = TextTokenizer(tokenizer.backend_tokenizer, tokenizer_engine)
+        self.text_tokenizer = TextTokenizer(self.parts.backend, tokenizer_engine)
         backend = self.text_tokenizer.backend
+        eos = self.parts.eos_token or ""
         ends = backend.encode("a", add_special_tokens=True).ids[-1:]
         self.renderer = Renderer(
-            ChatTemplate(tokenizer),
+            ChatTemplate(self.parts),
             placeholder=vision.placeholder if vision else None,
-            end="" if ends == [tokenizer.eos_token_id] else tokenizer.eos_token or "",
+            end="" if ends == [backend.token_to_id(eos)] else eos,
             loss_on=loss_on,
         )
-        self._rules = TokenRules(vocabulary=len(tokenizer))
+        self._rules = TokenRules(vocabulary=self.parts.vocabulary)
         if vision is not None:
             self.image_token_id = backend.token_to_id(vision.image_token)
             if self.image_token_id is None:
@@ -126,11 +128,14 @@ class ChatEncoder(Processor):
         Raises:
             ConfigError: a folder without a tokenizer, or settings that contradict each other.
         """
-        from energon_packed.encoding.pretrained import load_tokenizer, load_vision_for
-
-        tokenizer = load_tokenizer(tokenizer_dir)
+        tokenizer = PretrainedTokenizer(tokenizer_dir)
         vision = load_vision_for(tokenizer_dir, processor_dir, **image_settings)
         return cls(tokenizer, vision, loss_on=loss_on, tokenizer_engine=tokenizer_engine)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The Transformers tokenizer."""
+        return self._given.loaded if isinstance(self._given, PretrainedTokenizer) else self._given
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Tokens, labels, pixels and positions of one conversation.
@@ -241,7 +246,7 @@ class ChatEncoder(Processor):
         parts = {
             "version": _VERSION,
             "tokenizer": self.text_tokenizer.serialized,
-            "special": dict(self.tokenizer.special_tokens_map),
+            "special": self.parts.special_tokens,
             "template": None if source is None else source + _DATE_NOTE,
             "loss_on": self.renderer.loss_on,
         }

@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from energon_packed.encoding.engine_corpus import LONGEST, proof_texts
 from energon_packed.encoding.engines import Engine, FastokensEngine, HuggingFaceEngine, compare
-from energon_packed.encoding.user_cache import cache_file, keep
+from energon_packed.encoding.user_cache import cache_file, keep, recall
 from energon_packed.errors import EngineMismatch
 
 _log = logging.getLogger(__name__)
@@ -55,9 +55,9 @@ def known_proof(serialized: str) -> Proof | None:
     if fastokens_version() is None:
         return Proof(False, "fastokens is not installed; run pip install fastokens")
     try:
-        value = json.loads(_cache_file(serialized).read_bytes())
+        value = recall(_cache_file(serialized))
         return Proof(bool(value["holds"]), str(value["detail"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return None
 
 

@@ -2,16 +2,42 @@
 
 import json
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding.tokenizer_class import load_by_class
+from energon_packed.encoding.tokenizer_parts import TokenizerParts, keep_parts, recall_parts
 from energon_packed.encoding.vision import VisionFamily
 from energon_packed.encoding.vision_settings import load_vision
 from energon_packed.errors import ConfigError
 
 _SETTINGS = ("tokenizer_config.json", "config.json")
 _MODEL_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+class PretrainedTokenizer:
+    """The tokenizer of a folder, of which Transformers loads only what no earlier run has kept.
+
+    Args:
+        folder: as `find_pretrained` takes it.
+
+    Raises:
+        ConfigError: as `load_tokenizer`.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = find_pretrained(folder)
+        parts = recall_parts(self.folder)
+        if parts is None:
+            parts = TokenizerParts.of(self.loaded)
+            keep_parts(self.folder, parts)
+        self.parts = parts
+
+    @cached_property
+    def loaded(self) -> Any:
+        """The Transformers tokenizer."""
+        return load_tokenizer(self.folder)
 
 
 def load_tokenizer(folder: str | Path) -> Any:

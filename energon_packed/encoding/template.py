@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 from energon_packed.encoding.purity import Guard, content_guard
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
+from energon_packed.encoding.template_memo import TemplateMemo
+from energon_packed.encoding.tokenizer_parts import TokenizerParts
 from energon_packed.encoding.turns import TurnFinder, TurnShape
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
 
@@ -31,20 +33,14 @@ class ChatTemplate:
     the prompt for it, up to where the text with turn i ends; `turns.py` finds both in the text of all turns.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._template: str | None = None
-        if tokenizer.chat_template is not None:
-            try:
-                self._template = tokenizer.get_chat_template()
-            except ValueError as error:
-                raise ConfigError(f"the tokenizer has no default chat template: {error}") from error
-        self._variables = dict(tokenizer.special_tokens_map)
-        self._variables |= {"date_string": TODAY.strftime("%d %b %Y")}
+    def __init__(self, tokenizer: TokenizerParts) -> None:
+        self._template = tokenizer.chat_template
+        self._variables = {**tokenizer.special_tokens, "date_string": TODAY.strftime("%d %b %Y")}
         self._dated = _with_fixed_date(self._template or "")
-        self._added = tuple(sorted(tokenizer.added_tokens_encoder, key=len, reverse=True))
+        self._added = tokenizer.added_tokens
         # </tool_call> and </think> are added tokens of some tokenizers, but no special ones: they end no turn.
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._special = tuple(sorted(special, key=len, reverse=True))
+        self._special = tokenizer.special_added_tokens
+        self._memo = TemplateMemo(self._dated, self._variables, self._added, self._special)
         self.is_tagged = bool(self._template and _GENERATION.search(self._template))
         self._guard = None if self._template is None or self.is_tagged else content_guard(self._template)
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
@@ -67,7 +63,7 @@ class ChatTemplate:
         the assistant wrote; `render` and `render_with_spans` then report the problem of each conversation.
         """
         if roles not in self._skeletons:
-            self._skeletons[roles] = self._make_skeleton(roles)
+            self._skeletons[roles] = self._memo.skeleton(roles, lambda: self._make_skeleton(roles))
         return self._skeletons[roles]
 
     def joins(self, contents: Sequence[str]) -> bool:
@@ -81,6 +77,14 @@ class ChatTemplate:
         # A turn may begin as the rest of the prompt does, and is then taken for the prompt.
         rest = self._shape.prompt[len(self._shape.header) :].strip()
         return replace(guard, literals=(*guard.literals, rest)) if rest else guard
+
+    def prepare(self) -> None:
+        """Ask what every conversation needs, and import what renders, where that cannot be told from an earlier run:
+        forked processes inherit it."""
+        if self._guard is not None:
+            self._joined  # noqa: B018
+        elif self._template is not None:
+            import transformers.utils.chat_template_utils  # noqa: F401
 
     def _make_skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
         if self._guard is None or roles[0] == "assistant":
@@ -135,6 +139,9 @@ class ChatTemplate:
 
     @cached_property
     def _shape(self) -> TurnShape:
+        return self._memo.shape(self._find_shape)
+
+    def _find_shape(self) -> TurnShape:
         try:
             return TurnShape.of(lambda some, ask: self.render(some, prompt=ask), self._added, self._special)
         except RecordError:

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from energon_packed.encoding.user_cache import cache_file, keep
+from energon_packed.encoding.user_cache import cache_file, keep, recall
 
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _SMALL = 1 << 20  # bytes: settings are smaller, vocabularies larger
@@ -55,9 +55,9 @@ def _generic(folder: Path) -> Any:
 def _known(file: Path) -> Any:
     """The class that an earlier run was given; None without one."""
     try:
-        value = json.loads(file.read_bytes())
+        value = recall(file)
         return getattr(importlib.import_module(value["module"]), value["name"])
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError):
+    except (KeyError, TypeError, ImportError, AttributeError):
         return None
 
 

@@ -21,6 +21,14 @@ def cache_file(kind: str, key: str) -> Path:
     return folder / "energon-packed" / kind / f"{key[:32]}.json"
 
 
+def recall(file: Path) -> Any:
+    """A kept value; None where there is none, or a damaged one."""
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
 def keep(file: Path, value: Any) -> None:
     """Write a value; the file appears when it is complete. A folder that cannot be written keeps nothing."""
     temporary = file.with_suffix(f".{os.getpid()}")

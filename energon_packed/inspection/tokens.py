@@ -48,7 +48,7 @@ def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None
     ids = batch.input_ids[0].tolist()
     positions = batch.position_ids.reshape(-1, len(ids)).T.tolist()
     segments = segment_ids_from_cu_seqlens(np.asarray(batch.cu_seqlens)).tolist()
-    texts = encoder.tokenizer.convert_ids_to_tokens(ids)
+    texts = [encoder.parts.backend.id_to_token(number) for number in ids]
     columns = zip(segments, ids, texts, batch.labels[0].tolist(), positions, strict=True)
     return [
         TokenRow(index, segment, token, str(text), label, tuple(position))

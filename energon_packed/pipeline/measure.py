@@ -122,7 +122,10 @@ class MeasureStage:
             ConfigError, EngineMismatch: the engine that was asked for cannot be used.
         """
         encoder = self.encoder.load()
-        if not isinstance(encoder, ChatEncoder) or len(chunks) < WORTH_LOADING:
+        if not isinstance(encoder, ChatEncoder):
+            return "auto"
+        encoder.renderer.template.prepare()
+        if len(chunks) < WORTH_LOADING:
             return "auto"
         tokenizer = encoder.text_tokenizer
         tokenizer.prepare(may_prove=len(chunks) >= WORTH_PROVING)

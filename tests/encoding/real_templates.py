@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from energon_packed.encoding.rendering import Renderer
 from energon_packed.encoding.template import TODAY, ChatTemplate
+from energon_packed.encoding.tokenizer_parts import TokenizerParts
 
 BAR = "\uff5c"
 """The full-width bar in DeepSeek's tokens."""
@@ -53,7 +54,7 @@ def tokenizer_of(base: Any, template: str) -> Any:
 
 
 def renderer_of(base: Any, template: str, **options: Any) -> Renderer:
-    chat = ChatTemplate(tokenizer_of(base, template))
+    chat = ChatTemplate(TokenizerParts.of(tokenizer_of(base, template)))
     return Renderer(chat, **{"placeholder": None, "end": "", "loss_on": "assistant", **options})
 
 

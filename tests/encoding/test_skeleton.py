@@ -11,6 +11,7 @@ from energon_packed.demo.tokenizer import CHATML_TEMPLATE
 from energon_packed.encoding.purity import only_joins_content
 from energon_packed.encoding.skeleton import Skeleton, marker
 from energon_packed.encoding.template import ChatTemplate
+from energon_packed.encoding.tokenizer_parts import TokenizerParts
 
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n\n' + m['content'] + '<|im_end|>' }}"
@@ -39,7 +40,7 @@ def template_of(tokenizer_dir: Path) -> object:
         tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_dir))
         tokenizer.bos_token = "<|endoftext|>"
         tokenizer.chat_template = source
-        return ChatTemplate(tokenizer)
+        return ChatTemplate(TokenizerParts.of(tokenizer))
 
     return make
 
