@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from energon_packed.encoding.completeness import Messages, check_rendered, turn_places
-from energon_packed.encoding.skeleton import Skeleton, Span
+from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation
@@ -51,9 +51,11 @@ class Renderer:
         """
         if conversation.text is not None:
             return Rendered(self._document(conversation), None, True)
-        if any([message.weight != 1 for message in conversation.messages]):
+        roles, _, extras, weights = zip(*conversation.messages, strict=True)
+        if any([weight != 1 for weight in weights]):
             return self._weighted(conversation)
-        skeleton = self._skeleton(conversation)
+        # A skeleton is the fixed text around the contents, where that is all there is to rendering a conversation.
+        skeleton = None if conversation.tools or any(extras) else self.template.skeleton(roles)
         if skeleton is not None and self.template.joins(contents := self.contents(conversation)):
             text, spans = skeleton.join_with_spans(contents)
             if self.loss_on == "all":
@@ -107,13 +109,6 @@ class Renderer:
         if conversation.images:
             text = self._with_placeholders([text])[0]
         return text if text.endswith(self.end) else text + self.end
-
-    def _skeleton(self, conversation: Conversation) -> Skeleton | None:
-        """The fixed text around the contents, where that is all there is to rendering this conversation."""
-        messages = conversation.messages
-        if conversation.tools or any([message.extra for message in messages]):
-            return None
-        return self.template.skeleton(tuple([message.role for message in messages]))
 
     def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
         """The messages as the template takes them."""

@@ -32,6 +32,7 @@ from energon_packed.encoding.engines import (
 from energon_packed.encoding.skeleton import Span
 from energon_packed.errors import ConfigError, EngineMismatch
 
+Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 Spans = Sequence[Span] | None
@@ -174,7 +175,7 @@ class TextTokenizer:
             return self._ids_of_both(texts, special, changed)
         input_ids, cu_seqlens = self._fast.encode(texts, special=special)
         for number in range(-self._seen % _COMPARED, len(texts), _COMPARED):
-            expected = self.backend.encode(texts[number], add_special_tokens=special).ids
+            expected = self._slow.encode([texts[number]], special=special)[0].tolist()
             compare(texts[number], input_ids[cu_seqlens[number] : cu_seqlens[number + 1]], expected, special=special)
         return input_ids, cu_seqlens
 
@@ -204,8 +205,8 @@ class TextTokenizer:
     # --- spans -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _token_bytes(self) -> Int64 | None:
-        """Bytes of each token, int64 (vocabulary,); None where tokens have no fixed number of bytes."""
+    def _token_bytes(self) -> Int32 | None:
+        """Bytes of each token, int32 (vocabulary,); None where tokens have no fixed number of bytes."""
         return _token_bytes(self.backend) if self._is_byte_level else None
 
     def _covered(self, texts: Sequence[str], spans: Sequence[Spans], ids: Int64, cu_seqlens: Int64) -> Bool:
@@ -215,52 +216,48 @@ class TextTokenizer:
         places = np.zeros(len(ids) + 1, dtype=np.int64)  # byte at which each token begins, in all texts end to end
         if self._token_bytes is not None:
             np.cumsum(self._token_bytes[ids], out=places[1:])
-        text_at = places[cu_seqlens]
-        given = [wanted or () for wanted in spans]
-        owner = np.repeat(np.arange(len(texts)), [len(wanted) for wanted in given])
-        edges = np.fromiter(chain.from_iterable(chain.from_iterable(given)), np.int64, 2 * len(owner)).reshape(-1, 2)
-        others = self._place_in_bytes(texts, np.diff(text_at), owner, edges)
-        edges += text_at[owner, None]
-        if others:
-            edges = edges[~np.isin(owner, others)]
-        first = np.searchsorted(places[1:], edges[:, 0], side="right")
-        after = np.searchsorted(places[:-1], edges[:, 1], side="left")
-        covered = np.zeros(len(ids), dtype=bool)
-        for start, end in zip(first.tolist(), after.tolist(), strict=True):
-            covered[start:end] = True
+        edges, others = self._byte_edges(texts, spans, places[cu_seqlens].tolist())
+        first = np.searchsorted(places[1:], edges[0::2], side="right")
+        after = np.searchsorted(places[:-1], edges[1::2], side="left")
+        covered = _filled(len(ids), first, after)
         for number, wanted in enumerate(spans):
             if wanted is None:
                 covered[cu_seqlens[number] : cu_seqlens[number + 1]] = True
         for number in others:
             part = slice(int(cu_seqlens[number]), int(cu_seqlens[number + 1]))
-            covered[part] = self._covered_by_offsets(texts[number], given[number], ids[part])
+            covered[part] = self._covered_by_offsets(texts[number], spans[number] or (), ids[part])
         return covered
 
-    def _place_in_bytes(self, texts: Sequence[str], sizes: Int64, owner: Int64, edges: Int64) -> list[int]:
-        """Turn edges of spans from characters into bytes, in place; the texts for which bytes do not tell.
+    def _byte_edges(
+        self, texts: Sequence[str], spans: Sequence[Spans], starts: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """(start, end, start, end .. of the spans in bytes of all texts, the texts for which bytes do not tell).
 
         Args:
             texts: S texts.
-            sizes: int64 (S,), bytes of the tokens of each.
-            owner: int64 (K,), the text of each span, ascending.
-            edges: int64 (K, 2), characters.
+            spans: of each text, in characters.
+            starts: S + 1, byte at which each text begins by the bytes of its tokens.
         """
-        if self._token_bytes is None:
-            return sorted(set(owner.tolist()))
-        is_ascii = np.array([text.isascii() for text in texts])
-        wanted = np.bincount(owner, minlength=len(texts)) > 0
-        others = np.flatnonzero(wanted & is_ascii & (sizes != [len(text) for text in texts])).tolist()
-        for number in np.flatnonzero(wanted & ~is_ascii).tolist():
-            text = texts[number]
-            encoded = text.encode()
-            if len(encoded) != sizes[number] or not self._is_unchanged(text):
-                others.append(number)
+        edges: list[int] = []
+        others: list[int] = []
+        for number, wanted in enumerate(spans):
+            if not wanted:
                 continue
-            # The first byte of a character is not of the form 10xxxxxx: RFC 3629, section 3.
-            starts = np.flatnonzero((np.frombuffer(encoded + b"\0", dtype=np.uint8) & 0xC0) != 0x80)
-            part = slice(*np.searchsorted(owner, [number, number + 1]))
-            edges[part] = starts[edges[part]]
-        return sorted(others)
+            text, start = texts[number], starts[number]
+            size = starts[number + 1] - start
+            if text.isascii() and len(text) == size:
+                for first, after in wanted:
+                    edges += (start + first, start + after)
+            elif self._token_bytes is None or len(text.encode()) != size or not self._is_unchanged(text):
+                others.append(number)
+            else:
+                at = place = 0
+                for edge in chain.from_iterable(wanted):
+                    skipped = text[at:edge] if edge >= at else text[:edge]
+                    place = len(skipped.encode()) + (place if edge >= at else 0)
+                    at = edge
+                    edges.append(start + place)
+        return edges, others
 
     def _is_unchanged(self, text: str) -> bool:
         """Whether the normalizer leaves a text as it is."""
@@ -274,6 +271,18 @@ class TextTokenizer:
         for start, end in spans:
             covered |= (starts < end) & (ends > start)
         return covered
+
+
+def _filled(size: int, first: Int64, after: Int64) -> Bool:
+    """bool (size,), true in [first, after) of each of K ranges."""
+    if (first[1:] >= after[:-1]).all() and (first <= after).all():  # in order and apart, as nearly always
+        edges = np.empty(2 * len(first) + 2, dtype=np.int64)
+        edges[0], edges[1:-1:2], edges[2:-1:2], edges[-1] = 0, first, after, size
+        return np.repeat(np.arange(2 * len(first) + 1) % 2 == 1, np.diff(edges))
+    filled = np.zeros(size, dtype=bool)
+    for start, end in zip(first.tolist(), after.tolist(), strict=True):
+        filled[start:end] = True
+    return filled
 
 
 def _is_byte_level(settings: dict[str, Any]) -> bool:
@@ -292,14 +301,14 @@ def _normal_form(normalizer: dict[str, Any] | None) -> str | None:
     return "" if not steps else None
 
 
-def _token_bytes(backend: Any) -> Int64:
-    """Bytes of text that each token stands for, int64 (vocabulary,).
+def _token_bytes(backend: Any) -> Int32:
+    """Bytes of text that each token stands for, int32 (vocabulary,).
 
     A byte-level token is written with one character per byte (A. Radford et al., "Language Models are Unsupervised
     Multitask Learners", 2019, section 2.2; `bytes_to_unicode`); an added token stands for itself.
     """
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    sizes = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.int64)
+    sizes = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.int32)
     for token, number in vocabulary.items():
         sizes[number] = len(token)
     for number, added in backend.get_added_tokens_decoder().items():

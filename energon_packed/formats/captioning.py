@@ -17,7 +17,6 @@ reader of that project needs `img{i}_{j}.jpg` for every image, which `pack --lay
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from energon_packed.errors import FormatError, Reason, RecordError
@@ -144,7 +143,7 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
     if one["systems"] is not None:
         messages.insert(0, Message("system", one["systems"]))
     if one["weights"]:
-        messages = [replace(message, weight=w) for message, w in zip(messages, one["weights"], strict=True)]
+        messages = [message._replace(weight=w) for message, w in zip(messages, one["weights"], strict=True)]
     is_text = not prompts and one["systems"] is None and len(captions) == 1
     conversation = Conversation(
         id=one["ids"],

@@ -5,8 +5,8 @@ k-th placeholder. `energon_packed.records.normalize` makes conversations from re
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,11 @@ IMAGE_PLACEHOLDER = "<image>"
 ROLES = ("system", "user", "assistant", "tool")
 EXTRA_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Keys of a message, beside role and content, that are passed to the chat template."""
+_NO_EXTRA: Mapping[str, Any] = {}
+_ROLES = frozenset(ROLES)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One turn.
 
     Attributes:
@@ -33,7 +34,7 @@ class Message:
 
     role: str
     content: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = _NO_EXTRA
     weight: float = 1.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,25 +112,22 @@ class Conversation:
         return "video" if self.video else "image" if self.images else "text"
 
     def _check_messages(self) -> None:
-        placeholders = 0
-        answers = 0
-        has_answer = has_text = False
-        for place, message in enumerate(self.messages):
-            role, content = message.role, message.content
-            if role not in ROLES:
-                raise RecordError(Reason.BAD_ROLE, f"role {role!r}; use one of {', '.join(ROLES)}")
-            if role == "system" and place > 0:
-                raise RecordError(Reason.BAD_ROLE, f"message {place} is a system message; only the first may be one")
-            placeholders += content.count(IMAGE_PLACEHOLDER)
-            says = bool(content and not content.isspace()) or bool(message.extra.get("tool_calls"))
-            has_text = has_text or says
-            if role == "assistant":
-                answers += 1
-                has_answer = has_answer or says
+        roles = [message.role for message in self.messages]
+        if not _ROLES.issuperset(roles):
+            role = next(role for role in roles if role not in _ROLES)
+            raise RecordError(Reason.BAD_ROLE, f"role {role!r}; use one of {', '.join(ROLES)}")
+        if "system" in roles[1:]:
+            place = roles.index("system", 1)
+            raise RecordError(Reason.BAD_ROLE, f"message {place} is a system message; only the first may be one")
+        placeholders = sum([message.content.count(IMAGE_PLACEHOLDER) for message in self.messages])
         if placeholders != len(self.images):
             raise _count_mismatch(placeholders, len(self.images))
-        if not (has_answer if answers else has_text):
-            raise RecordError(Reason.EMPTY, "every assistant turn is empty" if answers else "every turn is empty")
+        has_answers = "assistant" in roles
+        for role, content, extra, _ in self.messages:
+            says = (content and not content.isspace()) or extra.get("tool_calls")
+            if says and (role == "assistant" or not has_answers):
+                return
+        raise RecordError(Reason.EMPTY, "every assistant turn is empty" if has_answers else "every turn is empty")
 
 
 def _equal(left: Any, right: Any) -> bool:

@@ -20,6 +20,7 @@ from energon_packed.records.system import add_system
 from energon_packed.records.tools import read_tools, without_written_calls
 from energon_packed.records.turns import plain_message
 
+_PLAIN = (Messages, ShareGPT)
 FPS_STORED = "fps stored, no timestamps in the text"
 """Note of a conversation whose frames have times that the model is not told."""
 
@@ -78,15 +79,14 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
 
 def _plain_conversation(record: Record, shape: Shape) -> Conversation | None:
     """A record of turns with a role and a text, and perhaps an id, with nothing else to read; None for any other."""
-    if not isinstance(shape, Messages | ShareGPT) or not record.keys() <= {"id", shape.key}:
+    if not isinstance(shape, _PLAIN) or len(record) > 1 + ("id" in record):
         return None
     turns = record[shape.key]
     if turns.__class__ is not list or not turns:
         return None
     messages = []
     for turn in turns:
-        message = plain_message(turn) if turn.__class__ is dict else None
-        if message is None:
+        if turn.__class__ is not dict or (message := plain_message(turn)) is None:
             return None
         messages.append(message)
     ident = record.get("id")

@@ -1,7 +1,5 @@
 """Places of a record's images and videos in its turns: each gets a placeholder, or the record is rejected."""
 
-from dataclasses import replace
-
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
@@ -23,7 +21,7 @@ def place_media(draft: Draft, media: Media, shape: Shape) -> None:
         RecordError: media are given twice, or placeholders and videos do not match.
     """
     if any("<img>" in message.content for message in draft.messages):  # of shapes that have no turns of their own
-        draft.messages = [replace(message, content=media.take_tagged(message.content)) for message in draft.messages]
+        draft.messages = [message._replace(content=media.take_tagged(message.content)) for message in draft.messages]
     if media.inline and media.images:
         raise RecordError(
             Reason.IMAGE_COUNT_MISMATCH, "images stand both in the messages and in the images field; use one"
@@ -55,7 +53,7 @@ def place_media(draft: Draft, media: Media, shape: Shape) -> None:
         draft.text = texts[0]
     else:
         draft.messages = [
-            message if message.content == text else replace(message, content=text)
+            message if message.content == text else message._replace(content=text)
             for message, text in zip(draft.messages, texts, strict=True)
         ]
 

@@ -6,7 +6,7 @@ Role, content, weight and reasoning become a `Message`; `tool_calls`, `tool_call
 A field that nothing reads is counted, or rejected where it would change training (`accounting`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -34,6 +34,7 @@ ROLE_NAMES = {
     ),
     **dict.fromkeys((FUNCTION_CALL, "tool_call"), FUNCTION_CALL),
 }
+_PLAIN_ROLES = {name: role for name, role in ROLE_NAMES.items() if role != FUNCTION_CALL}
 _KNOWN = frozenset(
     (*ROLE_FIELDS, *CONTENT_FIELDS, *EXTRA_FIELDS, *REASONING_FIELDS, *WEIGHT_FIELDS, *CALL_FIELDS, *IMAGE_FIELDS)
 )
@@ -87,7 +88,7 @@ def _joined(message: Message, following: Message) -> Message | None:
     calls = [one.extra.get("tool_calls") or [] for one in (message, following)]
     if not all(calls) or following.content.strip() or len(following.extra) > 1 or message.weight != following.weight:
         return None
-    return replace(message, extra={**message.extra, "tool_calls": [*calls[0], *calls[1]]})
+    return message._replace(extra={**message.extra, "tool_calls": [*calls[0], *calls[1]]})
 
 
 def plain_message(turn: Record) -> Message | None:
@@ -98,8 +99,8 @@ def plain_message(turn: Record) -> Message | None:
     name, content = turn[keys.role[0]], turn[keys.content[0]]
     if name.__class__ is not str or content.__class__ is not str or "<img>" in content:
         return None
-    role = ROLE_NAMES.get(name)
-    return None if role is None or role == FUNCTION_CALL else Message(role, content)
+    role = _PLAIN_ROLES.get(name)
+    return None if role is None else Message(role, content)
 
 
 def _message(turn: Record, media: Media) -> Message:

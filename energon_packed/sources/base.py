@@ -4,16 +4,14 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from energon_packed.errors import Reject
 from energon_packed.sources.config import Reading
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One record where it was found.
 
     Attributes:

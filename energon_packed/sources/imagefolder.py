@@ -1,7 +1,6 @@
 """imagefolder of Hugging Face datasets: metadata.jsonl or metadata.csv beside images, which `file_name` names."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +63,14 @@ def _with_images(row: Row) -> Row:
         target = _FIELDS.get(name) or (name.removesuffix(_ENDING) if name.endswith(_ENDING) else name)
         if target != name and (target in record or target in out):
             detail = f"{name} and {target} both name images; keep one"
-            return replace(row, record=None, reject=Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
+            return row._replace(record=None, reject=Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
         out[target] = value
     # A column of texts beside images is their caption, as the reader of Hugging Face shows it.
     if isinstance(out.get("text"), str) and "image" in out and "captions" not in out and not _has_turns(out):
         out["captions"] = [out.pop("text")]
     if isinstance(out.get("caption"), str) and "captions" not in out and not _has_turns(out):
         out["captions"] = [out.pop("caption")]
-    return replace(row, record=out)
+    return row._replace(record=out)
 
 
 def _has_turns(record: dict[str, Any]) -> bool:

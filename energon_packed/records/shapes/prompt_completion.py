@@ -12,7 +12,6 @@ targets: TRL computes the loss on the completion. `label` true or false is KTO's
 scope.
 """
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from energon_packed.records.accounting import COMMON_FIELDS, is_given, unsupported
@@ -63,7 +62,7 @@ class PromptCompletion(Shape):
             if not isinstance(record[pair[0]], str):
                 raise unsupported("definition", remedy=f"{pair[0]} is a list of messages; write it as the system turn")
             prompt = [Message("user", joined_texts(record, ("definition", pair[0])))]
-        context = [replace(message, weight=0.0) if message.role == "assistant" else message for message in prompt]
+        context = [message._replace(weight=0.0) if message.role == "assistant" else message for message in prompt]
         return Draft(messages=[*read_history(record), *context, *completion])
 
 
