@@ -81,7 +81,7 @@ def _plain_conversation(record: Record, shape: Shape) -> Conversation | None:
     """A record of turns with a role and a text, and perhaps an id, with nothing else to read; None for any other."""
     if not isinstance(shape, _PLAIN) or len(record) > 1 + ("id" in record):
         return None
-    turns = record[shape.key]
+    turns = record.get(shape.key)
     if turns.__class__ is not list or not turns:
         return None
     messages = []

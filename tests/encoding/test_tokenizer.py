@@ -84,8 +84,7 @@ def test_covered_tokens_are_those_of_the_offsets(
 def test_byte_lengths_are_used_where_they_can_be(tokenizers: dict[str, TextTokenizer]) -> None:
     def others(name: str, text: str, size: int) -> list[int]:
         """The texts, of this one, that need the offsets of the tokenizer."""
-        edges = np.array([[0, 1]])
-        return tokenizers[name]._place_in_bytes([text], np.array([size]), np.array([0]), edges)
+        return tokenizers[name]._byte_edges([text], [[(0, 1)]], [0, size])[1]
 
     assert others("plain", "é", 2) == []
     assert others("plain", " <mask> ", 6) == [0]  # a token absorbed the spaces
