@@ -67,16 +67,23 @@ def best_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int
 
 @njit(cache=True, nogil=True)
 def windowed_best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: int) -> tuple[Int32, int]:
-    """Best fit that closes all packs before each position in `closes`, int64 (w,), ascending."""
+    """Best fit that closes all packs before each position in `closes`, int64 (w,), ascending.
+
+    Equal lengths that follow one another need few searches: a pack that takes one of them and has room for the next
+    is the best fit for that one too, as any fuller pack with that room would have been chosen before it. For the same
+    reason the packs with the chosen amount of free space come before all others, until there are none.
+    """
     pack_at = np.empty(placed.size, dtype=np.int32)
     levels = bitset_levels(capacity + 1)
     words = np.zeros(levels[-1], dtype=np.uint64)
     head = np.full(capacity + 1, -1, dtype=np.int32)  # free space -> first open pack with that amount
     below = np.empty(placed.size, dtype=np.int32)  # open pack -> next pack with the same free space
-    samples = np.zeros(placed.size, dtype=np.int32)
+    is_limited = max_samples < placed.size
+    samples = np.zeros(placed.size if is_limited else 0, dtype=np.int32)
     packs = 0
     window = 0
-    for place in range(placed.size):
+    place = 0
+    while place < placed.size:
         if window < closes.size and place == closes[window]:
             window += 1
             space = bitset_next(words, levels, 0)
@@ -85,24 +92,36 @@ def windowed_best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: 
                 head[space] = -1
                 space = bitset_next(words, levels, space)
         length = placed[place]
-        space = bitset_next(words, levels, length)
-        if space < 0:
-            pack = packs
-            packs += 1
-            space = capacity
-        else:
-            pack = head[space]
-            head[space] = below[pack]
-            if head[space] < 0:
-                bitset_remove(words, levels, space)
-        pack_at[place] = pack
-        samples[pack] += 1
-        space -= length
-        if space > 0 and samples[pack] < max_samples:
-            below[pack] = head[space]
-            if head[space] < 0:
-                bitset_add(words, levels, space)
-            head[space] = pack
+        end = closes[window] if window < closes.size else placed.size
+        fit = bitset_next(words, levels, length)
+        while place < end and placed[place] == length:
+            if fit >= 0 and head[fit] < 0:
+                fit = bitset_next(words, levels, length)
+            if fit < 0:
+                pack = packs
+                packs += 1
+                space = capacity
+            else:
+                pack = head[fit]
+                space = fit
+                head[fit] = below[pack]
+                if head[fit] < 0:
+                    bitset_remove(words, levels, fit)
+            room = max_samples - (samples[pack] if is_limited else 0)
+            while True:
+                pack_at[place] = pack
+                place += 1
+                space -= length
+                room -= 1
+                if space < length or room == 0 or place == end or placed[place] != length:
+                    break
+            if is_limited:
+                samples[pack] = max_samples - room
+            if space > 0 and room > 0:
+                below[pack] = head[space]
+                if head[space] < 0:
+                    bitset_add(words, levels, space)
+                head[space] = pack
     return pack_at, packs
 
 
