@@ -281,4 +281,4 @@ def _text_bytes(conversation: Conversation) -> int:
 
 def _raw_id(record: Any) -> str | None:
     ident = record.get("id") if isinstance(record, dict) else None
-    return None if ident is None else str(ident)[:200]
+    return str(ident)[:200] if isinstance(ident, str | int | float) else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from energon_packed.errors import RecordError
+from energon_packed.errors import Reason, RecordError
 from energon_packed.formats import codec_for
 from energon_packed.pipeline.flavor_options import AUTO, NARROW
 from energon_packed.pipeline.options import InputOptions, part_suffix
@@ -37,6 +37,12 @@ class RecordReader:
         Raises:
             RecordError: the record cannot be used.
         """
+        try:
+            return self._conversation(source, row)
+        except RecursionError:
+            raise RecordError(Reason.BAD_JSON, "its objects and lists are nested too deeply to be read") from None
+
+    def _conversation(self, source: int, row: Row) -> Conversation:
         reading = self.sources[source].reading
         reading.check_sampled(row.address)
         if row.reject is not None:
