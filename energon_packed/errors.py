@@ -21,6 +21,10 @@ from enum import StrEnum
 class EnergonPackedError(ValueError):
     """Base of every error that a user can fix; the command line prints it in one line."""
 
+    def at(self, place: str, remedy: str) -> "EnergonPackedError":
+        """The same error with the place, such as a file and a pack, before its message, and what to do after it."""
+        return type(self)(f"{place}: {self}; {remedy}")
+
 
 class ConfigError(EnergonPackedError):
     """An option or argument has an invalid value."""
@@ -122,6 +126,10 @@ class RecordError(EnergonPackedError):
     def detail(self) -> str:
         """The detail of `reject`."""
         return self.reject.detail
+
+    def at(self, place: str, remedy: str) -> "RecordError":
+        """As `EnergonPackedError.at`."""
+        return type(self)(self.reject.reason, f"{place}: {self.reject.detail}; {remedy}")
 
     def __reduce__(self) -> tuple[type["RecordError"], tuple[Reason, str]]:
         return (type(self), (self.reject.reason, self.reject.detail))

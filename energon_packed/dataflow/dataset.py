@@ -9,8 +9,10 @@ import torch
 
 from energon_packed.dataflow.blend import BlendedSplit, blended_splits, drawn, packs_of_epoch
 from energon_packed.dataflow.encode import encode_pack
+from energon_packed.dataflow.failures import verify_tells
 from energon_packed.dataflow.manifests import processor_for
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
+from energon_packed.errors import FormatError, RecordError
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.pipeline.keys import digest
@@ -92,7 +94,10 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             raise IndexError(f"pack {index} is not among the {len(self)} packs")
         folder, pack = self._place(index)
         source = folder.source
-        return encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
+        try:
+            return encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
+        except (FormatError, RecordError) as error:
+            raise error.at(folder.place(pack), verify_tells(folder.source.dataset)) from error
 
     def sample(self, index: int) -> PackSample:
         """The pack as its flavor, not encoded."""
@@ -135,6 +140,10 @@ class _Folder:
 
     def sample(self, pack: int) -> PackSample:
         return load_pack(self._codec, self.reader[pack])
+
+    def place(self, pack: int) -> str:
+        shard, _, _ = self.reader.locate(pack)
+        return f"{self.reader.tars[shard]}, pack {pack} of its split"
 
     def lengths(self, encoder: Processor) -> Int64:
         if self._lengths is None:

@@ -5,6 +5,7 @@ Counts are shared with the worker processes, so the main process sees them, and 
 
 import logging
 import multiprocessing
+import os
 from typing import Any
 
 from energon_packed.errors import BatchError, FormatError, Reason, RecordError
@@ -17,7 +18,7 @@ class FailureLog:
     """Counts failures by reason, logs each with its key and source, and stops the run past a limit.
 
     Args:
-        limit: failures of one rank that are skipped; the next one raises. 0 raises the first one as it is.
+        limit: failures of one rank that are skipped; the next one raises. 0 raises the first one, with its place.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -52,7 +53,9 @@ class FailureLog:
         _log.error("sample %s%s failed to load: %s: %s", key, source and f" of {source}", type(error).__name__, error)
         if self.limit == 0:
             self._last_word = error
-            raise error
+            if isinstance(error, FormatError | RecordError) and source:
+                self._last_word = error.at(f"{source}, pack {key}", verify_tells(os.path.dirname(source)))
+            raise self._last_word from (error if self._last_word is not error else None)
         if total > self.limit:
             by_reason = ", ".join(f"{name} {count}" for name, count in self.counts.items())
             self._last_word = BatchError(
@@ -60,6 +63,11 @@ class FailureLog:
                 f"the last is {key}: {error}; fix the data or raise `max_failures`"
             )
             raise self._last_word from error
+
+
+def verify_tells(folder: str) -> str:
+    """What to do about a pack that cannot be loaded."""
+    return f"energon-packed verify {folder} tells whether files are damaged: copy or pack them again"
 
 
 def _reason(error: Exception) -> str:

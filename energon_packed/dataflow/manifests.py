@@ -8,6 +8,7 @@ from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_for
 from energon_packed.shards import PackingManifest
+from energon_packed.shards.complete import check_complete
 from energon_packed.shards.counted import count_packs
 from energon_packed.shards.split import dataset_folder, excluded_names
 
@@ -43,16 +44,18 @@ class LoadedSplit:
         """A dataset folder.
 
         Raises:
-            FormatError: there is none, or a packing.json that cannot be read.
+            FormatError: there is none, a packing.json that cannot be read, or fewer packs than it says.
             ConfigError: it has no packs in that split.
         """
         folder = dataset_folder(path)
         manifest = PackingManifest.load_if_there(folder)
         if manifest is None:
+            check_complete(folder, split, None)
             return cls(folder, split, None)
         if not manifest.packs_in(split):
             there = ", ".join(sorted({shard.split for shard in manifest.shards}))
             raise ConfigError(f"{path} has no packs in split {split!r}; it has {there}")
+        check_complete(folder, split, manifest)
         return cls(folder, split, manifest)
 
     def stored_tokens(self) -> Processor:

@@ -1,0 +1,86 @@
+"""Whether the files of a dataset are as many and as long as they say, before any of them is read."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from energon_packed.errors import FormatError
+from energon_packed.shards.manifest import PackingManifest
+from energon_packed.shards.nv_meta import NV_META, OLD_INFO
+from energon_packed.shards.split import excluded_names, shard_names
+
+_OFFSET = 8  # bytes of an entry of .tar.idx: one for each pack, and the end of the last one
+_REMEDY = (
+    "copy the complete folder again or pack it again; if the change is intended, run energon-packed nv-meta on it"
+)
+
+
+def check_complete(folder: Path, split: str, manifest: PackingManifest | None) -> None:
+    """Refuse a dataset that is shorter than it says; the contents of the tars are not read.
+
+    The names, packs and sizes in packing.json and .info.json must be those of split.yaml, of the tars and of their
+    indexes. A shard that split.yaml excludes may be missing.
+
+    Args:
+        folder: with `.nv-meta`.
+        split: the one that is read.
+        manifest: its packing.json; None where another tool packed it.
+
+    Raises:
+        FormatError: they differ; the message names the file, both numbers and the remedy.
+    """
+    names = shard_names(folder).get(split, [])
+    counts = _shard_counts(folder)
+    if manifest is not None:
+        listed = {shard.name: shard for shard in manifest.shards if shard.split == split}
+        if missing := sorted(listed.keys() - set(names) - set(excluded_names(folder))):
+            raise FormatError(
+                f"{folder / NV_META / 'split.yaml'} does not have {missing[0]} in split {split!r}, one of "
+                f"{len(missing)} shards that packing.json lists there; {_REMEDY}"
+            )
+        for name in names:
+            if name in listed:
+                _expect(folder / name, listed[name].bytes, "bytes", "packing.json")
+                _expect_packs(folder, counts, name, listed[name].packs, "packing.json")
+    for name in names:
+        if name in counts:
+            _expect_index(folder / name, counts[name])
+
+
+def _shard_counts(folder: Path) -> Mapping[str, int]:
+    """Packs of each shard, as Energon reads them; empty where there is none of its files, which it reports itself."""
+    for name in (".info.json", OLD_INFO):
+        file = folder / NV_META / name
+        if not file.is_file():
+            continue
+        try:
+            content = file.read_text(encoding="utf-8")
+            counts = (json.loads(content) if name.endswith("json") else yaml.safe_load(content))["shard_counts"]
+            return {str(shard): int(count) for shard, count in counts.items()}
+        except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+            raise FormatError(f"{file} is damaged: {type(error).__name__} {error}; {_REMEDY}") from error
+    return {}
+
+
+def _expect_packs(folder: Path, counts: Mapping[str, int], name: str, packs: int, by: str) -> None:
+    if counts and counts.get(name) != packs:
+        raise FormatError(
+            f"{folder / NV_META / '.info.json'} counts {counts.get(name, 0)} packs in {name}, {by} {packs}; {_REMEDY}"
+        )
+
+
+def _expect_index(tar: Path, packs: int) -> None:
+    index = tar.with_suffix(".tar.idx")
+    if index.is_file():  # Energon says so where it is missing
+        _expect(index, _OFFSET * (packs + 1), "bytes", f".info.json, which counts {packs} packs,")
+
+
+def _expect(file: Path, size: int, unit: str, by: str) -> None:
+    try:
+        found = file.stat().st_size
+    except OSError as error:
+        raise FormatError(f"{file}: {error.strerror}; {_REMEDY}") from error
+    if found != size:
+        raise FormatError(f"{file} has {found} {unit}, and {size} by {by}; {_REMEDY}")
