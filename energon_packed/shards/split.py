@@ -2,6 +2,7 @@
 LLaVA-OneVision-2's packer (`split`)."""
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -41,7 +42,7 @@ def shard_names(folder: Path, *, with_excluded: bool = False) -> dict[str, list[
     try:
         value = yaml.safe_load(file.read_bytes())
         listed = value["split_parts"] if "split_parts" in value else value["split"]
-        parts = {str(name): list(patterns or []) for name, patterns in listed.items()}
+        parts = {str(name): _names(patterns or []) for name, patterns in listed.items()}
         excluded = {name for pattern in value.get("exclude") or [] for name in braceexpand(str(pattern))}
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{file} is not a valid split file: {type(error).__name__} {error}") from error
@@ -51,6 +52,12 @@ def shard_names(folder: Path, *, with_excluded: bool = False) -> dict[str, list[
         ]
         for split, patterns in parts.items()
     }
+
+
+def _names(patterns: Any) -> list[str]:
+    if not isinstance(patterns, list) or not all(isinstance(one, str) for one in patterns):
+        raise TypeError(f"{patterns!r} is no list of names")
+    return patterns
 
 
 def excluded_names(folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ import torch
 from megatron.energon import get_savable_loader
 
 from energon_packed.dataflow.batch import PackedBatch
+from energon_packed.dataflow.energon.faults import faults_named
 from energon_packed.dataflow.energon.fingerprint import dataset_fingerprint
 from energon_packed.dataflow.energon.plain import from_plain, to_plain
 from energon_packed.dataflow.energon.source import EnergonSource
@@ -109,7 +110,7 @@ class PackedLoader:
     def _batches(self) -> Iterator[PackedBatch]:
         """Batches of one epoch, as many as `epoch_steps` says."""
         limit = self.epoch_steps
-        for batch in self.energon_loader:
+        for batch in self._read():
             if limit is not None and self._steps >= limit:
                 break
             self._count(batch)
@@ -119,6 +120,10 @@ class PackedLoader:
             self._count(batch)
             yield batch
         self._begin(self._epoch + 1)
+
+    def _read(self) -> Iterator[PackedBatch]:
+        with faults_named(self._source.path, self._source.config.split):
+            yield from self.energon_loader
 
     def _count(self, batch: PackedBatch) -> None:
         self._steps += 1

@@ -9,6 +9,7 @@ from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, ge
 
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.energon.config import LoaderConfig
+from energon_packed.dataflow.energon.faults import faults_named
 from energon_packed.dataflow.energon.task_encoder import PackedTaskEncoder
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.shards import PackingManifest
@@ -42,7 +43,8 @@ class EnergonSource:
         """
         self._check_indexed()
         try:
-            return self._dataset(epoch)
+            with faults_named(self.path, self.config.split):
+                return self._dataset(epoch)
         except ImportError as error:
             raise ConfigError(
                 f"{self.path}: {error}; a dataset.yaml names that package: install it, run energon-packed nv-meta on "

@@ -1,0 +1,113 @@
+"""Errors of Energon over damaged files: which file it is, and what to do.
+
+Energon trusts what it reads, and fails with the error of whatever meets the damage first: `ReadError: bad checksum`,
+`issubclass() arg 1 must be a class`. Then, and only then, the files are looked at one by one.
+"""
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from energon_packed.dataflow.manifests import loaded_splits
+from energon_packed.errors import EnergonPackedError, FormatError
+from energon_packed.shards.nv_meta import NV_META
+from energon_packed.shards.reader import ShardReader
+from energon_packed.shards.scan import scan_tar
+from energon_packed.shards.split import shards_in_split
+
+_NAMES = ("sample_loader", "part_filter")
+
+
+@contextmanager
+def faults_named(path: str | Path, split: str) -> Iterator[None]:
+    """Turn an error of Energon into one that names the damaged file, where there is one.
+
+    Args:
+        path: dataset folder, or Metadataset.
+        split: `train`, `val` or `test`.
+
+    Raises:
+        FormatError: a file is damaged; the message names it and the remedy.
+    """
+    try:
+        yield
+    except EnergonPackedError:
+        raise
+    except Exception as error:
+        if fault := _fault(Path(path), split):
+            raise FormatError(f"{fault} ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
+        raise
+
+
+def _fault(path: Path, split: str) -> str | None:
+    """The damaged file and the remedy; None where all files are whole."""
+    try:
+        folders = [one.path for one in loaded_splits(path, split)]
+    except EnergonPackedError as error:
+        return str(error)
+    return next((fault for folder in folders if (fault := _fault_in(folder, split))), None)
+
+
+def _fault_in(folder: Path, split: str) -> str | None:
+    meta = folder / NV_META
+    try:
+        _check_dataset(meta / "dataset.yaml")
+    except Exception as error:  # whatever reading a damaged file raises
+        what = f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
+        return (
+            f"{meta / 'dataset.yaml'}, or what it names, cannot be read: {what}; run energon-packed nv-meta {folder}"
+        )
+    try:
+        shards = shards_in_split(folder, split)
+        ShardReader(shards)
+    except EnergonPackedError as error:
+        return str(error)
+    for tar in shards:
+        try:
+            expected = np.array(scan_tar(tar).rows().offsets, dtype="<u8").tobytes()
+        except (EnergonPackedError, OSError) as error:
+            return f"{error}; energon-packed verify {folder} lists all damage: copy or pack the shard again"
+        index = tar.with_suffix(".tar.idx")
+        if index.read_bytes() != expected:
+            return f"{index} does not match {tar.name}; run energon-packed nv-meta {folder}"
+    return None
+
+
+def _check_dataset(file: Path) -> None:
+    """As https://nvidia.github.io/Megatron-Energon describes dataset.yaml."""
+    value: Any = yaml.safe_load(file.read_bytes())
+    named = value.get("sample_type", value)
+    found = getattr(import_module(named["__module__"]), named["__class__"])
+    if not isinstance(found, type):
+        raise TypeError(f"{named['__class__']} is no class")
+    if not isinstance(value.get("decoder"), dict | bool | None):
+        raise TypeError(f"the decoder is {value['decoder']!r}")
+    places = [value.get(name) for name in _NAMES]
+    if named is value or value.get("field_map") is not None:
+        return  # crude data, or fields by name
+    if None in places:
+        raise ValueError(f"it must name {' and '.join(_NAMES)}, or a field_map")
+    for place in places:
+        source, _, name = place.partition(":")
+        if name not in _defined(file.parent / source):
+            raise ValueError(f"{source} does not define {name}")
+
+
+def _defined(file: Path) -> set[str]:
+    """Names of functions that a Python file defines or imports; the imports are tried."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            module = import_module(node.module or "")
+            for alias in node.names:
+                getattr(module, alias.name)
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+    return names
