@@ -18,6 +18,7 @@ dataset.py        PackedDataset: finished shards and blends (blend.py) map-style
 manifests.py      what the manifests of a dataset or Metadataset say
 failures.py       samples that fail to load
 state.py          loader states
+resharding.py     data that another tool would split over ranks again
 energon/          the same roles under Energon, and its loader
 """
 

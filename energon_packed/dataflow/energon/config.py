@@ -27,6 +27,8 @@ class LoaderConfig:
         num_workers: worker processes; 0 loads in this one.
         split: `train`, `val` or `test`.
         epochs: None repeats indefinitely, 1 ends after one exact pass.
+        complete_epochs: with epochs=None, read every pack once before any is read again, in another order each time.
+            Without it Energon shuffles across the end of its data, so that some packs come again before others came.
         shuffle: mix shards and packs; False reads in order and needs epochs=1.
         shuffle_buffer_size: packs in the shuffle buffer, held as raw bytes.
         packing_buffer_size: pack on the fly with a buffer of this many samples, for MultiMixQASample data.
@@ -50,6 +52,7 @@ class LoaderConfig:
     num_workers: int = 2
     split: str = "train"
     epochs: int | None = None
+    complete_epochs: bool = False
     shuffle: bool = True
     shuffle_buffer_size: int = 64
     packing_buffer_size: int | None = None
@@ -69,6 +72,8 @@ class LoaderConfig:
                 raise ConfigError(f"`{name}` is {value}; it must be at least {minimum}")
         if self.epochs not in (None, 1):
             raise ConfigError(f"`epochs` is {self.epochs}; use None to repeat indefinitely, or 1 for one exact pass")
+        if self.complete_epochs and self.epochs is not None:
+            raise ConfigError("`complete_epochs` is about repeating; leave it out with `epochs=1`")
         if not self.shuffle and self.epochs is None:
             raise ConfigError("`shuffle=False` reads in order for one epoch; set `epochs=1` with it")
         if self.even_ranks not in EVEN_RANKS:
@@ -83,7 +88,13 @@ class LoaderConfig:
         """Rows are packed while loading."""
         return self.packing_buffer_size is not None
 
+    @property
+    def one_pass(self) -> bool:
+        """Energon's dataset ends after one pass over the data."""
+        return self.epochs is not None or self.complete_epochs
+
     def deciding_order(self) -> dict[str, Any]:
         """The settings that decide the order of batches, beside seed, batch size, ranks and workers."""
         names = ("split", "epochs", "shuffle", "shuffle_buffer_size", "packing_buffer_size", "drop_last")
-        return {name: getattr(self, name) for name in names}
+        complete = {"complete_epochs": True} if self.complete_epochs else {}
+        return {name: getattr(self, name) for name in names} | complete

@@ -1,6 +1,6 @@
 """PackedLoader: Energon's savable loader of PackedBatch objects, epoch after epoch."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -10,16 +10,18 @@ from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.energon.faults import faults_named
 from energon_packed.dataflow.energon.fingerprint import dataset_fingerprint
 from energon_packed.dataflow.energon.plain import from_plain, to_plain
-from energon_packed.dataflow.energon.source import EnergonSource
+from energon_packed.dataflow.energon.source import EnergonSource, check_place
 from energon_packed.dataflow.failures import FailureLog
+from energon_packed.dataflow.resharding import refuse_second_split
 from energon_packed.dataflow.state import LOADER_VERSION, check_state
 
 
 class PackedLoader:
     """A loader whose state can be saved and restored at every step.
 
-    Iterating again resumes where the last iteration stopped; after a complete epoch the next one begins, in another
-    order. The iterator has `state_dict` and `save_state_rank` too.
+    Iterating again resumes where the last iteration stopped; after the last batch of an epoch the next one begins, in
+    another order, whether the last iteration met its end or counted steps. The iterator has `state_dict` and
+    `save_state_rank` too.
 
     Attributes:
         failures: samples that failed to load, by reason.
@@ -39,6 +41,7 @@ class PackedLoader:
         self._epoch = self._steps = 0
         self._last_restore_key: tuple[Any, ...] | None = None
         self._loader: Any = None
+        self._stream: Iterator[Any] | None = None
         self._fingerprint: str | None = None
 
     @property
@@ -54,6 +57,14 @@ class PackedLoader:
         return self._loader
 
     def __iter__(self) -> "PackedIterator":
+        """Iterate the rest of this epoch, or the next one.
+
+        Raises:
+            ConfigError: the process group is another one than when the loader was made, or another tool splits the
+                batches over ranks again.
+        """
+        check_place(self._source.config, self._source.worker_config)
+        refuse_second_split(self._source.worker_config.world_size)
         return PackedIterator(self, self._batches())
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,6 +88,7 @@ class PackedLoader:
             self._begin(state["epoch"])
         loader = self.energon_loader
         check_state(state, LOADER_VERSION, self._identity())
+        self._stream = None
         loader.restore_state_rank(from_plain(state["energon"]))
         self._steps = state["steps"]
         self._last_restore_key = from_plain(state["last_restore_key"])
@@ -89,7 +101,7 @@ class PackedLoader:
         self._epoch = epoch
         self._steps = 0
         self._last_restore_key = None
-        self._loader = None
+        self._loader = self._stream = None
 
     def _identity(self) -> dict[str, Any]:
         """What a state must have in common with the loader that continues from it."""
@@ -108,9 +120,21 @@ class PackedLoader:
         }
 
     def _batches(self) -> Iterator[PackedBatch]:
-        """Batches of one epoch, as many as `epoch_steps` says."""
-        limit = self.epoch_steps
-        for batch in self._read():
+        """The rest of the epoch, or the next one where nothing is left; with `complete_epochs`, all that follow."""
+        refuse_second_split(self._source.worker_config.world_size)
+        begun = self._steps > 0
+        returned = yield from self._rest()
+        if begun and not returned:
+            returned = yield from self._rest()
+        while returned and self._source.config.complete_epochs:
+            returned = yield from self._rest()
+
+    def _rest(self) -> Generator[PackedBatch, None, int]:
+        """Batches of one epoch that were not returned yet, as many as `epoch_steps` says in all; and their number."""
+        limit, before = self.epoch_steps, self._steps
+        if self._stream is None:
+            self._stream = self._read()
+        for batch in self._stream:  # worker processes go on where an iteration that counted steps left them
             if limit is not None and self._steps >= limit:
                 break
             self._count(batch)
@@ -119,7 +143,9 @@ class PackedLoader:
             batch = self.energon_loader.restore_sample(self._last_restore_key)
             self._count(batch)
             yield batch
+        returned = self._steps - before
         self._begin(self._epoch + 1)
+        return returned
 
     def _read(self) -> Iterator[PackedBatch]:
         with faults_named(self._source.path, self._source.config.split):

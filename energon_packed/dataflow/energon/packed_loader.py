@@ -65,7 +65,7 @@ def get_packed_loader(
         processor,
         collator=collator,
         packer=packer,
-        one_pass=config.epochs is not None,
+        one_pass=config.one_pass,
         on_failure=failures.handle,
         shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle else 1,
         check_lengths=config.check_lengths,
@@ -73,6 +73,8 @@ def get_packed_loader(
     folder = path if Path(path).is_file() else splits[0].path
     source = EnergonSource(path=folder, config=config, task_encoder=task_encoder, worker_config=worker_config)
     loader = PackedLoader(source, failures)
+    if config.complete_epochs and Path(folder).is_file():
+        assert loader.energon_loader is not None  # raises for a blend that draws by weight: it has no epoch
     if config.epochs is None:
         check_every_worker_has_packs(splits, worker_config)
     else:

@@ -41,10 +41,10 @@ def redistribute(states: Sequence[dict[str, Any]], world_size: int) -> list[dict
     ordered = _of_one_run(states)
     first = ordered[0]
     workers = int(first["num_workers"])
-    if first["epochs"] is not None:
+    if first["epochs"] is not None or first.get("complete_epochs"):
         raise BatchError(
-            "the states are of one exact epoch (epochs=1), whose number of steps belongs to its number of ranks; "
-            "finish the epoch with the same ranks"
+            "the states are of one exact epoch after another (epochs=1 or complete_epochs), whose number of steps "
+            "belongs to its number of ranks; finish the epoch with the same ranks"
         )
     if workers == 0:
         raise BatchError(

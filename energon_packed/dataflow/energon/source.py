@@ -1,5 +1,6 @@
 """EnergonSource: Energon's dataset over a folder or Metadataset, one for each epoch."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,14 +72,15 @@ class EnergonSource:
                 **common,
                 shuffle_buffer_size=None if self.task_encoder.one_pass else config.shuffle_buffer_size,
                 max_samples_per_sequence=None,
-                repeat=config.epochs is None,
+                repeat=not config.one_pass,
             )
         except AssertionError as error:
-            if config.epochs is None or "weights" not in str(error):
+            if not config.one_pass or "weights" not in str(error):
                 raise
+            choice = "leave out `complete_epochs`" if config.complete_epochs else "use `epochs=None`"
             raise ConfigError(
-                f"{self.path} draws by weight indefinitely, so it has no epoch; use `epochs=None`, or make the blend "
-                "with energon-packed metadataset --epochized (`shuffle=False` reads each input once)"
+                f"{self.path} draws by weight indefinitely, so it has no epoch; {choice}, or make the blend with "
+                " energon-packed metadataset --epochized (`shuffle=False` reads each input once)"
             ) from error
 
     def _check_indexed(self) -> None:
@@ -95,12 +97,12 @@ class EnergonSource:
 
 
 def worker_config_of(config: LoaderConfig, error_handler: Any) -> WorkerConfig:
-    """Place of this process among the data-parallel ranks: as configured, else from torch.distributed."""
-    rank, world_size = config.rank, config.world_size
-    if rank is None or world_size is None:
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank = torch.distributed.get_rank() if distributed else 0
-        world_size = torch.distributed.get_world_size() if distributed else 1
+    """Place of this process among the data-parallel ranks: as configured, else from torch.distributed.
+
+    Raises:
+        ConfigError: neither tells it, and the environment says that there are several processes.
+    """
+    rank, world_size = _place(config)
     return WorkerConfig(
         rank=rank,
         world_size=world_size,
@@ -108,3 +110,32 @@ def worker_config_of(config: LoaderConfig, error_handler: Any) -> WorkerConfig:
         seed_offset=config.seed,
         global_error_handler=error_handler,
     )
+
+
+def check_place(config: LoaderConfig, worker_config: WorkerConfig) -> None:
+    """Refuse to load where the process group is no longer that in which the loader was made.
+
+    Raises:
+        ConfigError: rank or world size differ; the message names both.
+    """
+    made, now = (worker_config.rank, worker_config.world_size), _place(config)
+    if made != now:
+        raise ConfigError(
+            f"the loader was made as rank {made[0]} of {made[1]}, and torch.distributed now says rank {now[0]} of "
+            f"{now[1]}: make it after torch.distributed.init_process_group, or pass `rank` and `world_size`"
+        )
+
+
+def _place(config: LoaderConfig) -> tuple[int, int]:
+    if config.rank is not None and config.world_size is not None:
+        return config.rank, config.world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdigit() and int(launched) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {launched} and there is no process group, so each process would load all packs: make the "
+            "loader after torch.distributed.init_process_group (accelerate.Accelerator(), Fabric.launch() and "
+            "TrainingArguments call it), or pass `rank` and `world_size`"
+        )
+    return 0, 1

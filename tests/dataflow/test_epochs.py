@@ -1,0 +1,87 @@
+"""Where an epoch ends: at its last batch, however it is iterated; and repeating without leaving packs behind."""
+
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from energon_packed import ChatEncoder, get_packed_loader
+from energon_packed.errors import BatchError, ConfigError
+from energon_packed.metadataset import make_blend, write_metadataset
+from tests.conftest import Packer
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_counted_steps_are_a_complete_epoch(pack_demo: Packer, encoder: ChatEncoder, num_workers: int) -> None:
+    result = pack_demo(sample_class="PackedTokensSample")
+    loaders = [get_packed_loader(result.shards, encoder, epochs=1, num_workers=num_workers) for _ in range(2)]
+    expected = [[batch.ids for batch in loaders[0]] for _ in range(3)]
+    counted = []
+    for _ in range(3):
+        batches = iter(loaders[1])
+        counted.append([next(batches).ids for _ in range(result.manifest.packs)])
+    assert counted == expected
+    assert len({str(epoch) for epoch in expected}) == 3
+
+
+def test_counted_steps_of_ranks_that_repeat_their_last_batch(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    packs = pack_demo(sample_class="PackedTokensSample").manifest.packs
+    world_size = next(number for number in (2, 3, 4, 5) if packs % number)
+    shards = pack_demo(sample_class="PackedTokensSample").shards
+    place: dict[str, Any] = {"rank": world_size - 1, "world_size": world_size}
+    loader = get_packed_loader(shards, encoder, epochs=1, num_workers=0, even_ranks="repeat", **place)
+    steps = -(-packs // world_size)
+    assert [len(list(islice(loader, steps))) for _ in range(3)] == [steps] * 3
+
+
+def test_a_state_after_the_last_batch_resumes_with_the_next_epoch(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    result = pack_demo(sample_class="PackedTokensSample")
+    loader = get_packed_loader(result.shards, encoder, epochs=1, num_workers=1)
+    batches = iter(loader)
+    for _ in range(result.manifest.packs):
+        next(batches)
+    state = loader.state_dict()
+    second = [batch.ids for batch in loader]
+    resumed = get_packed_loader(result.shards, encoder, epochs=1, num_workers=1)
+    resumed.load_state_dict(state)
+    assert [batch.ids for batch in resumed] == second
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_complete_epochs_visit_all_before_repeating(pack_demo: Packer, encoder: ChatEncoder, num_workers: int) -> None:
+    result = pack_demo(sample_class="PackedTokensSample")
+    packs = result.manifest.packs
+    once = get_packed_loader(result.shards, encoder, epochs=1, num_workers=0)
+    everything = sum(batch.num_samples for batch in once)
+    options: dict[str, Any] = {"num_workers": num_workers, "complete_epochs": True}
+    stream = [batch.ids for batch in islice(get_packed_loader(result.shards, encoder, **options), 3 * packs)]
+    for epoch in range(3):
+        part = stream[epoch * packs : (epoch + 1) * packs]
+        assert set(Counter(name for ids in part for name in ids).values()) == {1}
+        assert sum(map(len, part)) == everything
+    assert stream[:packs] != stream[packs : 2 * packs]
+    for step in (packs,) if num_workers else (1, packs - 1, packs, packs + 2):
+        loader = get_packed_loader(result.shards, encoder, **options)
+        batches = iter(loader)
+        for _ in range(step):
+            next(batches)
+        resumed = get_packed_loader(result.shards, encoder, **options)
+        resumed.load_state_dict(loader.state_dict())
+        assert [batch.ids for batch in islice(resumed, packs + 1)] == stream[step : step + packs + 1]
+
+
+def test_complete_epochs_need_data_that_repeats_and_ends(
+    pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    shards = pack_demo(sample_class="PackedTokensSample").shards
+    with pytest.raises(ConfigError, match="`complete_epochs` is about repeating; leave it out"):
+        get_packed_loader(shards, encoder, epochs=1, complete_epochs=True)
+    write_metadataset(make_blend([(shards, 1)]), tmp_path / "blend.yaml")
+    with pytest.raises(ConfigError, match="draws by weight indefinitely, so it has no epoch; leave out"):
+        get_packed_loader(tmp_path / "blend.yaml", encoder, complete_epochs=True, num_workers=0)
+    loader = get_packed_loader(shards, encoder, complete_epochs=True, num_workers=0)
+    next(iter(loader))
+    with pytest.raises(BatchError, match="complete_epochs|shuffle_buffer_size|dataset"):
+        get_packed_loader(shards, encoder, num_workers=0).load_state_dict(loader.state_dict())
