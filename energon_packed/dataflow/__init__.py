@@ -7,7 +7,7 @@ collator.py       Collator, PaddingFreeCollator; features.py: ordinary features
 distributors/     which items a rank and worker reads; share.py: its share
 packers/          which samples share a row
 process.py        items to encoded samples; encode.py: packs to encoded samples
-torch_loader.py   DataflowLoader: the roles under torch, by worker_stream.py in each worker
+torch_loader.py   DataflowLoader: the roles under torch, by torch_workers.py and worker_stream.py
 config.py         DataflowConfig: raw records, for the next two
 packed_iterable.py  PackedIterableDataset: packed on the fly
 planned_dataset.py  plan_in_memory: planned at start, map-style
@@ -17,7 +17,7 @@ metrics.py        FlowMetrics
 dataset.py        PackedDataset: finished shards and blends (blend.py) map-style; steps.py: steps per epoch
 manifests.py      what the manifests of a dataset or Metadataset say
 failures.py       samples that fail to load
-state.py          loader states
+state.py          loader states; epochs.py: where an epoch ends
 resharding.py     data that another tool would split over ranks again
 energon/          the same roles under Energon, and its loader
 """

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from energon_packed.dataflow.epochs import until_the_end
 from energon_packed.dataflow.state import check_state
 from energon_packed.errors import ConfigError
 
@@ -50,22 +51,30 @@ class JointLoader:
         self._ended: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """(name, batch) of every step that was not given yet.
+        """(name, batch) of every step that was not given yet; after the last one, those of the next epoch.
 
         Raises:
             ConfigError: a loader without any batch.
+        """
+        return until_the_end(self.rest_of_epoch, empty=len(self.loaders) if self._step else 0)
+
+    def rest_of_epoch(self) -> Iterator[tuple[str, Any]]:
+        """(name, batch) of the steps of the current epoch that were not given yet: none after its last one.
+
+        Raises:
+            ConfigError: as iterating.
         """
         running: dict[str, Iterator[Any]] = {}
         while True:
             name = self._drawn()
             if name not in running:
-                running[name] = iter(self.loaders[name])
+                running[name] = self._rest_of(name)
             try:
                 batch = next(running[name])
             except StopIteration:
                 if self._ends(name):
                     break
-                running[name] = iter(self.loaders[name])
+                running[name] = self._rest_of(name)
                 try:
                     batch = next(running[name])
                 except StopIteration:
@@ -73,6 +82,12 @@ class JointLoader:
             self._step += 1
             yield name, batch
         self._ended = []
+
+    def _rest_of(self, name: str) -> Iterator[Any]:
+        """What is left of the epoch of a loader, so that its end is seen, also behind its last batch."""
+        loader = self.loaders[name]
+        rest = getattr(loader, "rest_of_epoch", None)
+        return iter(loader if rest is None else rest())
 
     def state_dict(self) -> dict[str, Any]:
         """State of all loaders behind the last batch, in plain types."""

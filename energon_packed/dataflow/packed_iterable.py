@@ -68,12 +68,16 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         )
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        """The rest of the current epoch.
+        """The rest of the current epoch; after its last batch, the next epoch.
 
         Raises:
             BatchError: more than `max_failures` records are rejected.
         """
         return iter(self.loader)
+
+    def rest_of_epoch(self) -> Iterator[PackedBatch]:
+        """As `DataflowLoader.rest_of_epoch`."""
+        return self.loader.rest_of_epoch()
 
     @property
     def failures(self) -> FailureLog:

@@ -1,5 +1,6 @@
 """Share: which part of an epoch one worker of one rank reads."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,17 +52,43 @@ def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """(rank, world_size): as given, else from torch.distributed, else (0, 1).
 
     Raises:
-        ConfigError: only one is given, or the rank is not below the world size.
+        ConfigError: only one is given, the rank is not below the world size, or neither is known and the environment
+            says that there are several processes.
     """
     if (rank is None) != (world_size is None):
         raise ConfigError("pass both `rank` and `world_size`, or neither")
-    if rank is None or world_size is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return 0, 1
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"`rank` {rank} is not below `world_size` {world_size}")
-    return rank, world_size
+    if rank is not None and world_size is not None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"`rank` {rank} is not below `world_size` {world_size}")
+        return rank, world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdigit() and int(launched) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {launched} and there is no process group, so each process would load all packs: make the "
+            "loader after torch.distributed.init_process_group (accelerate.Accelerator(), Fabric.launch() and "
+            "TrainingArguments call it), or pass `rank` and `world_size`"
+        )
+    return 0, 1
+
+
+def check_place(made: tuple[int, int], rank: int | None, world_size: int | None) -> None:
+    """Refuse to load where the process group is no longer that in which the loader was made.
+
+    Args:
+        made: rank and world size of the loader.
+        rank, world_size: as they were given to it; None where torch.distributed decides.
+
+    Raises:
+        ConfigError: rank or world size differ; the message names both.
+    """
+    now = place_of(rank, world_size)
+    if made != now:
+        raise ConfigError(
+            f"the loader was made as rank {made[0]} of {made[1]}, and torch.distributed now says rank {now[0]} of "
+            f"{now[1]}: make it after torch.distributed.init_process_group, or pass `rank` and `world_size`"
+        )
 
 
 def shuffled(items: Sequence[int] | int, share: Share, *salt: int, shuffle: bool = True) -> npt.NDArray[np.int64]:

@@ -1,32 +1,31 @@
 """DataflowLoader: the four roles under torch's DataLoader, with exact resume."""
 
-import gc
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.distributors.base import Distributor
+from energon_packed.dataflow.epochs import until_the_end
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.order_log import OrderLog
 from energon_packed.dataflow.packers import Packer, PlannedPacker, SimpleBatcher
-from energon_packed.dataflow.share import Share, place_of
+from energon_packed.dataflow.resharding import refuse_second_split
+from energon_packed.dataflow.share import Share, check_place, place_of
 from energon_packed.dataflow.state import check_state
-from energon_packed.dataflow.worker_stream import Roles, Step, WorkerStream
+from energon_packed.dataflow.torch_workers import WorkerStreams, as_tensors
+from energon_packed.dataflow.worker_stream import Roles, Step
 from energon_packed.encoding import Processor, StoredTokens
-from energon_packed.errors import BatchError, ConfigError, EnergonPackedError
+from energon_packed.errors import BatchError, ConfigError
 from energon_packed.options import make
 
 DATAFLOW_VERSION = 1
 """Version of the states of `DataflowLoader`."""
-_SMALL = 1 << 20  # bytes of a tensor that goes through the pipe of its worker
 _log = logging.getLogger(__name__)
 _REFUSED = {
     "collate_fn": "pass a `collator`",
@@ -70,7 +69,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             ...
         state = loader.state_dict()                     # exact at every step
 
-    Iterating again after a break resumes behind the last batch; after a complete epoch the next one begins.
+    Iterating again after a break resumes behind the last batch; after the last batch of an epoch the next one begins,
+    whether the loop met the end or counted steps.
 
     Args:
         distributor: the items of every rank and worker.
@@ -118,13 +118,15 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             collator or PaddingFreeCollator(),
             self.failures,
         )
+        self._settings = settings
         rank, world_size = place_of(settings.rank, settings.world_size)
         self._share = Share(rank=rank, world_size=world_size, num_workers=max(1, num_workers), seed=settings.seed)
         self._order_log = None if settings.order_log is None else OrderLog(Path(settings.order_log), rank)
         self._epoch = self._steps = self._next_worker = self._empty_epochs = 0
         self._states: list[str | None] = [None] * self._share.num_workers
+        self._to_come: Iterator[Any] | None = None
         super().__init__(
-            _Streams(self._roles, self._share, by_pipe=not of_torch.get("pin_memory")),
+            WorkerStreams(self._roles, self._share, by_pipe=not of_torch.get("pin_memory")),
             batch_size=None,
             num_workers=num_workers,
             collate_fn=_unchanged,
@@ -132,19 +134,28 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches of the current epoch that were not given yet.
+        """The batches of the current epoch that were not given yet; after its last one, those of the next epoch.
 
         Raises:
-            ConfigError: two epochs in succession have no batch.
+            ConfigError: two epochs in succession have no batch, the process group is another one than when the loader
+                was made, or another tool splits the batches over ranks again.
         """
-        if self._steps:
-            self._iterator = None  # workers begin anew, at the state
-        self.dataset.begin(self._epoch, self._next_worker, self._states)  # type: ignore[attr-defined]
-        for step in super().__iter__():
+        return until_the_end(self.rest_of_epoch, empty=int(self._steps > 0))
+
+    def rest_of_epoch(self) -> Iterator[Any]:
+        """The batches of the current epoch that were not given yet: none after its last one.
+
+        Raises:
+            ConfigError: as iterating.
+        """
+        share = self._share
+        check_place((share.rank, share.world_size), self._settings.rank, self._settings.world_size)
+        refuse_second_split(share.world_size)
+        for step in self._steps_to_come():
             if isinstance(step, Exception):
-                self._iterator = None
+                self._iterator = self._to_come = None
                 raise step
-            _as_tensors(step.batch)
+            as_tensors(step.batch)
             self._states[step.worker] = step.state
             self._next_worker = (step.worker + 1) % self._share.num_workers
             if step.batch is not None:
@@ -154,6 +165,15 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             else:
                 self._handed_out(step)
         self._end_epoch()
+
+    def _steps_to_come(self) -> Iterator[Any]:
+        """What the workers give; those of an iteration that counted steps go on where it left them."""
+        if self._to_come is None:
+            if self._steps:
+                self._iterator = None  # workers begin anew, at the state
+            with self.dataset.begin(self._epoch, self._next_worker, self._states):  # type: ignore[attr-defined]
+                self._to_come = super().__iter__()
+        return self._to_come
 
     def __len__(self) -> int:
         """Batches of this rank in one epoch, where the distributor and the packer know.
@@ -197,7 +217,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         check_state(state, DATAFLOW_VERSION, self._identity())
         self._epoch, self._steps, self._next_worker = state["epoch"], state["steps"], state["next_worker"]
         self._states = [None if one is None else json.dumps(one) for one in state["workers"]]
-        self._iterator = None
+        self._iterator = self._to_come = None
 
     def _share_of(self, worker: int) -> Share:
         return replace(self._share, worker=worker, epoch=self._epoch)
@@ -234,43 +254,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         self._epoch += 1
         self._steps = self._next_worker = 0
         self._states = [None] * self._share.num_workers
-
-
-class _Streams(torch.utils.data.IterableDataset[Any]):
-    """What torch's DataLoader iterates: in each worker, the steps of its share."""
-
-    def __init__(self, roles: Roles, share: Share, *, by_pipe: bool) -> None:
-        self.roles = roles
-        self.share = share
-        self.by_pipe = by_pipe  # small tensors of a batch come as arrays
-        self._epoch = torch.zeros(1, dtype=torch.int64)
-        torch.Tensor.share_memory_(self._epoch)  # type: ignore[no-untyped-call]  # seen by persistent workers
-        self._start: tuple[int, int, list[str | None]] = (0, 0, [])
-
-    def begin(self, epoch: int, next_worker: int, states: list[str | None]) -> None:
-        """Set where the next iteration begins; only workers that start now see the states."""
-        self._epoch[0] = epoch
-        self._start = (epoch, next_worker, list(states))
-
-    def __iter__(self) -> Iterator[Step | Exception]:
-        info = torch.utils.data.get_worker_info()
-        epoch = int(self._epoch[0])
-        of, next_worker, states = self._start
-        physical = 0 if info is None else info.id
-        # torch takes the first batch from worker 0: the worker whose turn it is must be that one.
-        worker = (physical + next_worker) % self.share.num_workers if of == epoch else physical
-        saved = states[worker] if of == epoch else None
-        share = replace(self.share, worker=worker, epoch=epoch)
-        if info is not None:
-            gc.freeze()  # what the main process had loaded is not searched for garbage again and again
-            gc.set_threshold(100_000)
-        try:
-            for step in WorkerStream(self.roles, share, None if saved is None else json.loads(saved)):
-                if info is not None and self.by_pipe:
-                    _as_arrays(step.batch)
-                yield step
-        except EnergonPackedError as error:  # torch would turn it into a traceback
-            yield error
+        self._to_come = None
 
 
 def _refuse_contradictions(
@@ -307,21 +291,3 @@ def _corrected(of_torch: dict[str, Any], num_workers: int) -> dict[str, Any]:
 
 def _unchanged(step: Any) -> Any:
     return step
-
-
-def _as_arrays(batch: Any) -> None:
-    """Make arrays of small tensors: through the pipe they cost a tenth of a shared memory file for each."""
-    if isinstance(batch, PackedBatch):
-        for one in fields(batch):
-            value = getattr(batch, one.name)
-            if isinstance(value, torch.Tensor) and value.nbytes <= _SMALL and value.dtype != torch.bfloat16:
-                setattr(batch, one.name, value.numpy())
-
-
-def _as_tensors(batch: Any) -> None:
-    """The inverse of `_as_arrays`."""
-    if isinstance(batch, PackedBatch):
-        for one in fields(batch):
-            value = getattr(batch, one.name)
-            if isinstance(value, np.ndarray):
-                setattr(batch, one.name, torch.from_numpy(value))

@@ -7,10 +7,22 @@ from typing import Any
 
 import pytest
 
-from energon_packed import ChatEncoder, get_packed_loader
+from energon_packed import (
+    ChatEncoder,
+    DataflowConfig,
+    DataflowLoader,
+    JointLoader,
+    MapDistributor,
+    PackedIterableDataset,
+    PoolPacker,
+    SequentialPacker,
+    SimpleBatcher,
+    get_packed_loader,
+)
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.metadataset import make_blend, write_metadataset
 from tests.conftest import Packer
+from tests.dataflow.flows import FEATURES, signature
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -85,3 +97,71 @@ def test_complete_epochs_need_data_that_repeats_and_ends(
     next(iter(loader))
     with pytest.raises(BatchError, match="complete_epochs|shuffle_buffer_size|dataset"):
         get_packed_loader(shards, encoder, num_workers=0).load_state_dict(loader.state_dict())
+
+
+def counted(loader: Any, steps: list[int]) -> list[list[Any]]:
+    """Epochs of a loop that counts steps and never meets the end."""
+    epochs = []
+    for count in steps:
+        batches = iter(loader)
+        epochs.append([next(batches) for _ in range(count)])
+    return epochs
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_counted_steps_of_a_dataflow_are_complete_epochs(options: dict[str, Any]) -> None:
+    def new_loader() -> DataflowLoader:
+        return DataflowLoader(MapDistributor(FEATURES), packer=PoolPacker(32, pool_size=5), seed=2, **options)
+
+    whole = new_loader()
+    expected = [[signature(batch) for batch in whole] for _ in range(3)]
+    loader = new_loader()
+    found = counted(loader, [len(epoch) for epoch in expected])
+    assert [[signature(batch) for batch in epoch] for epoch in found] == expected
+    resumed = new_loader()
+    resumed.load_state_dict(loader.state_dict())
+    assert [signature(batch) for batch in resumed] == [signature(batch) for batch in whole]
+
+
+def test_counted_steps_of_records_are_complete_epochs(tmp_path: Path, tokenizer_dir: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    line = '{"messages": [{"role": "user", "content": "how many %d"}, {"role": "assistant", "content": "%d"}]}\n'
+    data.write_text("".join(line % (number, number) for number in range(20)))
+    config = DataflowConfig(
+        dataset_path=str(data), packing_length=128, processor_config={"tokenizer": str(tokenizer_dir)}
+    )
+    epochs = [[batch.ids for batch in PackedIterableDataset(config)]]
+    stream = PackedIterableDataset(config)
+    epochs, steps = [[batch.ids for batch in stream] for _ in range(2)], len(epochs[0])
+    assert epochs[0] != epochs[1]
+    found = counted(PackedIterableDataset(config), [steps, len(epochs[1])])
+    assert [[batch.ids for batch in epoch] for epoch in found] == epochs
+
+
+@pytest.mark.parametrize("stop", ["first", "all"])
+def test_counted_steps_of_joint_loaders_are_complete_epochs(stop: Any) -> None:
+    def new_loader() -> JointLoader:
+        short = DataflowLoader(MapDistributor(FEATURES), packer=SequentialPacker(16), seed=1)
+        long = DataflowLoader(MapDistributor(FEATURES * 3), packer=SimpleBatcher(5))
+        return JointLoader({"short": short, "long": long}, {"short": 1, "long": 2}, seed=4, stop=stop)
+
+    whole = new_loader()
+    expected = [[(name, *signature(batch)) for name, batch in whole] for _ in range(4)]
+    assert all(expected)
+    loader = new_loader()
+    found = counted(loader, [len(epoch) for epoch in expected])
+    assert [[(name, *signature(batch)) for name, batch in epoch] for epoch in found] == expected
+
+
+def test_breaks_keep_the_workers_and_what_they_read_ahead() -> None:
+    loader = DataflowLoader(MapDistributor(FEATURES), batch_size=2, num_workers=1)
+    expected = [signature(batch) for batch in DataflowLoader(MapDistributor(FEATURES), batch_size=2, num_workers=1)]
+    processes = set()
+    found = []
+    for _ in expected:
+        for batch in loader:
+            processes |= {worker.pid for worker in loader._to_come._workers}  # type: ignore[union-attr]
+            found.append(signature(batch))
+            break
+    assert found == expected
+    assert len(processes) == 1

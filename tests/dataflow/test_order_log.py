@@ -113,11 +113,13 @@ def test_joint_loaders_resume_at_every_step(stop: Any) -> None:
     for name, batch in joint:
         expected.append((name, *signature(batch)))
         states.append(json.loads(json.dumps(joint.state_dict())))
+    following = [(name, *signature(batch)) for name, batch in joint]
     assert {name for name, *_ in expected} == {"short", "long"}
     for step, state in enumerate(states):
         resumed = new_joint(stop=stop)
         resumed.load_state_dict(state)
-        assert [(name, *signature(batch)) for name, batch in resumed] == expected[step:], f"after step {step}"
+        found = [(name, *signature(batch)) for name, batch in resumed]
+        assert found == (expected[step:] or following), f"after step {step}"
     with pytest.raises(BatchError, match="stop"):
         new_joint(stop="never").load_state_dict(states[0])
 

@@ -149,8 +149,10 @@ def test_a_distributor_that_ignores_where_it_begins_raises() -> None:
 
     loader = DataflowLoader(Deaf([0, 1, 2, 3]), batch_size=2)
     next(iter(loader))
+    resumed = DataflowLoader(Deaf([0, 1, 2, 3]), batch_size=2)
+    resumed.load_state_dict(loader.state_dict())
     with pytest.raises(BatchError, match="item 0 of Deaf comes again, where item 2 must come"):
-        list(loader)
+        list(resumed)
 
 
 def stream() -> Iterator[dict[str, Any]]:

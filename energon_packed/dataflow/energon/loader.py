@@ -10,9 +10,11 @@ from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.energon.faults import faults_named
 from energon_packed.dataflow.energon.fingerprint import dataset_fingerprint
 from energon_packed.dataflow.energon.plain import from_plain, to_plain
-from energon_packed.dataflow.energon.source import EnergonSource, check_place
+from energon_packed.dataflow.energon.source import EnergonSource
+from energon_packed.dataflow.epochs import until_the_end
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.resharding import refuse_second_split
+from energon_packed.dataflow.share import check_place
 from energon_packed.dataflow.state import LOADER_VERSION, check_state
 
 
@@ -63,9 +65,25 @@ class PackedLoader:
             ConfigError: the process group is another one than when the loader was made, or another tool splits the
                 batches over ranks again.
         """
-        check_place(self._source.config, self._source.worker_config)
+        config, worker_config = self._source.config, self._source.worker_config
+        check_place((worker_config.rank, worker_config.world_size), config.rank, config.world_size)
+        refuse_second_split(worker_config.world_size)
+        return PackedIterator(self, until_the_end(self.rest_of_epoch, empty=int(self._steps > 0)))
+
+    def rest_of_epoch(self) -> Iterator[PackedBatch]:
+        """The batches of the current epoch that were not returned yet: none after its last one.
+
+        A loader that repeats goes on indefinitely.
+
+        Raises:
+            ConfigError: another tool splits the batches over ranks again.
+        """
         refuse_second_split(self._source.worker_config.world_size)
-        return PackedIterator(self, self._batches())
+        more = self._steps > 0  # a begun epoch may have nothing left
+        returned = yield from self._rest()
+        while self._source.config.complete_epochs and (returned or more):
+            more = False
+            returned = yield from self._rest()
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank after the last batch returned: nested dicts and lists of numbers and strings."""
@@ -118,16 +136,6 @@ class PackedLoader:
             "epoch_steps": self.epoch_steps,
             "dataset": self._fingerprint,
         }
-
-    def _batches(self) -> Iterator[PackedBatch]:
-        """The rest of the epoch, or the next one where nothing is left; with `complete_epochs`, all that follow."""
-        refuse_second_split(self._source.worker_config.world_size)
-        begun = self._steps > 0
-        returned = yield from self._rest()
-        if begun and not returned:
-            returned = yield from self._rest()
-        while returned and self._source.config.complete_epochs:
-            returned = yield from self._rest()
 
     def _rest(self) -> Generator[PackedBatch, None, int]:
         """Batches of one epoch that were not returned yet, as many as `epoch_steps` says in all; and their number."""

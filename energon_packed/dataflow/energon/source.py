@@ -1,17 +1,16 @@
 """EnergonSource: Energon's dataset over a folder or Metadataset, one for each epoch."""
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, get_val_dataset
 
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.energon.config import LoaderConfig
 from energon_packed.dataflow.energon.faults import faults_named
 from energon_packed.dataflow.energon.task_encoder import PackedTaskEncoder
+from energon_packed.dataflow.share import place_of
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import CRUDE, NV_META, OLD_INFO
@@ -80,7 +79,7 @@ class EnergonSource:
             choice = "leave out `complete_epochs`" if config.complete_epochs else "use `epochs=None`"
             raise ConfigError(
                 f"{self.path} draws by weight indefinitely, so it has no epoch; {choice}, or make the blend with "
-                " energon-packed metadataset --epochized (`shuffle=False` reads each input once)"
+                "energon-packed metadataset --epochized (`shuffle=False` reads each input once)"
             ) from error
 
     def _check_indexed(self) -> None:
@@ -102,7 +101,7 @@ def worker_config_of(config: LoaderConfig, error_handler: Any) -> WorkerConfig:
     Raises:
         ConfigError: neither tells it, and the environment says that there are several processes.
     """
-    rank, world_size = _place(config)
+    rank, world_size = place_of(config.rank, config.world_size)
     return WorkerConfig(
         rank=rank,
         world_size=world_size,
@@ -110,32 +109,3 @@ def worker_config_of(config: LoaderConfig, error_handler: Any) -> WorkerConfig:
         seed_offset=config.seed,
         global_error_handler=error_handler,
     )
-
-
-def check_place(config: LoaderConfig, worker_config: WorkerConfig) -> None:
-    """Refuse to load where the process group is no longer that in which the loader was made.
-
-    Raises:
-        ConfigError: rank or world size differ; the message names both.
-    """
-    made, now = (worker_config.rank, worker_config.world_size), _place(config)
-    if made != now:
-        raise ConfigError(
-            f"the loader was made as rank {made[0]} of {made[1]}, and torch.distributed now says rank {now[0]} of "
-            f"{now[1]}: make it after torch.distributed.init_process_group, or pass `rank` and `world_size`"
-        )
-
-
-def _place(config: LoaderConfig) -> tuple[int, int]:
-    if config.rank is not None and config.world_size is not None:
-        return config.rank, config.world_size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if launched.isdigit() and int(launched) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {launched} and there is no process group, so each process would load all packs: make the "
-            "loader after torch.distributed.init_process_group (accelerate.Accelerator(), Fabric.launch() and "
-            "TrainingArguments call it), or pass `rank` and `world_size`"
-        )
-    return 0, 1

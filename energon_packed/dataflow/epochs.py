@@ -1,0 +1,22 @@
+"""Where an epoch ends: at its last batch, whether a loop meets the end of the iterator or counts steps."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def until_the_end(rest: Callable[[], Iterator[Any]], *, empty: int) -> Iterator[Any]:
+    """The rest of an epoch, or the next epoch where nothing is left of one that was begun.
+
+    A loop that counts its steps leaves the iterator behind the last batch, and so does a state saved there: what
+    follows is the next epoch, as after a loop that met the end.
+
+    Args:
+        rest: batches of the current epoch that were not returned; at its end the next epoch is the current one.
+        empty: how often `rest` may return nothing: 1 in an epoch that was begun, 0 in a new one.
+    """
+    given = False
+    while not given and empty >= 0:
+        for batch in rest():
+            given = True
+            yield batch
+        empty -= 1

@@ -1,0 +1,95 @@
+"""WorkerStreams: what torch's DataLoader iterates, and how batches go from a worker to the main process."""
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_packed.dataflow.batch import PackedBatch
+from energon_packed.dataflow.share import Share
+from energon_packed.dataflow.worker_stream import Roles, Step, WorkerStream
+from energon_packed.errors import ConfigError, EnergonPackedError
+
+_SMALL = 1 << 20  # bytes of a tensor that goes through the pipe of its worker
+
+
+class WorkerStreams(torch.utils.data.IterableDataset[Any]):
+    """In each worker process, the steps of its share.
+
+    Args:
+        roles: of the dataflow.
+        share: of the rank; each worker takes its own.
+        by_pipe: small tensors of a batch go to the main process as arrays; `as_tensors` makes tensors of them again.
+    """
+
+    def __init__(self, roles: Roles, share: Share, *, by_pipe: bool) -> None:
+        self.roles = roles
+        self.share = share
+        self.by_pipe = by_pipe
+        self._epoch = torch.zeros(1, dtype=torch.int64)
+        torch.Tensor.share_memory_(self._epoch)  # type: ignore[no-untyped-call]  # seen by persistent workers
+        self._start: tuple[int, int, list[str | None]] = (0, 0, [])
+        self._by_loader = False
+
+    @contextmanager
+    def begin(self, epoch: int, next_worker: int, states: list[str | None]) -> Iterator[None]:
+        """Set where the iteration begins that is made inside; only workers that start now see the states."""
+        self._epoch[0] = epoch
+        self._start = (epoch, next_worker, list(states))
+        self._by_loader = True
+        try:
+            yield
+        finally:
+            self._by_loader = False
+
+    def __iter__(self) -> Iterator[Step | Exception]:
+        if not self._by_loader:
+            raise ConfigError(
+                "the data of a DataflowLoader is iterated by another loader, which loses its order, state and ranks: "
+                "do not pass a DataflowLoader to accelerator.prepare or Trainer; iterate it directly, and move each "
+                "batch to the device"
+            )
+        return self._of_worker()
+
+    def _of_worker(self) -> Iterator[Step | Exception]:
+        info = torch.utils.data.get_worker_info()
+        epoch = int(self._epoch[0])
+        of, next_worker, states = self._start
+        physical = 0 if info is None else info.id
+        # torch takes the first batch from worker 0: the worker whose turn it is must be that one.
+        worker = (physical + next_worker) % self.share.num_workers if of == epoch else physical
+        saved = states[worker] if of == epoch else None
+        share = replace(self.share, worker=worker, epoch=epoch)
+        if info is not None:
+            gc.freeze()  # what the main process had loaded is not searched for garbage again and again
+            gc.set_threshold(100_000)
+        try:
+            for step in WorkerStream(self.roles, share, None if saved is None else json.loads(saved)):
+                if info is not None and self.by_pipe:
+                    _as_arrays(step.batch)
+                yield step
+        except EnergonPackedError as error:  # torch would turn it into a traceback
+            yield error
+
+
+def _as_arrays(batch: Any) -> None:
+    """Make arrays of small tensors: through the pipe they cost a tenth of a shared memory file for each."""
+    if isinstance(batch, PackedBatch):
+        for one in fields(batch):
+            value = getattr(batch, one.name)
+            if isinstance(value, torch.Tensor) and value.nbytes <= _SMALL and value.dtype != torch.bfloat16:
+                setattr(batch, one.name, value.numpy())
+
+
+def as_tensors(batch: Any) -> None:
+    """The inverse of `_as_arrays`."""
+    if isinstance(batch, PackedBatch):
+        for one in fields(batch):
+            value = getattr(batch, one.name)
+            if isinstance(value, np.ndarray):
+                setattr(batch, one.name, torch.from_numpy(value))
