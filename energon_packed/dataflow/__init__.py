@@ -5,6 +5,7 @@
 batch.py          PackedBatch and its forms for frameworks
 collator.py       Collator, PaddingFreeCollator; features.py: ordinary features
 distributors/     which items a rank and worker reads; share.py: its share
+elastic.py        the rest of an epoch for another number of ranks or workers
 packers/          which samples share a row
 process.py        items to encoded samples; encode.py: packs to encoded samples
 torch_loader.py   DataflowLoader: the roles under torch, by torch_workers.py and worker_stream.py
@@ -42,6 +43,7 @@ from energon_packed.dataflow.packed_iterable import PackedIterableDataset
 from energon_packed.dataflow.packers import Packer, PlannedPacker, PoolPacker, SequentialPacker, SimpleBatcher
 from energon_packed.dataflow.planned_dataset import PlannedDataset, plan_in_memory
 from energon_packed.dataflow.share import Share
+from energon_packed.dataflow.state import gather_state
 from energon_packed.dataflow.steps import steps_per_epoch
 from energon_packed.dataflow.torch_loader import DataflowLoader
 
@@ -72,6 +74,7 @@ __all__ = [
     "SequentialPacker",
     "Share",
     "SimpleBatcher",
+    "gather_state",
     "get_packed_loader",
     "plan_in_memory",
     "steps_per_epoch",

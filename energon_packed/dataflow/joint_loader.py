@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 
 from energon_packed.dataflow.epochs import until_the_end
-from energon_packed.dataflow.state import check_state
+from energon_packed.dataflow.state import GATHERED, check_state, states_of
 from energon_packed.errors import ConfigError
 
 JOINT_VERSION = 1
@@ -97,13 +97,20 @@ class JointLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue behind the batch at which `state` was saved; call it before iterating.
 
+        Args:
+            state: of this rank, or of all ranks as `gather_state` returned it: then every loader that can goes on with
+                another number of ranks or workers.
+
         Raises:
             BatchError: it is of other loaders, weights or data.
         """
-        check_state(state, JOINT_VERSION, self._identity())
+        states = states_of(state)
+        for one in states:
+            check_state(one, JOINT_VERSION, self._identity())
         for name, loader in self.loaders.items():
-            loader.load_state_dict(state["loaders"][name])
-        self._step, self._ended = state["step"], list(state["ended"])
+            inner = [one["loaders"][name] for one in states]
+            loader.load_state_dict({GATHERED: inner} if GATHERED in state else inner[0])
+        self._step, self._ended = states[0]["step"], list(states[0]["ended"])
 
     def _identity(self) -> dict[str, Any]:
         return {"version": JOINT_VERSION, "seed": self._seed, "weights": self._weights, "stop": self._stop}

@@ -4,7 +4,8 @@
      "ids": ["a", "b"], "sources": ["captions.jsonl", "chats.jsonl"], "items": [4, 7], "dropped": [5]}
 
 `items` are numbers in the share of that worker: an epoch has each from 0 on once, in a batch or dropped. The line of a
-worker's end has no step. A run that resumes repeats the lines behind its checkpoint, and they must be equal.
+worker's end has no step. A run that resumes repeats the lines behind its checkpoint, and they must be equal. With
+another number of ranks or workers, numbers are of other shares: such a run writes to a folder of its own.
 """
 
 import json
@@ -109,6 +110,10 @@ def check_order(folder: Path) -> OrderReport:
     complete = []
     for epoch in epochs:
         of_epoch = [line for line in lines.values() if line["epoch"] == epoch]
+        if len(places := {(line["world_size"], line["num_workers"]) for line in of_epoch}) > 1:
+            some = " and of ".join(f"{ranks} ranks of {workers} workers" for ranks, workers in sorted(places))
+            problems.append(f"epoch {epoch} has steps of {some}: name another `order_log` folder where that changes")
+            continue
         if _is_complete(of_epoch):
             complete.append(epoch)
         problems += _lost_or_twice(epoch, of_epoch)

@@ -1,11 +1,60 @@
 """Loader states: plain versioned dicts, and the check that a loader continues with the same data and settings."""
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from energon_packed.errors import BatchError
 
 LOADER_VERSION = 3
 """Version of the states of `PackedLoader`; 1 and 2 were objects."""
+GATHERED = "ranks"
+"""Name of the states of all ranks, in what `gather_state` returns."""
+
+
+def gather_state(loader: Any, group: Any = None) -> dict[str, Any]:
+    """The states of all ranks, for trainers that write one checkpoint: a collective operation, the same on every rank.
+
+        state = gather_state(loader)            # on every rank
+        loader.load_state_dict(state)           # on every rank, also where their number changed
+
+    `load_state_dict` of DataflowLoader, PackedIterableDataset, JointLoader and PackedLoader takes it.
+
+    Args:
+        loader: with `state_dict`, at the same step on every rank.
+        group: data-parallel process group; by default all processes, and this one where there is no group.
+
+    Returns:
+        {"ranks": a state for each rank, in plain types}.
+    """
+    own = loader.state_dict()
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return {GATHERED: [own]}
+    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, own, group=group)
+    return {GATHERED: everyone}
+
+
+def states_of(state: Any) -> list[dict[str, Any]]:
+    """The states in what `load_state_dict` gets, by rank: one, or those that `gather_state` returned.
+
+    Processes that share a data-parallel rank have equal states, and count once.
+
+    Raises:
+        BatchError: a rank is missing.
+    """
+    if not (isinstance(state, dict) and isinstance(state.get(GATHERED), Sequence)):
+        return [state]
+    found = {one.get("rank", place): one for place, one in enumerate(state[GATHERED]) if isinstance(one, dict)}
+    ranks = sorted(found)
+    count = found[ranks[0]].get("world_size", len(ranks)) if ranks else 0
+    if not ranks or ranks != list(range(count)):
+        raise BatchError(
+            f"the gathered state has ranks {', '.join(map(str, ranks)) or 'none'}, and the run had {count}; call "
+            "gather_state on every data-parallel rank"
+        )
+    return [found[rank] for rank in ranks]
 
 
 def check_state(state: Any, version: int, identity: dict[str, Any] | None = None) -> None:

@@ -11,14 +11,15 @@ import torch
 
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.distributors.base import Distributor
+from energon_packed.dataflow.elastic import check_elastic, rest_of
 from energon_packed.dataflow.epochs import until_the_end
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.order_log import OrderLog
 from energon_packed.dataflow.packers import Packer, PlannedPacker, SimpleBatcher
 from energon_packed.dataflow.resharding import refuse_second_split
 from energon_packed.dataflow.share import Share, check_place, place_of
-from energon_packed.dataflow.state import check_state
-from energon_packed.dataflow.torch_workers import WorkerStreams, as_tensors
+from energon_packed.dataflow.state import check_state, states_of
+from energon_packed.dataflow.torch_workers import Start, WorkerStreams, as_tensors
 from energon_packed.dataflow.worker_stream import Roles, Step
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import BatchError, ConfigError
@@ -125,6 +126,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         self._epoch = self._steps = self._next_worker = self._empty_epochs = 0
         self._states: list[str | None] = [None] * self._share.num_workers
         self._to_come: Iterator[Any] | None = None
+        self._rest: dict[str, Any] | None = None
         super().__init__(
             WorkerStreams(self._roles, self._share, by_pipe=not of_torch.get("pin_memory")),
             batch_size=None,
@@ -171,7 +173,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         if self._to_come is None:
             if self._steps:
                 self._iterator = None  # workers begin anew, at the state
-            with self.dataset.begin(self._epoch, self._next_worker, self._states):  # type: ignore[attr-defined]
+            start = Start(self._epoch, self._next_worker, list(self._states), self._rest)
+            with self.dataset.begin(start):  # type: ignore[attr-defined]
                 self._to_come = super().__iter__()
         return self._to_come
 
@@ -206,31 +209,50 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             if isinstance(state, str):
                 raise BatchError(state)
         place = {"epoch": self._epoch, "steps": self._steps, "next_worker": self._next_worker, "workers": workers}
-        return self._identity() | place
+        return self._identity() | place | ({} if self._rest is None else {"rest": self._rest})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue behind the batch at which `state` was saved; call it before iterating.
 
+        With as many ranks and workers as before, the rest of the epoch is identical. With another number of them, what
+        is left of the epoch is dealt anew, every item once; `state` then is what `gather_state` returned, or the state
+        of the only rank. From the next epoch on, all is as if their number had always been the new one.
+
         Raises:
-            BatchError: the state is of other data or settings; the message names what differs.
+            BatchError: the state is of other data or settings (the message names what differs), not of all ranks where
+                their number changed, or items would have to be read again and cannot be.
         """
-        check_state(state, DATAFLOW_VERSION, self._identity())
+        states, share = states_of(state), self._share
+        for one in states:
+            check_state(one, DATAFLOW_VERSION, self._settings_identity())
+        before = (states[0]["world_size"], len(states[0]["workers"]))
+        if before == (share.world_size, share.num_workers):
+            self._continue(next((one for one in states if one["rank"] == share.rank), states[0]))
+        else:
+            check_elastic(states, self._roles.distributor, share)
+            epoch, rest = rest_of(states)
+            self._epoch, self._rest = epoch, None if rest is None else rest.to_plain()
+            self._steps = 0 if rest is None else max(one["steps"] for one in states)
+            self._next_worker, self._states = 0, [None] * share.num_workers
+        self._iterator = self._to_come = None
+
+    def _continue(self, state: dict[str, Any]) -> None:
+        check_state(state, DATAFLOW_VERSION, {"rank": self._share.rank})
         self._epoch, self._steps, self._next_worker = state["epoch"], state["steps"], state["next_worker"]
         self._states = [None if one is None else json.dumps(one) for one in state["workers"]]
-        self._iterator = self._to_come = None
+        self._rest = state.get("rest")
 
     def _share_of(self, worker: int) -> Share:
         return replace(self._share, worker=worker, epoch=self._epoch)
 
     def _identity(self) -> dict[str, Any]:
         share = self._share
-        own = {
-            "version": DATAFLOW_VERSION,
-            "world_size": share.world_size,
-            "rank": share.rank,
-            "num_workers": self.num_workers,
-            "seed": share.seed,
-        }
+        place = {"world_size": share.world_size, "rank": share.rank, "num_workers": self.num_workers}
+        return self._settings_identity() | place
+
+    def _settings_identity(self) -> dict[str, Any]:
+        """What a state has in common with every loader that continues from it, whatever its ranks and workers."""
+        own = {"version": DATAFLOW_VERSION, "seed": self._share.seed}
         inner = {f"distributor_{name}": value for name, value in self._roles.distributor.identity().items()}
         return own | inner | {f"packer_{name}": value for name, value in self._roles.packer.identity().items()}
 
@@ -254,7 +276,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         self._epoch += 1
         self._steps = self._next_worker = 0
         self._states = [None] * self._share.num_workers
-        self._to_come = None
+        self._to_come = self._rest = None
 
 
 def _refuse_contradictions(

@@ -5,17 +5,34 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from energon_packed.dataflow.batch import PackedBatch
+from energon_packed.dataflow.elastic import Rest, RestOfEpoch
 from energon_packed.dataflow.share import Share
 from energon_packed.dataflow.worker_stream import Roles, Step, WorkerStream
 from energon_packed.errors import ConfigError, EnergonPackedError
 
 _SMALL = 1 << 20  # bytes of a tensor that goes through the pipe of its worker
+
+
+class Start(NamedTuple):
+    """Where an iteration begins.
+
+    Attributes:
+        epoch: number of the epoch.
+        next_worker: the one that gives the first batch.
+        states: of each worker, JSON; None at the beginning of the epoch.
+        rest: what is left of the epoch, where the number of ranks or workers changed in it.
+    """
+
+    epoch: int
+    next_worker: int
+    states: list[str | None]
+    rest: dict[str, Any] | None
 
 
 class WorkerStreams(torch.utils.data.IterableDataset[Any]):
@@ -33,14 +50,14 @@ class WorkerStreams(torch.utils.data.IterableDataset[Any]):
         self.by_pipe = by_pipe
         self._epoch = torch.zeros(1, dtype=torch.int64)
         torch.Tensor.share_memory_(self._epoch)  # type: ignore[no-untyped-call]  # seen by persistent workers
-        self._start: tuple[int, int, list[str | None]] = (0, 0, [])
+        self._start = Start(0, 0, [None] * share.num_workers, None)
         self._by_loader = False
 
     @contextmanager
-    def begin(self, epoch: int, next_worker: int, states: list[str | None]) -> Iterator[None]:
-        """Set where the iteration begins that is made inside; only workers that start now see the states."""
-        self._epoch[0] = epoch
-        self._start = (epoch, next_worker, list(states))
+    def begin(self, start: Start) -> Iterator[None]:
+        """Set where the iteration begins that is made inside; only workers that start now see more than its epoch."""
+        self._epoch[0] = start.epoch
+        self._start = start
         self._by_loader = True
         try:
             yield
@@ -59,17 +76,21 @@ class WorkerStreams(torch.utils.data.IterableDataset[Any]):
     def _of_worker(self) -> Iterator[Step | Exception]:
         info = torch.utils.data.get_worker_info()
         epoch = int(self._epoch[0])
-        of, next_worker, states = self._start
+        start = self._start if self._start.epoch == epoch else Start(epoch, 0, [None] * self.share.num_workers, None)
         physical = 0 if info is None else info.id
         # torch takes the first batch from worker 0: the worker whose turn it is must be that one.
-        worker = (physical + next_worker) % self.share.num_workers if of == epoch else physical
-        saved = states[worker] if of == epoch else None
+        worker = (physical + start.next_worker) % self.share.num_workers
+        saved = start.states[worker]
         share = replace(self.share, worker=worker, epoch=epoch)
+        roles = self.roles
+        if start.rest is not None:
+            rest = RestOfEpoch(roles.distributor, Rest.from_plain(start.rest))
+            roles = roles._replace(distributor=rest)
         if info is not None:
             gc.freeze()  # what the main process had loaded is not searched for garbage again and again
             gc.set_threshold(100_000)
         try:
-            for step in WorkerStream(self.roles, share, None if saved is None else json.loads(saved)):
+            for step in WorkerStream(roles, share, None if saved is None else json.loads(saved)):
                 if info is not None and self.by_pipe:
                     _as_arrays(step.batch)
                 yield step

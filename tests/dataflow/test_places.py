@@ -70,7 +70,7 @@ try:
 except ConfigError as error:
     print("refused", "IterableDatasetShard" in str(error))
 print(*[name for ids in prepare(Stream(rank=0, world_size=1)) for name in ids])
-features = [{"id": str(number), "input_ids": [5]} for number in range(8)]
+features = [{"id": str(number), "input_ids": [5, 6]} for number in range(8)]
 
 class Flow(torch.utils.data.IterableDataset):
     def __iter__(self):

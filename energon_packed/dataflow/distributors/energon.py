@@ -52,6 +52,7 @@ class EnergonDistributor(Distributor):
             "shuffle": shuffle,
             "shuffle_buffer_size": shuffle_buffer_size,
         }
+        self.endless = repeat
         LoaderConfig(**self._settings)  # what it refuses is refused here
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:

@@ -1,6 +1,6 @@
 """MapDistributor: items of a map-style dataset, in a new seeded order every epoch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from energon_packed.dataflow.distributors.base import Distributor, Item
@@ -24,9 +24,13 @@ class MapDistributor(Distributor):
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
         """Every `share.count`-th number of the epoch's order."""
+        return self.chosen(share, start, lambda number: True)
+
+    def chosen(self, share: Share, start: Any, wanted: Callable[[int], bool]) -> Iterator[Item]:
+        """Reads what is wanted."""
         order = self.order(share)
         for number in range(start, len(order)):
-            yield Item(number, self.dataset[int(order[number])])
+            yield Item(number, self.dataset[int(order[number])] if wanted(number) else None)
 
     def again(self, share: Share, keys: Any) -> list[Any]:
         """By numbers, in one order."""

@@ -1,6 +1,6 @@
 """MixtureDistributor: items of several distributors by ratio, in a sequence that the seed decides."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,19 +40,26 @@ class MixtureDistributor(Distributor):
         self.weights = [float(one) for one in weights]
         self.repeat = repeat
         self.can_seek = all(one.can_seek for one in distributors)
+        self.endless = repeat or any(one.endless for one in distributors)
         self.read_ahead = min(one.read_ahead for one in distributors)
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
         """Items by draw; a cursor holds, of each distributor, its epoch, cursor, number, and whether it ended."""
+        return self.chosen(share, start, lambda number: True)
+
+    def chosen(self, share: Share, start: Any, wanted: Callable[[int], bool]) -> Iterator[Item]:
+        """Distributors skip what they can."""
         state = start or {"number": 0, "of": [[share.epoch, 0, 0, False] for _ in self.distributors]}
         number, of = int(state["number"]), [list(one) for one in state["of"]]
         streams: list[Iterator[Item] | None] = [None] * len(of)
         draws: Any = None
+        now = [True]  # whether the item that is read is wanted
         while not all(one[3] for one in of):
             if draws is None or number % _BLOCK == 0:
                 draws = share.rng(number // _BLOCK, 2).random(_BLOCK)
             child = self._drawn(float(draws[number % _BLOCK]), [one[3] for one in of])
-            item = self._next(child, share, of, streams)
+            now[0] = wanted(number)
+            item = self._next(child, share, of, streams, lambda _: now[0])
             if item is None:
                 of[child][3] = True
                 continue
@@ -87,14 +94,16 @@ class MixtureDistributor(Distributor):
         last = max(place for place, end in enumerate(ended) if not end)  # where rounding reaches the end
         return min(int(np.searchsorted(left, draw * left[-1], side="right")), last)
 
-    def _next(self, child: int, share: Share, of: list[Any], streams: list[Any]) -> Item | None:
+    def _next(
+        self, child: int, share: Share, of: list[Any], streams: list[Any], wanted: Callable[[int], bool]
+    ) -> Item | None:
         """The next item of a distributor; None where it ended, and has nothing to repeat."""
         epoch, cursor, number, _ = of[child]
         if streams[child] is None:
-            streams[child] = self.distributors[child].read(replace(share, epoch=epoch), cursor, number)
+            streams[child] = self.distributors[child].read(replace(share, epoch=epoch), cursor, number, wanted)
         item: Item | None = next(streams[child], None)
         if item is None and self.repeat and of[child][2] > 0:
             of[child] = [epoch + 1, 0, 0, False]
             streams[child] = None
-            return self._next(child, share, of, streams)
+            return self._next(child, share, of, streams, wanted)
         return item

@@ -1,6 +1,6 @@
 """RecordDistributor: the records of every source that `pack` reads, as conversations, in constant memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,10 @@ class RecordDistributor(Distributor):
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
         """Conversations; a cursor is [place of the chunk, rows used of it, number]."""
+        return self.chosen(share, start, lambda number: True)
+
+    def chosen(self, share: Share, start: Any, wanted: Callable[[int], bool]) -> Iterator[Item]:
+        """Makes conversations of the rows that are wanted."""
         place, used, number = start or (0, 0, 0)
         mine = self._mine(share)
         for at in range(place, len(mine)):
@@ -43,7 +47,8 @@ class RecordDistributor(Distributor):
                 if at == place and row_number < used:
                     continue
                 key, cursor = [source, row.address, row.size], [at, row_number + 1, number + 1]
-                yield Item(number, self._value(source, row), key=key, cursor=cursor)
+                value = self._value(source, row) if wanted(number) else None
+                yield Item(number, value, key=key, cursor=cursor)
                 number += 1
 
     def again(self, share: Share, keys: Sequence[Any]) -> list[Any]:

@@ -10,12 +10,13 @@ from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.energon.faults import faults_named
 from energon_packed.dataflow.energon.fingerprint import dataset_fingerprint
 from energon_packed.dataflow.energon.plain import from_plain, to_plain
+from energon_packed.dataflow.energon.redist import redistribute
 from energon_packed.dataflow.energon.source import EnergonSource
 from energon_packed.dataflow.epochs import until_the_end
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.resharding import refuse_second_split
 from energon_packed.dataflow.share import check_place
-from energon_packed.dataflow.state import LOADER_VERSION, check_state
+from energon_packed.dataflow.state import LOADER_VERSION, check_state, states_of
 
 
 class PackedLoader:
@@ -70,6 +71,17 @@ class PackedLoader:
         refuse_second_split(worker_config.world_size)
         return PackedIterator(self, until_the_end(self.rest_of_epoch, empty=int(self._steps > 0)))
 
+    def __len__(self) -> int:
+        """Batches of this rank in one epoch of `epochs=1`, as long as no pack fails to load.
+
+        Raises:
+            TypeError: the loader repeats, or packs on the fly, so that nobody knows before.
+        """
+        config = self._source.config
+        if config.epochs is None or config.on_the_fly:
+            raise TypeError("the number of batches is not known in advance: count steps, or set `epochs=1`")
+        return self.epoch_steps or len(self.energon_loader)
+
     def rest_of_epoch(self) -> Iterator[PackedBatch]:
         """The batches of the current epoch that were not returned yet: none after its last one.
 
@@ -97,10 +109,19 @@ class PackedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch at which `state` was saved; call it before iterating.
 
+        Args:
+            state: of this rank, or of all ranks as `gather_state` returned it. With the latter, a loader of
+                `epochs=None` goes on with another number of ranks, where `world_size * num_workers` is the same.
+
         Raises:
             BatchError: the state is of another world size, rank, number of workers, batch size, seed, dataset or
                 version; the message names what differs.
         """
+        states = states_of(state)
+        if len(states) != self._source.worker_config.world_size and len(states) > 1:
+            states = redistribute(states, self._source.worker_config.world_size)
+        rank = self._source.worker_config.rank
+        state = next((one for one in states if isinstance(one, dict) and one.get("rank") == rank), states[0])
         check_state(state, LOADER_VERSION)
         if self._epoch != state["epoch"] or self._steps:
             self._begin(state["epoch"])
