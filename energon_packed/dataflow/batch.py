@@ -1,5 +1,7 @@
 """PackedBatch: one row of concatenated sub-samples, with conversions for training frameworks."""
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import field, fields
 from typing import Any
 
@@ -8,7 +10,6 @@ from megatron.energon import Batch, edataclass
 
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample, SampleSource
 from energon_packed.errors import BatchError
-from energon_packed.seqlens import segment_ids_from_cu_seqlens
 
 
 @edataclass
@@ -66,6 +67,44 @@ class PackedBatch(Batch):
         padding = 0 if self.padding_mask is None else int(self.padding_mask.sum())
         return self.input_ids.shape[1] - padding
 
+    def to(
+        self,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        non_blocking: bool = False,
+    ) -> "PackedBatch":
+        """This batch with all tensors on a device; the batch itself stays where it is.
+
+        Args:
+            device: None leaves the tensors where they are.
+            dtype: of `pixel_values`, a floating-point one; ids, labels, boundaries and positions keep theirs, and
+                `loss_mask` stays float32, since it is summed.
+            non_blocking: copy from pinned memory without waiting.
+
+        Raises:
+            BatchError: a `dtype` that is not a floating-point one.
+        """
+        if dtype is not None and not dtype.is_floating_point:
+            raise BatchError(f"`dtype` is {dtype}, and it is that of pixels: pass a floating-point one, or none")
+
+        def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, dtype if name == "pixel_values" else None, non_blocking=non_blocking)
+
+        return self._with_tensors(moved)
+
+    def pin_memory(self) -> "PackedBatch":
+        """This batch with all tensors in pinned memory; DataLoaders with `pin_memory=True` call it."""
+        return self._with_tensors(lambda name, tensor: tensor.pin_memory())
+
+    def _with_tensors(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> "PackedBatch":
+        changed = copy(self)
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, torch.Tensor):
+                setattr(changed, one.name, change(one.name, value))
+        return changed
+
     def transformers_inputs(self) -> dict[str, Any]:
         """Arguments for a Hugging Face causal language model or Qwen-VL model.
 
@@ -90,8 +129,9 @@ class PackedBatch(Batch):
             "max_length_k": self.max_seqlen,
         }
         if len(bounds) > 2:  # without a kernel, models refuse it, and a row of one segment needs none
-            segments = segment_ids_from_cu_seqlens(bounds.numpy()).astype("int32")
-            inputs["seq_idx"] = torch.from_numpy(segments)[None]
+            numbers = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
+            tokens = self.input_ids.shape[1]  # known, so that the host need not wait for a GPU
+            inputs["seq_idx"] = torch.repeat_interleave(numbers, bounds.diff(), output_size=tokens)[None]
         optional = {"pixel_values": self.pixel_values, "image_grid_thw": self.image_grid_thw}
         if self.patch_positions is not None:
             optional["patch_positions"] = self.patch_positions
@@ -138,12 +178,12 @@ class PackedBatch(Batch):
             found.append(
                 EncodedSample(
                     id=ident,
-                    input_ids=self.input_ids[0, row].numpy(),
-                    labels=self.labels[0, row].numpy(),
+                    input_ids=self.input_ids[0, row].cpu().numpy(),
+                    labels=self.labels[0, row].cpu().numpy(),
                     pixel_values=None if grid is None or pixels is None else pixels[patches],
                     image_grid_thw=grid,
-                    position_ids=self.position_ids[1:, 0, row].numpy() if self.position_ids.ndim == 3 else None,
-                    patch_positions=None if grid is None or positions is None else positions[patches].numpy(),
+                    position_ids=self.position_ids[1:, 0, row].cpu().numpy() if self.position_ids.ndim == 3 else None,
+                    patch_positions=None if grid is None or positions is None else positions[patches].cpu().numpy(),
                     source=self.sources[number],
                 )
             )
