@@ -5,7 +5,7 @@
 batch.py          PackedBatch and its forms for frameworks
 collator.py       Collator, PaddingFreeCollator; features.py: ordinary features
 distributors/     which items a rank and worker reads; share.py: its share
-elastic.py        the rest of an epoch for another number of ranks or workers
+elastic.py        the rest of an epoch for other ranks or workers; reweighted.py: for other weights
 packers/          which samples share a row
 process.py        items to encoded samples; encode.py: packs to encoded samples
 torch_loader.py   DataflowLoader: the roles under torch, by torch_workers.py and worker_stream.py

@@ -73,10 +73,14 @@ def packs_of_epoch(blend: list[BlendedSplit], packs: list[int]) -> list[int]:
     """
     if all(one.weight is None for one in blend):
         return [int((one.repetitions or 1) * count) for one, count in zip(blend, packs, strict=True)]
-    weights = np.array([one.weight or 0.0 for one in blend])
-    exact = sum(packs) * weights / weights.sum()
+    return by_weight([one.weight or 0.0 for one in blend], sum(packs))
+
+
+def by_weight(weights: list[float], total: int) -> list[int]:
+    """`total` divided by weights, with the sum `total`, by largest remainders."""
+    exact = total * np.array(weights) / sum(weights)
     counts = np.floor(exact).astype(np.int64)
-    for place in np.argsort(counts - exact, kind="stable")[: sum(packs) - int(counts.sum())]:
+    for place in np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]:
         counts[place] += 1
     return [int(count) for count in counts]
 

@@ -1,5 +1,6 @@
 """PackedDataset: finished shards as a map-style dataset, for samplers, epochs and stock trainers."""
 
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -67,13 +68,48 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Draw what the blend repeats and samples in an epoch; a folder alone is always the same."""
-        packs = [len(folder.reader) for folder in self._folders]
-        numbers = [
-            drawn(count, of_epoch, np.random.default_rng([self.seed, epoch, place]))
-            for place, (count, of_epoch) in enumerate(zip(packs, packs_of_epoch(self.blend, packs), strict=True))
-        ]
+        numbers = self.packs_of_members(epoch, self.weights)
         self._packs: Int64 = np.concatenate(numbers)
         self._ends = np.cumsum([len(one) for one in numbers])
+
+    @property
+    def weights(self) -> list[float] | None:
+        """Of the datasets of a blend by weight, D numbers; None for a folder, and for a blend by repetitions."""
+        found = [one.weight for one in self.blend if one.weight is not None]
+        return found if len(found) == len(self.blend) else None
+
+    @property
+    def packs(self) -> list[int]:
+        """Packs that each dataset of the blend has, D numbers."""
+        return [len(folder.reader) for folder in self._folders]
+
+    def packs_of_members(self, epoch: int, weights: list[float] | None) -> list[Int64]:
+        """Numbers of the packs that an epoch has of each dataset of the blend, int64 (n,) each.
+
+        Args:
+            epoch: from 0.
+            weights: D numbers, in place of those of the blend; None where it counts repetitions.
+        """
+        blend, packs = self.blend, self.packs
+        if weights is not None:
+            blend = [replace(one, weight=weight) for one, weight in zip(blend, weights, strict=True)]
+        return [
+            drawn(count, of_epoch, np.random.default_rng([self.seed, epoch, place]))
+            for place, (count, of_epoch) in enumerate(zip(packs, packs_of_epoch(blend, packs), strict=True))
+        ]
+
+    def pack_of(self, member: int, number: int) -> list[EncodedSample]:
+        """The encoded sub-samples of a pack of one dataset of the blend, by its number there.
+
+        Raises:
+            FormatError: as for indexing.
+        """
+        folder = self._folders[member]
+        source = folder.source
+        try:
+            return encode_pack(folder.sample(number), self.encoder, check_lengths=self.check_lengths, source=source)
+        except (FormatError, RecordError) as error:
+            raise error.at(folder.place(number), verify_tells(source.dataset)) from error
 
     @property
     def reader(self) -> ShardReader:
@@ -92,25 +128,23 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"pack {index} is not among the {len(self)} packs")
-        folder, pack = self._place(index)
-        source = folder.source
-        try:
-            return encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
-        except (FormatError, RecordError) as error:
-            raise error.at(folder.place(pack), verify_tells(folder.source.dataset)) from error
+        return self.pack_of(*self._place(index))
 
     def sample(self, index: int) -> PackSample:
         """The pack as its flavor, not encoded."""
-        folder, pack = self._place(index)
-        return folder.sample(pack)
+        member, pack = self._place(index)
+        return self._folders[member].sample(pack)
 
     def fingerprint(self) -> str:
-        """Of the shards and of how they are blended, for loader states; "" where a folder has no packing.json."""
+        """Of the shards and how they repeat, for loader states; "" where a folder has no packing.json.
+
+        Without the weights of a blend, which may change in a run.
+        """
         shards = []
         for one in self.blend:
             if one.split.manifest is None:
                 return ""
-            shards.append([one.weight, one.repetitions, [shard.sha256 for shard in one.split.manifest.shards]])
+            shards.append([None, one.repetitions, [shard.sha256 for shard in one.split.manifest.shards]])
         return digest(self.seed, shards)[:16]
 
     @property
@@ -123,9 +157,10 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         ]
         return np.concatenate(parts)
 
-    def _place(self, index: int) -> tuple["_Folder", int]:
+    def _place(self, index: int) -> tuple[int, int]:
+        """(dataset of the blend, number of the pack in it)."""
         number = index % len(self)
-        return self._folders[int(np.searchsorted(self._ends, number, side="right"))], int(self._packs[number])
+        return int(np.searchsorted(self._ends, number, side="right")), int(self._packs[number])
 
 
 class _Folder:

@@ -81,10 +81,12 @@ class Rest:
     Attributes:
         pieces: of the old shares.
         held: items that packers held, of all pieces.
+        weights: that the blend had until now, where they changed; None where they did not.
     """
 
     pieces: list[Piece]
     held: list[Held]
+    weights: list[float] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """For loader states."""
@@ -92,12 +94,14 @@ class Rest:
         return {
             "pieces": [[getattr(piece, name) for name in names] for piece in self.pieces],
             "held": [list(one) for one in self.held],
+            "weights": self.weights,
         }
 
     @classmethod
     def from_plain(cls, value: dict[str, Any]) -> "Rest":
         """The inverse of `to_plain`."""
-        return cls([Piece(*one) for one in value["pieces"]], [Held(*one) for one in value["held"]])
+        held = [Held(*one) for one in value["held"]]
+        return cls([Piece(*one) for one in value["pieces"]], held, value["weights"])
 
 
 class RestOfEpoch(Distributor):
@@ -181,13 +185,19 @@ def check_elastic(states: Sequence[dict[str, Any]], distributor: Distributor, sh
         share: of the rank that loads them.
 
     Raises:
-        BatchError: not all ranks are there, or items cannot be read again.
+        BatchError: not all ranks are there, items cannot be read again, or weights changed in this epoch before.
     """
     saved = states[0]["world_size"]
     if len(states) != saved:
         raise BatchError(
-            f"the saved state is of rank {states[0]['rank']} of world_size {saved} alone, and world_size is "
-            f"{share.world_size} now: load what gather_state(loader) returned, which has the states of all ranks"
+            f"the saved state is of rank {states[0]['rank']} of world_size {saved} alone, and what is left of the "
+            f"epoch is dealt anew to {share.world_size} ranks of {share.num_workers} workers: load what "
+            "gather_state(loader) returned, which has the states of all ranks"
+        )
+    if any((state.get("rest") or {}).get("weights") for state in states):
+        raise BatchError(
+            "the weights of the blend changed in this epoch before, and what is left of it cannot be dealt once more: "
+            "finish the epoch with the same ranks, workers and weights"
         )
     if not distributor.can_seek:
         raise BatchError(

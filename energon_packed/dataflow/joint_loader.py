@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 
 from energon_packed.dataflow.epochs import until_the_end
-from energon_packed.dataflow.state import GATHERED, check_state, states_of
+from energon_packed.dataflow.state import GATHERED, check_state, states_of, without_weights
 from energon_packed.errors import ConfigError
 
 JOINT_VERSION = 1
@@ -30,13 +30,21 @@ class JointLoader:
         seed: of the draws.
         stop: `first` ends when a loader ends, `all` when every one ended once, `never` repeats indefinitely; a loader
             that ends before begins its next epoch.
+        allow_changed_weights: a state of other weights is restored: each loader goes on where it was, and what follows
+            is drawn by the new weights.
 
     Raises:
         ConfigError: names that differ, or an invalid weight.
     """
 
     def __init__(
-        self, loaders: Mapping[str, Any], weights: Mapping[str, float], *, seed: int = 0, stop: StopAt = "all"
+        self,
+        loaders: Mapping[str, Any],
+        weights: Mapping[str, float],
+        *,
+        seed: int = 0,
+        stop: StopAt = "all",
+        allow_changed_weights: bool = False,
     ) -> None:
         if not loaders or set(loaders) != set(weights):
             raise ConfigError(f"`weights` names {sorted(weights)} and `loaders` {sorted(loaders)}; name the same ones")
@@ -47,6 +55,7 @@ class JointLoader:
         self.loaders = dict(loaders)
         self._weights = {name: float(weights[name]) for name in loaders}
         self._seed, self._stop = seed, stop
+        self._allow_changed_weights = allow_changed_weights
         self._step = 0
         self._ended: list[str] = []
 
@@ -105,8 +114,9 @@ class JointLoader:
             BatchError: it is of other loaders, weights or data.
         """
         states = states_of(state)
+        expected = without_weights(self._identity()) if self._allow_changed_weights else self._identity()
         for one in states:
-            check_state(one, JOINT_VERSION, self._identity())
+            check_state(one, JOINT_VERSION, expected)
         for name, loader in self.loaders.items():
             inner = [one["loaders"][name] for one in states]
             loader.load_state_dict({GATHERED: inner} if GATHERED in state else inner[0])

@@ -1,6 +1,8 @@
 """Loader states: plain versioned dicts, and the check that a loader continues with the same data and settings."""
 
 from collections.abc import Sequence
+from fractions import Fraction
+from math import gcd, lcm
 from typing import Any
 
 import torch
@@ -74,16 +76,52 @@ def check_state(state: Any, version: int, identity: dict[str, Any] | None = None
             f"the saved state has version {found}, and this release reads version {version}; finish the run with the "
             "release that saved it, or start the epoch again without the state"
         )
-    differ = [f"{n} {state.get(n)} saved, {now} now" for n, now in (identity or {}).items() if state.get(n) != now]
+    differ = [_difference(n, state.get(n), now) for n, now in (identity or {}).items() if state.get(n) != now]
     if len(differ) > 1:  # settings are part of the dataset's fingerprint
         differ = [one for one in differ if not one.startswith("dataset ")]
     if differ:
+        if all(one.startswith("weights ") for one in differ):
+            raise BatchError(
+                f"{'; '.join(differ)}: pass `allow_changed_weights=True` to the loader to go on with the new ones "
+                "from where each data set is, or restore the old ones"
+            )
         ranks = any(one.startswith("world_size ") for one in differ)
         redist = "redistribute it with `energon-packed state redist`, " if ranks else ""
         raise BatchError(
             f"the saved state is of another loader: {'; '.join(differ)}; {redist}restore it with the same settings "
             "and data, or start without it"
         )
+
+
+def without_weights(value: Any) -> Any:
+    """An identity without the weights of mixtures, and of parts of them; those of a blended dataset stay."""
+    if isinstance(value, dict):
+        return {n: without_weights(one) for n, one in value.items() if n not in ("weights", "distributor_weights")}
+    return [without_weights(one) for one in value] if isinstance(value, list) else value
+
+
+def equal_weights(state: dict[str, Any], identity: dict[str, Any]) -> bool:
+    """Whether a state is of these weights, wherever in the identity they are."""
+    return all(state.get(name) == value for name, value in identity.items())
+
+
+def ratio(weights: Any) -> str:
+    """Weights as whole numbers, 0.75 and 0.25 as 3:1; where these were large, as decimals."""
+    values = [float(one) for one in (weights.values() if isinstance(weights, dict) else weights)]
+    total = sum(values) or 1.0
+    shares = [Fraction(one / total).limit_denominator(1000) for one in values]
+    common = lcm(*[one.denominator for one in shares])
+    whole = [int(one * common) for one in shares]
+    divisor = gcd(*whole) or 1
+    whole = [one // divisor for one in whole]
+    return ":".join(map(str, whole)) if max(whole) <= 1000 else ":".join(f"{one:.4g}" for one in values)
+
+
+def _difference(name: str, saved: Any, now: Any) -> str:
+    plain = name.removeprefix("distributor_").removeprefix("blend_")
+    if plain == "weights" and saved and len(saved) == len(now):
+        return f"weights {ratio(saved)} saved, {ratio(now)} now"
+    return f"{name} {saved} saved, {now} now"
 
 
 def _load(values: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from energon_packed.dataflow.order_log import OrderLog
 from energon_packed.dataflow.packers import Packer, PlannedPacker, SimpleBatcher
 from energon_packed.dataflow.resharding import refuse_second_split
 from energon_packed.dataflow.share import Share, check_place, place_of
-from energon_packed.dataflow.state import check_state, states_of
+from energon_packed.dataflow.state import check_state, equal_weights, states_of, without_weights
 from energon_packed.dataflow.torch_workers import Start, WorkerStreams, as_tensors
 from energon_packed.dataflow.worker_stream import Roles, Step
 from energon_packed.encoding import Processor, StoredTokens
@@ -54,6 +54,7 @@ class Settings:
     seed: int = 0
     max_failures: int = 0
     drop_last: bool = False
+    allow_changed_weights: bool = False
     order_log: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -81,8 +82,10 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         batch_size: items in one batch, in place of a packer: builds a SimpleBatcher.
         num_workers: worker processes; 0 loads in this one.
         options: `rank` and `world_size`, data-parallel place, by default from torch.distributed; `seed`;
-            `max_failures`, samples of this rank that may fail to load; `drop_last`, with `batch_size`; `order_log`, a
-            folder where every step is written down (`energon-packed order check` reads it); and these of torch's
+            `max_failures`, samples of this rank that may fail to load; `drop_last`, with `batch_size`;
+            `allow_changed_weights`, a state of other weights of a mixture or blend is restored, and what follows is
+            drawn by the new ones; `order_log`, a folder where every step is written down (`energon-packed order
+            check` reads it); and these of torch's
             DataLoader: `persistent_workers`, `pin_memory`, `prefetch_factor`, `timeout`,
             `multiprocessing_context`, `worker_init_fn`.
 
@@ -223,18 +226,37 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
                 their number changed, or items would have to be read again and cannot be.
         """
         states, share = states_of(state), self._share
-        for one in states:
-            check_state(one, DATAFLOW_VERSION, self._settings_identity())
-        before = (states[0]["world_size"], len(states[0]["workers"]))
-        if before == (share.world_size, share.num_workers):
+        changed = self._check(states)
+        if changed is None and (states[0]["world_size"], len(states[0]["workers"])) == (
+            share.world_size,
+            share.num_workers,
+        ):
             self._continue(next((one for one in states if one["rank"] == share.rank), states[0]))
         else:
             check_elastic(states, self._roles.distributor, share)
             epoch, rest = rest_of(states)
-            self._epoch, self._rest = epoch, None if rest is None else rest.to_plain()
+            self._epoch, self._rest = epoch, None if rest is None else replace(rest, weights=changed).to_plain()
             self._steps = 0 if rest is None else max(one["steps"] for one in states)
             self._next_worker, self._states = 0, [None] * share.num_workers
         self._iterator = self._to_come = None
+
+    def _check(self, states: list[dict[str, Any]]) -> list[float] | None:
+        """The old weights of a blended dataset, where they changed and may; None where they are the same."""
+        identity, name = self._settings_identity(), "distributor_blend_weights"
+        if not self._settings.allow_changed_weights:
+            for one in states:
+                check_state(one, DATAFLOW_VERSION, identity)
+            return None
+        changed = identity.get(name) is not None and states[0].get(name) not in (None, identity[name])
+        expected = without_weights(identity)
+        for one in states:
+            check_state(without_weights(one), DATAFLOW_VERSION, expected | ({name: one.get(name)} if changed else {}))
+            if one.get("rest") and not equal_weights(one, identity | {name: one.get(name)}):
+                raise BatchError(
+                    "weights of a mixture changed in an epoch in which the number of ranks or workers had changed: "
+                    "finish the epoch with the same weights"
+                )
+        return states[0][name] if changed else None
 
     def _continue(self, state: dict[str, Any]) -> None:
         check_state(state, DATAFLOW_VERSION, {"rank": self._share.rank})

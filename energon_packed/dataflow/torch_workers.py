@@ -12,6 +12,7 @@ import torch
 
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.elastic import Rest, RestOfEpoch
+from energon_packed.dataflow.reweighted import ReweightedRest
 from energon_packed.dataflow.share import Share
 from energon_packed.dataflow.worker_stream import Roles, Step, WorkerStream
 from energon_packed.errors import ConfigError, EnergonPackedError
@@ -84,8 +85,9 @@ class WorkerStreams(torch.utils.data.IterableDataset[Any]):
         share = replace(self.share, worker=worker, epoch=epoch)
         roles = self.roles
         if start.rest is not None:
-            rest = RestOfEpoch(roles.distributor, Rest.from_plain(start.rest))
-            roles = roles._replace(distributor=rest)
+            rest = Rest.from_plain(start.rest)
+            kind: Any = RestOfEpoch if rest.weights is None else ReweightedRest
+            roles = roles._replace(distributor=kind(roles.distributor, rest))
         if info is not None:
             gc.freeze()  # what the main process had loaded is not searched for garbage again and again
             gc.set_threshold(100_000)

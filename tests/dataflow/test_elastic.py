@@ -253,7 +253,9 @@ def test_what_cannot_change_says_so() -> None:
         new_loader(stream(), rank=0, world_size=2).load_state_dict(gather_state(loader))
     two = [new_loader(FEATURES, rank=rank, world_size=2) for rank in range(2)]
     state = two[1].state_dict()
-    with pytest.raises(BatchError, match="is of rank 1 of world_size 2 alone, .* load what gather_state"):
+    with pytest.raises(
+        BatchError, match="is of rank 1 of world_size 2 alone, .* to 1 ranks of 1 workers: load what gather_state"
+    ):
         new_loader(FEATURES).load_state_dict(state)
     with pytest.raises(BatchError, match="has ranks 1, and the run had 2; call gather_state on every"):
         new_loader(FEATURES).load_state_dict({"ranks": [state]})

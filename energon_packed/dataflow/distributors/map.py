@@ -45,7 +45,9 @@ class MapDistributor(Distributor):
         """Length and order; a dataset's own `fingerprint()`, where it has one."""
         found = getattr(self.dataset, "fingerprint", None)
         content = found() if callable(found) else None
-        return super().identity() | {"items": len(self.dataset), "shuffle": self.shuffle, "content": content}
+        identity = super().identity() | {"items": len(self.dataset), "shuffle": self.shuffle, "content": content}
+        weights = getattr(self.dataset, "weights", None)
+        return identity if weights is None else identity | {"blend_weights": weights}
 
     def order(self, share: Share) -> Any:
         """Numbers that a share gets, in order, int64 (n,)."""
