@@ -111,13 +111,13 @@ class PaddingFreeCollator(Collator):
         if not samples:
             raise BatchError("a batch needs at least one sample")
         lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
-        padded = round_up(lengths, self.pad_multiple)
+        padded = lengths if self.pad_multiple == 1 else round_up(lengths, self.pad_multiple)
         tail = self._tail(int(padded.sum()))
         segments = np.append(padded, tail) if tail else padded
         bounds = cu_seqlens_from_lengths(segments)
         total = int(bounds[-1])
 
-        between = bool((padded != lengths).any())
+        between = padded is not lengths and bool((padded != lengths).any())
         if total == lengths.sum():
             pads = self.pad_multiple > 1 or self.pad_to is not None
             padding = np.zeros(total, dtype=bool) if pads else None
@@ -131,7 +131,8 @@ class PaddingFreeCollator(Collator):
                 real = slice(start, start + length)
                 input_ids[real], labels[real], padding[real] = sample.input_ids, sample.labels, False
         labels[bounds[: len(samples)]] = IGNORE_INDEX  # no token of the same sample predicts the first one
-        if (labels == IGNORE_INDEX).all():
+        is_target = labels != IGNORE_INDEX
+        if not is_target.any():
             raise BatchError(
                 f"no token of {', '.join(str(sample.id) for sample in samples)} is a target; "
                 "pack with another `loss_on` or remove these samples"
@@ -145,25 +146,24 @@ class PaddingFreeCollator(Collator):
             __restore_key__=(),
             input_ids=_row(input_ids),
             labels=_row(labels),
-            loss_mask=_row(self._weights(labels, bounds)),
+            loss_mask=_row(self._weights(is_target, bounds)),
             position_ids=self._positions(samples, bounds),
             cu_seqlens=torch.from_numpy(cu_seqlens_from_lengths(unpadded) if between else bounds),
             cu_seqlens_padded=torch.from_numpy(bounds) if between else None,
             max_seqlen=int(segments.max()),
             padding_mask=None if padding is None else _row(padding),
             pixel_values=_pixel_row(samples, self.pixel_dtype),
-            image_grid_thw=_joined([sample.image_grid_thw for sample in samples]),
+            image_grid_thw=_joined([s.image_grid_thw for s in with_images if s.image_grid_thw is not None]),
             patch_positions=_joined(
-                [None if s.patch_positions is None else torch.from_numpy(s.patch_positions) for s in samples]
+                [torch.from_numpy(s.patch_positions) for s in with_images if s.patch_positions is not None]
             ),
             ids=[sample.id for sample in samples],
             sources=[sample.source for sample in samples],
             num_images=[0 if s.image_grid_thw is None else len(s.image_grid_thw) for s in samples],
         )
 
-    def _weights(self, labels: npt.NDArray[np.int64], bounds: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    def _weights(self, is_target: npt.NDArray[np.bool_], bounds: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         """Weight of each target, float32 (T,), 0 elsewhere; the weights sum to the number of targets."""
-        is_target = labels != IGNORE_INDEX
         exponent = _EXPONENT[self.loss_weighting]
         if exponent == 0:
             return np.asarray(is_target, dtype=np.float32)
@@ -226,6 +226,5 @@ def _row(array: Any) -> torch.Tensor:
     return torch.from_numpy(array).unsqueeze(0)
 
 
-def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    present = [part for part in parts if part is not None]
-    return torch.cat(present) if present else None
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    return torch.cat(list(parts)) if parts else None

@@ -31,12 +31,13 @@ def encode_items(values: Sequence[Any], processor: Processor) -> list[Encoded]:
         values: what distributors give; a Reject stands for a record that could not be read.
         processor: encodes conversations, all of these together.
     """
-    found: list[Any] = [_without_processor(one.value if isinstance(one, Sourced) else one) for one in values]
+    found: list[Any] = [one.value if isinstance(one, Sourced) else one for one in values]
+    found = [one if isinstance(one, Conversation) else _without_processor(one) for one in found]
     talks = [place for place, one in enumerate(found) if isinstance(one, Conversation)]
     encoded = processor.encode_many([found[place] for place in talks]) if talks else []
     for place, one in zip(talks, encoded, strict=True):
         found[place] = RecordError.of(one) if isinstance(one, Reject) else [one]
-    done = [_rest(one, processor) for one in found]
+    done = [one if isinstance(one, list) else _rest(one, processor) for one in found]
     return [
         [sample.of(value.source) for sample in one] if isinstance(value, Sourced) and isinstance(one, list) else one
         for value, one in zip(values, done, strict=True)
@@ -60,7 +61,7 @@ def _without_processor(value: Any) -> Any:
 
 
 def _rest(value: Any, processor: Processor) -> Encoded:
-    if isinstance(value, list | EnergonPackedError):
+    if isinstance(value, EnergonPackedError):
         return value
     try:
         return encode_pack(value, processor) if isinstance(value, PackSample) else [processor.encode(value)]

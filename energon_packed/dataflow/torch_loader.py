@@ -160,7 +160,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             if isinstance(step, Exception):
                 self._iterator = self._to_come = None
                 raise step
-            as_tensors(step.batch)
+            if self.num_workers:
+                as_tensors(step.batch)
             self._states[step.worker] = step.state
             self._next_worker = (step.worker + 1) % self._share.num_workers
             if step.batch is not None:

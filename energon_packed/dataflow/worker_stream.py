@@ -6,8 +6,10 @@ A state names what the packer holds by the keys of its items, and where the dist
 read and encoded ahead are in neither: they are read again.
 """
 
+import gc
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from energon_packed.dataflow.distributors.base import Distributor, Item
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.packers.base import Packer
 from energon_packed.dataflow.packers.buffer import Held, PackBuffer
-from energon_packed.dataflow.process import Encoded, Sourced, encode_items
+from energon_packed.dataflow.process import Sourced, encode_items
 from energon_packed.dataflow.share import Share
 from energon_packed.encoding import Processor
 from energon_packed.errors import BY_CHOICE, BatchError, EnergonPackedError, RecordError
@@ -50,6 +52,23 @@ class Step(NamedTuple):
     dropped: list[int]
 
 
+class _Encoded(NamedTuple):
+    """An item without its value.
+
+    Attributes:
+        number, cursor: of the item.
+        held: its samples; None where there are none.
+        error: why not, or None where it stands for no sample.
+        name: of the item, where it has no sample.
+    """
+
+    number: int
+    cursor: Any
+    held: Held | None
+    error: EnergonPackedError | None
+    name: str
+
+
 class WorkerStream:
     """The steps of one share.
 
@@ -79,9 +98,12 @@ class WorkerStream:
                 yield self._step(group)
             if self._ended:
                 break
-            for item, encoded in self._items():
+            for item in self._items():
                 self._cursor, self._number = item.cursor, item.number + 1
-                self._push(item, encoded)
+                if item.held is None:
+                    self._failed(item)
+                else:
+                    self._buffer.push(item.held)
                 while (group := self._buffer.pop()) is not None:
                     yield self._step(group)
             self._ended = True
@@ -96,8 +118,7 @@ class WorkerStream:
         Raises:
             BatchError: samples are held out of order, and the distributor cannot read them again.
         """
-        held = [one.number for one in self._buffer.held()]
-        if held and min(held) < self._last and not self.roles.distributor.can_seek:
+        if not self.roles.distributor.can_seek and any(one.number < self._last for one in self._buffer.held()):
             raise BatchError(
                 f"the state cannot be saved: {type(self.roles.packer).__name__} holds samples out of order, and "
                 f"{type(self.roles.distributor).__name__} cannot read them again; use SequentialPacker or "
@@ -119,23 +140,32 @@ class WorkerStream:
             state = json.dumps(str(error))
         return Step(self.share.worker, batch, state, numbers, dropped)
 
-    def _items(self) -> Iterator[tuple[Item, Encoded]]:
+    def _items(self) -> Iterator["_Encoded"]:
         """Items with what they were encoded to, `read_ahead` of them together."""
         stream = self._rest or self.roles.distributor.read(self.share, self._cursor, self._number)
-        while items := list(islice(stream, self.roles.distributor.read_ahead)):
-            yield from zip(items, encode_items([one.value for one in items], self.roles.processor), strict=True)
+        while True:
+            with _no_collecting():  # records are gone before it ends
+                encoded = self._encoded(stream)
+            if not encoded:
+                return
+            yield from encoded
 
-    def _push(self, item: Item, encoded: Encoded) -> None:
-        if isinstance(encoded, RecordError) and encoded.reason in BY_CHOICE:
-            self.roles.failures.drop(encoded.reason.value)
-            self._dropped.append(item.number)
-        elif isinstance(encoded, EnergonPackedError):
-            self.roles.failures.handle(encoded, {"__key__": _name(item)})
-            self._dropped.append(item.number)
-        elif encoded:
-            self._buffer.push(Held(item.key, item.number, encoded))
-        else:
-            self._dropped.append(item.number)
+    def _encoded(self, stream: Iterator[Item]) -> list["_Encoded"]:
+        items = list(islice(stream, self.roles.distributor.read_ahead))
+        found = encode_items([one.value for one in items], self.roles.processor)
+        return [
+            _Encoded(item.number, item.cursor, Held(item.key, item.number, one), None, "")
+            if isinstance(one, list) and one
+            else _Encoded(item.number, item.cursor, None, one or None, _name(item))
+            for item, one in zip(items, found, strict=True)
+        ]
+
+    def _failed(self, item: "_Encoded") -> None:
+        if isinstance(item.error, RecordError) and item.error.reason in BY_CHOICE:
+            self.roles.failures.drop(item.error.reason.value)
+        elif item.error is not None:
+            self.roles.failures.handle(item.error, {"__key__": item.name})
+        self._dropped.append(item.number)
 
     def _drop(self, held: Held, error: Exception | None) -> None:
         """A sample that fits no row, or is part of a dropped last batch."""
@@ -177,6 +207,18 @@ class WorkerStream:
         groups = [[held[number] for number, _ in group] for group in saved]
         self._buffer.waiting = groups.pop()
         self._buffer.ready.extend(groups)
+
+
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """Pause Python's garbage collector: records make many objects and no cycles, and each search walks them all."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _name(item: Item) -> str:

@@ -152,6 +152,8 @@ class ChatEncoder(Processor):
 
     def encode_many(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
         """As `encode` of each, or why it cannot be used; texts are tokenized in one batch."""
+        if not any([one.images for one in conversations]):
+            return self._encoded_texts(conversations)
         results: dict[int, EncodedSample | Reject] = {}
         seen: dict[int, Pixels] = {}
         for place, conversation in enumerate(conversations):
@@ -170,6 +172,12 @@ class ChatEncoder(Processor):
             except RecordError as error:
                 results[place] = error.reject
         return [results[place] for place in range(len(conversations))]
+
+    def _encoded_texts(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
+        """`encode_many` without images: the samples are views of one batch."""
+        batch, rejects = self._tokenize(conversations, [_NO_MEDIA] * len(conversations))
+        found = self._as_row([one.id for one in conversations], batch, batch.cu_seqlens.tolist())
+        return [rejects.get(number, one) for number, one in enumerate(found)] if rejects else list(found)
 
     def _encoded(self, conversation: Conversation, pixels: Pixels, batch: TokenBatch, number: int) -> EncodedSample:
         sample = self._expanded(conversation, MediaSize(pixels.patches), batch, number)
@@ -225,10 +233,16 @@ class ChatEncoder(Processor):
         batch, rejects = self._rules.check(TokenBatch(input_ids, labels, bounds), [0] * len(ids), are_ours=True)
         for reject in rejects.values():
             raise RecordError.of(reject)
+        return self._as_row(ids, batch, cu_seqlens)
+
+    def _as_row(
+        self, ids: Sequence[str | None], batch: TokenBatch, cu_seqlens: Sequence[int]
+    ) -> list[EncodedSample]:
+        """The samples of a batch without images."""
         positions: Int64 | None = None
         if self._has_mrope:
             # M-RoPE numbers text alike in all three rows: 0, 1, 2 .. in each sample.
-            positions = np.broadcast_to(position_ids_from_cu_seqlens(bounds), (3, len(input_ids)))
+            positions = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(batch.input_ids)))
         return EncodedSample.row(
             ids, batch.input_ids, batch.labels, cu_seqlens, position_ids=positions, image_token_id=self.image_token_id
         )

@@ -2,15 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from energon_packed.dataflow.share import Share
 from energon_packed.errors import BatchError
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One item of a share.
 
     Attributes:
@@ -101,7 +99,8 @@ class Distributor(ABC):
                     f"be {'repeated' if item.number < number else 'lost'}; number the items of a share from 0, and "
                     "begin at `start`"
                 )
-            key = item.number if item.key is None else item.key
-            cursor = item.number + 1 if item.cursor is None else item.cursor
-            yield Item(item.number, item.value, key, cursor)
             number += 1
+            if item.key is None or item.cursor is None:
+                key = item.number if item.key is None else item.key
+                item = Item(item.number, item.value, key, number if item.cursor is None else item.cursor)
+            yield item

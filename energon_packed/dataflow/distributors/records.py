@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from energon_packed.dataflow.distributors.base import Distributor, Item
@@ -31,6 +32,7 @@ class RecordDistributor(Distributor):
         self.reader = reader
         self.shuffle = shuffle
         self.fingerprint = fingerprint
+        self._sample_sources = [SampleSource(str(source.path), {}) for source in reader.sources]
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
         """Conversations; a cursor is [place of the chunk, rows used of it, number]."""
@@ -42,13 +44,12 @@ class RecordDistributor(Distributor):
         mine = self._mine(share)
         for at in range(place, len(mine)):
             part, (source, first, stop) = mine[at]
-            rows = enumerate(self._rows(share, part, source, first, stop))
-            for row_number, row in rows:
-                if at == place and row_number < used:
-                    continue
-                key, cursor = [source, row.address, row.size], [at, row_number + 1, number + 1]
+            begin = used if at == place else 0
+            rows = islice(self._rows(share, part, source, first, stop), begin, None)
+            for after, row in enumerate(rows, begin + 1):
+                key, cursor = [source, row.address, row.size], [at, after, number + 1]
                 value = self._value(source, row) if wanted(number) else None
-                yield Item(number, value, key=key, cursor=cursor)
+                yield Item(number, value, key, cursor)
                 number += 1
 
     def again(self, share: Share, keys: Sequence[Any]) -> list[Any]:
@@ -60,7 +61,7 @@ class RecordDistributor(Distributor):
         return super().identity() | {"content": self.fingerprint, "shuffle": self.shuffle}
 
     def _value(self, source: int, row: Row) -> Sourced:
-        of = SampleSource(str(self.reader.sources[source].path), {})
+        of = self._sample_sources[source]
         try:
             talk = self.reader.conversation(source, row)
         except RecordError as error:

@@ -1,11 +1,11 @@
 """PackBuffer: the samples that a packer holds, and the rows that it made of them."""
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import orjson
 
 from energon_packed.dataflow.packers.base import Packer, Sizes
 from energon_packed.encoding import EncodedSample
@@ -26,10 +26,14 @@ class Held:
     def __init__(self, key: Any, number: int, samples: list[EncodedSample]) -> None:
         self.number = number
         self.samples = samples
-        self.ref = json.dumps([number, key])
-        grids = [one.image_grid_thw for one in samples if one.image_grid_thw is not None]
-        patches = sum([int(grid.prod(dim=1).sum()) for grid in grids])
-        self.size = sum([len(one) for one in samples]), sum([len(grid) for grid in grids]), patches
+        self.ref = orjson.dumps([number, key]).decode()
+        tokens = images = patches = 0
+        for one in samples:
+            tokens += len(one.input_ids)
+            if one.image_grid_thw is not None:
+                images += len(one.image_grid_thw)
+                patches += int(one.image_grid_thw.prod(dim=1).sum())
+        self.size = tokens, images, patches
 
 
 class PackBuffer:

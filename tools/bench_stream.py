@@ -1,0 +1,145 @@
+"""Benchmark streaming raw records into batches against the measure stage, which reads and tokenizes the same records.
+
+    python tools/bench_stream.py [--json stream.json] [--records 300000] [--rounds 3]
+
+Every run is a process of its own, with tokenizers on one thread, as in the workers of `pack`. CPU time is of the
+process and its workers, from the first record on. Rounds are interleaved; ratios are medians over rounds.
+"""
+
+import argparse
+import gc
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchlib import Report, arguments, bench_tokenizer, text_records, write_jsonl
+
+_SEQ_LEN = 4096
+_EVERY = 100  # batches between two readings of memory
+_MIB = 1 << 20
+
+
+def cpu() -> float:
+    """CPU seconds of this process and the children that ended."""
+    spent = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        used = resource.getrusage(who)
+        spent += used.ru_utime + used.ru_stime
+    return spent
+
+
+def resident() -> int:
+    """Resident bytes of this process and its children, pages that they share counted once."""
+    total = 0
+    for pid in ("self", *Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+        with suppress(OSError):  # it ended just now
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def run_measure(source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
+    """The measure stage alone, as `pack` runs it."""
+    from energon_packed import DataflowConfig
+    from energon_packed.pipeline.engine import LocalEngine
+    from energon_packed.pipeline.measure import MeasureStage
+    from energon_packed.pipeline.progress import Progress
+    from energon_packed.pipeline.reader import open_reader
+
+    config = DataflowConfig(dataset_path=str(source), packing_length=_SEQ_LEN, processor_config=str(tokenizer))
+    folder = Path(tempfile.mkdtemp())
+    stage = MeasureStage(
+        folder=folder,
+        reader=open_reader(config, folder),
+        encoder=config.encoder_loader,
+        engine=LocalEngine(max(1, workers)),
+        progress=Progress(),
+        counters={"measured": 0, "tokenized": 0, "reused": 0},
+        keep_tokens=False,
+    )
+    config.encoder_loader.load().text_tokenizer.prepare()
+    used, begin = cpu(), time.perf_counter()
+    table = stage.run()
+    found = {"cpu": cpu() - used, "seconds": time.perf_counter() - begin, "tokens": int(table.length.clip(0).sum())}
+    shutil.rmtree(folder)
+    return found
+
+
+def run_stream(source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
+    """One epoch of `PackedIterableDataset`, with its memory."""
+    from energon_packed import DataflowConfig, PackedIterableDataset
+
+    config = DataflowConfig(dataset_path=str(source), packing_length=_SEQ_LEN, processor_config=str(tokenizer))
+    stream = PackedIterableDataset(config, num_workers=workers)
+    stream.loader._roles.processor.text_tokenizer.prepare()
+    used, begin = cpu(), time.perf_counter()
+    tokens, rows, memory = 0, 0, []
+    for rows, batch in enumerate(stream, 1):
+        tokens += batch.num_tokens
+        if rows % _EVERY == 0:
+            memory.append((tokens / 1e6, resident() / _MIB))
+    gc.collect()  # workers end, and their time is counted
+    found = {"cpu": cpu() - used, "seconds": time.perf_counter() - begin, "tokens": tokens}
+    settled = np.array(memory[len(memory) // 3 :])
+    slope = float(np.polyfit(*settled.T, 1)[0]) if len(settled) > 2 else 0.0
+    first, last = (settled[0, 1], settled[-1, 1]) if len(settled) else (0.0, 0.0)
+    return found | {"slope": slope, "first": first, "last": last, "utilization": tokens / rows / _SEQ_LEN}
+
+
+def child(what: str, source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
+    """One run in a new process."""
+    from energon_packed.pipeline.engine import ONE_THREAD
+
+    command = [sys.executable, __file__, "--child", what, source, tokenizer, workers]
+    environment = {**os.environ, **ONE_THREAD}
+    done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def bench(report: Report, work: Path, records: int, rounds: int) -> None:
+    """Tokens per CPU second of both, in one process and with two workers, and the memory of streaming."""
+    source = write_jsonl(work / f"text-{records}.jsonl", text_records(records))
+    tokenizer = bench_tokenizer(work, vision=False)
+    for workers in (0, 2):
+        pairs = [[child(what, source, tokenizer, workers) for what in ("measure", "stream")] for _ in range(rounds)]
+        rate = [[run["tokens"] / run["cpu"] for run in pair] for pair in pairs]
+        wall = [[run["tokens"] / run["seconds"] for run in pair] for pair in pairs]
+        what = f"{records:,} JSONL records, {workers} workers"
+        details = {"measure": statistics.median(pair[0] for pair in rate)}
+        details |= {"stream": statistics.median(pair[1] for pair in rate)}
+        ratio = statistics.median(stream / measure for measure, stream in rate)
+        report.add(f"{what}: tokens per CPU second relative to measure", ratio, "", ">= 0.9", **details)
+        report.add(f"{what}: tokens/s relative to measure", statistics.median(s / m for m, s in wall))
+        last = pairs[-1][1]
+        sizes = {"first_mib": last["first"], "last_mib": last["last"]}
+        report.add(f"{what}: memory slope", last["slope"], "MiB per million tokens", "<= 0.2", **sizes)
+
+
+def main() -> None:
+    """Run the benchmark and print the results."""
+    if sys.argv[1:2] == ["--child"]:
+        what, source, tokenizer, workers = sys.argv[2:]
+        run: Any = {"measure": run_measure, "stream": run_stream}[what]
+        print(json.dumps(run(Path(source), Path(tokenizer), int(workers))))
+        return
+    parser: argparse.ArgumentParser = arguments(__doc__, "stream")
+    parser.add_argument("--records", type=int, default=300_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    options: Any = parser.parse_args()
+    report = Report("stream", options.json)
+    bench(report, options.work, options.records, options.rounds)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
