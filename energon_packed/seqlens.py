@@ -49,7 +49,9 @@ def lengths_from_cu_seqlens(cu_seqlens: npt.NDArray[np.integer]) -> Int64:
 def position_ids_from_cu_seqlens(cu_seqlens: npt.NDArray[np.integer]) -> Int64:
     """Positions that restart at 0 at each boundary: int64 (T,), from boundaries (S+1,)."""
     cu = np.asarray(cu_seqlens, dtype=np.int64)
-    return np.arange(cu[-1], dtype=np.int64) - np.repeat(cu[:-1], np.diff(cu))
+    positions = np.arange(cu[-1], dtype=np.int64)
+    positions -= np.repeat(cu[:-1], cu[1:] - cu[:-1])
+    return positions
 
 
 def segment_ids_from_cu_seqlens(cu_seqlens: npt.NDArray[np.integer]) -> Int64:

@@ -235,9 +235,7 @@ class ChatEncoder(Processor):
             raise RecordError.of(reject)
         return self._as_row(ids, batch, cu_seqlens)
 
-    def _as_row(
-        self, ids: Sequence[str | None], batch: TokenBatch, cu_seqlens: Sequence[int]
-    ) -> list[EncodedSample]:
+    def _as_row(self, ids: Sequence[str | None], batch: TokenBatch, cu_seqlens: Sequence[int]) -> list[EncodedSample]:
         """The samples of a batch without images."""
         positions: Int64 | None = None
         if self._has_mrope:

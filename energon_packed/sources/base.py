@@ -101,6 +101,15 @@ class Source(ABC):
         for address in range(start, stop):
             yield self.read(address, 0)
 
+    def held(self, start: int, stop: int) -> list[Any]:
+        """The rows of `scan` to be read in another order, in the form that takes the least memory; see `row`."""
+        return list(self.scan(start, stop))
+
+    def row(self, held: Any) -> Row:
+        """The row of an element of `held`."""
+        row: Row = held
+        return row
+
     def chunks(self) -> list[tuple[int, int]]:
         """Our share of the address space in units of work, [(start, stop), ...]: about 64, within `chunk_limits`."""
         first, last, total = self.share

@@ -1,6 +1,5 @@
 """imagefolder of Hugging Face datasets: metadata.jsonl or metadata.csv beside images, which `file_name` names."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,9 @@ class ImageFolderSource(JsonlSource):
         """Files of that name."""
         return path.name == "metadata.jsonl"
 
-    def scan(self, start: int, stop: int) -> Iterator[Row]:
-        """Lines that begin in bytes [start, stop)."""
-        return (_with_images(row) for row in super().scan(start, stop))
-
-    def read(self, address: int, size: int) -> Row:
-        """The record in bytes [address, address + size)."""
-        return _with_images(super().read(address, size))
+    def row(self, held: tuple[int, bytes]) -> Row:
+        """The line parsed."""
+        return _with_images(super().row(held))
 
 
 class ImageFolderCsvSource(CsvSource):

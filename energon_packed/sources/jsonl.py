@@ -37,6 +37,17 @@ class JsonlSource(Source):
 
     def scan(self, start: int, stop: int) -> Iterator[Row]:
         """Lines that begin in bytes [start, stop)."""
+        return map(self.row, self._lines(start, stop))
+
+    def held(self, start: int, stop: int) -> list[tuple[int, bytes]]:
+        """Offsets and lines."""
+        return list(self._lines(start, stop))
+
+    def row(self, held: tuple[int, bytes]) -> Row:
+        """The line parsed: what `scan` and `read` give, too."""
+        return _row(*held)
+
+    def _lines(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
         with self.data.open("rb", buffering=1 << 20) as stream:
             offset = start
             if start > 0:
@@ -46,14 +57,14 @@ class JsonlSource(Source):
                 stream.seek(0)
             while offset < stop and (line := stream.readline()):
                 if line.strip():
-                    yield _row(offset, line)
+                    yield offset, line
                 offset += len(line)
 
     def read(self, address: int, size: int) -> Row:
         """The record in bytes [address, address + size)."""
         if self._stream is None:
             self._stream = self.data.open("rb", buffering=0)
-        return _row(address, os.pread(self._stream.fileno(), size, address))
+        return self.row((address, os.pread(self._stream.fileno(), size, address)))
 
 
 class CompressedJsonlSource(JsonlSource):

@@ -76,6 +76,7 @@ def test_formats_read_in_order_and_one_by_one(tmp_path: Path, name: str) -> None
     assert read_all(sources) == RECORDS
     for source in sources:
         rows = [row for chunk in source.chunks() for row in source.scan(*chunk)]
+        assert [source.row(one) for chunk in source.chunks() for one in source.held(*chunk)] == rows
         for row in rows[::97]:
             assert source.read(row.address, row.size) == row
 

@@ -85,8 +85,8 @@ class RecordDistributor(Distributor):
         ]
 
     def _rows(self, share: Share, part: int, source: int, start: int, stop: int) -> Iterator[Row]:
-        rows = self.reader.sources[source].scan(start, stop)
+        of = self.reader.sources[source]
         if not self.shuffle:
-            return rows
-        held = list(rows)
-        return iter([held[row] for row in shuffled(len(held), share, part, 1)])
+            return of.scan(start, stop)
+        held = of.held(start, stop)
+        return (of.row(held[place]) for place in shuffled(len(held), share, part, 1).tolist())
