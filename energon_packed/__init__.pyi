@@ -27,6 +27,7 @@ from .dataflow import Share as Share
 from .dataflow import SimpleBatcher as SimpleBatcher
 from .dataflow import gather_state as gather_state
 from .dataflow import get_packed_loader as get_packed_loader
+from .dataflow import get_raw_loader as get_raw_loader
 from .dataflow import plan_in_memory as plan_in_memory
 from .dataflow import steps_per_epoch as steps_per_epoch
 from .encoding import ChatEncoder as ChatEncoder

@@ -25,7 +25,7 @@ import numpy as np
 from benchlib import Report, arguments, bench_tokenizer, text_records, write_jsonl
 
 _SEQ_LEN = 4096
-_EVERY = 100  # batches between two readings of memory
+_EVERY = 500  # batches between two readings of memory, which take milliseconds
 _MIB = 1 << 20
 
 

@@ -1,7 +1,7 @@
 """`energon-packed order`: check the log of a run's order, and show what a step will hold."""
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -9,7 +9,8 @@ import click
 from energon_packed.cli.options import GroupedCommand, as_options
 from energon_packed.cli.output import Output, output_options
 from energon_packed.dataflow.order_log import check_order
-from energon_packed.dataflow.replay import replay
+from energon_packed.dataflow.config import DataflowConfig, is_dataflow_config
+from energon_packed.dataflow.replay import replay, replay_config
 from energon_packed.dataflow.share import Share
 
 
@@ -20,6 +21,7 @@ def command() -> None:
     \b
     energon-packed order check DIR
     energon-packed order replay out --world-size 8 --step 1000
+    energon-packed order replay train.yaml --world-size 8 --step 1000
     """
 
 
@@ -53,21 +55,30 @@ def check(folder: Path, output: Output) -> None:
 @click.option("--step", type=click.IntRange(min=1), required=True, help="Step of the epoch, from 1. [required]")
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="Epoch, from 0.")
 @click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Data-parallel ranks.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Packs in one batch.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Rows in one batch.")
 @click.option("--num-workers", type=click.IntRange(min=0), default=0, show_default=True, help="Workers of a rank.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the loader.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of the loader. [default: 0, or the config's]")
 @output_options
 def replay_step(
-    path: Path, step: int, epoch: int, world_size: int, batch_size: int, num_workers: int, seed: int, output: Output
-) -> None:
+    path: Path, step: int, epoch: int, world_size: int, batch_size: int, num_workers: int, seed: int | None,
+    output: Output,
+) -> None:  # fmt: skip
     """Show what a step will hold on every rank.
 
-    For DataflowLoader(MapDistributor(PackedDataset(PATH)), batch_size=N). PATH: a dataset folder or a Metadataset.
+    PATH is a dataset folder or a Metadataset, for DataflowLoader(MapDistributor(PackedDataset(PATH)), batch_size=N),
+    or the YAML of a DataflowConfig, for get_raw_loader(config): its records are tokenized up to that step.
     """
-    share = Share(world_size=world_size, epoch=epoch, seed=seed)
+    share = Share(world_size=world_size, epoch=epoch, seed=seed or 0)
+    if is_dataflow_config(path):
+        config = DataflowConfig.from_yaml(path)
+        share = replace(share, seed=config.seed if seed is None else seed)
+        found = replay_config(config, step, batch_size=batch_size, num_workers=num_workers, share=share)
+    else:
+        found = replay(path, step, batch_size=batch_size, num_workers=num_workers, share=share)
     ranks = []
-    for one in replay(path, step, batch_size=batch_size, num_workers=num_workers, share=share):
+    for one in found:
         ranks.append(asdict(one))
-        what = f"{', '.join(one.packs)}: {', '.join(one.ids)}" if one.packs else f"ends after {one.steps} steps"
+        packs = f"{', '.join(one.packs)}: " if one.packs else ""
+        what = f"{packs}{', '.join(one.ids)}" if one.worker is not None else f"ends after {one.steps} steps"
         output.console.print(f"rank {one.rank}  {what}", soft_wrap=True)
     output.result({"step": step, "epoch": epoch, "ranks": ranks})

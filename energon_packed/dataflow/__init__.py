@@ -12,6 +12,7 @@ torch_loader.py   DataflowLoader: the roles under torch, by torch_workers.py and
 config.py         DataflowConfig: raw records, for the next two
 packed_iterable.py  PackedIterableDataset: packed on the fly
 planned_dataset.py  plan_in_memory: planned at start, map-style
+raw_loader.py     get_raw_loader: one of these two, by `streaming`
 joint_loader.py   JointLoader: several loaders, one state
 order_log.py      which samples each step used, and the proof; replay.py: which ones a step will use
 metrics.py        FlowMetrics
@@ -42,6 +43,7 @@ from energon_packed.dataflow.metrics import FlowMetrics
 from energon_packed.dataflow.packed_iterable import PackedIterableDataset
 from energon_packed.dataflow.packers import Packer, PlannedPacker, PoolPacker, SequentialPacker, SimpleBatcher
 from energon_packed.dataflow.planned_dataset import PlannedDataset, plan_in_memory
+from energon_packed.dataflow.raw_loader import get_raw_loader
 from energon_packed.dataflow.share import Share
 from energon_packed.dataflow.state import gather_state
 from energon_packed.dataflow.steps import steps_per_epoch
@@ -76,6 +78,7 @@ __all__ = [
     "SimpleBatcher",
     "gather_state",
     "get_packed_loader",
+    "get_raw_loader",
     "plan_in_memory",
     "steps_per_epoch",
 ]

@@ -4,6 +4,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from energon_packed.dataflow.packers import Packer, PoolPacker, SequentialPacker
 from energon_packed.encoding import StoredTokens
 from energon_packed.errors import ConfigError, SourceError
@@ -20,7 +22,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class DataflowConfig(InputOptions):
-    """What `PackedIterableDataset` streams and `plan_in_memory` plans.
+    """What `get_raw_loader` loads: `PackedIterableDataset` streams it, `plan_in_memory` plans it.
 
         DataflowConfig(dataset_path="data.jsonl", packing_length=4096, processor_config="TOKENIZER_DIR")
         DataflowConfig.from_yaml("pack.yaml")
@@ -41,7 +43,7 @@ class DataflowConfig(InputOptions):
         shuffle: a new seeded order every epoch.
         processor_config: folder of the tokenizer, or a mapping of `tokenizer`, `processor`, `image_processor`,
             `factor`, `min_pixels`, `max_pixels`, `loss_on`. Without one, records must be tokenized.
-        streaming: `make_dataset` streams; False plans in memory.
+        streaming: `get_raw_loader` streams; False plans in memory.
         max_images, max_patches: limits of a row; None for none.
         max_failures: records of a rank that may be rejected before the run stops.
         work_dir: folder for measurements and converted copies, kept for the next run; by default a temporary one.
@@ -144,6 +146,17 @@ class DataflowConfig(InputOptions):
         for source in reader.sources:
             if (found := _format_of(type(source))) != wanted:
                 raise SourceError(f"{source.path} is {found}, and `dataset_format` is {wanted}; use auto, or name it")
+
+
+def is_dataflow_config(path: Path) -> bool:
+    """Whether a file is the YAML of a config, and no Metadataset."""
+    if not path.is_file():
+        return False
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except yaml.YAMLError:
+        return False
+    return isinstance(content, dict) and not {"splits", "__class__"} & set(content)
 
 
 def _format_of(kind: type[Any]) -> str:

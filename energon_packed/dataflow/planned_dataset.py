@@ -19,6 +19,7 @@ from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.table import RecordRefs, RecordTable, reject_counts
+from energon_packed.records import Conversation
 
 Int64 = npt.NDArray[np.int64]
 
@@ -68,6 +69,10 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         """Of data, encoder and plan, for loader states."""
         return self._fingerprint
 
+    def ids(self, index: int) -> list[str | None]:
+        """Names of the samples of one row, without encoding them."""
+        return [talk.id for talk, _ in self._read(index)]
+
     def __getitem__(self, index: int) -> list[EncodedSample]:
         """The encoded samples of one row; negative numbers count from the end.
 
@@ -75,30 +80,34 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             IndexError: there is no such row.
             RecordError: a record was changed since it was measured.
         """
+        read = self._read(index)
+        found = []
+        encoded = self._encoder.load().encode_many([talk for talk, _ in read])
+        for one, (_, row) in zip(encoded, read, strict=True):
+            if isinstance(one, Reject):
+                raise RecordError.of(one)
+            if len(one) != self._refs.length[row]:
+                raise ConfigError(
+                    f"sample {one.id} has {len(one)} tokens and was measured with {self._refs.length[row]}: its file "
+                    "changed after planning; plan again"
+                )
+            path = self._reader.sources[int(self._refs.source[row])].path
+            found.append(one.of(SampleSource(str(path), {})))
+        return found
+
+    def _read(self, index: int) -> list[tuple[Conversation, int]]:
+        """(conversation, number of the record) of the samples of one row."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} is not among the {len(self)} rows")
         index %= len(self)
-        rows = self._groups[self._offsets[index] : self._offsets[index + 1]]
-        refs = self._refs
-        talks, sources = [], []
-        for row in rows:
+        refs, read = self._refs, []
+        for row in self._groups[self._offsets[index] : self._offsets[index + 1]].tolist():
             number = int(refs.source[row])
             talk = self._reader.read(number, int(refs.address[row]), int(refs.size[row]))
             if talk.id is None:
                 talk = replace(talk, id=self._reader.default_id(number, int(refs.row[row])))
-            talks.append(talk)
-            sources.append(SampleSource(str(self._reader.sources[number].path), {}))
-        found = []
-        for row, one, source in zip(rows, self._encoder.load().encode_many(talks), sources, strict=True):
-            if isinstance(one, Reject):
-                raise RecordError.of(one)
-            if len(one) != refs.length[row]:
-                raise ConfigError(
-                    f"sample {one.id} has {len(one)} tokens and was measured with {refs.length[row]}: its file "
-                    "changed after planning; plan again"
-                )
-            found.append(one.of(source))
-        return found
+            read.append((talk, row))
+        return read
 
 
 def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> PlannedDataset:

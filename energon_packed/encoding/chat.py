@@ -171,13 +171,13 @@ class ChatEncoder(Processor):
                 results[place] = self._encoded(conversations[place], pixels, batch, number)
             except RecordError as error:
                 results[place] = error.reject
-        return [results[place] for place in range(len(conversations))]
+        return [results[place] for place in range(len(results))]
 
     def _encoded_texts(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
         """`encode_many` without images: the samples are views of one batch."""
         batch, rejects = self._tokenize(conversations, [_NO_MEDIA] * len(conversations))
         found = self._as_row([one.id for one in conversations], batch, batch.cu_seqlens.tolist())
-        return [rejects.get(number, one) for number, one in enumerate(found)] if rejects else list(found)
+        return [rejects.get(number, one) for number, one in enumerate(found)]
 
     def _encoded(self, conversation: Conversation, pixels: Pixels, batch: TokenBatch, number: int) -> EncodedSample:
         sample = self._expanded(conversation, MediaSize(pixels.patches), batch, number)
@@ -228,9 +228,9 @@ class ChatEncoder(Processor):
         self, ids: Sequence[str | None], input_ids: Int64, labels: Int64, cu_seqlens: Sequence[int]
     ) -> list[EncodedSample]:
         """As `encode` of each tokenized sample, with the rules checked on the whole row."""
-        bounds = np.asarray(cu_seqlens)
+        row = TokenBatch(input_ids, labels, np.asarray(cu_seqlens))
         # Ids were compared with the vocabulary when they were packed, by an encoder with the same fingerprint.
-        batch, rejects = self._rules.check(TokenBatch(input_ids, labels, bounds), [0] * len(ids), are_ours=True)
+        batch, rejects = self._rules.check(row, [0] * len(ids), are_ours=True)
         for reject in rejects.values():
             raise RecordError.of(reject)
         return self._as_row(ids, batch, cu_seqlens)

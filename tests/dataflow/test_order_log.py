@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 
 from energon_packed import (
     BatchError,
     ConfigError,
+    DataflowConfig,
     DataflowLoader,
     FlowMetrics,
     JointLoader,
@@ -19,9 +21,11 @@ from energon_packed import (
     PackedDataset,
     PoolPacker,
     SequentialPacker,
+    get_raw_loader,
 )
 from energon_packed.cli.order import command
 from energon_packed.dataflow.order_log import check_order
+from energon_packed.demo import DemoDataset
 from tests.dataflow.flows import FEATURES, energon_folder, feature, signature
 
 DATA = [feature(number % 13, number) for number in range(150)]
@@ -96,6 +100,34 @@ def test_replay_tells_what_a_step_holds(tmp_path: Path, num_workers: int) -> Non
         CliRunner().invoke(
             command, ["replay", str(folder), "--step", "9", "--batch-size", "4"], catch_exceptions=False
         )
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_replay_of_a_config_tells_what_a_step_holds(
+    demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path, num_workers: int, streaming: bool
+) -> None:
+    """Text and images, rejected and overlong records: the ids of every step of every rank, in either form."""
+    file = tmp_path / "train.yaml"
+    options = {"dataset_path": str(demo.jsonl), "packing_length": 600, "packing_strategy": "pool_20", "seed": 4}
+    options |= {"processor_config": str(tokenizer_dir), "streaming": streaming, "workers": 1}
+    file.write_text(yaml.safe_dump(options | {"work_dir": str(tmp_path / "work"), "max_images": 2}))
+    config = DataflowConfig.from_yaml(file)
+    ids = [
+        [batch.ids for batch in get_raw_loader(config, rank=rank, world_size=2, num_workers=num_workers)]
+        for rank in range(2)
+    ]
+    assert min(map(len, ids)) > 8
+    for step in {1, 7, min(map(len, ids)), max(map(len, ids))}:
+        arguments = ["replay", str(file), "--json", "--world-size", "2", "--num-workers", str(num_workers)]
+        done = CliRunner().invoke(command, [*arguments, "--step", str(step)], catch_exceptions=False)
+        ranks = json.loads(done.stdout)["ranks"]
+        assert [one["ids"] for one in ranks] == [(of_rank[step - 1 :] or [[]])[0] for of_rank in ids]
+    with pytest.raises(ConfigError, match=f"`step` is 999, and the epoch has {max(map(len, ids))} steps"):
+        CliRunner().invoke(command, [*arguments, "--step", "999"], catch_exceptions=False)
+    if streaming:
+        with pytest.raises(ConfigError, match="`batch_size` is 2; drop it: with `streaming: true` every batch is one"):
+            CliRunner().invoke(command, [*arguments, "--step", "1", "--batch-size", "2"], catch_exceptions=False)
 
 
 def new_joint(**options: Any) -> JointLoader:
