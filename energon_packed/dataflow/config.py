@@ -15,6 +15,7 @@ from energon_packed.pipeline.options import IMAGES, INPUT, PACKING, RUN, InputOp
 from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.training_names import translated
+from energon_packed.sources import SourceConfig
 
 _STRATEGY_OF = {"bfd": "best_fit", "ffd": "first_fit", "best": "best_fit"}
 AUTO = "auto"
@@ -77,6 +78,8 @@ class DataflowConfig(InputOptions):
         defaults = {one.name: one.default for one in fields(self)}
         for name, value in translated(given).items():
             own = getattr(self, name)
+            if name == "sources":  # read already, where a config is made from another one
+                value = tuple(SourceConfig.of(one, number) for number, one in enumerate(value))
             if own != defaults[name] and own and str(own) != str(value):
                 raise ConfigError(f"`{name}` {own!r} and its other name, {value!r}, differ; give one of them")
             object.__setattr__(self, name, value)

@@ -1,5 +1,6 @@
 """`plan_in_memory`: raw records are measured and planned at start, and served map-style with a known length."""
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +48,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             reader, encoder: as the records were measured with.
             refs: where the packed records are.
             groups: numbers of the records in each row.
-            facts: `rejects`, `seq_len` and `fingerprint`.
+            facts: `rejects`, `seq_len`, and `fingerprint` of what is read.
         """
         self.rejects: dict[str, int] = facts["rejects"]
         self.seq_len: int = facts["seq_len"]
@@ -66,8 +67,11 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         return float(self.lengths.sum() / (len(self) * self.seq_len)) if len(self) else 1.0
 
     def fingerprint(self) -> str:
-        """Of data, encoder and plan, for loader states."""
-        return self._fingerprint
+        """Of data, encoder and plan, for loader states; the same for a copy of the data elsewhere."""
+        content = hashlib.sha256(self._fingerprint.encode())
+        for part in (self._groups, self._offsets, self._refs.source, self._refs.address, self._refs.length):
+            content.update(np.asarray(part, dtype=np.int64).tobytes())
+        return content.hexdigest()[:16]
 
     def ids(self, index: int) -> list[str | None]:
         """Names of the samples of one row, without encoding them."""
@@ -131,9 +135,9 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
     folder = work_folder(config)
     reader = open_reader(config, folder)
     config.check_format(reader)
-    key = make_keys(config, reader.sources, None).measure
+    keys = make_keys(config, reader.sources, None)
     table = MeasureStage(
-        folder=folder / "measure" / key[:16],
+        folder=folder / "measure" / keys.measure[:16],
         reader=reader,
         encoder=config.encoder_loader,
         engine=LocalEngine(config.processes),
@@ -148,8 +152,8 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
     groups = config.packer().groups(sizes)
     order = np.random.default_rng(config.seed).permutation(len(groups)) if config.shuffle else range(len(groups))
     groups = [groups[number] for number in order]
-    plan = [config.row_length, config.seed, config.packing, config.packing_strategy, config.shuffle, len(groups)]
-    facts = {"rejects": rejects, "seq_len": config.row_length, "fingerprint": digest(key, plan)[:16]}
+    read = digest(keys.input, keys.encoder, config.reading_key())
+    facts = {"rejects": rejects, "seq_len": config.row_length, "fingerprint": read}
     return PlannedDataset(reader, config.encoder_loader, refs, groups, **facts)
 
 

@@ -59,7 +59,7 @@ class _Encoded(NamedTuple):
         number, cursor: of the item.
         held: its samples; None where there are none.
         error: why not, or None where it stands for no sample.
-        name: of the item, where it has no sample.
+        name: of the item, where there is an error.
     """
 
     number: int
@@ -154,9 +154,9 @@ class WorkerStream:
         items = list(islice(stream, self.roles.distributor.read_ahead))
         found = encode_items([one.value for one in items], self.roles.processor)
         return [
-            _Encoded(item.number, item.cursor, Held(item.key, item.number, one), None, "")
-            if isinstance(one, list) and one
-            else _Encoded(item.number, item.cursor, None, one or None, _name(item))
+            _Encoded(item.number, item.cursor, None, one, _name(item))
+            if isinstance(one, EnergonPackedError)
+            else _Encoded(item.number, item.cursor, Held(item.key, item.number, one) if one else None, None, "")
             for item, one in zip(items, found, strict=True)
         ]
 

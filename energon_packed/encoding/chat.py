@@ -338,8 +338,6 @@ class ChatEncoder(Processor):
             ids, labels = np.repeat(ids, repeats), np.repeat(labels, repeats)
         return EncodedSample(id=conversation.id, input_ids=ids, labels=labels, image_token_id=self.image_token_id)
 
-    # --- images ----------------------------------------------------------------------------------------------------
-
     def _image_tokens(self, size: MediaSize) -> int:
         return sum(self._vision().num_tokens(count) for count in size.patches) if size.patches else 0
 

@@ -4,6 +4,8 @@ import collections
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from energon_packed import (
     PackedIterableDataset,
     RejectLimitError,
     SourceError,
+    get_raw_loader,
     plan_in_memory,
 )
 from energon_packed.demo import DemoDataset
@@ -152,6 +155,22 @@ def test_sources_from_a_yaml_list_with_weights(tokens: Path, tmp_path: Path) -> 
     stream = PackedIterableDataset(config_of(tokens, dataset_path=str(listed)))
     seen = collections.Counter(ident for batch in stream for ident in batch.ids)
     assert seen == {**ALL, **{f"r{n}#2": 1 for n in range(35)}}
+
+
+@pytest.mark.parametrize("weight", [None, 2])
+def test_one_switch_streams_or_plans(tokens: Path, weight: int | None) -> None:
+    """A config is made from another one with `dataclasses.replace`, and the loaders have one interface."""
+    path: Any = [str(tokens / "a.jsonl"), {"path": str(tokens / "b.jsonl"), "weight": weight}] if weight else None
+    config = config_of(
+        tokens, packing_strategy="pool_8", seed=3, workers=1, **({"dataset_path": path} if path else {})
+    )
+    seen = []
+    for streaming in (True, False):
+        one = replace(config, streaming=streaming)
+        check_every_step(partial(get_raw_loader, one), lambda step: step % 5 == 0)
+        seen.append(collections.Counter(ident for batch in get_raw_loader(one) for ident in batch.ids))
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == (85 if weight else 60)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Pages show what really happens: their commands and Python blocks run, in order, and their output is compared."""
 
+import ast
 import os
 import re
 import shutil
@@ -42,6 +43,18 @@ def test_blocks_print_what_the_page_says(page: Path, tmp_path: Path, request: py
         shutil.copytree(request.getfixturevalue("demo_out"), tmp_path, dirs_exist_ok=True)
     for step, printed in run_page(page, tmp_path):
         assert normalized(printed) == normalized(step.shown), step.code
+
+
+def test_roles_of_ones_own_are_short() -> None:
+    page = (ROOT / "docs" / "train-raw.md").read_text(encoding="utf-8")
+    (code,) = [step.code for step in steps(page) if "(Processor)" in step.code]
+    sizes = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.parse(code).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.end_lineno
+    }
+    assert len(sizes) == 4  # source, processor, packer, collator
+    assert max(sizes.values()) < 20
 
 
 def test_there_are_blocks_on_most_pages() -> None:
