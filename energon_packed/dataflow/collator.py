@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from energon_packed.dataflow.batch import PackedBatch
+from energon_packed.dataflow.dummy_images import DummyChoice, DummyImages
 from energon_packed.dataflow.features import from_features, is_features
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.encoding.image_patches import ImagePatches, empty
@@ -62,6 +63,9 @@ class PaddingFreeCollator(Collator):
             the loss is sum(loss * loss_mask) / sum(loss_mask).
         pixel_dtype: torch.float32 or torch.bfloat16, dtype of `pixel_values`; bfloat16 takes half the memory, and is
             what a model in bfloat16 rounds them to. None leaves what the image processor gives, float32.
+        dummy_images: which rows without images get a minimal dummy image, as padding in the tail segment, so that
+            every rank runs the vision tower: `auto` (those of a vision encoder, when several processes train),
+            `always`, `never`, or `encoder.dummy` itself for features. It changes no loss and no gradient.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -75,6 +79,7 @@ class PaddingFreeCollator(Collator):
         pad_token_id: int = 0,
         loss_weighting: LossWeighting = "token",
         pixel_dtype: torch.dtype | None = None,
+        dummy_images: DummyChoice | EncodedSample = "auto",
     ) -> None:
         for name, value, least in (("pad_multiple", pad_multiple, 1), ("pad_to", pad_to, 1)):
             if value is not None and value < least:
@@ -88,6 +93,7 @@ class PaddingFreeCollator(Collator):
         self.pad_multiple = pad_multiple
         self.pad_to = pad_to
         self.pad_token_id = pad_token_id
+        self.dummy_images = DummyImages(dummy_images)
 
     def __call__(self, features: Sequence[Any]) -> Any:
         """As in Collator; packs and features require `loss_weighting` 'token', as Trainer ignores `loss_mask`.
@@ -106,20 +112,24 @@ class PaddingFreeCollator(Collator):
         """Combine the samples into one row, in the given order.
 
         Raises:
-            BatchError: no sample, a row longer than `pad_to`, mixed kinds of positions, or no target.
+            BatchError: no sample, a row longer than `pad_to`, mixed kinds of positions, no target, or no dummy image
+                where one is needed.
         """
         if not samples:
             raise BatchError("a batch needs at least one sample")
         lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
         padded = lengths if self.pad_multiple == 1 else round_up(lengths, self.pad_multiple)
-        tail = self._tail(int(padded.sum()))
+        possible = self.dummy_images.known(samples)
+        has_images = any([sample.image_grid_thw is not None for sample in samples])
+        dummy = None if has_images else possible
+        tail = self._tail(int(padded.sum()), 0 if dummy is None else len(dummy))
         segments = np.append(padded, tail) if tail else padded
         bounds = cu_seqlens_from_lengths(segments)
         total = int(bounds[-1])
 
         between = padded is not lengths and bool((padded != lengths).any())
         if total == lengths.sum():
-            pads = self.pad_multiple > 1 or self.pad_to is not None
+            pads = self.pad_multiple > 1 or self.pad_to is not None or possible is not None
             padding = np.zeros(total, dtype=bool) if pads else None
             input_ids = np.concatenate([sample.input_ids for sample in samples], dtype=np.int64)
             labels = np.concatenate([sample.labels for sample in samples], dtype=np.int64)
@@ -130,6 +140,8 @@ class PaddingFreeCollator(Collator):
             for sample, start, length in zip(samples, bounds.tolist(), lengths.tolist(), strict=False):
                 real = slice(start, start + length)
                 input_ids[real], labels[real], padding[real] = sample.input_ids, sample.labels, False
+            if dummy is not None:
+                input_ids[total - tail : total - tail + len(dummy)] = dummy.input_ids
         labels[bounds[: len(samples)]] = IGNORE_INDEX  # no token of the same sample predicts the first one
         is_target = labels != IGNORE_INDEX
         if not is_target.any():
@@ -137,9 +149,6 @@ class PaddingFreeCollator(Collator):
                 f"no token of {', '.join(str(sample.id) for sample in samples)} is a target; "
                 "pack with another `loss_on` or remove these samples"
             )
-        with_images = [s for s in samples if s.image_grid_thw is not None]
-        if len({sample.patch_positions is None for sample in with_images}) > 1:
-            raise BatchError("some samples with images have patch positions and some do not; use one encoder for all")
         unpadded = np.append(lengths, tail) if tail else lengths
         return PackedBatch(
             __key__=[str(sample.id) for sample in samples],
@@ -152,11 +161,7 @@ class PaddingFreeCollator(Collator):
             cu_seqlens_padded=torch.from_numpy(bounds) if between else None,
             max_seqlen=int(segments.max()),
             padding_mask=None if padding is None else _row(padding),
-            pixel_values=_pixel_row(samples, self.pixel_dtype),
-            image_grid_thw=_joined([s.image_grid_thw for s in with_images if s.image_grid_thw is not None]),
-            patch_positions=_joined(
-                [torch.from_numpy(s.patch_positions) for s in with_images if s.patch_positions is not None]
-            ),
+            **_images(samples if dummy is None else [dummy], self.pixel_dtype),
             ids=[sample.id for sample in samples],
             sources=[sample.source for sample in samples],
             num_images=[0 if s.image_grid_thw is None else len(s.image_grid_thw) for s in samples],
@@ -172,13 +177,20 @@ class PaddingFreeCollator(Collator):
         weight *= targets.sum() / (targets * weight).sum()
         return np.asarray(np.repeat(weight, np.diff(bounds)) * is_target, dtype=np.float32)
 
-    def _tail(self, total: int) -> int:
+    def _tail(self, total: int, dummy: int) -> int:
+        """Tokens of the tail segment, which holds the dummy image's."""
         if self.pad_to is None:
-            return 0
+            return int(round_up(np.array([dummy], dtype=np.int64), self.pad_multiple)[0])
         if total > self.pad_to:
             raise BatchError(
                 f"the row has {total} tokens, more than `pad_to` {self.pad_to}; reduce `micro_batch_size` "
                 "(`micro_batch_size` * `seq_len` must fit), or pack with `pad_multiple`"
+            )
+        if total + dummy > self.pad_to:
+            raise BatchError(
+                f"the row has {total} tokens and no image, and the dummy image with which all ranks run the vision "
+                f"tower takes {dummy} more than `pad_to` {self.pad_to} has room for: set `pad_to` to at least "
+                f"{total + dummy}, pack with a smaller `seq_len`, or set `dummy_images` to 'never'"
             )
         return self.pad_to - total
 
@@ -196,6 +208,19 @@ class PaddingFreeCollator(Collator):
             assert sample.position_ids is not None
             rows[1:, start : start + len(sample)] = sample.position_ids
         return torch.from_numpy(rows).unsqueeze(1)
+
+
+def _images(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, torch.Tensor | None]:
+    """What the vision tower reads of all images of a row."""
+    pictured = [sample for sample in samples if sample.image_grid_thw is not None]
+    if len({sample.patch_positions is None for sample in pictured}) > 1:
+        raise BatchError("some samples with images have patch positions and some do not; use one encoder for all")
+    positions = [torch.from_numpy(s.patch_positions) for s in pictured if s.patch_positions is not None]
+    return {
+        "pixel_values": _pixel_row(samples, dtype),
+        "image_grid_thw": _joined([s.image_grid_thw for s in pictured if s.image_grid_thw is not None]),
+        "patch_positions": _joined(positions),
+    }
 
 
 def _pixel_row(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> torch.Tensor | None:

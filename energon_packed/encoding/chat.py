@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from energon_packed.encoding.conversation_media import (
     patch_positions,
     read_pixels,
 )
+from energon_packed.encoding.dummy import dummy_sample
 from energon_packed.encoding.engines import EngineName
 from energon_packed.encoding.pretrained import PretrainedTokenizer, load_vision_for
 from energon_packed.encoding.processor import Measurement, Processor
@@ -185,9 +187,10 @@ class ChatEncoder(Processor):
             return sample
         positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids)
         if pixels.values is None:
-            return sample if positions is None else replace(sample, position_ids=positions)
+            return replace(sample, position_ids=positions, dummy=self.dummy)
         return replace(
             sample,
+            dummy=self.dummy,
             position_ids=positions,
             pixel_values=pixels.values,
             image_grid_thw=pixels.grids_tensor,
@@ -241,9 +244,17 @@ class ChatEncoder(Processor):
         if self._has_mrope:
             # M-RoPE numbers text alike in all three rows: 0, 1, 2 .. in each sample.
             positions = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(batch.input_ids)))
+        token, dummy = self.image_token_id, self.dummy
         return EncodedSample.row(
-            ids, batch.input_ids, batch.labels, cu_seqlens, position_ids=positions, image_token_id=self.image_token_id
+            ids, batch.input_ids, batch.labels, cu_seqlens, position_ids=positions, image_token_id=token, dummy=dummy
         )
+
+    @cached_property
+    def dummy(self) -> EncodedSample | None:
+        """A minimal sample of one image without a target, for rows without images; None without a vision family."""
+        if self.vision is None or self.image_token_id is None:
+            return None
+        return dummy_sample(self.vision, self.text_tokenizer, self.image_token_id)
 
     def fingerprint(self) -> str:
         """Hex digest of the tokenizer, its template, the image settings and `loss_on`."""

@@ -51,6 +51,11 @@ class Processor(ABC):
 
     image_token_id: int | None = None
 
+    @property
+    def dummy(self) -> EncodedSample | None:
+        """A minimal sample of one image without a target, for rows without images; None without a vision family."""
+        return None
+
     @abstractmethod
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Tokens, labels, pixels and positions of one conversation.
@@ -90,7 +95,9 @@ class Processor(ABC):
         batch, rejects = rules.check(TokenBatch(input_ids, labels, np.asarray(cu_seqlens)), [0] * len(ids))
         for reject in rejects.values():
             raise RecordError.of(reject)
-        return EncodedSample.row(ids, batch.input_ids, batch.labels, cu_seqlens, image_token_id=self.image_token_id)
+        return EncodedSample.row(
+            ids, batch.input_ids, batch.labels, cu_seqlens, image_token_id=self.image_token_id, dummy=self.dummy
+        )
 
     def length(self, conversation: Conversation) -> int:
         """Tokens of the encoded conversation. Raises as `encode` does."""

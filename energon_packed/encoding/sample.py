@@ -61,6 +61,8 @@ class EncodedSample:
         position_ids: int64 (3, L), M-RoPE positions in t, h and w, or None if the model uses 0..L-1.
         patch_positions: int64 (patches, 3), position of each patch as (t, h, w), or None.
         source: data set that it comes from, or None.
+        dummy: a minimal image sample of its encoder's vision family, which a collator puts into rows without images,
+            or None.
     """
 
     input_ids: npt.NDArray[np.int64]
@@ -72,6 +74,7 @@ class EncodedSample:
     position_ids: npt.NDArray[np.int64] | None = None
     patch_positions: npt.NDArray[np.int64] | None = None
     source: SampleSource | None = None
+    dummy: "EncodedSample | None" = None
 
     @classmethod
     def row(
@@ -83,6 +86,7 @@ class EncodedSample:
         *,
         position_ids: npt.NDArray[np.int64] | None = None,
         image_token_id: int | None = None,
+        dummy: "EncodedSample | None" = None,
     ) -> list["EncodedSample"]:
         """The S samples of a row without images, as views of its arrays; faster than one by one.
 
@@ -93,13 +97,14 @@ class EncodedSample:
             cu_seqlens: S + 1 boundaries.
             position_ids: int64 (3, T), or None.
             image_token_id: of all samples.
+            dummy: of all samples.
         """
         nothing = dict.fromkeys(("pixel_values", "image_grid_thw", "position_ids", "patch_positions", "source"))
         made = []
         for ident, (start, end) in zip(ids, pairwise(cu_seqlens), strict=True):
             one = object.__new__(cls)
             fields = vars(one)
-            fields.update(nothing, id=ident, image_token_id=image_token_id)
+            fields.update(nothing, id=ident, image_token_id=image_token_id, dummy=dummy)
             fields["input_ids"], fields["labels"] = input_ids[start:end], labels[start:end]
             if position_ids is not None:
                 fields["position_ids"] = position_ids[:, start:end]

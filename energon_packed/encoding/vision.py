@@ -106,6 +106,15 @@ class VisionFamily(ABC):
         out = self.image_processor(images=images, return_tensors="pt")
         return out["pixel_values"], out["image_grid_thw"]
 
+    def smallest(self) -> "tuple[torch.Tensor, torch.Tensor]":
+        """As `pixels`, of a grey image of one token, whatever the limits of the processor: zeros and their grid."""
+        import torch
+        from PIL import Image
+
+        values, _ = self.pixels([Image.new("RGB", (64, 64))])
+        m = self.merge_size
+        return values.new_zeros((m * m, *values.shape[1:])), torch.tensor([[1, m, m]], dtype=torch.int64)
+
     def patches(self, images: "Iterable[Image.Image]") -> "tuple[ImagePatches | torch.Tensor, torch.Tensor]":
         """As `pixels`, with the same values; images wait, resized, for the buffer of their row where `fused` is on.
 

@@ -44,7 +44,7 @@ def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None
         codec: of the flavor; None finds it by the parts.
     """
     pack = load_pack(codec or codec_of(raw), raw)
-    batch = PaddingFreeCollator().collate(encode_pack(pack, encoder, check_lengths=False))
+    batch = PaddingFreeCollator(dummy_images="never").collate(encode_pack(pack, encoder, check_lengths=False))
     ids = batch.input_ids[0].tolist()
     positions = batch.position_ids.reshape(-1, len(ids)).T.tolist()
     segments = segment_ids_from_cu_seqlens(np.asarray(batch.cu_seqlens)).tolist()

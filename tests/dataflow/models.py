@@ -10,6 +10,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from energon_packed import ChatEncoder
@@ -29,6 +31,30 @@ def tiny_model(name: str, encoder: ChatEncoder, attention: str) -> Any:
     elif name == "llama":
         config = LlamaConfig(**_SIZE, **_HEADS, **vocabulary)
         model_class = LlamaForCausalLM
+    elif name == "qwen3_vl":
+        config = Qwen3VLConfig(
+            text_config={
+                **_SIZE,
+                **_HEADS,
+                **vocabulary,
+                "head_dim": 8,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0},
+            },
+            vision_config={
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_heads": 4,
+                "out_hidden_size": 32,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+            },
+            image_token_id=token("<|image_pad|>"),
+            video_token_id=token("<|video_pad|>"),
+            vision_start_token_id=token("<|vision_start|>"),
+            vision_end_token_id=token("<|vision_end|>"),
+        )
+        model_class = Qwen3VLForConditionalGeneration
     else:
         config = Qwen2_5_VLConfig(
             text_config={

@@ -115,7 +115,7 @@ def test_what_is_missing_is_said(pack_demo: Any, encoder: ChatEncoder, tmp_path:
     first = sorted(copy.glob("*.tar"))[0]
     content = first.read_bytes()
     first.write_bytes(content[: len(content) // 2])
-    with pytest.raises(FormatError, match=rf"{first.name} has {len(content) // 2} bytes, and {len(content)} by packing.json"):
+    with pytest.raises(FormatError, match=rf"{first.name} has {len(content) // 2} bytes, and {len(content)} by pack"):
         PackedDataset(copy, encoder)
     first.write_bytes(content[:512] + bytes(512) + content[1024:])
     assert PackedDataset(copy, encoder)

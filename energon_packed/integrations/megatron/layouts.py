@@ -120,7 +120,7 @@ def _megatron_lm(batch: PackedBatch) -> dict[str, Any]:
 
 
 def _megatron_gpt(batch: PackedBatch) -> dict[str, Any]:
-    if batch.pixel_values is not None:
+    if batch.pixel_values is not None and (not batch.num_images or any(batch.num_images)):  # a dummy image is padding
         raise ConfigError("layout 'megatron-gpt' is for text: pretrain_gpt.py reads no images; use layout 'bridge'")
     inputs = batch.megatron_inputs()
     positions = batch.position_ids

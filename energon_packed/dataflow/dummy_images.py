@@ -1,0 +1,66 @@
+"""DummyImages: which rows without images get a dummy image, so that the vision tower runs on every rank.
+
+    rank 0   |-- text --|-- image --|             forward and backward through the vision tower
+    rank 1   |-- text --|-- text --|(dummy)       the same collective operations, with zero gradient
+
+DDP and FSDP reduce gradients, and FSDP gathers weights, in operations that every rank must take part in. A rank whose
+row has no image skips the vision tower, and the others wait for it. The dummy is the row's tail segment: padding with
+its own boundaries, without a target.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from energon_packed.encoding import EncodedSample
+from energon_packed.errors import BatchError, ConfigError
+
+DummyChoice = Literal["auto", "always", "never"]
+DUMMY_CHOICES: tuple[DummyChoice, ...] = ("auto", "always", "never")
+
+
+class DummyImages:
+    """Decides for each row; the dummy is that of the row's samples, or one that is given.
+
+    Args:
+        choice: `auto` (several ranks train), `always`, `never`, or the dummy: `encoder.dummy`.
+
+    Raises:
+        ConfigError: an unknown choice, or a dummy without an image.
+    """
+
+    def __init__(self, choice: "DummyChoice | EncodedSample") -> None:
+        given = choice if isinstance(choice, EncodedSample) else None
+        if given is None and choice not in DUMMY_CHOICES:
+            raise ConfigError(f"`dummy_images` is {choice!r}; use {', '.join(DUMMY_CHOICES)}, or `encoder.dummy`")
+        if given is not None and given.image_grid_thw is None:
+            raise ConfigError("`dummy_images` is a sample without an image; pass `encoder.dummy` of a vision encoder")
+        self._given = given
+        self._choice = choice
+        self._several = several_ranks()  # workers that are spawned do not know the process group
+
+    def known(self, samples: Sequence[EncodedSample]) -> EncodedSample | None:
+        """The dummy that rows such as this one get where they have no image; None where they get none.
+
+        Raises:
+            BatchError: `always`, and no sample is of a vision encoder.
+        """
+        if self._choice == "never" or (self._choice == "auto" and not (self._several or several_ranks())):
+            return None
+        dummy = self._given or next((one.dummy for one in samples if one.dummy is not None), None)
+        if dummy is None and self._choice == "always":
+            raise BatchError(
+                "`dummy_images` is 'always', but the samples do not come from an encoder with a vision family; "
+                "pass `dummy_images=encoder.dummy`"
+            )
+        return dummy
+
+
+def several_ranks() -> bool:
+    """Whether several processes train, by torch.distributed or the variable WORLD_SIZE of its launchers."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size() > 1
+    launched = os.environ.get("WORLD_SIZE", "1")
+    return launched.isdecimal() and int(launched) > 1
