@@ -23,6 +23,8 @@ from energon_packed.encoding.mrope import mrope_positions
 from energon_packed.errors import ConfigError, Reason, RecordError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from PIL import Image
 
@@ -71,6 +73,17 @@ class VisionFamily(ABC):
         self.image_processor = image_processor
         self.merge_size = int(image_processor.merge_size)
 
+    @classmethod
+    def from_folder(cls, folder: "Path") -> "VisionFamily | None":
+        """The family by a processor folder, for families whose image processor is not like that of Qwen2-VL.
+
+        A family that overrides it has no `factor`, `patch_size`, `merge_size`, `min_pixels` and `max_pixels`.
+
+        Returns:
+            None for the usual way: AutoImageProcessor, with these options.
+        """
+        return None
+
     def num_patches(self, height: int, width: int) -> int:
         """Number of patches of an image of `height` x `width` pixels, before merging.
 
@@ -107,11 +120,16 @@ class VisionFamily(ABC):
         return out["pixel_values"], out["image_grid_thw"]
 
     def smallest(self) -> "tuple[torch.Tensor, torch.Tensor]":
-        """As `pixels`, of a grey image of one token, whatever the limits of the processor: zeros and their grid."""
+        """As `pixels`, of a grey image of one token, whatever the limits of the processor: zeros and their grid.
+
+        A family with its own `pixels` gives what it makes of a black image of 64 x 64 pixels.
+        """
         import torch
         from PIL import Image
 
-        values, _ = self.pixels([Image.new("RGB", (64, 64))])
+        values, grids = self.pixels([Image.new("RGB", (64, 64))])
+        if type(self).pixels is not VisionFamily.pixels:
+            return values, grids
         m = self.merge_size
         return values.new_zeros((m * m, *values.shape[1:])), torch.tensor([[1, m, m]], dtype=torch.int64)
 

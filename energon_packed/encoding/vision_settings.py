@@ -8,6 +8,9 @@ from typing import Any
 from energon_packed.encoding.vision import PATCH_ORDERS, PatchOrder, VisionFamily, ambiguous, vision_families
 from energon_packed.errors import ConfigError
 
+NEXT_STEP = (
+    "use the processor folder of the model, or register a VisionFamily of your own (see 'Vision families' in the docs)"
+)
 _MERGES = (3, 2)  # merge sizes of published models
 _NAMES = ("model_type", "processor_class", "image_processor_type")
 
@@ -119,7 +122,13 @@ def _of_folder(
     folder: Path, family: type[VisionFamily], given: dict[str, int], *, named: str | None
 ) -> tuple[VisionFamily, list[str]]:
     """By the settings of a folder, and what was given instead of them."""
+    if (vision := family.from_folder(folder)) is not None:
+        if given:
+            names = ", ".join(f"`{name}`" for name in given)
+            raise ConfigError(f"{family.__name__} takes its image settings from {folder} alone; remove {names}")
+        return vision, []
     processor = _installed(folder, {}, named)
+    _check_like_qwen(folder, family, processor)
     own = {"patch_size": int(processor.patch_size), "merge_size": int(processor.merge_size)}
     own |= {"min_pixels": int(processor.size["shortest_edge"]), "max_pixels": int(processor.size["longest_edge"])}
     own["factor"] = own["patch_size"] * own["merge_size"]
@@ -130,6 +139,25 @@ def _of_folder(
     if any(value != own[name] for name, value in sizes.items()):
         processor = _installed(folder, sizes, named)
     return _made(family, processor, layout), overruled
+
+
+def _check_like_qwen(folder: Path, family: type[VisionFamily], processor: Any) -> None:
+    """Refuse an image processor without patches to merge, or whose `size` is not a range of pixels.
+
+    Raises:
+        ConfigError: the message has its size.
+    """
+    size = processor.size or {}
+    limits = [getattr(size, name, None) or dict(size).get(name) for name in ("shortest_edge", "longest_edge")]
+    missing = [name for name in ("patch_size", "merge_size") if not isinstance(getattr(processor, name, None), int)]
+    if not missing and None not in limits:
+        return
+    sizes = ", ".join(f"{name} {value}" for name, value in dict(size).items() if value is not None) or "no value"
+    lacks = f" and no {' or '.join(missing)}" if missing else ""
+    raise ConfigError(
+        f"the {type(processor).__name__} of {folder} has a `size` of {sizes}{lacks}, but {family.__name__} needs "
+        f"shortest_edge and longest_edge (minimum and maximum pixels), patch_size and merge_size; {NEXT_STEP}"
+    )
 
 
 def _made(family: type[VisionFamily], processor: Any, layout: _Layout) -> VisionFamily:
@@ -249,5 +277,6 @@ def _unknown(names: list[Any]) -> ConfigError:
     valid = ", ".join(sorted(name for family in vision_families() for name in family.names))
     return ConfigError(
         f"unknown image processor {', '.join(map(repr, names)) or 'without a name'}; "
-        f"set `vision_family` or `image_processor` to one of {valid}"
+        f"set `vision_family` or `image_processor` to one of {valid}, if the model is one of "
+        f"these; otherwise {NEXT_STEP}"
     )

@@ -118,6 +118,19 @@ def test_a_full_model_folder(
     assert encoder.encode(talk).input_ids.tolist() == plain.encode(talk).input_ids.tolist()
 
 
+@pytest.mark.parametrize("image_processor_type", ["Qwen2VLImageProcessor", "SiglipImageProcessor"])
+def test_a_size_of_height_and_width_is_refused_in_one_line(
+    tokenizer_dir: Path, tmp_path: Path, image_processor_type: str
+) -> None:
+    settings = {"image_processor_type": image_processor_type, "size": {"height": 384, "width": 384}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    message = (
+        f"of {tmp_path} has a `size` of height 384, width 384.*, but Qwen2VLVision needs .* register a VisionFamily"
+    )
+    with pytest.raises(ConfigError, match=message):
+        ChatEncoder.from_pretrained(tokenizer_dir, tmp_path, image_processor=QWEN)
+
+
 def write_model_folder(folder: Path, tokenizer: Path, *, template: str, tokenizer_class: str, model: str) -> None:
     """What Hugging Face has for such a model, without the weights."""
     folder.mkdir(exist_ok=True)
