@@ -9,6 +9,7 @@ import torch
 from megatron.energon import Batch, edataclass
 
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample, SampleSource
+from energon_packed.encoding.vision_inputs import VisionInputs
 from energon_packed.errors import BatchError
 
 
@@ -39,6 +40,10 @@ class PackedBatch(Batch):
         ids: names of the S sub-samples.
         sources: data set and subflavors of each sub-sample, None where they are not known.
         num_images: images of each sub-sample.
+        vision_inputs: arguments of vision towers that take others than `pixel_values` (patches, patch_dim) and
+            `image_grid_thw`, by name; or None.
+        vision_dims, vision_places: along which dimension each is joined, and where those of each sub-sample are.
+        token_type_ids: int64 (1, T), 1 at image tokens, for models that take it; or None.
     """
 
     input_ids: torch.Tensor
@@ -55,6 +60,10 @@ class PackedBatch(Batch):
     patch_positions: torch.Tensor | None = None
     sources: list[SampleSource | None] = field(default_factory=list)
     num_images: list[int] = field(default_factory=list)
+    vision_inputs: dict[str, torch.Tensor] | None = None
+    vision_dims: dict[str, int] = field(default_factory=dict)
+    vision_places: list[dict[str, tuple[slice, ...]] | None] = field(default_factory=list)
+    token_type_ids: torch.Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -103,6 +112,8 @@ class PackedBatch(Batch):
             value = getattr(self, one.name)
             if isinstance(value, torch.Tensor):
                 setattr(changed, one.name, change(one.name, value))
+        if self.vision_inputs is not None:
+            changed.vision_inputs = {name: change(name, value) for name, value in self.vision_inputs.items()}
         return changed
 
     def transformers_inputs(self) -> dict[str, Any]:
@@ -116,8 +127,17 @@ class PackedBatch(Batch):
 
         The loss that Transformers computes from `labels` weights all targets equally; with another `loss_weighting`,
         use `batch.loss(model(...).logits)`.
+
+        Raises:
+            BatchError: several samples and an image, for a model that takes `token_type_ids` (Gemma 3).
         """
         bounds = self._bounds()
+        if self.token_type_ids is not None and len(bounds) > 2 and self.token_type_ids.any():
+            raise BatchError(
+                f"the row has {len(bounds) - 1} segments and images, and Transformers applies this family's attention "
+                "within an image to the wrong tokens of a packed row: pack with `max_samples_per_pack=1`, and train "
+                "with one pack in a batch and without `pad_to`"
+            )
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids,
             "labels": self.labels,
@@ -133,6 +153,7 @@ class PackedBatch(Batch):
             tokens = self.input_ids.shape[1]  # known, so that the host need not wait for a GPU
             inputs["seq_idx"] = torch.repeat_interleave(numbers, bounds.diff(), output_size=tokens)[None]
         optional = {"pixel_values": self.pixel_values, "image_grid_thw": self.image_grid_thw}
+        optional |= {"token_type_ids": self.token_type_ids, **(self.vision_inputs or {})}
         if self.patch_positions is not None:
             optional["patch_positions"] = self.patch_positions
         return inputs | {name: value for name, value in optional.items() if value is not None}
@@ -174,7 +195,7 @@ class PackedBatch(Batch):
             grid = None if self.image_grid_thw is None or images.start == images.stop else self.image_grid_thw[images]
             patches = slice(patch, patch + (0 if grid is None else int(grid.prod(dim=1).sum())))
             image, patch = images.stop, patches.stop
-            pixels, positions = self.pixel_values, self.patch_positions
+            pixels, positions, types = self.pixel_values, self.patch_positions, self.token_type_ids
             found.append(
                 EncodedSample(
                     id=ident,
@@ -184,10 +205,20 @@ class PackedBatch(Batch):
                     image_grid_thw=grid,
                     position_ids=self.position_ids[1:, 0, row].cpu().numpy() if self.position_ids.ndim == 3 else None,
                     patch_positions=None if grid is None or positions is None else positions[patches].cpu().numpy(),
+                    vision_inputs=self._vision_part(number),
+                    token_type_ids=None if types is None else types[0, row].cpu().numpy(),
                     source=self.sources[number],
                 )
             )
         return found
+
+    def _vision_part(self, number: int) -> VisionInputs | None:
+        """Arguments of the vision tower for the images of one sub-sample."""
+        place = self.vision_places[number] if number < len(self.vision_places) else None
+        if place is None or self.vision_inputs is None or not self.num_images[number]:
+            return None
+        values = {name: self.vision_inputs[name][slices] for name, slices in place.items()}
+        return VisionInputs(values, self.vision_dims, self.num_images[number])
 
     def _bounds(self) -> torch.Tensor:
         """Where segments begin and end in the row, padding included."""
@@ -224,6 +255,8 @@ class PackedBatch(Batch):
             "pixel_values": self.pixel_values,
             "image_grid_thw": self.image_grid_thw,
             "patch_positions": self.patch_positions,
+            "token_type_ids": self.token_type_ids,
+            **(self.vision_inputs or {}),
         }
         return {name: value for name, value in inputs.items() if value is not None}
 

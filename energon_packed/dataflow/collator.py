@@ -14,6 +14,7 @@ from energon_packed.dataflow.dummy_images import DummyChoice, DummyImages
 from energon_packed.dataflow.features import from_features, is_features
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.encoding.image_patches import ImagePatches, empty
+from energon_packed.encoding.vision_inputs import VisionInputs
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
@@ -120,7 +121,7 @@ class PaddingFreeCollator(Collator):
         lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
         padded = lengths if self.pad_multiple == 1 else round_up(lengths, self.pad_multiple)
         possible = self.dummy_images.known(samples)
-        has_images = any([sample.image_grid_thw is not None for sample in samples])
+        has_images = any([sample.num_images for sample in samples])
         dummy = None if has_images else possible
         tail = self._tail(int(padded.sum()), 0 if dummy is None else len(dummy))
         segments = np.append(padded, tail) if tail else padded
@@ -162,9 +163,11 @@ class PaddingFreeCollator(Collator):
             max_seqlen=int(segments.max()),
             padding_mask=None if padding is None else _row(padding),
             **_images(samples if dummy is None else [dummy], self.pixel_dtype),
+            **_vision_inputs(samples if dummy is None else [dummy], self.pixel_dtype),
             ids=[sample.id for sample in samples],
             sources=[sample.source for sample in samples],
-            num_images=[0 if s.image_grid_thw is None else len(s.image_grid_thw) for s in samples],
+            num_images=[sample.num_images for sample in samples],
+            token_type_ids=_token_types(samples if dummy is None else [*samples, dummy], bounds),
         )
 
     def _weights(self, is_target: npt.NDArray[np.bool_], bounds: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
@@ -221,6 +224,35 @@ def _images(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict
         "image_grid_thw": _joined([s.image_grid_thw for s in pictured if s.image_grid_thw is not None]),
         "patch_positions": _joined(positions),
     }
+
+
+def _vision_inputs(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, Any]:
+    """Arguments of vision towers without patches and grids, and where each sample's are."""
+    parts = [sample.vision_inputs for sample in samples if sample.vision_inputs is not None]
+    if not parts:
+        return {}
+    if any(sample.image_grid_thw is not None for sample in samples) or len({tuple(p.dims.items()) for p in parts}) > 1:
+        raise BatchError("images of different vision families cannot share a row; use one encoder for all samples")
+    values, places = VisionInputs.joined(parts)
+    if dtype is not None:
+        values = {name: one.to(dtype) if one.is_floating_point() else one for name, one in values.items()}
+    each = iter(places)
+    return {
+        "vision_inputs": values,
+        "vision_dims": parts[0].dims,
+        "vision_places": [None if sample.vision_inputs is None else next(each) for sample in samples],
+    }
+
+
+def _token_types(samples: Sequence[EncodedSample], bounds: npt.NDArray[np.int32]) -> torch.Tensor | None:
+    """int64 (1, T), 1 at image tokens; None for models that do not take it. The last sample may be in the tail."""
+    if all(sample.token_type_ids is None for sample in samples):
+        return None
+    row = np.zeros(int(bounds[-1]), dtype=np.int64)
+    for sample, start in zip(samples, bounds.tolist(), strict=False):
+        if sample.token_type_ids is not None:
+            row[start : start + len(sample)] = sample.token_type_ids
+    return _row(row)
 
 
 def _pixel_row(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> torch.Tensor | None:

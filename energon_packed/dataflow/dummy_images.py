@@ -35,7 +35,7 @@ class DummyImages:
         given = choice if isinstance(choice, EncodedSample) else None
         if given is None and choice not in DUMMY_CHOICES:
             raise ConfigError(f"`dummy_images` is {choice!r}; use {', '.join(DUMMY_CHOICES)}, or `encoder.dummy`")
-        if given is not None and given.image_grid_thw is None:
+        if given is not None and given.num_images == 0:
             raise ConfigError("`dummy_images` is a sample without an image; pass `encoder.dummy` of a vision encoder")
         self._given = given
         self._choice = choice

@@ -19,16 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.conversation_media import (
-    NO_IMAGES,
-    MediaSize,
-    Pixels,
-    measure_media,
-    patch_positions,
-    read_pixels,
-)
+from energon_packed.encoding.conversation_media import MediaSize, measure_media, patch_positions, read_pixels
 from energon_packed.encoding.dummy import dummy_sample
 from energon_packed.encoding.engines import EngineName
+from energon_packed.encoding.image_runs import NO_IMAGES, ImageRun, Pixels, expanded
 from energon_packed.encoding.pretrained import PretrainedTokenizer, load_vision_for
 from energon_packed.encoding.processor import Measurement, Processor
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
@@ -93,12 +87,8 @@ class ChatEncoder(Processor):
         )
         self._rules = TokenRules(vocabulary=self.parts.vocabulary)
         if vision is not None:
+            vision.check_tokenizer(backend)
             self.image_token_id = backend.token_to_id(vision.image_token)
-            if self.image_token_id is None:
-                raise ConfigError(
-                    f"the tokenizer has no {vision.image_token} token, which {type(vision).__name__} needs; "
-                    "use the tokenizer of the vision model"
-                )
             reserved = {backend.token_to_id(token) for token in vision.reserved} - {None, self.image_token_id}
             self._rules = replace(
                 self._rules,
@@ -163,7 +153,7 @@ class ChatEncoder(Processor):
                 seen[place] = read_pixels(self._vision(), conversation) if conversation.images else Pixels()
             except RecordError as error:
                 results[place] = error.reject
-        sizes = [MediaSize(one.patches) for one in seen.values()]
+        sizes = [MediaSize(one.runs) for one in seen.values()]
         batch, rejects = self._tokenize([conversations[place] for place in seen], sizes)
         for number, (place, pixels) in enumerate(seen.items()):
             if number in rejects:
@@ -182,12 +172,12 @@ class ChatEncoder(Processor):
         return [rejects.get(number, one) for number, one in enumerate(found)]
 
     def _encoded(self, conversation: Conversation, pixels: Pixels, batch: TokenBatch, number: int) -> EncodedSample:
-        sample = self._expanded(conversation, MediaSize(pixels.patches), batch, number)
+        sample = self._expanded(conversation, pixels.runs, batch, number)
         if self.vision is None or self.image_token_id is None:
             return sample
         positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids)
         if pixels.values is None:
-            return replace(sample, position_ids=positions, dummy=self.dummy)
+            return replace(sample, position_ids=positions, dummy=self.dummy, vision_inputs=pixels.inputs)
         return replace(
             sample,
             dummy=self.dummy,
@@ -245,9 +235,12 @@ class ChatEncoder(Processor):
             # M-RoPE numbers text alike in all three rows: 0, 1, 2 .. in each sample.
             positions = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(batch.input_ids)))
         token, dummy = self.image_token_id, self.dummy
-        return EncodedSample.row(
+        found = EncodedSample.row(
             ids, batch.input_ids, batch.labels, cu_seqlens, position_ids=positions, image_token_id=token, dummy=dummy
         )
+        if self.vision is not None and self.vision.token_types:
+            return [replace(one, token_type_ids=np.zeros(len(one), dtype=np.int64)) for one in found]
+        return found
 
     @cached_property
     def dummy(self) -> EncodedSample | None:
@@ -320,7 +313,7 @@ class ChatEncoder(Processor):
         expected: Sequence[int] = ()  # without a vision family, images are rejected earlier
         if self.vision is not None:
             expected = [
-                len(one.images) if one.input_ids is None else self._image_tokens(size)
+                len(one.images) if one.input_ids is None else sum([r.features(self.image_token_id) for r in size.runs])
                 for one, size in zip(conversations, media, strict=True)
             ]
         batch, rejects = self._rules.check(batch, expected, are_ours=are_ours)
@@ -334,23 +327,26 @@ class ChatEncoder(Processor):
         self, conversation: Conversation, size: MediaSize, batch: TokenBatch, number: int, keep_tokens: bool
     ) -> Measurement:
         length = int(batch.cu_seqlens[number + 1] - batch.cu_seqlens[number])
-        if conversation.input_ids is None and size.patches:
-            length += self._image_tokens(size) - len(size.patches)
-        sample = self._expanded(conversation, size, batch, number) if keep_tokens else None
+        if conversation.input_ids is None:
+            length += sum([run.length - 1 for run in size.runs])
+        sample = self._expanded(conversation, size.runs, batch, number) if keep_tokens else None
         return Measurement(length, size.num_bytes, sample=sample)
 
-    def _expanded(self, conversation: Conversation, size: MediaSize, batch: TokenBatch, number: int) -> EncodedSample:
-        """One sample of a batch, with a run of image tokens for each image."""
+    def _expanded(
+        self, conversation: Conversation, runs: Sequence[ImageRun], batch: TokenBatch, number: int
+    ) -> EncodedSample:
+        """One sample of a batch, with the tokens of each image."""
         ids, labels = batch.sample(number)
-        if conversation.input_ids is None and size.patches:
-            vision = self._vision()
-            repeats = np.ones(len(ids), dtype=np.int64)
-            repeats[ids == self.image_token_id] = [vision.num_tokens(count) for count in size.patches]
-            ids, labels = np.repeat(ids, repeats), np.repeat(labels, repeats)
-        return EncodedSample(id=conversation.id, input_ids=ids, labels=labels, image_token_id=self.image_token_id)
-
-    def _image_tokens(self, size: MediaSize) -> int:
-        return sum(self._vision().num_tokens(count) for count in size.patches) if size.patches else 0
+        token = self.image_token_id
+        if conversation.input_ids is None and runs:
+            ids, labels = expanded(ids, labels, token, runs)
+        return EncodedSample(
+            id=conversation.id,
+            input_ids=ids,
+            labels=labels,
+            image_token_id=token,
+            token_type_ids=(ids == token).astype(np.int64) if self.vision and self.vision.token_types else None,
+        )
 
     @property
     def _has_mrope(self) -> bool:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from energon_packed.encoding.image_runs import expanded
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
 from energon_packed.encoding.tokenizer import TextTokenizer
 
@@ -24,18 +25,17 @@ def dummy_sample(vision: "VisionFamily", tokenizer: TextTokenizer, image_token_i
     """
     if vision.undecided:
         return None
-    pixels, grids = vision.smallest()
-    counts = [vision.num_tokens(int(count)) for count in grids.prod(dim=1)]
+    pixels = vision.smallest()
     placeholder = tokenizer.encode([vision.placeholder], [None], special=False).input_ids
-    repeats = np.ones(len(placeholder), dtype=np.int64)
-    repeats[placeholder == image_token_id] = counts
-    ids = np.repeat(placeholder, repeats)
+    ids, _ = expanded(placeholder, placeholder, image_token_id, pixels.runs)
     return EncodedSample(
         id="dummy image",
         input_ids=ids,
         labels=np.full(len(ids), IGNORE_INDEX, dtype=np.int64),
         image_token_id=image_token_id,
-        pixel_values=pixels,
-        image_grid_thw=grids,
-        patch_positions=vision.patch_positions(grids.numpy()),
+        pixel_values=pixels.values,
+        image_grid_thw=pixels.grids_tensor,
+        patch_positions=None if pixels.values is None else vision.patch_positions(pixels.grids),
+        vision_inputs=pixels.inputs,
+        token_type_ids=np.zeros(len(ids), dtype=np.int64) if vision.token_types else None,  # no attention of its own
     )

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.image_patches import ImagePatches, PixelValues
+from energon_packed.encoding.vision_inputs import VisionInputs
 from energon_packed.errors import Reason, RecordError
 
 if TYPE_CHECKING:
@@ -19,6 +20,15 @@ IGNORE_INDEX = -100
 
 
 _PIXEL_VALUES = PixelValues()
+_IMAGES = (
+    "pixel_values",
+    "image_grid_thw",
+    "position_ids",
+    "patch_positions",
+    "vision_inputs",
+    "token_type_ids",
+    "source",
+)
 
 
 class SampleSource(NamedTuple):
@@ -60,6 +70,8 @@ class EncodedSample:
         image_grid_thw: int64 (images, 3), patches of each image in time, height and width, or None.
         position_ids: int64 (3, L), M-RoPE positions in t, h and w, or None if the model uses 0..L-1.
         patch_positions: int64 (patches, 3), position of each patch as (t, h, w), or None.
+        vision_inputs: arguments of a vision tower that takes others than pixel_values and image_grid_thw, or None.
+        token_type_ids: int64 (L,), 1 at image tokens, for models that take it, or None.
         source: data set that it comes from, or None.
         dummy: a minimal image sample of its encoder's vision family, which a collator puts into rows without images,
             or None.
@@ -73,6 +85,8 @@ class EncodedSample:
     image_grid_thw: "torch.Tensor | None" = None
     position_ids: npt.NDArray[np.int64] | None = None
     patch_positions: npt.NDArray[np.int64] | None = None
+    vision_inputs: VisionInputs | None = None
+    token_type_ids: npt.NDArray[np.int64] | None = None
     source: SampleSource | None = None
     dummy: "EncodedSample | None" = None
 
@@ -99,7 +113,7 @@ class EncodedSample:
             image_token_id: of all samples.
             dummy: of all samples.
         """
-        nothing = dict.fromkeys(("pixel_values", "image_grid_thw", "position_ids", "patch_positions", "source"))
+        nothing = dict.fromkeys(_IMAGES)
         made = []
         for ident, (start, end) in zip(ids, pairwise(cu_seqlens), strict=True):
             one = object.__new__(cls)
@@ -113,6 +127,13 @@ class EncodedSample:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def num_images(self) -> int:
+        """Number of images."""
+        if self.vision_inputs is not None:
+            return self.vision_inputs.images
+        return 0 if self.image_grid_thw is None else len(self.image_grid_thw)
 
     @property
     def held_pixels(self) -> "torch.Tensor | ImagePatches | None":
@@ -152,6 +173,7 @@ class EncodedSample:
             labels=self.labels[:max_length],
             pixel_values=self.held_pixels,
             position_ids=None if self.position_ids is None else self.position_ids[:, :max_length],
+            token_type_ids=None if self.token_type_ids is None else self.token_type_ids[:max_length],
         )
         if cut.num_supervised == 0:
             raise RecordError(

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from energon_packed.encoding.fused_pixels import FusedPixels, settings_of
 from energon_packed.encoding.image_patches import ImagePatches
+from energon_packed.encoding.image_runs import ImageRun, Pixels
 from energon_packed.encoding.mrope import mrope_positions
 from energon_packed.errors import ConfigError, Reason, RecordError
 
@@ -42,6 +43,7 @@ class VisionFamily(ABC):
         image_token: token whose run represents an image.
         placeholder: text of one image in a conversation, with one `image_token`.
         reserved: tokens that text must not contain.
+        token_types: whether the model takes `token_type_ids`, 1 at image tokens.
         takes_patch_positions: whether the vision tower takes patch positions; otherwise they are only validated.
         patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: without a
             processor folder; limits as in the preprocessor_config.json of the published models.
@@ -56,6 +58,7 @@ class VisionFamily(ABC):
     image_token: ClassVar[str] = "<|image_pad|>"
     placeholder: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
     reserved: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>")
+    token_types: bool = False
     takes_patch_positions: ClassVar[bool] = False
     patch_size: ClassVar[int] = 14
     default_merge: ClassVar[int] = 2
@@ -119,8 +122,16 @@ class VisionFamily(ABC):
         out = self.image_processor(images=images, return_tensors="pt")
         return out["pixel_values"], out["image_grid_thw"]
 
-    def smallest(self) -> "tuple[torch.Tensor, torch.Tensor]":
-        """As `pixels`, of a grey image of one token, whatever the limits of the processor: zeros and their grid.
+    def run(self, height: int, width: int) -> ImageRun:
+        """Tokens of an image of `height` x `width` pixels. Raises as `num_patches`."""
+        return ImageRun(self.num_tokens(self.num_patches(height, width)))
+
+    def read(self, images: "Iterable[Image.Image]") -> Pixels:
+        """Pixels and tokens of all images of a sample, RGB; each is released before the next where `fused` is on."""
+        return self._seen(*self.patches(images))
+
+    def smallest(self) -> Pixels:
+        """As `read`, of a grey image of one token, whatever the limits of the processor.
 
         A family with its own `pixels` gives what it makes of a black image of 64 x 64 pixels.
         """
@@ -128,10 +139,15 @@ class VisionFamily(ABC):
         from PIL import Image
 
         values, grids = self.pixels([Image.new("RGB", (64, 64))])
-        if type(self).pixels is not VisionFamily.pixels:
-            return values, grids
-        m = self.merge_size
-        return values.new_zeros((m * m, *values.shape[1:])), torch.tensor([[1, m, m]], dtype=torch.int64)
+        if type(self).pixels is VisionFamily.pixels:
+            m = self.merge_size
+            values = values.new_zeros((m * m, *values.shape[1:]))
+            grids = torch.tensor([[1, m, m]], dtype=torch.int64)
+        return self._seen(values, grids)
+
+    def _seen(self, values: "ImagePatches | torch.Tensor", grids: "torch.Tensor") -> Pixels:
+        array = grids.numpy().astype(np.int64)
+        return Pixels(values, grids, array, [ImageRun(self.num_tokens(int(n))) for n in array.prod(axis=1)])
 
     def patches(self, images: "Iterable[Image.Image]") -> "tuple[ImagePatches | torch.Tensor, torch.Tensor]":
         """As `pixels`, with the same values; images wait, resized, for the buffer of their row where `fused` is on.
@@ -167,6 +183,21 @@ class VisionFamily(ABC):
     def patch_positions(self, grids: Int64) -> Int64 | None:
         """Patch positions, int64 (patches, 3) as (t, h, w), or None for vision towers without them."""
         return None
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Refuse a tokenizer that writes this family's images in another way.
+
+        Args:
+            tokenizer: `tokenizers.Tokenizer` that has `image_token`.
+
+        Raises:
+            ConfigError: it has no such token, or gives other tokens.
+        """
+        if tokenizer.token_to_id(self.image_token) is None:
+            raise ConfigError(
+                f"the tokenizer has no {self.image_token} token, which {type(self).__name__} needs; "
+                "use the tokenizer of the vision model"
+            )
 
     def config(self) -> dict[str, Any]:
         """Settings that determine lengths and pixels, for fingerprints; those of lengths while `undecided`."""

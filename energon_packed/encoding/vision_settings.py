@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from energon_packed.encoding.processor_vision import ProcessorVision
 from energon_packed.encoding.vision import PATCH_ORDERS, PatchOrder, VisionFamily, ambiguous, vision_families
 from energon_packed.errors import ConfigError
 
@@ -89,7 +90,12 @@ def load_vision(folder: str | Path | None, **settings: Any) -> VisionFamily | No
         return None
     family, notices = _family(explicit, of_folder)
     if folder is not None and of_folder:
-        vision, overruled = _of_folder(Path(folder), family, explicit.numbers, named=named)
+        try:
+            vision, overruled = _of_folder(Path(folder), family, explicit.numbers, named=named)
+        except ConfigError as error:
+            if family is ProcessorVision and not explicit.numbers:
+                raise _unknown(_names(of_folder), str(error)) from error
+            raise
         if overruled := [*notices, *overruled]:
             notices = [f"image options win over {folder}: {', '.join(overruled)}"]
     else:
@@ -99,7 +105,7 @@ def load_vision(folder: str | Path | None, **settings: Any) -> VisionFamily | No
             f"`factor` {ambiguous(vision.undecided)}: lengths are the same, pixels are not, so training needs the "
             "processor folder of the model, `patch_size`, `merge_size` or `vision_family`"
         )
-    vision.notices, vision.patch_order = tuple(notices), explicit.patch_order
+    vision.notices, vision.patch_order = (*vision.notices, *notices), explicit.patch_order
     return vision
 
 
@@ -247,22 +253,26 @@ def _family(settings: ImageSettings, of_folder: dict[str, Any]) -> tuple[type[Vi
     The image processor of LLaVA-OneVision-2 bears the name of Qwen2.5-VL's: where a folder has that name itself, its
     `model_type` says which family it is.
     """
-    own_names = [part[key] for key in _NAMES for part in of_folder.values() if part.get(key)]
+    own_names = _names(of_folder)
     own = next((found for name in own_names if (found := _registered(name)) is not None), None)
     explicit = settings.vision_family or settings.image_processor
     if explicit is None:
-        if own is None:
-            raise _unknown(own_names)
-        return own, []
+        return own or ProcessorVision, []
     if settings.vision_family is None and own is not None and _plain(explicit) in map(_plain, own_names):
         return own, []
     family = _registered(explicit)
+    if family is None and own is None and _plain(explicit) in map(_plain, own_names):
+        return ProcessorVision, []
     if family is None:
         raise _unknown([explicit])
     if own is None or own is family:
         return family, []
     option = "vision_family" if settings.vision_family is not None else "image_processor"
     return family, [f"`{option}` {explicit} ({own_names[0]})"]
+
+
+def _names(of_folder: dict[str, Any]) -> list[Any]:
+    return [part[key] for key in _NAMES for part in of_folder.values() if part.get(key)]
 
 
 def _registered(name: object) -> type[VisionFamily] | None:
@@ -273,10 +283,10 @@ def _plain(name: object) -> str:
     return "".join(c for c in str(name).lower() if c.isalnum())
 
 
-def _unknown(names: list[Any]) -> ConfigError:
+def _unknown(names: list[Any], why: str = "") -> ConfigError:
     valid = ", ".join(sorted(name for family in vision_families() for name in family.names))
     return ConfigError(
-        f"unknown image processor {', '.join(map(repr, names)) or 'without a name'}; "
+        f"unknown image processor {', '.join(map(repr, names)) or 'without a name'}{why and f' ({why})'}; "
         f"set `vision_family` or `image_processor` to one of {valid}, if the model is one of "
         f"these; otherwise {NEXT_STEP}"
     )

@@ -30,8 +30,8 @@ class Held:
         tokens = images = patches = 0
         for one in samples:
             tokens += len(one.input_ids)
+            images += one.num_images
             if one.image_grid_thw is not None:
-                images += len(one.image_grid_thw)
                 patches += int(one.image_grid_thw.prod(dim=1).sum())
         self.size = tokens, images, patches
 

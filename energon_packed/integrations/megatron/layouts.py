@@ -73,6 +73,11 @@ def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = Tr
             and loss weights, for `megatron-gpt` images.
     """
     check_layout(layout)
+    if batch.vision_inputs:
+        raise ConfigError(
+            f"layout {layout!r} carries pixel_values of patches and image_grid_thw; this vision family has "
+            f"{', '.join(batch.vision_inputs)}; use `transformers_inputs()`"
+        )
     if layout == "megatron-lm":
         return _megatron_lm(batch)
     if layout == "megatron-gpt":

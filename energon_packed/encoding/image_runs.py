@@ -1,0 +1,74 @@
+"""What stands for images in a sample: the tokens of each (ImageRun), and what the vision tower reads (Pixels)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.encoding.vision_inputs import VisionInputs
+
+Int64 = npt.NDArray[np.int64]
+NO_IMAGES: Int64 = np.zeros((0, 3), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRun:
+    """The tokens of one image.
+
+    Attributes:
+        length: tokens.
+        make: gives their ids, int64 (length,); None where all are the family's image token.
+    """
+
+    length: int
+    make: Callable[[], Int64] | None = None
+
+    def features(self, image_token_id: int | None) -> int:
+        """How many of them are image tokens, which the vision tower's features replace."""
+        return self.length if self.make is None else int((self.make() == image_token_id).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """Pixels of the images of a conversation.
+
+    Attributes:
+        values: float32 (patches, patch_dim) tensor, or the ImagePatches that become one; None without images.
+        grids_tensor: int64 (images, 3) tensor, patches in t, h and w.
+        grids: the same as an array.
+        runs: tokens of each image.
+        inputs: what a family has in place of values and grids.
+    """
+
+    values: Any = None
+    grids_tensor: Any = None
+    grids: Int64 = field(default_factory=lambda: NO_IMAGES)
+    runs: Sequence[ImageRun] = ()
+    inputs: VisionInputs | None = None
+
+    @property
+    def patches(self) -> list[int]:
+        """Patches of each image."""
+        return [int(count) for count in self.grids.prod(axis=1)]
+
+
+def expanded(ids: Int64, labels: Int64, image_token_id: int | None, runs: Sequence[ImageRun]) -> tuple[Int64, Int64]:
+    """Token ids and labels, each int64 (L,), with the run of each image in place of its one image token.
+
+    Args:
+        ids: int64 (n,), with one image token for each run.
+        labels: int64 (n,), -100 at image tokens.
+        image_token_id: token that stands for image features.
+        runs: of each image.
+    """
+    repeats = np.ones(len(ids), dtype=np.int64)
+    places = np.flatnonzero(ids == image_token_id)
+    repeats[places] = lengths = [run.length for run in runs]
+    ends = np.cumsum(repeats)[places]
+    ids, labels = np.repeat(ids, repeats), np.repeat(labels, repeats)
+    for run, end, length in zip(runs, ends.tolist(), lengths, strict=True):
+        if run.make is not None:
+            ids[end - length : end] = run.make()
+    return ids, labels
