@@ -6,6 +6,9 @@ energon_packed/integrations/isolation_table.json and the table of docs/isolation
 change. --dry-run prints and writes nothing.
 
 A family counts as clean only where the same test sees the influence when boundaries are withheld.
+
+--images tests the families of tools/tiny_vision.py instead, on rows with images from their own processors, and writes
+the table of those; a processor that does not load here keeps the row that it has.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,12 +29,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from tiny_models import model_types, tiny_config, tiny_model  # noqa: E402
+from tiny_vision import MODELS, PROCESSORS, image_row, vision_model, write_processor  # noqa: E402
 
+from energon_packed import ChatEncoder, EnergonPackedError, PackedBatch  # noqa: E402
+from energon_packed.demo import write_tokenizer  # noqa: E402
+from energon_packed.errors import BatchError  # noqa: E402
 from energon_packed.integrations.isolation import Influence, measure, short_row  # noqa: E402
 
 DATA = ROOT / "energon_packed" / "integrations" / "isolation_table.json"
 PAGE = ROOT / "docs" / "isolation.md"
 SECONDS, MOST_SECONDS, GIGABYTES = 60, 900, 12  # of processor time, of waiting, of memory
+IMAGES_BEGIN, IMAGES_END = "<!-- images table -->", "<!-- end of images table -->"
 BEGIN, END = "<!-- isolation table -->", "<!-- end of isolation table -->"
 GROUPS = {
     "Clean": "clean",
@@ -59,9 +68,25 @@ def family(kind: str, model_type: str, class_name: str) -> dict[str, Any]:
     return row
 
 
-def result(model: Any, attention: str) -> dict[str, Any]:
+def images(name: str) -> dict[str, Any]:
+    """As `family`, of one family with images, or `not_tested`."""
+    row: dict[str, Any] = {"processor": PROCESSORS[name][0], "class": f"{MODELS[name][0]}ForConditionalGeneration"}
+    with TemporaryDirectory() as folder:
+        text = write_tokenizer(Path(folder, "text"), ["What is a house? It is a drawing."], vision=False)
+        try:
+            encoder = ChatEncoder.from_pretrained(write_processor(Path(folder, name), name, text))
+            for attention in ("sdpa", "eager"):
+                row |= result(vision_model(name, encoder, attention), attention, image_row(encoder))
+        except BatchError as error:
+            return row | {"sdpa": "refused", "eager": "refused", "reason": _line(error)}
+        except (EnergonPackedError, ImportError, AttributeError) as error:
+            return row | {"not_tested": _line(error)}
+    return row
+
+
+def result(model: Any, attention: str, batch: PackedBatch | None = None) -> dict[str, Any]:
     """{attention: result} of one model, and what a `kernel` needs or why it `refuses`."""
-    batch = short_row(model)
+    batch = batch or short_row(model)
     bounds = batch.cu_seqlens.tolist()
     inputs = {name: value for name, value in batch.transformers_inputs().items() if name != "labels"}
     try:
@@ -129,9 +154,14 @@ def main() -> None:
     parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--images", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
+    if options.images:
+        found = {name: images(name) for name in MODELS}
+        print(json.dumps(found, indent=1))
+        return None if options.dry_run else write_images(found)
     chosen = [one for one in model_types() if not options.model_types or one[1] in options.model_types]
     rows = []
     with ThreadPoolExecutor(options.processes) as pool:
@@ -142,23 +172,48 @@ def main() -> None:
         write(rows, keep=bool(options.model_types))
 
 
+def write_images(found: dict[str, dict[str, Any]]) -> None:
+    """The table of families with images, as data of the package and in the page."""
+    table = json.loads(DATA.read_text(encoding="utf-8"))
+    before = table.get("images", {})
+    rows = {name: before.get(name, row) if "not_tested" in row else row for name, row in found.items()}
+    _write_data(table, table["families"], rows)
+    lines = ["| processor | model | attention `sdpa` | `eager` |", "|---|---|---|---|"]
+    for row in rows.values():
+        results = [row.get(attention, "not tested") for attention in ("sdpa", "eager")]
+        lines.append(f"| `{row['processor']}` | `{row['class']}` | {results[0]} | {results[1]} |")
+    _between(IMAGES_BEGIN, IMAGES_END, "\n".join(lines))
+
+
+def _between(begin: str, end: str, content: str) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text.split(begin)[0], text.split(end)[1]
+    PAGE.write_text(f"{before}{begin}\n\n{content}\n\n{end}{after}", encoding="utf-8")
+
+
+def _write_data(table: dict[str, Any], found: dict[str, Any], images: dict[str, Any]) -> None:
+    head = ",\n".join(f"{json.dumps(key)}: {json.dumps(table[key])}" for key in ("transformers", "torch"))
+    parts = []
+    for key, rows in (("families", dict(sorted(found.items()))), ("images", images)):
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+        parts.append(f'"{key}": {{\n{lines}\n}}')
+    DATA.write_text("{\n" + ",\n".join([head, *parts]) + "\n}\n", encoding="utf-8")
+
+
 def write(rows: list[dict[str, Any]], *, keep: bool) -> None:
     """The table as data of the package, and in the page; `keep` the families that are not in `rows`.
 
     Where a class has several model types, one that was tested counts.
     """
-    found: dict[str, dict[str, Any]] = json.loads(DATA.read_text(encoding="utf-8"))["families"] if keep else {}
+    before = json.loads(DATA.read_text(encoding="utf-8"))
+    found: dict[str, dict[str, Any]] = before["families"] if keep else {}
     for row in rows:
         name = row["class"]
         if "not_tested" not in row or "not_tested" in found.get(name, row):
             found[name] = {key: value for key, value in row.items() if key != "class"}
     table = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found))
-    head = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in table.items())
-    DATA.write_text(f'{{\n{head},\n"families": {{\n{lines}\n}}\n}}\n', encoding="utf-8")
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{page(found)}\n\n{END}{after}", encoding="utf-8")
+    _write_data(table, found, before.get("images", {}))
+    _between(BEGIN, END, page(found))
 
 
 def page(found: dict[str, dict[str, Any]]) -> str:

@@ -1,13 +1,16 @@
 """Vision families that a Transformers processor serves: processor folders and tiny models of its own classes."""
 
+import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
-from energon_packed import ChatEncoder
+from energon_packed import ChatEncoder, Conversation, MediaReference, Message, PackedBatch, PaddingFreeCollator
 
 _IDEFICS3 = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
@@ -42,8 +45,34 @@ PROCESSORS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], Any]] = {
         {"patch_size": 14, "img_size": 56, "downsample_factor": 2},
         _AYA,
     ),
+    "pixtral": (
+        "PixtralProcessor",
+        "PixtralImageProcessor",
+        {"size": {"longest_edge": 128}, "patch_size": {"height": 16, "width": 16}},
+        {"patch_size": 16},
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    ),
+    "internvl": (
+        "InternVLProcessor",
+        "GotOcr2ImageProcessor",
+        {"size": _SIDE},
+        {"image_seq_length": 4, "video_processor": "InternVLVideoProcessor"},
+        {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+        | {"video_token": "<video>"},
+    ),
+    "llava_onevision": (
+        "LlavaOnevisionProcessor",
+        "LlavaOnevisionImageProcessor",
+        {"size": _SIDE, "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [56, 168]]},
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
+        | {"video_processor": "LlavaOnevisionVideoProcessor"},
+        ("<image>", "<video>"),
+    ),
     "paligemma": ("PaliGemmaProcessor", "SiglipImageProcessorPil", {"size": _SIDE}, {}, ("<image>",)),
 }
+
+
+NEED_TORCHVISION = ("pixtral", "internvl", "llava_onevision")  # their processors do not load without it
 
 
 def write_processor(folder: Path, name: str, text_tokenizer: Path) -> Path:
@@ -56,6 +85,9 @@ def write_processor(folder: Path, name: str, text_tokenizer: Path) -> Path:
         tokenizer.bos_token = "<|im_start|>"
         image_settings = {**image_settings, "image_seq_length": 16}
     images = getattr(transformers, image_processor)(**image_settings)
+    settings = dict(settings)
+    if video := settings.pop("video_processor", None):
+        settings["video_processor"] = getattr(transformers, video)()
     made = getattr(transformers, processor)(images, tokenizer, **settings)
     made.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -95,6 +127,24 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"model_type": "siglip_vision_model", **_VISION},
     ),
     "idefics3": ("Idefics3", {"scale_factor": 2}, {"model_type": "llama"}, _VISION),
+    "pixtral": (
+        "Llava",
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        {"model_type": "mistral", "sliding_window": None},
+        {**_VISION, "model_type": "pixtral", "image_size": 128, "patch_size": 16, "head_dim": 8},
+    ),
+    "internvl": (
+        "InternVL",
+        {"downsample_ratio": 0.5},
+        {"model_type": "qwen2"},
+        {**_VISION, "model_type": "internvl_vision", "image_size": [56, 56], "patch_size": [14, 14]},
+    ),
+    "llava_onevision": (
+        "LlavaOnevision",
+        {"image_grid_pinpoints": _PINPOINTS, "vision_aspect_ratio": "anyres_max_9"},
+        {"model_type": "qwen2"},
+        {"model_type": "siglip_vision_model", **_VISION, "vision_use_head": False},
+    ),
     "aya_vision": (
         "AyaVision",
         {"downsample_factor": 2, "adapter_layer_norm_eps": 1e-6},
@@ -124,3 +174,22 @@ def vision_model(name: str, encoder: ChatEncoder, attention: str) -> Any:
         if parameter.ndim >= 2:  # large enough for images to matter
             torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
     return made.eval()
+
+
+def image_row(encoder: ChatEncoder) -> PackedBatch:
+    """A row of three samples with images of different sizes, and one without."""
+    samples = []
+    for number, shapes in enumerate([[(64, 96)], [], [(120, 40), (50, 200)], [(80, 80)]]):
+        turns = [
+            Message("user", "<image>" * len(shapes) + f"What is a house {number}?"),
+            Message("assistant", "It is."),
+        ]
+        samples.append(encoder.encode(Conversation(messages=turns, images=[_picture(*shape) for shape in shapes])))
+    return PaddingFreeCollator(dummy_images="never").collate(samples)
+
+
+def _picture(height: int, width: int) -> MediaReference:
+    pixels = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return MediaReference(data=stream.getvalue())

@@ -10,6 +10,8 @@ tokenizer_class.py Transformers tokenizers without torch; user_cache.py keeps wh
 token_batch.py    the rules that tokens must keep, in one place
 images.py         headers and decoding; patch_positions.py, mrope.py
 vision.py         vision families; fused_pixels.py, image_patches.py and patch_kernel.py: their pixels, faster
+processor_vision.py  families that a Transformers processor serves; vision_inputs.py: their tensors, joined for a row
+image_runs.py     tokens and pixels of images; dummy.py: a minimal one
 stored_tokens.py  data that is tokenized already
 """
 

@@ -26,10 +26,14 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _PROBES = ((64, 96), (200, 120), (448, 448), (150, 900), (900, 150))  # (height, width) in pixels
+_CHANNELS = (1, 3)  # heights that image_utils.infer_channel_dimension_format takes for a number of channels
 _CONTEXTS = (("a", "b"), ("a ", " b"), ("a\n", "\nb"), ("", ""))
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "text_replacement_offsets"}
 _OF_POSITIONS = {"image_grid_thw", "mm_token_type_ids", "image_position_ids"}
-TESTED = ("LlavaProcessor", "LlavaNextProcessor", "Idefics3Processor", "AyaVisionProcessor")
+TESTED = (
+    *("LlavaProcessor", "LlavaNextProcessor", "LlavaOnevisionProcessor", "Idefics3Processor", "AyaVisionProcessor"),
+    *("PixtralProcessor", "InternVLProcessor"),
+)
 
 
 class ProcessorVision(VisionFamily):
@@ -94,6 +98,9 @@ class ProcessorVision(VisionFamily):
 
         try:
             processor = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
+        except ImportError as error:
+            reason = " ".join(str(error).split()).split(" but it was not found")[0].split(". ")[0]
+            raise ConfigError(f"the processor of {folder} cannot be loaded here: {reason}; install it") from error
         except Exception as error:  # whatever a processor class raises
             detail = " ".join(str(error).split())[:200]
             raise ConfigError(f"Transformers cannot load the processor of {folder} here: {detail}") from error
@@ -164,9 +171,14 @@ class ProcessorVision(VisionFamily):
 
     def _length(self, height: int, width: int) -> int:
         size = (height, width)
+        if height in _CHANNELS:
+            detail = f"{width}x{height} pixels: Transformers takes a height of {height} for color channels"
+            raise RecordError(Reason.CORRUPT_IMAGE, detail)
         if size not in self._lengths:
             known = None if self._constant is None else self._counted([size])[0] + self._constant
             self._lengths[size] = len(self._run_ids(height, width)) if known is None else known
+        if self._lengths[size] < 1:
+            raise RecordError(Reason.CORRUPT_IMAGE, f"{width}x{height} pixels give no token")
         return self._lengths[size]
 
     def _run_ids(self, height: int, width: int) -> Int64:

@@ -93,7 +93,7 @@ def load_vision(folder: str | Path | None, **settings: Any) -> VisionFamily | No
         try:
             vision, overruled = _of_folder(Path(folder), family, explicit.numbers, named=named)
         except ConfigError as error:
-            if family is ProcessorVision and not explicit.numbers:
+            if family is ProcessorVision and not (explicit.numbers or isinstance(error.__cause__, ImportError)):
                 raise _unknown(_names(of_folder), str(error)) from error
             raise
         if overruled := [*notices, *overruled]:

@@ -133,6 +133,7 @@ def isolation_table() -> dict[str, Any]:
 
     `transformers` is the release; `families` has, by class name: `model_type`, `kind` (`text` or `vision`), and by
     attention implementation `clean`, `leaks`, `kernel` (needs the package in `needs`) or `refuses` (it raises).
+    `images` has the families tested with images by their processors, by name.
     """
     table: dict[str, Any] = json.loads(files(__package__).joinpath("isolation_table.json").read_text(encoding="utf-8"))
     return table

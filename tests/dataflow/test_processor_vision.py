@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils import is_torchvision_available as has_torchvision
 
 from energon_packed import ChatEncoder, ConfigError, EncodedSample, PackedBatch, PaddingFreeCollator, check_isolation
 from energon_packed.encoding.processor_vision import TESTED
@@ -15,9 +16,9 @@ from energon_packed.integrations.megatron import megatron_batch
 from tests.encoding.test_processor_vision import pictures, talk
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
-from tiny_vision import MODELS, PROCESSORS, vision_model, write_processor
+from tiny_vision import MODELS, NEED_TORCHVISION, PROCESSORS, vision_model, write_processor
 
-PACKED = [name for name in MODELS if name != "gemma3"]
+PACKED = [name for name in MODELS if name != "gemma3" and (has_torchvision() or name not in NEED_TORCHVISION)]
 
 
 @pytest.fixture(scope="module", params=PACKED)
@@ -84,7 +85,7 @@ def test_packed_equals_separate(model: Any, row: list[EncodedSample]) -> None:
         assert difference.detach().abs().max() <= 1e-5 * max(1.0, float(out.logits.detach().abs().max()))
         counts = [sample.num_supervised for sample in row]
         loss = sum(one.loss * count for one, count in zip(separate, counts, strict=True)) / sum(counts)
-        assert abs(float(out.loss - loss)) <= 1e-5 * float(loss)
+        assert abs(float((out.loss - loss).detach())) <= 1e-5 * float(loss)
         packed = gradients(model, out.loss)
         assert distance(packed, gradients(model, loss)) <= 1e-5
 
@@ -183,4 +184,4 @@ def test_gemma3_is_right_with_one_sample_in_a_row_and_refused_with_several(gemma
 
 
 def test_every_named_processor_is_here() -> None:
-    assert {PROCESSORS[name][0] for name in PACKED} == set(TESTED)
+    assert {PROCESSORS[name][0] for name in MODELS if name != "gemma3"} == set(TESTED)

@@ -15,7 +15,7 @@ from energon_packed.integrations.isolation import isolation_table, measure, shor
 from energon_packed.integrations.transformers import IsolationCheck
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
-from isolation_table import family
+from isolation_table import family, images
 
 _SMALL = {"vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -73,3 +73,13 @@ def test_the_table_is_what_the_script_finds(model_type: str, class_name: str, re
     assert {name: known.get(name) for name in ("sdpa", "eager")} == {
         name: found.get(name) for name in ("sdpa", "eager")
     }
+
+
+@pytest.mark.skipif(
+    transformers.__version__ != isolation_table()["transformers"], reason="the table is of another release"
+)
+@pytest.mark.parametrize(("name", "result"), [("idefics3", "clean"), ("gemma3", "refused")])
+def test_the_table_of_families_with_images_is_what_the_script_finds(name: str, result: str) -> None:
+    found = images(name)
+    assert found["sdpa"] == result
+    assert found == isolation_table()["images"][name]
