@@ -194,6 +194,11 @@ def check_elastic(states: Sequence[dict[str, Any]], distributor: Distributor, sh
             f"epoch is dealt anew to {share.world_size} ranks of {share.num_workers} workers: load what "
             "gather_state(loader) returned, which has the states of all ranks"
         )
+    if any(state.get("schedule", {}).get("learner", {}).get("updates") for state in states):
+        raise BatchError(
+            "the weights of the mixture were updated, and each worker draws by the weights that it took up: finish the "
+            "epoch with the same ranks and workers"
+        )
     if any((state.get("rest") or {}).get("weights") for state in states):
         raise BatchError(
             "the weights of the blend changed in this epoch before, and what is left of it cannot be dealt once more: "

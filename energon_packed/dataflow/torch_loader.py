@@ -130,6 +130,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         self._states: list[str | None] = [None] * self._share.num_workers
         self._to_come: Iterator[Any] | None = None
         self._rest: dict[str, Any] | None = None
+        self._schedule = distributor.schedule
         super().__init__(
             WorkerStreams(self._roles, self._share, by_pipe=not of_torch.get("pin_memory")),
             batch_size=None,
@@ -137,6 +138,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             collate_fn=_unchanged,
             **_corrected(of_torch, num_workers),
         )
+        if self._schedule is not None:
+            self._schedule.in_flight = num_workers * (self.prefetch_factor or 0)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches of the current epoch that were not given yet; after its last one, those of the next epoch.
@@ -163,6 +166,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             if self.num_workers:
                 as_tensors(step.batch)
             self._states[step.worker] = step.state
+            if self._schedule is not None:
+                self._schedule.handed_out(step.worker)
             self._next_worker = (step.worker + 1) % self._share.num_workers
             if step.batch is not None:
                 self._steps += 1
@@ -178,6 +183,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             if self._steps:
                 self._iterator = None  # workers begin anew, at the state
             start = Start(self._epoch, self._next_worker, list(self._states), self._rest)
+            if self._schedule is not None:
+                self._schedule.begin()
             with self.dataset.begin(start):  # type: ignore[attr-defined]
                 self._to_come = super().__iter__()
         return self._to_come
@@ -212,8 +219,17 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         for state in workers:
             if isinstance(state, str):
                 raise BatchError(state)
-        place = {"epoch": self._epoch, "steps": self._steps, "next_worker": self._next_worker, "workers": workers}
-        return self._identity() | place | ({} if self._rest is None else {"rest": self._rest})
+        place: dict[str, Any] = {
+            "epoch": self._epoch,
+            "steps": self._steps,
+            "next_worker": self._next_worker,
+            "workers": workers,
+        }
+        if self._rest is not None:
+            place["rest"] = self._rest
+        if self._schedule is not None:
+            place["schedule"] = self._schedule.state_dict()
+        return self._identity() | place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue behind the batch at which `state` was saved; call it before iterating.
@@ -264,6 +280,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         self._epoch, self._steps, self._next_worker = state["epoch"], state["steps"], state["next_worker"]
         self._states = [None if one is None else json.dumps(one) for one in state["workers"]]
         self._rest = state.get("rest")
+        if self._schedule is not None and "schedule" in state:
+            self._schedule.load_state_dict(state["schedule"])
 
     def _share_of(self, worker: int) -> Share:
         return replace(self._share, worker=worker, epoch=self._epoch)
@@ -297,6 +315,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
                 raise ConfigError(message)
             _log.warning("%s", message)
         self._epoch += 1
+        if self._schedule is not None:
+            self._schedule.end_epoch()
         self._steps = self._next_worker = 0
         self._states = [None] * self._share.num_workers
         self._to_come = self._rest = None

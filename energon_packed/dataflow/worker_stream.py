@@ -92,6 +92,18 @@ class WorkerStream:
         self._saved = state
 
     def __iter__(self) -> Iterator[Step]:
+        schedule, steps = self.roles.distributor.schedule, self._steps()
+        if schedule is not None:
+            schedule.start(self._saved.get("schedule"))
+        while True:
+            if schedule is not None:
+                schedule.before_step(self._number)
+            try:
+                yield next(steps)
+            except StopIteration:
+                return
+
+    def _steps(self) -> Iterator[Step]:
         self._restore_buffer()
         while True:
             while (group := self._buffer.pop()) is not None:
@@ -125,6 +137,8 @@ class WorkerStream:
                 "SimpleBatcher, or a source that can be read again (a function that returns an iterator, a dataset)"
             )
         place = {"cursor": self._cursor, "number": self._number, "last": self._last, "ended": self._ended}
+        if self.roles.distributor.schedule is not None:
+            place["schedule"] = self.roles.distributor.schedule.stream_state()
         return f"{json.dumps(place)[:-1]}, {self._buffer.state()}}}"
 
     def _step(self, group: list[Held]) -> Step:

@@ -4,7 +4,7 @@ base.py              Distributor, Item: counts, guards and re-reads
 map.py               map-style datasets, a permutation every epoch
 iterable.py          any stream, dealt item by item
 rank_partitioned.py  files or shards, dealt part by part
-mixture.py           several distributors by ratio
+mixture.py           several distributors by ratio; weights that learn: bandit.py, from which item on: schedule.py
 energon.py           packs in Energon's own order
 """
 

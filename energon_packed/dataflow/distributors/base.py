@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from energon_packed.dataflow.distributors.schedule import WeightSchedule
 from energon_packed.dataflow.share import Share
 from energon_packed.errors import BatchError
 
@@ -35,11 +36,13 @@ class Distributor(ABC):
             be saved while a packer holds samples out of order.
         endless: the items of a share never end.
         read_ahead: items that are read and encoded together.
+        schedule: of weights that may change while it is read; None where nothing does.
     """
 
     can_seek: bool = True
     endless: bool = False
     read_ahead: int = 32
+    schedule: WeightSchedule | None = None
 
     @abstractmethod
     def items(self, share: Share, start: Any) -> Iterator[Item]:

@@ -1,35 +1,56 @@
 """MixtureDistributor: items of several distributors by ratio, in a sequence that the seed decides."""
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from energon_packed.dataflow.distributors.bandit import ExponentialWeights, of_all_ranks, of_first_rank
 from energon_packed.dataflow.distributors.base import Distributor, Item
+from energon_packed.dataflow.distributors.schedule import WeightSchedule
 from energon_packed.dataflow.share import Share
 from energon_packed.errors import ConfigError
 
 _BLOCK = 4096  # random numbers that are drawn together
+_log = logging.getLogger(__name__)
 
 
 class MixtureDistributor(Distributor):
     """Draws the next item from one of several distributors, with probability proportional to its weight.
 
     The draws depend on seed, epoch and number of the item alone, so the k-th item of every share comes from the same
-    distributor, as long as none of them has ended.
+    distributor, as long as none of them has ended. Weights can learn from what training sees:
+
+        mixture = MixtureDistributor([chats, code], [1, 1], repeat=True, names=["chats", "code"])
+        for batch in DataflowLoader(mixture, num_workers=2):
+            ...
+            mixture.update({"chats": 2.1, "code": 0.9})         # on every rank, after the same batch
 
     Args:
         distributors: what is mixed.
         weights: one number above 0 for each.
         repeat: True draws indefinitely: a distributor that ends begins its next epoch, and the shares of the weights
             hold. False gives every item once: one that ends leaves the draw, and the epoch ends with the last one.
+        names: of the distributors, for `update`: those of their data sets, as in `batch.loss_by_source`; by default
+            their numbers, "0", "1" and so on.
+        smoothing: of the rewards of `update`, 0 (only the newest counts) to below 1.
 
     Raises:
-        ConfigError: weights that do not fit.
+        ConfigError: weights or names that do not fit.
     """
 
-    def __init__(self, distributors: Sequence[Distributor], weights: Sequence[float], *, repeat: bool = False) -> None:
+    def __init__(
+        self,
+        distributors: Sequence[Distributor],
+        weights: Sequence[float],
+        *,
+        repeat: bool = False,
+        names: Sequence[str] | None = None,
+        smoothing: float = 0.9,
+    ) -> None:
         if not distributors or len(distributors) != len(weights):
             raise ConfigError(
                 f"{len(distributors)} distributors have {len(weights)} `weights`; pass one weight for each"
@@ -42,6 +63,80 @@ class MixtureDistributor(Distributor):
         self.can_seek = all(one.can_seek for one in distributors)
         self.endless = repeat or any(one.endless for one in distributors)
         self.read_ahead = min(one.read_ahead for one in distributors)
+        self.names = [str(one) for one in (range(len(weights)) if names is None else names)]
+        if len(set(self.names)) != len(self.distributors):
+            raise ConfigError(
+                f"`names` has {len(set(self.names))} different names for {len(distributors)} distributors; pass one "
+                "for each"
+            )
+        if not 0 <= smoothing < 1:
+            raise ConfigError(f"`smoothing` is {smoothing}; it must be at least 0 and below 1")
+        self.schedule: WeightSchedule = WeightSchedule(
+            ExponentialWeights(self.weights, smoothing), read_ahead=self.read_ahead
+        )
+        for one in distributors:
+            if one.schedule is not None:
+                one.schedule.is_inner = True
+
+    @property
+    def current_weights(self) -> dict[str, float]:
+        """By name, with the sum 1: what the last `update` decided, or the `weights` of the beginning."""
+        return dict(zip(self.names, self.schedule.learner.weights, strict=True))
+
+    def update(self, rewards: Mapping[str, Any], *, group: Any = None) -> dict[str, float]:
+        """Give sources of a high reward a larger weight, by `ExponentialWeights`; the weights are logged.
+
+        Every rank calls it after the same batch; with a torch.distributed process group, the reward of a source is
+        the mean over the ranks that have one, and every rank gets the same weights. Without, each process decides by
+        its own rewards. In DataflowLoader, new weights hold from a batch of every worker on that none can have begun:
+        the next one with `num_workers` 0, else after `prefetch_factor * num_workers` more of each worker. The worker's
+        next `read_ahead` items, and those that wait in a packer, are drawn already. Nothing of this differs between
+        two runs, and the loader's state has all of it.
+
+        Args:
+            rewards: by name, numbers or scalar tensors, for instance `batch.loss_by_source(logits)`; a source
+                without a sample is left out. May be empty.
+            group: process group; by default all processes.
+
+        Returns:
+            The weights by name, with the sum 1.
+
+        Raises:
+            ConfigError: an unknown name, or a reward that is not finite; on every rank, whichever has it.
+        """
+        if self.schedule.is_inner:
+            raise ConfigError("this mixture is part of another one; call `update` on the outer mixture")
+        own = {str(name): float(reward) for name, reward in rewards.items()}
+        ranks = of_all_ranks((own, self.schedule.next_step()), group)
+        steps = [step for _, step in ranks]
+        if max(steps) - min(steps) > 1:
+            raise ConfigError(
+                f"ranks are {max(steps) - min(steps)} batches apart; call `update` after the same batch on each"
+            )
+        learner = self.schedule.learner
+        learner.update(self._mean_rewards([found for found, _ in ranks]))
+        learner.load_state_dict(of_first_rank(learner.state_dict(), group))
+        self.schedule.announce(max(steps), learner.weights)
+        shown = ", ".join(f"{name} {weight:.4f}" for name, weight in self.current_weights.items())
+        _log.info("update %d of the mixture, from step %d of each worker: %s", learner.updates, max(steps), shown)
+        return self.current_weights
+
+    def _mean_rewards(self, ranks: Sequence[Mapping[str, float]]) -> dict[int, float]:
+        """By number of the distributor, over the ranks that have one."""
+        found: dict[int, list[float]] = {}
+        for rank, rewards in enumerate(ranks):
+            for name, reward in rewards.items():
+                if name not in self.names:
+                    raise ConfigError(
+                        f"a reward names {name!r}, and the mixture has {', '.join(self.names)}; pass `names` to "
+                        "MixtureDistributor as the rewards name its data sets"
+                    )
+                if not math.isfinite(reward):
+                    raise ConfigError(
+                        f"the reward of {name!r} is {reward} on rank {rank}; leave out what is not finite"
+                    )
+                found.setdefault(self.names.index(name), []).append(reward)
+        return {source: math.fsum(found[source]) / len(found[source]) for source in sorted(found)}
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
         """Items by draw; a cursor holds, of each distributor, its epoch, cursor, number, and whether it ended."""
@@ -57,7 +152,8 @@ class MixtureDistributor(Distributor):
         while not all(one[3] for one in of):
             if draws is None or number % _BLOCK == 0:
                 draws = share.rng(number // _BLOCK, 2).random(_BLOCK)
-            child = self._drawn(float(draws[number % _BLOCK]), [one[3] for one in of])
+            weights = self.schedule.weights_at(number)
+            child = self._drawn(float(draws[number % _BLOCK]), weights, [one[3] for one in of])
             now[0] = wanted(number)
             item = self._next(child, share, of, streams, lambda _: now[0])
             if item is None:
@@ -88,9 +184,9 @@ class MixtureDistributor(Distributor):
         inner = [one.identity() for one in self.distributors]
         return super().identity() | {"weights": self.weights, "repeat": self.repeat, "of": inner}
 
-    def _drawn(self, draw: float, ended: list[bool]) -> int:
+    def _drawn(self, draw: float, weights: Sequence[float], ended: list[bool]) -> int:
         """The distributor for a random number in [0, 1), among those that have not ended."""
-        left = np.cumsum([0.0 if end else weight for weight, end in zip(self.weights, ended, strict=True)])
+        left = np.cumsum([0.0 if end else weight for weight, end in zip(weights, ended, strict=True)])
         last = max(place for place, end in enumerate(ended) if not end)  # where rounding reaches the end
         return min(int(np.searchsorted(left, draw * left[-1], side="right")), last)
 
