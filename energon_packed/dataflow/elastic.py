@@ -196,7 +196,7 @@ def check_elastic(states: Sequence[dict[str, Any]], distributor: Distributor, sh
         )
     if any(state.get("schedule", {}).get("learner", {}).get("updates") for state in states):
         raise BatchError(
-            "the weights of the mixture were updated, and each worker draws by the weights that it took up: finish the "
+            "the weights of the mixture were updated, and each worker draws by those that it took up: finish the "
             "epoch with the same ranks and workers"
         )
     if any((state.get("rest") or {}).get("weights") for state in states):

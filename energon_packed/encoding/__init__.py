@@ -3,9 +3,10 @@
     Conversation ──rendering──► text + supervised spans ──tokenizer──► TokenBatch ──vision──► EncodedSample
 
 chat.py           ChatEncoder: the path above, for measuring and encoding alike
-template.py       the chat template; turns.py: where its turns stand; completeness.py: what it drops
+template.py       the chat template; turns.py: where its turns stand; completeness.py: what it drops; time_limit.py
 rendering.py      text and targets; skeleton.py and purity.py: without Jinja where that is proved
 tokenizer.py      ids and supervised tokens of texts; engines.py, engine_proof.py and engine_corpus.py: what tokenizes
+special_text.py   special tokens that a conversation writes stay text; held_tokenizer.py: their ids
 tokenizer_class.py Transformers tokenizers without torch; user_cache.py keeps what was found out about them
 token_batch.py    the rules that tokens must keep, in one place
 images.py         headers and decoding; patch_positions.py, mrope.py

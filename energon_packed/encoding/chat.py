@@ -27,6 +27,7 @@ from energon_packed.encoding.pretrained import PretrainedTokenizer, load_vision_
 from energon_packed.encoding.processor import Measurement, Processor
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
+from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.token_batch import TokenBatch, TokenRules
 from energon_packed.encoding.tokenizer import TextTokenizer
@@ -39,7 +40,7 @@ from energon_packed.seqlens import position_ids_from_cu_seqlens
 Int64 = npt.NDArray[np.int64]
 _BATCH = 256  # conversations tokenized and checked together
 _NO_MEDIA = MediaSize()
-_VERSION = 6  # raise it when the same input gives other tokens
+_VERSION = 7  # raise it when the same input gives other tokens
 _DATE_NOTE = "{# energon-packed: always the same date #}"  # in the fingerprint since version 4
 
 
@@ -57,6 +58,7 @@ class ChatEncoder(Processor):
         *,
         loss_on: LossOn = "assistant",
         tokenizer_engine: EngineName = "auto",
+        allow_special_in_text: bool = False,
     ) -> None:
         """Wrap loaded parts; `from_pretrained` loads them.
 
@@ -65,6 +67,7 @@ class ChatEncoder(Processor):
             vision: how images are seen; None for text only.
             loss_on: which text is supervised: every assistant turn, the last one, or all text.
             tokenizer_engine: as `TextTokenizer` takes it; the ids are the same.
+            allow_special_in_text: special tokens written in a text are control tokens, not text.
 
         Raises:
             ConfigError: a slow tokenizer, an unknown `loss_on`, a tokenizer without the family's image token, or an
@@ -75,15 +78,17 @@ class ChatEncoder(Processor):
         self._given = tokenizer
         self.parts = tokenizer.parts if isinstance(tokenizer, PretrainedTokenizer) else TokenizerParts.of(tokenizer)
         self.vision = vision
-        self.text_tokenizer = TextTokenizer(self.parts.backend, tokenizer_engine)
+        control = [] if allow_special_in_text else control_tokens_of(self.parts, vision)
+        self.text_tokenizer = TextTokenizer(self.parts.backend, tokenizer_engine, control=control)
         backend = self.text_tokenizer.backend
-        eos = self.parts.eos_token or ""
+        template, eos = ChatTemplate(self.parts), self.parts.eos_token
         ends = backend.encode("a", add_special_tokens=True).ids[-1:]
         self.renderer = Renderer(
-            ChatTemplate(self.parts),
+            template,
             placeholder=vision.placeholder if vision else None,
-            end="" if ends == [backend.token_to_id(eos)] else eos,
+            end="" if eos is not None and ends == [backend.token_to_id(eos)] else eos,
             loss_on=loss_on,
+            special=SpecialText(control, template.source) if control else None,
         )
         self._rules = TokenRules(vocabulary=self.parts.vocabulary)
         if vision is not None:
@@ -106,6 +111,7 @@ class ChatEncoder(Processor):
         *,
         loss_on: LossOn = "assistant",
         tokenizer_engine: EngineName = "auto",
+        allow_special_in_text: bool = False,
         **image_settings: Any,
     ) -> "ChatEncoder":
         """Load a tokenizer folder and, for images, a processor folder or a named image processor.
@@ -115,6 +121,7 @@ class ChatEncoder(Processor):
             processor_dir: folder with preprocessor_config.json.
             loss_on: `assistant` (every assistant turn), `last` (the last one) or `all` (all text).
             tokenizer_engine: `fastokens` where it is proved equal (`auto`), or one of `tokenizers`, `fastokens`.
+            allow_special_in_text: special tokens written in a text are control tokens, not text.
             image_settings: `image_processor`, `factor` and the others of `ImageSettings`.
 
         Raises:
@@ -122,7 +129,8 @@ class ChatEncoder(Processor):
         """
         tokenizer = PretrainedTokenizer(tokenizer_dir)
         vision = load_vision_for(tokenizer_dir, processor_dir, **image_settings)
-        return cls(tokenizer, vision, loss_on=loss_on, tokenizer_engine=tokenizer_engine)
+        options: Any = {"tokenizer_engine": tokenizer_engine, "allow_special_in_text": allow_special_in_text}
+        return cls(tokenizer, vision, loss_on=loss_on, **options)
 
     @property
     def tokenizer(self) -> Any:
@@ -265,6 +273,7 @@ class ChatEncoder(Processor):
             "special": self.parts.special_tokens,
             "template": None if source is None else source + _DATE_NOTE,
             "loss_on": self.renderer.loss_on,
+            **({} if self.renderer.special else {"allow_special_in_text": True}),
         }
         images = [vision.config(), vision.length_config()] if vision else [None]
         texts = [json.dumps({**parts, "vision": one}, sort_keys=True, default=str) for one in images]

@@ -1,10 +1,12 @@
 """Renderer: a conversation becomes the text that is tokenized, and which of its characters are supervised."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from energon_packed.encoding.completeness import Messages, check_rendered, turn_places
 from energon_packed.encoding.skeleton import Span
+from energon_packed.encoding.special_text import HeldText, SpecialText
 from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation
@@ -33,15 +35,25 @@ class Renderer:
     Attributes:
         template: the tokenizer's.
         placeholder: what stands for an image in the text of the vision family; None where there is none.
-        end: appended to a document; "" where the tokenizer does that.
+        end: appended to a document; "" where the tokenizer does that, None where it has no such token.
         loss_on: which text is supervised: every assistant turn, the last one, or all text.
+        special: holds the special tokens that conversations write; None lets them be control tokens.
     """
 
-    def __init__(self, template: ChatTemplate, *, placeholder: str | None, end: str, loss_on: LossOn) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        *,
+        placeholder: str | None,
+        end: str | None,
+        loss_on: LossOn,
+        special: SpecialText | None = None,
+    ) -> None:
         self.template = template
         self.placeholder = placeholder
         self.end = end
         self.loss_on = loss_on
+        self.special = special
 
     def render(self, conversation: Conversation) -> Rendered:
         """Text and supervised characters of messages or a document.
@@ -49,6 +61,31 @@ class Renderer:
         Raises:
             ConfigError, RecordError, TemplateError: as `ChatTemplate.render_with_spans`.
         """
+        held = self.held(conversation)
+        if held is conversation:
+            return self._rendered(conversation)
+        rendered = self._rendered(held)
+        return rendered._replace(text=HeldText(rendered.text))
+
+    def held(self, conversation: Conversation) -> Conversation:
+        """The conversation as it is rendered: with special tokens of its own held."""
+        if self.special is None:
+            return conversation
+        text = (conversation.text or "").removesuffix(self.end or "")
+        if not text or text == conversation.text:
+            return self.special.hold(conversation)
+        held = self.special.hold(replace(conversation, text=text))
+        return conversation if held.text == text else replace(held, text=f"{held.text}{self.end}")
+
+    def notes(self, conversation: Conversation) -> list[str]:
+        """What a run counts: special tokens that stay text, and documents without an end."""
+        found = self.special.found(conversation) if self.special else []
+        notes = [f"special token {token} in a text: kept as text" for token in found]
+        if conversation.text is not None and self.end is None:
+            notes.append("document without an end: the tokenizer has no end-of-text token")
+        return notes
+
+    def _rendered(self, conversation: Conversation) -> Rendered:
         if conversation.text is not None:
             return Rendered(self._document(conversation), None, True)
         roles, _, extras, weights = zip(*conversation.messages, strict=True)
@@ -108,7 +145,7 @@ class Renderer:
         text = conversation.text or ""
         if conversation.images:
             text = self._with_placeholders([text])[0]
-        return text if text.endswith(self.end) else text + self.end
+        return text if text.endswith(self.end or "") else f"{text}{self.end}"
 
     def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
         """The messages as the template takes them."""

@@ -44,7 +44,7 @@ def _by_turn(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSa
     text = encoder.renderer.render(conversation).text
     targets = _without_image_runs(sample)
     flags = []
-    for place in _turns(encoder, conversation, text):
+    for place in _turns(encoder, encoder.renderer.held(conversation), text):
         covered = encoder.text_tokenizer.encode([text], [[place]]).covered[: len(targets)]
         flags.append(bool((covered & targets[: len(covered)]).any()))
     return flags

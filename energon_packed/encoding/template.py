@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from energon_packed.encoding.purity import Guard, content_guard
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
 from energon_packed.encoding.template_memo import TemplateMemo
+from energon_packed.encoding.time_limit import OutOfTime, time_limit
 from energon_packed.encoding.tokenizer_parts import TokenizerParts
 from energon_packed.encoding.turns import TurnFinder, TurnShape
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
@@ -23,6 +24,10 @@ fall back to the same one."""
 _DIRECTIVES = ("Y", "y", "m", "B", "b", "d", "-d", "e", "A", "a", "j", "H", "I", "M", "S", "p")
 _PROBES = (" a \n", "", "<b>&'", "Ab cD", "</think>x", "{{ 1 }}")
 RESULT_TAGS = ("<tool_response>", "</tool_response>")
+RENDER_LIMIT = 10.0
+"""Seconds of computing in which a template must render one conversation."""
+_SMALL = 100_000  # characters of messages and tools that no template needs long for
+_OF_A_RECORD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -272,23 +277,38 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, spans = render_jinja_template(
-                conversations=[list(messages)],
-                tools=list(tools) if tools else None,
-                chat_template=self._dated,
-                **options,
-                **self._variables,
-            )
+            with time_limit(RENDER_LIMIT):
+                texts, spans = render_jinja_template(
+                    conversations=[list(messages)],
+                    tools=list(tools) if tools else None,
+                    chat_template=self._dated,
+                    **options,
+                    **self._variables,
+                )
+        except OutOfTime:
+            raise _out_of_time(len(str(messages)) + len(str(tools))) from None
         except TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template is not valid Jinja: {error}; fix it in the tokenizer folder"
             ) from error
-        except (UndefinedError, TypeError, ValueError, LookupError) as error:
-            raise RecordError(Reason.MISSING_FIELD, f"the chat template cannot render it: {error}") from error
+        except (UndefinedError, *_OF_A_RECORD) as error:
+            detail = str(error) or type(error).__name__
+            raise RecordError(Reason.MISSING_FIELD, f"the chat template cannot render it: {detail}") from error
         except JinjaError as error:  # what `raise_exception` in a template raises
             roles = " ".join(message["role"] for message in messages)
             raise RecordError(Reason.BAD_ROLE, f"the chat template rejects the turns {roles}: {error}") from error
         return texts[0], [tuple(span) for span in spans[0]] if spans else []
+
+
+def _out_of_time(size: int) -> TemplateError | RecordError:
+    """The error for a template that did not finish: its own, where the conversation is small."""
+    if size < _SMALL:
+        return TemplateError(
+            f"the chat template did not finish rendering a conversation of {size:,} characters in {RENDER_LIMIT:g} "
+            "seconds; fix its loops in the tokenizer folder"
+        )
+    detail = f"the chat template did not finish in {RENDER_LIMIT:g} seconds ({size:,} characters); split the record"
+    return RecordError(Reason.NOT_RENDERED, detail)
 
 
 def _with_json_arguments(call: Any) -> Any:

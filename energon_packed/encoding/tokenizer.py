@@ -29,7 +29,9 @@ from energon_packed.encoding.engines import (
     compare,
     is_safe_here,
 )
+from energon_packed.encoding.held_tokenizer import HeldTokenizer
 from energon_packed.encoding.skeleton import Span
+from energon_packed.encoding.special_text import HeldText, control_tokens
 from energon_packed.errors import ConfigError, EngineMismatch
 
 Int32 = npt.NDArray[np.int32]
@@ -65,18 +67,20 @@ class TextTokenizer:
         backend: the tokenizer; padding and truncation are turned off.
         engine: of `ENGINES`. `auto` takes fastokens for many texts, if it is installed, proved for this tokenizer and
             safe in this process; else tokenizers.
+        control: tokens that a conversation may write as text, as `SpecialText` holds them.
 
     Raises:
         ConfigError: an unknown engine, or `fastokens` where it cannot be used.
     """
 
-    def __init__(self, backend: Any, engine: EngineName = "auto") -> None:
+    def __init__(self, backend: Any, engine: EngineName = "auto", *, control: Sequence[str] = ()) -> None:
         if engine not in ENGINES:
             raise ConfigError(f"`tokenizer_engine` is {engine!r}; use one of {', '.join(ENGINES)}")
         self.backend = backend
         backend.no_padding()
         backend.no_truncation()
         self.serialized: str = backend.to_str()
+        self._control = control_tokens(control)
         settings = json.loads(self.serialized)
         self._form = _normal_form(settings.get("normalizer"))
         self._is_byte_level = _is_byte_level(settings) and self._form is not None
@@ -160,9 +164,30 @@ class TextTokenizer:
         Raises:
             EngineMismatch: a text that both engines tokenized got different ids.
         """
+        if any([type(text) is HeldText for text in texts]):
+            return self._with_held(texts, spans, special)
         input_ids, cu_seqlens = self._ids(texts, special)
         self._seen += len(texts)
         return TokenizedTexts(input_ids, self._covered(texts, spans, input_ids, cu_seqlens), cu_seqlens)
+
+    @cached_property
+    def _held_tokenizer(self) -> HeldTokenizer:
+        return HeldTokenizer(self.serialized, self._control)
+
+    def _with_held(self, texts: Sequence[str], spans: Sequence[Spans], special: bool) -> TokenizedTexts:
+        """As `encode`, where special tokens in some of the texts are text: those take tokenizers."""
+        pieces: dict[int, tuple[Int64, Bool]] = {}
+        others = [number for number, text in enumerate(texts) if type(text) is not HeldText]
+        for number, text in enumerate(texts):
+            if type(text) is HeldText:
+                pieces[number] = self._held_tokenizer.encode(text, spans[number], special=special)
+        if others:
+            found = self.encode([texts[n] for n in others], [spans[n] for n in others], special=special)
+            for number, start, end in zip(others, found.cu_seqlens[:-1], found.cu_seqlens[1:], strict=True):
+                pieces[number] = (found.input_ids[start:end], found.covered[start:end])
+        ids, covered = zip(*[pieces[number] for number in range(len(texts))], strict=True)
+        cu_seqlens = np.concatenate([[0], np.cumsum([len(one) for one in ids])]).astype(np.int64)
+        return TokenizedTexts(np.concatenate(ids), np.concatenate(covered), cu_seqlens)
 
     def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:
         """(input_ids, cu_seqlens) as `Engine.encode`; texts that the normalizer changes take tokenizers."""

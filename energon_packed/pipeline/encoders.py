@@ -33,6 +33,7 @@ class EncoderOptions:
     patch_order: PatchOrder = "auto"
     loss_on: LossOn = "assistant"
     tokenizer_engine: EngineName = "auto"
+    allow_special_in_text: bool = False
 
     def __post_init__(self) -> None:
         for folder in ("tokenizer", "processor"):
@@ -52,7 +53,8 @@ class EncoderOptions:
     def as_dict(self) -> dict[str, Any]:
         """Plain types, for the manifest: what decides the tokens, so not the engine."""
         given = {name: v for name, v in asdict(self).items() if v is not None and name != "tokenizer_engine"}
-        given = {name: v for name, v in given.items() if (name, v) != ("patch_order", "auto")}
+        silent = (("patch_order", "auto"), ("allow_special_in_text", False))
+        given = {name: v for name, v in given.items() if (name, v) not in silent}
         return {name: str(v) if isinstance(v, Path) else v for name, v in given.items()}
 
 
@@ -92,6 +94,7 @@ def _load_encoder(options: EncoderOptions, *stamps: object) -> ChatEncoder:
         options.processor,
         loss_on=options.loss_on,
         tokenizer_engine=options.tokenizer_engine,
+        allow_special_in_text=options.allow_special_in_text,
         image_processor=options.image_processor,
         vision_family=options.vision_family,
         factor=options.factor,

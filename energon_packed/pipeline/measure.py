@@ -208,6 +208,8 @@ class Measurer:
             made["narrow"] = [c is None or self.reader.fits_narrow(c) for c in conversations]
             for name, found_texts in count_texts(conversations).items():
                 counts[name].update(found_texts)
+            if isinstance(encoder, ChatEncoder):
+                counts["notes"].update(note for c in conversations if c for note in encoder.renderer.notes(c))
             if first is None:
                 first = _first_reject(len(columns["id"]), made["id"], results)
             for name, values in made.items():

@@ -86,6 +86,9 @@ class InputOptions:
         "auto", help="What tokenizes; the tokens are the same. auto: fastokens where it is proved equal to "
         "tokenizers.", group=TOKENS, choices=ENGINES,
     )  # fmt: skip
+    allow_special_in_text: bool = option(
+        False, help="Special tokens written in a text, such as </s>, are control tokens.", group=TOKENS
+    )
     encoder: Processor | None = None
     processor: Path | None = option(
         None, help="Folder with preprocessor_config.json.", group=IMAGES, shown_default="--tokenizer", metavar="DIR"

@@ -24,7 +24,7 @@ _TRANSLATED = (
 )  # fmt: skip
 TRAINING_NAMES = (*_TRANSLATED, *TRAINING_ONLY)
 _PROCESSOR = ("tokenizer", "processor", "image_processor", "factor", "min_pixels", "max_pixels", "loss_on",
-              "tokenizer_engine")  # fmt: skip
+              "tokenizer_engine", "allow_special_in_text")  # fmt: skip
 _STRATEGIES = {"first_fit": "ffd", "best_fit": "bfd", "sequential": "sequential"}
 _SIZED = re.compile(r"(window|pool)_([1-9][0-9]*)")
 

@@ -238,7 +238,8 @@ def test_nothing_supervised_is_refused(encoder: ChatEncoder) -> None:
                 call(normalize(record))
 
 
-def test_image_tokens_in_text_are_refused(encoder: ChatEncoder) -> None:
+def test_image_tokens_in_text_are_refused(tokenizer_dir: Path) -> None:
+    encoder = ChatEncoder.from_pretrained(tokenizer_dir, allow_special_in_text=True)
     for token in ("<|image_pad|>", "<|video_pad|>"):
         record = {"prompts": [f"What is {token}?"], "captions": ["A token."]}
         for call in (encoder.encode, encoder.length):
