@@ -1,4 +1,6 @@
 # The public names, in one list: loaded when they are first used, so that importing the package costs nothing.
+from .dataflow import BalancedPoolPacker as BalancedPoolPacker
+from .dataflow import BalancedSampler as BalancedSampler
 from .dataflow import Collator as Collator
 from .dataflow import DataflowConfig as DataflowConfig
 from .dataflow import DataflowLoader as DataflowLoader
@@ -57,7 +59,9 @@ from .formats import StoredImage as StoredImage
 from .formats import StoredSample as StoredSample
 from .formats import register_codec as register_codec
 from .integrations.isolation import check_isolation as check_isolation
+from .packing import CostModel as CostModel
 from .packing import PackPlan as PackPlan
+from .packing import RowSizes as RowSizes
 from .packing import pack_lengths as pack_lengths
 from .pipeline import PackOptions as PackOptions
 from .pipeline import PackResult as PackResult

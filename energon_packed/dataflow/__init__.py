@@ -7,6 +7,7 @@ collator.py       Collator, PaddingFreeCollator; features.py: ordinary features
 distributors/     which items a rank and worker reads; share.py: its share
 elastic.py        the rest of an epoch for other ranks or workers; reweighted.py: for other weights
 packers/          which samples share a row
+balance.py        ranks of one step get rows of similar cost
 process.py        items to encoded samples; encode.py: packs to encoded samples
 torch_loader.py   DataflowLoader: the roles under torch, by torch_workers.py and worker_stream.py
 config.py         DataflowConfig: raw records, for the next two
@@ -24,6 +25,7 @@ resharding.py     data that another tool would split over ranks again
 energon/          the same roles under Energon, and its loader
 """
 
+from energon_packed.dataflow.balance import BalancedSampler
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.config import DataflowConfig
@@ -41,7 +43,14 @@ from energon_packed.dataflow.energon import LoaderConfig, PackedLoader, PackedTa
 from energon_packed.dataflow.joint_loader import JointLoader
 from energon_packed.dataflow.metrics import FlowMetrics
 from energon_packed.dataflow.packed_iterable import PackedIterableDataset
-from energon_packed.dataflow.packers import Packer, PlannedPacker, PoolPacker, SequentialPacker, SimpleBatcher
+from energon_packed.dataflow.packers import (
+    BalancedPoolPacker,
+    Packer,
+    PlannedPacker,
+    PoolPacker,
+    SequentialPacker,
+    SimpleBatcher,
+)
 from energon_packed.dataflow.planned_dataset import PlannedDataset, plan_in_memory
 from energon_packed.dataflow.raw_loader import get_raw_loader
 from energon_packed.dataflow.share import Share
@@ -50,6 +59,8 @@ from energon_packed.dataflow.steps import steps_per_epoch
 from energon_packed.dataflow.torch_loader import DataflowLoader
 
 __all__ = [
+    "BalancedPoolPacker",
+    "BalancedSampler",
     "Collator",
     "DataflowConfig",
     "DataflowLoader",

@@ -13,9 +13,11 @@ from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.failures import verify_tells
 from energon_packed.dataflow.manifests import processor_for
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
+from energon_packed.encoding.conversation_media import measure_media
 from energon_packed.errors import FormatError, RecordError
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
+from energon_packed.packing.balance import RowSizes
 from energon_packed.pipeline.keys import digest
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.split import shards_in_split
@@ -157,6 +159,19 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         ]
         return np.concatenate(parts)
 
+    def row_sizes(self) -> RowSizes:
+        """What decides the cost of each pack, for balance over ranks.
+
+        The first use reads what every pack recorded, and the headers of its images.
+        """
+        starts = np.concatenate([[0], self._ends[:-1]])
+        parts = [
+            folder.sizes(self.encoder)[self._packs[start:end]]
+            for folder, start, end in zip(self._folders, starts, self._ends, strict=True)
+        ]
+        names = ("tokens", "squares", "patches")
+        return RowSizes(**{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
+
     def _place(self, index: int) -> tuple[int, int]:
         """(dataset of the blend, number of the pack in it)."""
         number = index % len(self)
@@ -171,7 +186,9 @@ class _Folder:
         self.reader = ShardReader(shards_in_split(found.split.path, found.split.split))
         self.source = SampleSource(str(found.split.path), found.subflavors)
         self._recorded_codec = codec_for(manifest.sample_class) if manifest else None
-        self._lengths: Int64 | None = None
+        self._lengths: list[Int64] | None = None
+        self._sizes: RowSizes | None = None
+        self._has_images = manifest is None or manifest.images > 0
 
     def sample(self, pack: int) -> PackSample:
         return load_pack(self._codec, self.reader[pack])
@@ -182,15 +199,32 @@ class _Folder:
 
     def lengths(self, encoder: Processor) -> Int64:
         if self._lengths is None:
-            self._lengths = np.array([self._length(pack, encoder) for pack in range(len(self.reader))], dtype=np.int64)
-        return self._lengths
+            self._lengths = [np.array(self._of_pack(pack, encoder)) for pack in range(len(self.reader))]
+        return np.array([one.sum() for one in self._lengths], dtype=np.int64)
+
+    def sizes(self, encoder: Processor) -> RowSizes:
+        if self._sizes is None:
+            tokens = self.lengths(encoder)
+            squares = np.array([(one**2).sum() for one in self._lengths or ()], dtype=np.int64)
+            patches = np.array([self._patches(pack, encoder) for pack in range(len(tokens))], dtype=np.int64)
+            self._sizes = RowSizes(tokens=tokens, squares=squares, patches=patches)
+        return self._sizes
+
+    def _patches(self, pack: int, encoder: Processor) -> int:
+        vision = getattr(encoder, "vision", None)
+        if vision is None or not self._has_images:
+            return 0
+        talks = [talk for talk in self.sample(pack).conversations() if talk.images]
+        tokens = sum(run.length for talk in talks for run in measure_media(vision, talk).runs)
+        return int(tokens * vision.merge_size**2)
 
     @cached_property
     def _codec(self) -> Codec:
         return self._recorded_codec or codec_of(self.reader[0])
 
-    def _length(self, pack: int, encoder: Processor) -> int:
+    def _of_pack(self, pack: int, encoder: Processor) -> list[int]:
+        """Tokens of each sample of a pack."""
         recorded = self._codec.lengths(self.reader.part(pack, self._codec.lengths_part))
         if None not in recorded:
-            return sum(length for length in recorded if length is not None)
-        return sum(encoder.length(conversation) for conversation in self.sample(pack).conversations())
+            return [length for length in recorded if length is not None]
+        return [encoder.length(conversation) for conversation in self.sample(pack).conversations()]

@@ -13,6 +13,7 @@ from energon_packed.dataflow.packers.base import Sizes
 from energon_packed.dataflow.work_folder import work_folder
 from energon_packed.encoding import EncodedSample, SampleSource
 from energon_packed.errors import BY_CHOICE, ConfigError, Reason, RecordError, Reject, RejectLimitError
+from energon_packed.packing.balance import RowSizes
 from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.keys import digest, make_keys
@@ -57,6 +58,8 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         self._groups = np.concatenate(groups) if groups else np.zeros(0, dtype=np.int64)
         self._offsets = np.cumsum([0, *map(len, groups)])
         self.lengths = np.array([int(refs.length[group].sum()) for group in groups], dtype=np.int64)
+        squares = [int((refs.length[group].astype(np.int64) ** 2).sum()) for group in groups]
+        self._squares = np.array(squares, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -65,6 +68,10 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     def utilization(self) -> float:
         """Tokens divided by the capacity of all rows, 0 to 1."""
         return float(self.lengths.sum() / (len(self) * self.seq_len)) if len(self) else 1.0
+
+    def row_sizes(self) -> RowSizes:
+        """What decides the cost of each row; patches count as the tokens that they become."""
+        return RowSizes(tokens=self.lengths, squares=self._squares, patches=np.zeros(len(self), dtype=np.int64))
 
     def fingerprint(self) -> str:
         """Of data, encoder and plan, for loader states; the same for a copy of the data elsewhere."""

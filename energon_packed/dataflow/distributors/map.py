@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from energon_packed.dataflow.balance import Balance, BalancedOrder, check_balance
 from energon_packed.dataflow.distributors.base import Distributor, Item
 from energon_packed.dataflow.share import Share, shuffled
+from energon_packed.packing.balance import CostModel
 
 
 class MapDistributor(Distributor):
@@ -16,11 +18,29 @@ class MapDistributor(Distributor):
     Args:
         dataset: with a length and random access; a `set_epoch` is called with each epoch.
         shuffle: a permutation by seed and epoch; False keeps the order.
+        balance: `attention` gives the ranks of one step packs of similar cost, as BalancedSampler; None does not.
+        batch_size: items of one step, with `balance`: that of the loader.
+        cost: of a pack, with `balance`.
+
+    Raises:
+        ConfigError: `balance` is unknown, or the dataset does not know the sizes of its rows.
     """
 
-    def __init__(self, dataset: Any, *, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        shuffle: bool = True,
+        balance: Balance | None = None,
+        batch_size: int = 1,
+        cost: CostModel | None = None,
+    ) -> None:
         self.dataset = dataset
         self.shuffle = shuffle
+        self._balanced: BalancedOrder | None = None
+        if balance is not None:
+            check_balance(balance)
+            self._balanced = BalancedOrder(dataset, ranks=1, rows=batch_size, shuffle=shuffle, cost=cost)
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
         """Every `share.count`-th number of the epoch's order."""
@@ -39,7 +59,7 @@ class MapDistributor(Distributor):
 
     def count(self, share: Share) -> int:
         """Numbers dealt to a share."""
-        return len(share.part(len(self.dataset)))
+        return len(share.part(len(self.dataset)) if self._balanced is None else self.order(share))
 
     def identity(self) -> dict[str, Any]:
         """Length and order; a dataset's own `fingerprint()`, where it has one."""
@@ -47,10 +67,18 @@ class MapDistributor(Distributor):
         content = found() if callable(found) else None
         identity = super().identity() | {"items": len(self.dataset), "shuffle": self.shuffle, "content": content}
         weights = getattr(self.dataset, "weights", None)
-        return identity if weights is None else identity | {"blend_weights": weights}
+        if weights is not None:
+            identity["blend_weights"] = weights
+        if self._balanced is not None:
+            cost = self._balanced.cost
+            identity["balance"] = [self._balanced.rows, cost.token, cost.square, cost.patch]
+        return identity
 
     def order(self, share: Share) -> Any:
         """Numbers that a share gets, in order, int64 (n,)."""
+        if self._balanced is not None:
+            self._balanced.ranks = share.world_size
+            return self._balanced.of_share(share)
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(share.epoch)

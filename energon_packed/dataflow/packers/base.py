@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import BatchError, ConfigError
+from energon_packed.packing.balance import RowSizes
 
 Int64 = npt.NDArray[np.int64]
 
@@ -73,6 +74,20 @@ class Packer(ABC):
         if self.max_images is None and self.max_patches is None:
             return chosen
         return [part for group in chosen for part in self._within_limits(group, sizes)]
+
+    def is_due(self, waiting: int) -> bool:
+        """Whether `select` is called, with `waiting` samples in the buffer, at least `buffer_size`."""
+        return True
+
+    def release(self, groups: list[Int64], sizes: RowSizes, *, final: bool) -> tuple[list[Int64], list[Int64]]:
+        """(groups that become rows, in this order; groups whose samples wait for others).
+
+        Args:
+            groups: of `groups`.
+            sizes: of each group.
+            final: the epoch ended, and nothing can wait.
+        """
+        return (groups[:-1], groups[-1:]) if self.keeps and not final else (groups, [])
 
     def steps(self, items: int) -> int | None:
         """Rows made of `items` items, where their number alone tells; None otherwise."""

@@ -9,6 +9,7 @@ import orjson
 
 from energon_packed.dataflow.packers.base import Packer, Sizes
 from energon_packed.encoding import EncodedSample
+from energon_packed.packing.balance import RowSizes
 
 
 class Held:
@@ -18,21 +19,25 @@ class Held:
         number: of the item in its share.
         samples: what it was encoded to.
         size: (tokens, images, patches).
+        squares: squared lengths of the samples, summed.
         ref: number and key of the item as JSON: a state lists it at every step, so it is made once.
     """
 
-    __slots__ = ("number", "ref", "samples", "size")
+    __slots__ = ("number", "ref", "samples", "size", "squares")
 
     def __init__(self, key: Any, number: int, samples: list[EncodedSample]) -> None:
         self.number = number
         self.samples = samples
         self.ref = orjson.dumps([number, key]).decode()
-        tokens = images = patches = 0
+        tokens = images = patches = squares = 0
         for one in samples:
-            tokens += len(one.input_ids)
+            length = len(one.input_ids)
+            tokens += length
+            squares += length**2
             images += one.num_images
             if one.image_grid_thw is not None:
                 patches += int(one.image_grid_thw.prod(dim=1).sum())
+        self.squares = squares
         self.size = tokens, images, patches
 
 
@@ -64,7 +69,7 @@ class PackBuffer:
             self._on_drop(held, excess)
             return
         self.waiting.append(held)
-        if len(self.waiting) >= self.packer.buffer_size:
+        if len(self.waiting) >= self.packer.buffer_size and self.packer.is_due(len(self.waiting)):
             self._form(final=False)
 
     def flush(self) -> None:
@@ -81,10 +86,15 @@ class PackBuffer:
         return self.ready.popleft() if self.ready else None
 
     def _form(self, *, final: bool) -> None:
-        sizes = np.array([held.size for held in self.waiting], dtype=np.int64).T
-        groups = [[self.waiting[i] for i in group] for group in self.packer.groups(Sizes(*sizes))]
-        self.waiting = groups.pop() if self.packer.keeps and not final else []
-        self.ready += groups
+        sizes = Sizes(*np.array([held.size for held in self.waiting], dtype=np.int64).T)
+        squares = np.array([held.squares for held in self.waiting], dtype=np.int64)
+        groups = self.packer.groups(sizes)
+        sums = [[int(of[group].sum()) for group in groups] for of in (sizes.lengths, squares, sizes.patches)]
+        tokens, of_squares, patches = (np.array(one, dtype=np.int64) for one in sums)
+        rows = RowSizes(tokens=tokens, squares=of_squares, patches=patches)
+        ready, later = self.packer.release(groups, rows, final=final)
+        self.ready += [[self.waiting[i] for i in group] for group in ready]
+        self.waiting = [self.waiting[i] for group in later for i in group]
 
     def state(self) -> str:
         """Numbers and keys of what it holds: the JSON items `"ready"` and `"waiting"`."""

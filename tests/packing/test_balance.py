@@ -1,0 +1,65 @@
+"""Balanced steps hold every row once, cost alike on all ranks, and costs can be measured."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from energon_packed import ConfigError, CostModel, RowSizes
+from energon_packed.packing.balance import balanced_steps, imbalance
+
+
+def steps_of(costs: np.ndarray, ranks: int, rows: int, seed: int = 0, window: int = 32) -> tuple[np.ndarray, ...]:
+    order = np.random.default_rng(seed).permutation(len(costs))
+    rng = np.random.default_rng([seed, 1])
+    steps, rest = balanced_steps(costs, order, ranks=ranks, rows=rows, window=window, rng=rng)
+    return order[: steps.size].reshape(steps.shape), steps, rest
+
+
+@given(
+    costs=st.lists(st.floats(0, 1e9), max_size=200),
+    ranks=st.integers(1, 9),
+    rows=st.integers(1, 4),
+    window=st.integers(1, 9),
+)
+def test_every_row_is_there_once(costs: list[float], ranks: int, rows: int, window: int) -> None:
+    values = np.array(costs)
+    _, steps, rest = steps_of(values, ranks, rows, window=window)
+    assert steps.shape == (len(costs) // (ranks * rows), ranks, rows)
+    assert sorted([*steps.reshape(-1).tolist(), *rest.tolist()]) == list(range(len(costs)))
+    again = steps_of(values, ranks, rows, window=window)
+    assert np.array_equal(again[1], steps)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_long_tail_is_balanced_and_mixed(rows: int) -> None:
+    costs = np.random.default_rng(1).lognormal(0, 1, 8 * rows * 200)
+    before, after, rest = steps_of(costs, 8, rows, window=128)
+    assert len(rest) == 0
+    assert imbalance(costs, before) > 1.6
+    assert imbalance(costs, after) < 1.15
+    sums = costs[after].sum(axis=(1, 2))
+    order = np.argsort(sums)
+    assert abs(np.corrcoef(order, np.arange(len(order)))[0, 1]) < 0.3  # steps are not in order of cost
+    slowest = np.bincount(costs[after].sum(axis=2).argmax(axis=1), minlength=8)
+    assert slowest.max() < 0.3 * len(after)  # no rank is the slow one
+    assert not np.array_equal(steps_of(costs, 8, rows, seed=1)[1], after)
+    assert imbalance(costs, after[:0]) == 1.0
+
+
+def test_constants_are_measured() -> None:
+    rng = np.random.default_rng(0)
+    tokens, patches = rng.integers(100, 9000, 40), rng.integers(0, 5000, 40)
+    sizes = RowSizes(tokens=tokens, squares=tokens * rng.integers(50, 9000, 40), patches=patches)
+    truth = CostModel(token=2e-6, square=3e-11, patch=5e-7)
+    found = CostModel.fit(sizes, truth.costs(sizes) * rng.uniform(0.98, 1.02, 40))
+    for name in ("token", "square", "patch"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.15)
+    alone = CostModel.fit(sizes, 1e-6 * tokens)
+    assert (alone.token, alone.square, alone.patch) == pytest.approx((1e-6, 0, 0), abs=1e-12)
+    with pytest.raises(ConfigError, match=r"`seconds` has shape \(2,\); pass a time above 0 for each of 3"):
+        CostModel.fit(sizes, [1.0, 2.0])
+    with pytest.raises(ConfigError, match="`square` of the cost is -1"):
+        CostModel(square=-1)
+    with pytest.raises(ConfigError, match="all constants of the cost are 0"):
+        CostModel(token=0, square=0, patch=0)
