@@ -1,9 +1,17 @@
-"""transformers.Trainer: a callback that checks isolation before the first step."""
+"""transformers.Trainer: isolation is checked before the first step, and the evaluation loss is a mean over tokens.
 
+A stock Trainer trains on a PackedDataset without this module. Its evaluation loss is the mean of the rows' losses, in
+which a row with few targets counts as much as one with many, and with several processes some packs count twice.
+"""
+
+from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
-from transformers import TrainerCallback
+import torch
+from transformers import Trainer, TrainerCallback
 
+from energon_packed.errors import ConfigError
 from energon_packed.integrations.isolation import check_isolation
 
 
@@ -17,3 +25,100 @@ class IsolationCheck(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
         """Check once; every process does the same."""
         check_isolation(model)
+
+
+class PackedTrainer(Trainer):
+    """A Trainer that checks isolation before the first step and evaluates by token.
+
+        trainer = PackedTrainer(model, args, eval_dataset=dataset, data_collator=PaddingFreeCollator())
+
+    `eval_loss` is sum(loss of each target) / number of targets, over all rows of all processes, and every pack counts
+    once. Everything else is as in Trainer. `compute_metrics` gets a row of -100 labels where a process has fewer rows.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sums: torch.Tensor | None = None
+        self.add_callback(IsolationCheck())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """This process's rows of the packs; every process has the same number of rows."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        return self._rows_of(self.eval_dataset if eval_dataset is None else eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """As `get_eval_dataloader`."""
+        return self._rows_of(test_dataset)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As in Trainer; while evaluating, the loss is the mean over this row's targets, and it is summed up."""
+        if self._sums is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        targets = (inputs["labels"][..., 1:] != -100).sum()
+        loss, outputs = super().compute_loss(model, inputs, True, None)
+        if targets:
+            pair = torch.stack([loss.detach().mean().double() * targets, targets.double()])
+            self._sums += pair.to(self._sums.device)
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> Any:
+        """As in Trainer, with the loss per token.
+
+        Raises:
+            ConfigError: no row has a target.
+        """
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+            )
+            loss, targets = self.accelerator.reduce(self._sums, reduction="sum").tolist()
+        finally:
+            self._sums = None
+        if not targets:
+            raise ConfigError("no token of the evaluation data is a target; pack it with another `loss_on`")
+        packs = getattr(getattr(dataloader, "dataset", None), "packs", output.num_samples)
+        return output._replace(
+            metrics={**output.metrics, f"{metric_key_prefix}_loss": loss / targets}, num_samples=packs
+        )
+
+    def _rows_of(self, packs: Any) -> Any:
+        if packs is None:
+            raise ConfigError("evaluation needs `eval_dataset`; pass a PackedDataset of another split")
+        rows = _EvaluationRows(
+            packs,
+            self.data_collator,
+            self.args.eval_batch_size,
+            (self.accelerator.process_index, self.accelerator.num_processes),
+        )
+        return torch.utils.data.DataLoader(
+            rows,
+            batch_size=None,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+        )
+
+
+class _EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """Rows of one process: packs in order, dealt out by rows; a process without a row repeats one, without targets."""
+
+    def __init__(self, packs: Any, collator: Any, batch_size: int, place: tuple[int, int]) -> None:
+        self.packs = len(packs)
+        self._data, self._collator, self._batch_size = packs, collator, batch_size
+        self._rank, self._world_size = place
+
+    def __len__(self) -> int:
+        return ceil(self.packs / (self._batch_size * self._world_size))
+
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        if step >= len(self):
+            raise IndexError(f"row {step} is not among the {len(self)} rows")
+        first = (step * self._world_size + self._rank) * self._batch_size
+        numbers: Sequence[int] = range(first, min(first + self._batch_size, self.packs))
+        row: dict[str, Any] = self._collator([self._data[number] for number in numbers or [0]])
+        return row if numbers else row | {"labels": torch.full_like(row["labels"], -100)}
