@@ -18,6 +18,7 @@ from energon_packed.encoding.vision_inputs import VisionInputs
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
+PACK = "pack"  # column of the samples in rows of `PackedDataset.to_hf()`
 LossWeighting = Literal["token", "sample", "sqrt"]
 _EXPONENT: dict[str, float] = {"token": 0.0, "sample": 1.0, "sqrt": 0.5}
 
@@ -36,12 +37,16 @@ class Collator(ABC):
     def __call__(self, features: Sequence[Any]) -> Any:
         """Entry point for torch's `collate_fn` and the `data_collator` of transformers.Trainer.
 
-        Packs of a `PackedDataset` and features are returned as the dict of `transformers_inputs()`, samples as a
-        PackedBatch.
+        Packs of a `PackedDataset`, rows of its `to_hf()`, features and a finished PackedBatch are returned as the dict
+        of `transformers_inputs()`, samples as a PackedBatch.
 
         Raises:
             BatchError: as `collate`, or the dict cannot represent the collator's loss weights.
         """
+        if features and isinstance(features[0], PackedBatch):
+            return _only(features).transformers_inputs()
+        if features and isinstance(features[0], dict) and PACK in features[0]:
+            features = [feature[PACK] for feature in features]
         if features and isinstance(features[0], list):
             return self.collate([sample for pack in features for sample in pack]).transformers_inputs()
         if features and is_features(features[0]):
@@ -102,7 +107,7 @@ class PaddingFreeCollator(Collator):
         Features are `{"input_ids", "labels"}` as lists, arrays or tensors, as for Transformers'
         `DataCollatorWithFlattening`; without labels, all tokens but the first are targets.
         """
-        if self.loss_weighting != "token" and features and isinstance(features[0], list | dict):
+        if self.loss_weighting != "token" and features and isinstance(features[0], list | dict | PackedBatch):
             raise BatchError(
                 f"`loss_weighting` is {self.loss_weighting!r}, but a model's own loss ignores loss_mask; use "
                 "collate() and batch.loss(logits) in the training step, or set `loss_weighting` to 'token'"
@@ -277,6 +282,20 @@ def _pixel_row(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> t
             rows.copy_(part)
         start += len(rows)
     return out
+
+
+def _only(batches: Sequence[PackedBatch]) -> PackedBatch:
+    """The one finished row among the features of a batch.
+
+    Raises:
+        BatchError: there are several.
+    """
+    if len(batches) > 1:
+        raise BatchError(
+            f"the data are finished rows, and {len(batches)} of them cannot share a batch: set the batch size of the "
+            "trainer (`per_device_train_batch_size`) to 1, and `micro_batch_size` of the loader"
+        )
+    return batches[0]
 
 
 def _row(array: Any) -> torch.Tensor:

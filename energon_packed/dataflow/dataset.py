@@ -3,14 +3,17 @@
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from energon_packed.dataflow.blend import BlendedSplit, blended_splits, drawn, packs_of_epoch
+from energon_packed.dataflow.dispatch import refuse_dispatch
 from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.failures import verify_tells
+from energon_packed.dataflow.hf_dataset import hf_dataset
 from energon_packed.dataflow.manifests import processor_for
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.encoding.conversation_media import measure_media
@@ -69,7 +72,12 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw what the blend repeats and samples in an epoch; a folder alone is always the same."""
+        """Draw what the blend repeats and samples in an epoch; a folder alone is always the same.
+
+        Raises:
+            ConfigError: accelerate calls it with `dispatch_batches=True`, which would cut rows in parts.
+        """
+        refuse_dispatch()
         numbers = self.packs_of_members(epoch, self.weights)
         self._packs: Int64 = np.concatenate(numbers)
         self._ends = np.cumsum([len(one) for one in numbers])
@@ -148,6 +156,10 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
                 return ""
             shards.append([None, one.repetitions, [shard.sha256 for shard in one.split.manifest.shards]])
         return digest(self.seed, shards)[:16]
+
+    def to_hf(self) -> Any:
+        """The packs as a `datasets.Dataset`, for trainers that take nothing else; see `hf_dataset`."""
+        return hf_dataset(self)
 
     @property
     def lengths(self) -> Int64:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from energon_packed.dataflow.config import DataflowConfig
+from energon_packed.dataflow.hf_dataset import hf_dataset
 from energon_packed.dataflow.packers.base import Sizes
 from energon_packed.dataflow.work_folder import work_folder
 from energon_packed.encoding import EncodedSample, SampleSource
@@ -83,6 +84,10 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     def ids(self, index: int) -> list[str | None]:
         """Names of the samples of one row, without encoding them."""
         return [talk.id for talk, _ in self._read(index)]
+
+    def to_hf(self) -> Any:
+        """The rows as a `datasets.Dataset`, for trainers that take nothing else; see `hf_dataset`."""
+        return hf_dataset(self)
 
     def __getitem__(self, index: int) -> list[EncodedSample]:
         """The encoded samples of one row; negative numbers count from the end.

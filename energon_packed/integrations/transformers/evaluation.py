@@ -1,7 +1,7 @@
-"""transformers.Trainer: isolation is checked before the first step, and the evaluation loss is a mean over tokens.
+"""PackedTrainer: the evaluation loss is a mean over tokens, and training data are checked before the first step.
 
-A stock Trainer trains on a PackedDataset without this module. Its evaluation loss is the mean of the rows' losses, in
-which a row with few targets counts as much as one with many, and with several processes some packs count twice.
+A stock Trainer's evaluation loss is the mean of the rows' losses, in which a row with few targets counts as much as
+one with many, and with several processes some packs count twice.
 """
 
 from collections.abc import Sequence
@@ -9,37 +9,41 @@ from math import ceil
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from accelerate.data_loader import DataLoaderShard
+from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from energon_packed.errors import ConfigError
-from energon_packed.integrations.isolation import check_isolation
-
-
-class IsolationCheck(TrainerCallback):
-    """Runs `check_isolation` on the model when training begins: `Trainer(..., callbacks=[IsolationCheck()])`.
-
-    Raises:
-        IsolationError: the model does not keep packed samples apart.
-    """
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
-        """Check once; every process does the same."""
-        check_isolation(model)
+from energon_packed.integrations.transformers.arguments import check_training_arguments
+from energon_packed.integrations.transformers.callbacks import BlendEpochs, IsolationCheck
+from energon_packed.integrations.transformers.stream import StreamState, TrainerStream
 
 
 class PackedTrainer(Trainer):
-    """A Trainer that checks isolation before the first step and evaluates by token.
+    """A Trainer that checks arguments and isolation before the first step and evaluates by token.
 
         trainer = PackedTrainer(model, args, eval_dataset=dataset, data_collator=PaddingFreeCollator())
 
     `eval_loss` is sum(loss of each target) / number of targets, over all rows of all processes, and every pack counts
-    once. Everything else is as in Trainer. `compute_metrics` gets a row of -100 labels where a process has fewer rows.
+    once. `compute_metrics` gets a row of -100 labels where a process has fewer rows. A TrainerStream is saved and
+    restored, a blend draws each epoch anew, and `train_sampling_strategy="group_by_length"` takes `lengths` of the
+    data. Everything else is as in Trainer.
+
+    Raises:
+        ConfigError: arguments that do not fit the data; see `check_training_arguments`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sums: torch.Tensor | None = None
         self.add_callback(IsolationCheck())
+        data = self.train_dataset
+        if data is not None:
+            check_training_arguments(self.args, data, lengths_known=hasattr(data, "lengths"))
+        if isinstance(data, TrainerStream):
+            self.add_callback(StreamState(data))
+        elif len(getattr(data, "blend", ())) > 1:
+            self.add_callback(BlendEpochs(data))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """This process's rows of the packs; every process has the same number of rows."""
@@ -87,16 +91,24 @@ class PackedTrainer(Trainer):
             metrics={**output.metrics, f"{metric_key_prefix}_loss": loss / targets}, num_samples=packs
         )
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        data = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy != "group_by_length" or not hasattr(data, "lengths"):
+            return super()._get_train_sampler(train_dataset)
+        size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return LengthGroupedSampler(size, lengths=data.lengths.tolist())
+
     def _rows_of(self, packs: Any) -> Any:
         if packs is None:
             raise ConfigError("evaluation needs `eval_dataset`; pass a PackedDataset of another split")
+        replicas = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()  # processes that share their data
         rows = _EvaluationRows(
             packs,
             self.data_collator,
             self.args.eval_batch_size,
-            (self.accelerator.process_index, self.accelerator.num_processes),
+            (self.accelerator.process_index // replicas, self.accelerator.num_processes // replicas),
         )
-        return torch.utils.data.DataLoader(
+        return DataLoaderShard(
             rows,
             batch_size=None,
             num_workers=self.args.dataloader_num_workers,

@@ -1,0 +1,22 @@
+"""transformers.Trainer on packed data.
+
+arguments.py    packed_training_arguments, check_training_arguments: what the Trainer must be told
+stream.py       TrainerStream and StreamState: a loader as streaming data, resumed exactly
+evaluation.py   PackedTrainer: the evaluation loss is a mean over tokens
+callbacks.py    IsolationCheck, BlendEpochs
+"""
+
+from energon_packed.integrations.transformers.arguments import check_training_arguments, packed_training_arguments
+from energon_packed.integrations.transformers.callbacks import BlendEpochs, IsolationCheck
+from energon_packed.integrations.transformers.evaluation import PackedTrainer
+from energon_packed.integrations.transformers.stream import StreamState, TrainerStream
+
+__all__ = [
+    "BlendEpochs",
+    "IsolationCheck",
+    "PackedTrainer",
+    "StreamState",
+    "TrainerStream",
+    "check_training_arguments",
+    "packed_training_arguments",
+]

@@ -1,0 +1,170 @@
+"""TrainerStream: a loader as streaming training data of transformers.Trainer; StreamState saves and restores it."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+
+from energon_packed.dataflow.dispatch import refuse_dispatch
+from energon_packed.dataflow.resharding import refuse_second_split
+from energon_packed.errors import BatchError, ConfigError
+from energon_packed.integrations.accelerate import refuse_other_place
+from energon_packed.integrations.gathered import exact_steps, gathered, of_this_rank, place
+from energon_packed.integrations.rows import Rows
+
+_KEY = "energon_packed_stream"  # in trainer_state.json; no name of a callback
+
+
+class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[Any]):
+    """Batches of a loader, epoch after epoch, each process its own.
+
+        stream = TrainerStream(lambda: get_packed_loader("out", encoder, epochs=1))
+        args = packed_training_arguments("run", stream, num_train_epochs=2)
+        trainer = Trainer(model, args, train_dataset=stream, data_collator=PaddingFreeCollator(),
+                          callbacks=[StreamState(stream)])
+
+    accelerate asks a dataset of this kind for the part of its process, and this one is that part: nothing is split
+    again. Each item is a finished row, so the loader decides the batch size. It does not end: `max_steps` does.
+
+    Args:
+        loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank; or a function that returns it,
+            called when it is first needed. TrainingArguments begins the process group that a loader needs.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(datasets.iterable_dataset.ExamplesIterable(_no_examples, {}))
+        self._loader: Any = None if _is_function(loader) else loader
+        self._make: Callable[[], Any] | None = loader if _is_function(loader) else None
+        self._rows: Rows | None = None
+
+    @property
+    def loader(self) -> Any:
+        """The loader of this rank."""
+        if self._loader is None and self._make is not None:
+            self._loader = self._make()
+        return self._loader
+
+    @property
+    def rows(self) -> Rows:
+        """The counted batches."""
+        if self._rows is None:
+            self._rows = Rows(self.loader)
+        return self._rows
+
+    @property
+    def steps(self) -> int | None:
+        """Batches of this rank in one epoch; None where that is not known in advance."""
+        return exact_steps(self.loader)
+
+    @property
+    def num_shards(self) -> int:
+        """One for each process."""
+        return place()[1]
+
+    n_shards = num_shards
+
+    def shard(self, num_shards: int, index: int, contiguous: bool = True) -> "TrainerStream":
+        """The part of a process, which this is.
+
+        Raises:
+            ConfigError: the loader is of another rank or number of ranks.
+        """
+        refuse_other_place(self.loader, index, num_shards)
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: the loader counts its epochs."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches without end.
+
+        Raises:
+            ConfigError: accelerate splits or dispatches them, or they are read in a worker process.
+        """
+        refuse_dispatch()
+        refuse_second_split(max(2, place()[1]))
+        if torch.utils.data.get_worker_info() is not None:
+            raise ConfigError(
+                "a TrainerStream is read in a worker process of the Trainer, and its loader has its own: set "
+                "dataloader_num_workers=0, and `num_workers` of the loader"
+            )
+        refuse_other_place(self.loader, *place())
+        return self._endless()
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            before = self.rows.given
+            yield from self.rows.epoch()
+            if self.rows.given == before:
+                raise BatchError("the loader gave no batch in an epoch; check its data")
+
+
+class StreamState(TrainerCallback):
+    """Saves the state of a TrainerStream in each checkpoint, for every rank, and restores it: no replay, no skip.
+
+    It is in `trainer_state.json`, gathered from all ranks. Micro batches that the Trainer has read ahead and not used
+    when it saves are read again.
+
+    Raises:
+        ConfigError: arguments that the stream contradicts; see `check_training_arguments`.
+        BatchError: the checkpoint has no state of the stream.
+    """
+
+    def __init__(self, stream: TrainerStream) -> None:
+        self.stream = stream
+        self._used = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restore the state of a checkpoint that training resumes from."""
+        from energon_packed.integrations.transformers.arguments import check_training_arguments
+
+        check_training_arguments(args, self.stream)
+        self._used = 0
+        if not state.global_step:
+            return
+        saved = (state.stateful_callbacks or {}).get(_KEY)
+        if saved is None or saved["step"] != state.global_step:
+            raise BatchError(
+                f"the checkpoint of step {state.global_step} has no state of the stream; pass "
+                "callbacks=[StreamState(stream)] to the Trainer that saves, or resume from another checkpoint"
+            )
+        own = of_this_rank(saved["gathered"])
+        self.stream.rows.restore(own)
+        self._used = own["used"]
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One micro batch of a step was used."""
+        self._used += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The last micro batch of a step was used."""
+        self._used += 1
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the state to the checkpoint; every rank takes part."""
+        all_ranks = gathered(self.stream.rows.state_after(self._used))
+        state.stateful_callbacks[_KEY] = {"step": state.global_step, "gathered": all_ranks}
+        if not args.should_save:
+            return
+        path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME
+        if not path.is_file():
+            raise ConfigError(
+                f"{path} is missing, so the state of the stream cannot be saved; set save_on_each_node=True"
+            )
+        aside = path.with_name(path.name + ".tmp")
+        state.save_to_json(str(aside))
+        os.replace(aside, path)
+
+
+def _is_function(loader: Any) -> bool:
+    return callable(loader) and not hasattr(loader, "state_dict")
+
+
+def _no_examples() -> Iterator[Any]:
+    """The parent class needs a source of examples; this one is never read."""
+    yield from ()

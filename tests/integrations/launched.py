@@ -1,0 +1,51 @@
+"""Scripts that tests run with torchrun or accelerate launch: a tiny model, and where the results go."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
+
+
+def launch(script: str, *arguments: object, port: int, out: Path, launcher: str = "torch.distributed.run") -> list[Any]:
+    """What each of 2 processes wrote with `report`."""
+    count = "--nproc-per-node" if launcher == "torch.distributed.run" else "--num_processes"
+    port_option = "--master-port" if launcher == "torch.distributed.run" else "--main_process_port"
+    command = [sys.executable, "-m", launcher, count, "2", port_option, str(port)]
+    if launcher != "torch.distributed.run":
+        command += ["--cpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += ["-m", f"tests.integrations.{script}", str(out), *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **_ENVIRONMENT}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def report(out: str, result: Any) -> None:
+    """Hand the result of this process to the test."""
+    (Path(out) / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
+
+
+def tiny_qwen2(vocab_size: int = 2048) -> Qwen2ForCausalLM:
+    """Two layers, the same weights in every process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=vocab_size,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            pad_token_id=0,
+        )
+    )

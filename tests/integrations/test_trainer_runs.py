@@ -1,0 +1,108 @@
+"""transformers.Trainer in two processes, in one launch: epochs, resume, streams, blends, evaluation, refusals."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from energon_packed import PackedDataset, PaddingFreeCollator, steps_per_epoch
+from energon_packed.demo import DemoDataset
+from energon_packed.metadataset import make_blend, write_metadataset
+from tests.conftest import Packer
+from tests.integrations.launched import launch, tiny_qwen2
+
+
+@pytest.fixture(scope="module")
+def text_packs(demo: DemoDataset, text_tokenizer_dir: Path, pack_demo: Packer, tmp_path_factory: Any) -> list[Path]:
+    """Two folders of tokenized text, in train and val, with other keys, and their blend."""
+    folder = tmp_path_factory.mktemp("text")
+    lines = [line for line in demo.jsonl.read_bytes().splitlines() if b"image" not in line]
+    packed = []
+    for prefix, part in (("a", lines), ("b", lines[: len(lines) // 2])):
+        (folder / f"{prefix}.jsonl").write_bytes(b"\n".join(part))
+        options: dict[str, Any] = {"seq_len": 320, "sample_class": "PackedTokensSample", "shard_prefix": prefix}
+        options |= {"tokenizer": text_tokenizer_dir, "split": {"train": 0.8, "val": 0.2}}
+        packed.append(pack_demo(inputs=(str(folder / f"{prefix}.jsonl"),), **options).shards)
+    blend = folder / "blend.yaml"
+    write_metadataset(make_blend([(packed[0], 3), (packed[1], 1)]), blend)
+    return [*packed, blend]
+
+
+@pytest.fixture(scope="module")
+def ranks(text_packs: list[Path], tmp_path_factory: Any) -> list[Any]:
+    out = tmp_path_factory.mktemp("runs")
+    return launch("trainer_runs", text_packs[0], text_packs[2], port=29521, out=out)
+
+
+def test_map_style_has_each_sample_twice_in_two_epochs(ranks: list[Any], text_packs: list[Path]) -> None:
+    data = PackedDataset(text_packs[0])
+    assert len(data) % 2 == 0, "accelerate fills up uneven data with packs from the start"
+    seen = _counted(ranks, "map")
+    assert seen == {sample.id: 2 for number in range(len(data)) for sample in data[number]}
+    assert ranks[0]["map"]["complete"]["steps"] == len(data)
+
+
+@pytest.mark.parametrize("kind", ["map", "blend", "stream", "stream_of_blend", "dataflow"])
+def test_a_resumed_run_equals_the_one_without_interruption(ranks: list[Any], kind: str) -> None:
+    for rank in ranks:
+        complete, first, second = (rank[kind][part] for part in ("complete", "first", "second"))
+        accumulated = complete["used"] // complete["steps"]
+        assert complete["steps"] > 4
+        assert first["steps"] == 4
+        assert first["seen"][: first["used"]] == complete["seen"][: first["used"]]
+        rest = complete["seen"][3 * accumulated : complete["used"]]
+        assert second["seen"][: len(rest)] == rest, "samples are replayed or skipped"
+        assert {step: loss for step, loss in second["losses"].items() if int(step) > 3} == {
+            step: loss for step, loss in complete["losses"].items() if int(step) > 3
+        }
+
+
+@pytest.mark.parametrize("kind", ["stream", "dataflow"])
+def test_max_steps_from_the_helper_is_exactly_two_epochs(
+    ranks: list[Any], text_packs: list[Path], kind: str
+) -> None:
+    steps = steps_per_epoch(text_packs[0], world_size=2)
+    assert len(set(steps)) == 1
+    assert [rank[kind]["complete"]["steps"] for rank in ranks] == [2 * steps[0]] * 2
+    assert set(_counted(ranks, kind).values()) == {2}
+
+
+def test_evaluation_loss_is_that_of_all_tokens(ranks: list[Any], text_packs: list[Path]) -> None:
+    data = PackedDataset(text_packs[0], split="val")
+    model = tiny_qwen2().eval()
+    total = targets = 0
+    with torch.no_grad():
+        for number in range(len(data)):
+            batch = PaddingFreeCollator().collate(data[number])
+            count = int((batch.labels[:, 1:] != -100).sum())
+            total += model(**batch.transformers_inputs()).loss.item() * count
+            targets += count
+    for rank in ranks:
+        assert rank["evaluation"]["PackedTrainer"] == pytest.approx(total / targets, abs=1e-5)
+        assert abs(rank["evaluation"]["Trainer"] - total / targets) > 1e-4, "rows have unequal numbers of targets"
+
+
+def test_what_would_lose_data_is_refused_on_every_rank(ranks: list[Any]) -> None:
+    for number, rank in enumerate(ranks):
+        dispatched, alone, streamed, lines = rank["refusals"]
+        assert dispatched.startswith("`dispatch_batches` is True: it reads on process 0")
+        assert f"the loader is of rank 0 of 1, and this process is rank {number} of 2" in alone
+        assert streamed.startswith("`dispatch_batches` is True: it reads on process 0")
+        assert [line.split("`")[1] for line in lines.splitlines()[1:]] == [
+            "dispatch_batches",
+            "max_steps",
+            "ignore_data_skip",
+        ]
+
+
+def _counted(ranks: list[Any], kind: str) -> dict[str, int]:
+    return dict(
+        Counter(
+            name
+            for rank in ranks
+            for batch in rank[kind]["complete"]["seen"][: rank[kind]["complete"]["used"]]
+            for name in batch
+        )
+    )

@@ -1,0 +1,159 @@
+"""What users of transformers.Trainer write, in one launch: run by torchrun in test_trainer_runs.py.
+
+python -m tests.integrations.trainer_runs OUT PACKS BLEND
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from energon_packed import PackedBatch, PackedDataset, PaddingFreeCollator, get_packed_loader
+from energon_packed.dataflow import DataflowLoader, MapDistributor
+from energon_packed.errors import BatchError, ConfigError
+from energon_packed.integrations.transformers import (
+    BlendEpochs,
+    PackedTrainer,
+    StreamState,
+    TrainerStream,
+    check_training_arguments,
+    packed_training_arguments,
+)
+from tests.integrations.launched import report, tiny_qwen2
+
+QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "learning_rate": 5e-3,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "save_only_model": False,
+}
+
+
+class Recording(PaddingFreeCollator):
+    """Remembers the samples of every batch that the Trainer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[str | None]] = []
+
+    def __call__(self, features: Any) -> Any:
+        if isinstance(features[0], PackedBatch):
+            self.seen.append(features[0].ids)
+        else:
+            self.seen.append([sample.id for pack in features for sample in pack])
+        return super().__call__(features)
+
+
+class StopAt(TrainerCallback):
+    """Ends the run after a step, as a killed job."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def train(folder: Path, data: Any, *, stop: int = 0, resume: str | None = None, **arguments: Any) -> dict[str, Any]:
+    """Steps, samples and losses of one run."""
+    args = packed_training_arguments(str(folder), data, **(QUIET | arguments))
+    collator = Recording()
+    callbacks: list[Any] = [StopAt(stop)] if stop else []
+    if isinstance(data, TrainerStream):
+        callbacks.append(StreamState(data))
+    elif len(data.blend) > 1:
+        callbacks.append(BlendEpochs(data))
+    trainer = Trainer(tiny_qwen2(), args, train_dataset=data, data_collator=collator, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    used = trainer.state.global_step * args.gradient_accumulation_steps
+    return {"steps": trainer.state.global_step, "seen": collator.seen, "losses": losses, "used": used}
+
+
+def twice(folder: Path, make: Any, **arguments: Any) -> dict[str, Any]:
+    """A run without interruption, and one that is stopped after step 3 or 4 and resumed."""
+    complete = train(folder / "complete", make(), save_steps=1000, **{"save_strategy": "no"} | arguments)
+    first = train(folder / "parts", make(), stop=4, **arguments)
+    second = train(folder / "parts", make(), resume=str(folder / "parts" / "checkpoint-3"), **arguments)
+    return {"complete": complete, "first": first, "second": second}
+
+
+def evaluation(folder: Path, packs: Path) -> dict[str, float]:
+    """The loss that PackedTrainer and the stock Trainer give for the validation split."""
+    data = PackedDataset(packs, split="val")
+    args = packed_training_arguments(str(folder), data, use_cpu=True, report_to=[], per_device_eval_batch_size=1)
+    found = {}
+    for kind in (PackedTrainer, Trainer):
+        trainer = kind(tiny_qwen2(), args, eval_dataset=data, data_collator=PaddingFreeCollator())
+        found[kind.__name__] = trainer.evaluate()["eval_loss"]
+    return found
+
+
+def refusals(folder: Path, packs: Path) -> list[str]:
+    """Messages about arguments and data that contradict each other."""
+
+    def caught(run: Any) -> str:
+        try:
+            run()
+        except (ConfigError, BatchError) as error:
+            return str(error)
+        return "accepted"
+
+    data = PackedDataset(packs)
+    stream = TrainerStream(lambda: get_packed_loader(packs, epochs=1, num_workers=0))
+    alone = TrainerStream(get_packed_loader(packs, epochs=1, num_workers=0, rank=0, world_size=1))
+    dispatched = packed_training_arguments(str(folder), data, **QUIET)
+    dispatched.accelerator_config.dispatch_batches = True
+    dispatched.accelerator_config.use_seedable_sampler = False
+    streamed = packed_training_arguments(str(folder), stream, **QUIET)
+
+    def stock(data: Any, args: Any) -> Any:
+        return lambda: Trainer(tiny_qwen2(), args, train_dataset=data, data_collator=PaddingFreeCollator()).train()
+
+    found = [caught(stock(data, dispatched)), caught(stock(alone, streamed))]
+    streamed.accelerator_config.dispatch_batches = None
+    found.append(caught(stock(stream, streamed)))
+    streamed.max_steps = -1
+    streamed.ignore_data_skip = False
+    found.append(caught(lambda: check_training_arguments(streamed, stream)))
+    return found
+
+
+def main() -> None:
+    out, packs, blend = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    folder = Path(out)
+    torch.set_num_threads(1)
+    map_style = {"per_device_train_batch_size": 1, "num_train_epochs": 2}
+    result: dict[str, Any] = {
+        "map": twice(folder / "map", lambda: PackedDataset(packs), **map_style),
+        "blend": twice(folder / "blend", lambda: PackedDataset(blend), **map_style),
+        "stream": twice(
+            folder / "stream",
+            lambda: TrainerStream(lambda: get_packed_loader(packs, epochs=1, num_workers=0)),
+            num_train_epochs=2,
+        ),
+        "stream_of_blend": twice(
+            folder / "stream_of_blend",
+            lambda: TrainerStream(lambda: get_packed_loader(blend, num_workers=0)),
+            max_steps=6,
+            gradient_accumulation_steps=2,
+        ),
+        "dataflow": twice(
+            folder / "dataflow",
+            lambda: TrainerStream(lambda: DataflowLoader(MapDistributor(PackedDataset(packs)))),
+            num_train_epochs=2,
+        ),
+        "evaluation": evaluation(folder / "evaluation", packs),
+        "refusals": refusals(folder / "refusals", packs),
+    }
+    report(out, result)
+
+
+if __name__ == "__main__":
+    main()
