@@ -92,9 +92,13 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
     Attributes:
         failures: samples that failed or were dropped, by reason.
 
+    accelerator.prepare returns it as it is, as it deals batches to ranks itself; see `integrations.accelerate`.
+
     Raises:
         ConfigError: options that are unknown or contradict each other; the message says what to drop.
     """
+
+    _is_accelerate_prepared = True  # otherwise accelerator.prepare splits each rank's part over ranks
 
     def __init__(
         self,

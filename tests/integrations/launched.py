@@ -14,13 +14,28 @@ ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
 
 
-def launch(script: str, *arguments: object, port: int, out: Path, launcher: str = "torch.distributed.run") -> list[Any]:
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"],
+    # --multi_gpu means several processes; the script says Accelerator(cpu=True)
+    "accelerate": [
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+    ],
+}
+
+
+def launch(script: str, *arguments: object, port: int, out: Path, launcher: str = "torchrun") -> list[Any]:
     """What each of 2 processes wrote with `report`."""
-    count = "--nproc-per-node" if launcher == "torch.distributed.run" else "--num_processes"
-    port_option = "--master-port" if launcher == "torch.distributed.run" else "--main_process_port"
-    command = [sys.executable, "-m", launcher, count, "2", port_option, str(port)]
-    if launcher != "torch.distributed.run":
-        command += ["--cpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(port)]
     command += ["-m", f"tests.integrations.{script}", str(out), *map(str, arguments)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **_ENVIRONMENT}, capture_output=True, text=True, timeout=300

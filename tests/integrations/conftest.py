@@ -1,0 +1,26 @@
+"""Packs of text alone, which a tiny text model trains on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from energon_packed.demo import DemoDataset
+from energon_packed.metadataset import make_blend, write_metadataset
+from tests.conftest import Packer
+
+
+@pytest.fixture(scope="session")
+def text_packs(demo: DemoDataset, text_tokenizer_dir: Path, pack_demo: Packer, tmp_path_factory: Any) -> list[Path]:
+    """Two folders of tokenized text, in train and val, with other keys, and their blend."""
+    folder = tmp_path_factory.mktemp("text")
+    lines = [line for line in demo.jsonl.read_bytes().splitlines() if b"image" not in line]
+    packed = []
+    for prefix, part in (("a", lines), ("b", lines[: len(lines) // 2])):
+        (folder / f"{prefix}.jsonl").write_bytes(b"\n".join(part))
+        options: dict[str, Any] = {"seq_len": 384, "sample_class": "PackedTokensSample", "shard_prefix": prefix}
+        options |= {"tokenizer": text_tokenizer_dir, "split": {"train": 0.6, "val": 0.4}}
+        packed.append(pack_demo(inputs=(str(folder / f"{prefix}.jsonl"),), **options).shards)
+    blend = folder / "blend.yaml"
+    write_metadataset(make_blend([(packed[0], 3), (packed[1], 1)]), blend)
+    return [*packed, blend]
