@@ -24,3 +24,12 @@ def text_packs(demo: DemoDataset, text_tokenizer_dir: Path, pack_demo: Packer, t
     blend = folder / "blend.yaml"
     write_metadataset(make_blend([(packed[0], 3), (packed[1], 1)]), blend)
     return [*packed, blend]
+
+
+@pytest.fixture(scope="session")
+def image_packs(demo: DemoDataset, pack_demo: Packer, tmp_path_factory: Any) -> Path:
+    """A few packs with images, encoded while training."""
+    folder = tmp_path_factory.mktemp("images")
+    lines = [line for line in demo.jsonl.read_bytes().splitlines() if b"image" in line]
+    (folder / "few.jsonl").write_bytes(b"\n".join(lines[:18]))
+    return pack_demo(inputs=(str(folder / "few.jsonl"),), image_root=demo.jsonl.parent, seq_len=512).shards

@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from energon_packed import PackedDataset, PaddingFreeCollator, steps_per_epoch
+from energon_packed import ChatEncoder, PackedDataset, PaddingFreeCollator, steps_per_epoch
 from tests.integrations.launched import launch, tiny_qwen2
 
 
 @pytest.fixture(scope="module")
-def ranks(text_packs: list[Path], tmp_path_factory: Any) -> list[Any]:
+def ranks(
+    text_packs: list[Path], text_tokenizer_dir: Path, image_packs: Path, tokenizer_dir: Path, tmp_path_factory: Any
+) -> list[Any]:
     out = tmp_path_factory.mktemp("runs")
-    return launch("trainer_runs", text_packs[0], text_packs[2], port=29521, out=out)
+    data = (text_packs[0], text_packs[2], text_tokenizer_dir, image_packs, tokenizer_dir)
+    return launch("trainer_runs", *data, port=29521, out=out)
 
 
 def test_map_style_has_each_sample_twice_in_two_epochs(ranks: list[Any], text_packs: list[Path]) -> None:
@@ -25,19 +28,32 @@ def test_map_style_has_each_sample_twice_in_two_epochs(ranks: list[Any], text_pa
     assert ranks[0]["map"]["complete"]["steps"] == len(data)
 
 
-@pytest.mark.parametrize("kind", ["map", "blend", "stream", "stream_of_blend", "dataflow"])
+@pytest.mark.parametrize("kind", ["sft", "sft_images"])
+def test_trl_trains_on_text_and_images(
+    ranks: list[Any], text_packs: list[Path], image_packs: Path, encoder: ChatEncoder, kind: str
+) -> None:
+    data = PackedDataset(text_packs[0]) if kind == "sft" else PackedDataset(image_packs, encoder)
+    assert len(data) % 2 == 0
+    assert _counted(ranks, kind) == {sample.id: 1 for number in range(len(data)) for sample in data[number]}
+    if kind == "sft_images":
+        assert any(sample.image_grid_thw is not None for sample in data[0])
+
+
+@pytest.mark.parametrize("kind", ["map", "blend", "stream", "stream_of_blend", "dataflow", "sft", "sft_images"])
 def test_a_resumed_run_equals_the_one_without_interruption(ranks: list[Any], kind: str) -> None:
+    saved = 2 if kind.startswith("sft") else 3
     for rank in ranks:
         complete, first, second = (rank[kind][part] for part in ("complete", "first", "second"))
         accumulated = complete["used"] // complete["steps"]
-        assert complete["steps"] > 4
-        assert first["steps"] == 4
+        assert complete["steps"] > saved
+        assert saved <= first["steps"] <= saved + 1
         assert first["seen"][: first["used"]] == complete["seen"][: first["used"]]
-        rest = complete["seen"][3 * accumulated : complete["used"]]
+        rest = complete["seen"][saved * accumulated : complete["used"]]
         assert second["seen"][: len(rest)] == rest, "samples are replayed or skipped"
-        assert {step: loss for step, loss in second["losses"].items() if int(step) > 3} == {
-            step: loss for step, loss in complete["losses"].items() if int(step) > 3
-        }
+        losses = [
+            {step: loss for step, loss in run["losses"].items() if int(step) > saved} for run in (complete, second)
+        ]
+        assert losses[0] == losses[1] != {}
 
 
 @pytest.mark.parametrize("kind", ["stream", "dataflow"])
