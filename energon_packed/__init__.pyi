@@ -58,7 +58,16 @@ from .formats import Codec as Codec
 from .formats import StoredImage as StoredImage
 from .formats import StoredSample as StoredSample
 from .formats import register_codec as register_codec
+from .integrations.accelerate import prepare_loader as prepare_loader
+from .integrations.gathered import GatheredLoader as GatheredLoader
 from .integrations.isolation import check_isolation as check_isolation
+from .integrations.transformers import BlendEpochs as BlendEpochs
+from .integrations.transformers import IsolationCheck as IsolationCheck
+from .integrations.transformers import PackedTrainer as PackedTrainer
+from .integrations.transformers import StreamState as StreamState
+from .integrations.transformers import TrainerStream as TrainerStream
+from .integrations.transformers import check_training_arguments as check_training_arguments
+from .integrations.transformers import packed_training_arguments as packed_training_arguments
 from .packing import CostModel as CostModel
 from .packing import PackPlan as PackPlan
 from .packing import RowSizes as RowSizes

@@ -50,6 +50,7 @@ class GatheredLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """`transformers_inputs()` of each batch of this iteration that was not given yet."""
         self._used %= len(self)  # a loop that counts its steps does not come to the end of the last iteration
+        empty = 0
         while self._used < len(self):
             before = self._used
             for batch in self._rows.epoch():
@@ -57,10 +58,9 @@ class GatheredLoader:
                 yield batch.transformers_inputs()
                 if self._used == len(self):
                     break
-            if self._used == before:
-                raise BatchError(
-                    f"the loader has no batch left, and {len(self) - before} are missing in this iteration"
-                )
+            empty = empty + 1 if self._used == before else 0
+            if empty > 1:  # once: the end of an epoch whose last batch was the last one of an iteration
+                raise BatchError(f"the loader gave no batch in an epoch; this iteration has {before} of {len(self)}")
         self._used = 0
 
     def state_dict(self) -> dict[str, Any]:

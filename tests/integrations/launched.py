@@ -33,14 +33,16 @@ LAUNCHERS = {
 }
 
 
-def launch(script: str, *arguments: object, port: int, out: Path, launcher: str = "torchrun") -> list[Any]:
-    """What each of 2 processes wrote with `report`."""
+def launch(
+    script: str, *arguments: object, port: int, out: Path, launcher: str = "torchrun", folder: str = "integrations"
+) -> list[Any]:
+    """What each of 2 processes of a script in `tests/{folder}` wrote with `report`."""
     command = [sys.executable, "-m", *LAUNCHERS[launcher], str(port)]
-    command += ["-m", f"tests.integrations.{script}", str(out), *map(str, arguments)]
+    command += ["-m", f"tests.{folder}.{script}", str(out), *map(str, arguments)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **_ENVIRONMENT}, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[max(0, done.stderr.find("Traceback")) :][:3000]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
