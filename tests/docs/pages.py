@@ -122,7 +122,9 @@ def normalized(text: str) -> str:
     text = re.sub(r"(\d+ \w+) +[\d.]+ s(?: +[\d,]+/s)?", r"\1", text)
     text = re.sub(r"│ (\w+ seconds|size) .*", r"│ \1", text)
     text = re.sub(r"[\d.]+ [KMG]iB", "SIZE", text)
-    text = re.sub(r"'(train_runtime|train_\w+_per_second|train_loss)': '?[^',}]+'?", r"\1", text)
+    text = re.sub(
+        r"'(train_runtime|train_\w+_per_second|train_loss|entropy|mean_token_accuracy)': '?[^',}]+'?", r"\1", text
+    )
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 

@@ -38,8 +38,9 @@ def packed_training_arguments(output_dir: str, data: Any, **arguments: Any) -> T
     }
     if _has_images(data):
         defaults["ddp_find_unused_parameters"] = True
-        if arguments.get("gradient_checkpointing"):
-            defaults["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+        for name in ("activation_checkpointing", "gradient_checkpointing"):  # its name, new and old
+            if arguments.get(name):
+                defaults[f"{name}_kwargs"] = {"use_reentrant": False}
     if streams:
         defaults |= {"ignore_data_skip": True, "dataloader_num_workers": 0, "per_device_train_batch_size": 1}
     args = TrainingArguments(output_dir, **(defaults | arguments))  # begins the process group, which loaders need
@@ -116,8 +117,8 @@ def _of_images(args: Any, data: Any) -> list[str]:
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
     if args.gradient_checkpointing and reentrant:
         wrong.append(
-            "reentrant gradient checkpointing cannot find unused parameters, and rows without images have some: set "
-            "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            "reentrant activation checkpointing cannot find unused parameters, and rows without images have some: set "
+            "activation_checkpointing_kwargs={'use_reentrant': False}"
         )
     return wrong
 

@@ -1,0 +1,162 @@
+"""packed_training_arguments and check_training_arguments: each thing that is wrong, by name, with what to write."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from energon_packed import (
+    BatchError,
+    ChatEncoder,
+    ConfigError,
+    DataflowConfig,
+    DataflowLoader,
+    GatheredLoader,
+    MapDistributor,
+    PackedDataset,
+    PackedIterableDataset,
+    PackedTrainer,
+    PaddingFreeCollator,
+    TrainerStream,
+    check_training_arguments,
+    get_packed_loader,
+    packed_training_arguments,
+)
+from tests.integrations.launched import tiny_qwen2
+
+
+def made(tmp_path: Path, **arguments: Any) -> TrainingArguments:
+    return TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **arguments)
+
+
+MAP_STYLE: list[tuple[dict[str, Any], str, str]] = [
+    ({"accelerator_config": {"dispatch_batches": True}}, "`dispatch_batches`", "'dispatch_batches': False"),
+    ({"train_sampling_strategy": "group_by_length"}, "`train_sampling_strategy`", "or use PackedTrainer"),
+    ({"train_sampling_strategy": "batch_rebalance"}, "`train_sampling_strategy`", "set it to 'random'"),
+    ({"use_cache": True}, "`use_cache`", "set it to False"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "names", "says"), MAP_STYLE)
+def test_each_argument_that_is_wrong_for_packs(
+    text_packs: list[Path], tmp_path: Path, arguments: dict[str, Any], names: str, says: str
+) -> None:
+    data = PackedDataset(text_packs[0])
+    check_training_arguments(made(tmp_path), data)
+    with pytest.raises(ConfigError) as caught:
+        check_training_arguments(made(tmp_path, **arguments), data)
+    assert str(caught.value).startswith(names)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_several_processes_need(image_packs: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
+    data = PackedDataset(image_packs, encoder)
+
+    class Two(TrainingArguments):
+        world_size = 2
+        n_gpu = 2
+
+    args = Two(
+        str(tmp_path),
+        use_cpu=True,
+        average_tokens_across_devices=True,
+        ddp_find_unused_parameters=False,
+        activation_checkpointing=True,
+        activation_checkpointing_kwargs={"use_reentrant": True},
+        accelerator_config={"split_batches": True},
+        per_device_train_batch_size=3,
+    )
+    args.average_tokens_across_devices = False
+    with pytest.raises(ConfigError) as caught:
+        check_training_arguments(args, data)
+    lines = str(caught.value).splitlines()[1:]
+    expected = ["split_batches", "DataParallel", "average_tokens_across_devices", "ddp_find_unused_parameters"]
+    assert len(lines) == 5
+    assert all(name in line for name, line in zip([*expected, "use_reentrant"], lines, strict=True))
+    right = packed_training_arguments(str(tmp_path), data, use_cpu=True, activation_checkpointing=True)
+    assert right.ddp_find_unused_parameters is True
+    assert right.activation_checkpointing_kwargs == {"use_reentrant": False}
+
+
+def test_a_stream_says_all_that_it_needs(text_packs: list[Path], tmp_path: Path) -> None:
+    stream = TrainerStream(get_packed_loader(text_packs[0], epochs=1, num_workers=0))
+    packs = len(PackedDataset(text_packs[0]))
+    wrong = made(
+        tmp_path,
+        dataloader_num_workers=2,
+        auto_find_batch_size=True,
+        gradient_accumulation_steps=2,
+        accelerator_config={"split_batches": True},
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_training_arguments(wrong, stream)
+    lines = str(caught.value).splitlines()[1:]
+    names = ["dispatch_batches", "split_batches", "max_steps", "ignore_data_skip", "per_device_train_batch_size"]
+    names += ["dataloader_num_workers", "auto_find_batch_size"]
+    assert [line.split("`")[1] for line in lines] == names
+    assert f"an epoch has {packs} batches, so set max_steps={-(-packs // 2)}" in str(caught.value)
+    right = packed_training_arguments(str(tmp_path), stream, use_cpu=True, gradient_accumulation_steps=2)
+    assert right.max_steps == -(-3 * packs // 2)  # 3 epochs by default
+
+
+def test_data_without_a_known_length_need_max_steps(
+    demo: Any, text_tokenizer_dir: Path, text_packs: list[Path], tmp_path: Path
+) -> None:
+    config = DataflowConfig(
+        inputs=(str(text_packs[2].parent / "a.jsonl"),), tokenizer=text_tokenizer_dir, packing_length=384
+    )
+    stream = TrainerStream(PackedIterableDataset(config))
+    with pytest.raises(ConfigError, match="no length that is known in advance, so set the number of steps"):
+        packed_training_arguments(str(tmp_path), stream, use_cpu=True)
+    assert packed_training_arguments(str(tmp_path), stream, use_cpu=True, max_steps=7).max_steps == 7
+    with pytest.raises(ConfigError, match="pass `steps`, the batches of one iteration"):
+        GatheredLoader(PackedIterableDataset(config))
+    loader = GatheredLoader(PackedIterableDataset(config), steps=2)
+    assert [len(list(loader)) for _ in range(4)] == [2] * 4
+
+
+def test_packed_trainer_groups_by_the_lengths_of_the_data(text_packs: list[Path], tmp_path: Path) -> None:
+    data = PackedDataset(text_packs[0])
+    args = made(tmp_path, train_sampling_strategy="group_by_length")
+    trainer = PackedTrainer(tiny_qwen2(), args, train_dataset=data, data_collator=PaddingFreeCollator())
+    sampler = trainer._get_train_sampler()
+    assert isinstance(sampler, LengthGroupedSampler)
+    assert sampler.lengths == data.lengths.tolist()
+    with pytest.raises(ConfigError, match="`use_cache` is True"):
+        PackedTrainer(tiny_qwen2(), made(tmp_path, use_cache=True), train_dataset=data)
+
+
+def test_rows_of_a_hugging_face_dataset_are_packs(text_packs: list[Path]) -> None:
+    data = PackedDataset(text_packs[0])
+    rows = data.to_hf()
+    collator = PaddingFreeCollator()
+    for number in (0, len(data) - 1):
+        row, expected = rows[number], collator([data[number]])
+        assert row["input_ids"].tolist() == expected["input_ids"][0].tolist()
+        assert row["seq_lengths"].tolist() == [len(sample) for sample in data[number]]
+        assert collator([row])["labels"].tolist() == expected["labels"].tolist()
+    assert collator([rows[1], rows[2]])["input_ids"].tolist() == collator([data[1], data[2]])["input_ids"].tolist()
+    assert rows.shuffle(seed=3)[0]["pack"][0].id in {sample.id for pack in data for sample in pack}
+
+
+def test_a_finished_row_stays_alone_and_a_resumed_gathered_loader_goes_on(text_packs: list[Path]) -> None:
+    make = lambda: GatheredLoader(DataflowLoader(MapDistributor(PackedDataset(text_packs[0]))))  # noqa: E731
+    batches = list(get_packed_loader(text_packs[0], epochs=1, num_workers=0))
+    assert PaddingFreeCollator()(batches[:1])["input_ids"] is batches[0].input_ids
+    with pytest.raises(BatchError, match="are finished rows, and 2 of them cannot share a batch"):
+        PaddingFreeCollator()(batches[:2])
+    loader = make()
+    stream = [batch["input_ids"].tolist() for _ in range(3) for batch in loader]
+    assert len(stream) == 3 * len(loader)
+    for used in range(2 * len(loader) + 1):
+        first, second = make(), make()
+        seen = iter(batch for _ in range(3) for batch in first)
+        for _ in range(used):
+            next(seen)
+        second.load_state_dict(first.state_dict())
+        rest = [batch["input_ids"].tolist() for batch in second]
+        end = (used // len(loader) + 1) * len(loader)
+        assert rest == stream[used:end], f"after {used} batches"
