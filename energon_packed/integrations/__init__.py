@@ -1,1 +1,9 @@
-"""Thin adapters to training frameworks; each imports its framework when it is used."""
+"""Thin adapters to training frameworks; each imports its framework when it is used.
+
+isolation.py    check_isolation: packed samples must not influence each other
+transformers/   Trainer: arguments, streams, evaluation, callbacks
+accelerate.py   prepare_loader: a loader of a rank, not split again
+gathered.py     GatheredLoader: one state for all ranks, for Lightning, Fabric and DeepSpeed
+rows.py         batches with a number, and states for trainers that read ahead
+megatron/       Megatron-LM and Megatron-Bridge
+"""
