@@ -8,11 +8,15 @@ import torch
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator
 from energon_packed.dataflow.config import DataflowConfig
+from energon_packed.dataflow.dispatch import refuse_dispatch
 from energon_packed.dataflow.distributors.records import RecordDistributor
 from energon_packed.dataflow.failures import FailureLog
+from energon_packed.dataflow.resharding import refuse_second_split
+from energon_packed.dataflow.share import place_of
 from energon_packed.dataflow.torch_loader import DataflowLoader
 from energon_packed.dataflow.work_folder import work_folder
 from energon_packed.encoding import ChatEncoder
+from energon_packed.errors import ConfigError
 from energon_packed.pipeline.keys import make_keys
 from energon_packed.pipeline.measure import WORTH_LOADING, WORTH_PROVING
 from energon_packed.pipeline.reader import open_reader
@@ -51,6 +55,7 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         reader = open_reader(config, work_folder(config))
         config.check_format(reader)
         self.config = config
+        self._place = (rank, world_size)
         encoder = config.encoder_loader.load()
         chunks = sum(len(source.chunks()) for source in reader.sources)
         if isinstance(encoder, ChatEncoder) and chunks >= WORTH_LOADING:  # workers inherit the tokenizer engine
@@ -72,7 +77,15 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
 
         Raises:
             BatchError: more than `max_failures` records are rejected.
+            ConfigError: it is read in a worker process of another loader, or accelerate splits or dispatches it again.
         """
+        refuse_dispatch()
+        refuse_second_split(place_of(*self._place)[1])
+        if torch.utils.data.get_worker_info() is not None:
+            raise ConfigError(
+                "a PackedIterableDataset is read in a worker process of a DataLoader, and each worker would read "
+                "everything: iterate it directly, and set its own `num_workers`"
+            )
         return iter(self.loader)
 
     def rest_of_epoch(self) -> Iterator[PackedBatch]:

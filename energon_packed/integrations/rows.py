@@ -25,8 +25,8 @@ class Rows:
     one is behind any batch that may still be asked for: a state of the loader, and how many batches to read and drop.
 
     Args:
-        loader: PackedLoader, DataflowLoader, PackedIterableDataset, or another iterable with `state_dict` and
-            `load_state_dict`, that resumes behind the last batch and begins a new epoch behind the last one of an
+        loader: PackedLoader, DataflowLoader, PackedIterableDataset, JointLoader, or another iterable with `state_dict`
+            and `load_state_dict`, that resumes behind the last batch and begins a new epoch behind the last one of an
             epoch.
 
     Attributes:
@@ -61,7 +61,7 @@ class Rows:
                     before = self.given
                     continue
                 self._resumed = False
-                yield batch
+                yield batch[1] if isinstance(batch, tuple) else batch  # a JointLoader says the name, too
                 if self.given - self._states[-1][0] >= _EVERY:
                     self._states.append((self.given, self.loader.state_dict()))
             self._states.append((self.given, self.loader.state_dict()))
