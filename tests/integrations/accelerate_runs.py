@@ -71,20 +71,22 @@ def own_loaders(folder: Path, packs: Path, make: Any) -> dict[str, Any]:
     broken = prepare_loader(accelerator, make())
     found["broken"] = tokens(broken, 1) + tokens(broken) + tokens(broken)
     found["skipped"] = tokens(skip_first_batches(prepare_loader(accelerator, make()), 2))
-    found["resumed"] = []
-    for used in range(len(loader) + 2):
+    found["resumed"] = {}
+    for used in (0, 2, len(loader), len(loader) + 1):
         saving = Accelerator(cpu=True)
         first = prepare_loader(saving, make())
         saving.register_for_checkpointing(first)
         for count in (min(used, len(loader)), used - len(loader)):
             if count > 0:
                 tokens(first, count)
-        saving.save_state(str(folder / "checkpoint"))
+        checkpoint = str(folder / f"checkpoint-{used}")
+        saving.save_state(checkpoint)
+        saving.wait_for_everyone()
         loading = Accelerator(cpu=True)
         second = prepare_loader(loading, make())
         loading.register_for_checkpointing(second)
-        loading.load_state(str(folder / "checkpoint"))
-        found["resumed"].append(tokens(second))
+        loading.load_state(checkpoint)
+        found["resumed"][used] = tokens(second)
     return found
 
 

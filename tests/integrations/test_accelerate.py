@@ -47,6 +47,7 @@ def test_loaders_of_a_rank_are_prepared_unsplit(ranks: list[Any], text_packs: li
         assert found["broken"] == first + second
         assert found["skipped"] == first[2:]
         stream = first + second
-        for used, rest in enumerate(found["resumed"]):
+        assert len(found["resumed"]) == 4
+        for used, rest in ((int(used), rest) for used, rest in found["resumed"].items()):
             end = found["length"] if used < found["length"] else 2 * found["length"]
             assert rest == stream[used:end], f"after {used} batches"

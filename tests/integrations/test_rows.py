@@ -35,6 +35,7 @@ LOADERS: dict[str, Any] = {
 }
 # Energon's loaders take a second to make: used and read ahead, of rows that are saved every 8.
 SLOW = {"energon": [(0, 1), (7, 2), (10, 3)], "energon_repeated": [(9, 1)], "energon_workers": [(10, 2)]}
+SLOW["joint"] = [(3, 2), (9, 1)]
 
 
 def stream(rows: Rows) -> Any:

@@ -56,6 +56,14 @@ def test_a_resumed_run_equals_the_one_without_interruption(ranks: list[Any], kin
         assert losses[0] == losses[1] != {}
 
 
+def test_evaluation_while_training_changes_no_batch(ranks: list[Any]) -> None:
+    for rank in ranks:
+        complete, second = rank["dataflow"]["complete"]["evaluated"], rank["dataflow"]["second"]["evaluated"]
+        assert set(complete) == {"2", "4", "6"}
+        assert {step: second[step] for step in ("4", "6")} == {step: complete[step] for step in ("4", "6")}
+        assert complete["6"] < complete["2"]
+
+
 @pytest.mark.parametrize("kind", ["stream", "dataflow"])
 def test_max_steps_from_the_helper_is_exactly_two_epochs(ranks: list[Any], text_packs: list[Path], kind: str) -> None:
     steps = steps_per_epoch(text_packs[0], world_size=2)

@@ -44,14 +44,15 @@ SFT: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
 class Recording(PaddingFreeCollator):
     """Remembers the samples of every batch that the Trainer reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_stream: bool = False) -> None:
         super().__init__()
+        self.of_stream = of_stream
         self.seen: list[list[str | None]] = []
 
     def __call__(self, features: Any) -> Any:
         if isinstance(features[0], PackedBatch):
             self.seen.append(features[0].ids)
-        else:
+        elif not self.of_stream:  # otherwise it is a row of the validation data
             packs = [pack["pack"] if isinstance(pack, dict) else pack for pack in features]
             self.seen.append([sample.id for pack in packs for sample in pack])
         return super().__call__(features)
@@ -67,20 +68,31 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
-def train(folder: Path, data: Any, *, stop: int = 0, resume: str | None = None, **arguments: Any) -> dict[str, Any]:
-    """Steps, samples and losses of one run."""
+def train(
+    folder: Path, data: Any, *, stop: int = 0, resume: str | None = None, validation: Any = None, **arguments: Any
+) -> dict[str, Any]:
+    """Steps, samples and losses of one run; with validation data by PackedTrainer, which needs no callbacks."""
+    if validation is not None:
+        arguments |= {"eval_strategy": "steps", "eval_steps": 2}
     args = packed_training_arguments(str(folder), data, **(QUIET | arguments))
-    collator = Recording()
+    collator = Recording(of_stream=isinstance(data, TrainerStream))
     callbacks: list[Any] = [StopAt(stop)] if stop else []
-    if isinstance(data, TrainerStream):
+    if validation is not None:
+        pass
+    elif isinstance(data, TrainerStream):
         callbacks.append(StreamState(data))
     elif len(data.blend) > 1:
         callbacks.append(BlendEpochs(data))
-    trainer = Trainer(tiny_qwen2(), args, train_dataset=data, data_collator=collator, callbacks=callbacks)
+    kind = Trainer if validation is None else PackedTrainer
+    trainer = kind(
+        tiny_qwen2(), args, train_dataset=data, eval_dataset=validation, data_collator=collator, callbacks=callbacks
+    )
     trainer.train(resume_from_checkpoint=resume)
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     used = trainer.state.global_step * args.gradient_accumulation_steps
-    return {"steps": trainer.state.global_step, "seen": collator.seen, "losses": losses, "used": used}
+    evaluated = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    found = {"steps": trainer.state.global_step, "seen": collator.seen, "losses": losses, "used": used}
+    return found | {"evaluated": evaluated}
 
 
 def twice(folder: Path, make: Any, **arguments: Any) -> dict[str, Any]:
@@ -194,6 +206,7 @@ def main() -> None:
             folder / "dataflow",
             lambda: TrainerStream(lambda: DataflowLoader(MapDistributor(PackedDataset(packs)))),
             num_train_epochs=2,
+            validation=PackedDataset(packs, split="val"),
         ),
         "sft": sft(folder / "sft", PackedDataset(packs), tiny_qwen2, str(tokenizer), **ONE_EPOCH),
         "sft_images": sft_images(folder / "sft_images", images, image_tokenizer),
