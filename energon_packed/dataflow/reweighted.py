@@ -81,12 +81,10 @@ def least_used(used: Int64, count: int, rng: np.random.Generator) -> Int64:
         count: packs to choose; a pack is chosen repeatedly where there are fewer.
         rng: chooses among packs that were used equally often.
     """
-    used, found = used.copy(), [np.zeros(0, dtype=np.int64)]
-    level = int(used.min())
+    found, level = [np.zeros(0, dtype=np.int64)], int(used.min())
     while count > 0:
-        ready = np.flatnonzero(used <= level)
+        ready = np.flatnonzero(used <= level)  # with those of the rounds before, which came once more in each
         chosen = ready if len(ready) <= count else rng.choice(ready, count, replace=False)
-        used[chosen] += 1
         found.append(chosen)
         count, level = count - len(chosen), level + 1
     return np.concatenate(found)

@@ -16,6 +16,7 @@ from energon_packed import (
     JointLoader,
     MapDistributor,
     MixtureDistributor,
+    PackedDataset,
     Packer,
     SequentialPacker,
     gather_state,
@@ -155,6 +156,20 @@ def test_worker_processes_of_a_loader_change(folder: Path) -> None:
                 break
         state = loader.state_dict()
     assert seen == ALL
+
+
+def test_a_packed_dataset_goes_on_with_other_ranks_and_worker_processes(folder: Path) -> None:
+    def new_loader(**options: Any) -> DataflowLoader:
+        return DataflowLoader(MapDistributor(PackedDataset(folder)), seed=1, **options)
+
+    two = Ranks(new_loader, 2)
+    seen = two.take(2)
+    three = Ranks(new_loader, 3, two.state(), num_workers=2)
+    seen += three.take(1)
+    one = Ranks(new_loader, 1, three.state(), num_workers=1)
+    seen += one.take()
+    assert seen == ALL
+    assert one.take() == ALL
 
 
 @pytest.mark.parametrize("repeat", [False, True])
