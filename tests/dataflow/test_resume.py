@@ -44,7 +44,7 @@ def saved(state: Any) -> Any:
 def test_the_rest_of_the_epoch_is_identical_from_every_step(
     pack_demo: Packer, encoder: ChatEncoder, flavor: str, num_workers: int, options: dict[str, Any]
 ) -> None:
-    shards = pack_demo(sample_class=flavor, max_packs_per_shard=4, seq_len=2048).shards
+    shards = pack_demo(sample_class=flavor, max_packs_per_shard=4, seq_len=4096).shards
 
     def new_loader() -> Any:
         return get_packed_loader(
@@ -82,7 +82,7 @@ for state in torch.load(states):
 def test_every_state_restores_in_a_new_process(
     pack_demo: Packer, encoder: ChatEncoder, tokenizer_dir: Path, tmp_path: Path, num_workers: int
 ) -> None:
-    shards = pack_demo(sample_class="PackedTokensSample", seq_len=2048).shards
+    shards = pack_demo(sample_class="PackedTokensSample", seq_len=4096).shards
     loader = get_packed_loader(shards, encoder, epochs=1, num_workers=num_workers, shuffle_buffer_size=5)
     iterator = iter(loader)
     states, expected = [loader.save_state_rank()], []

@@ -102,6 +102,8 @@ class Packer(ABC):
         """Why a sample fits no row, or None."""
         if self.longest is not None and tokens > self.longest:
             return too_long(tokens, self.longest)
+        if self.max_images is None and self.max_patches is None:
+            return None
         for name, value, limit in (("images", images, self.max_images), ("patches", patches, self.max_patches)):
             if limit is not None and value > limit:
                 return BatchError(
