@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _PROBES = ((64, 96), (200, 120), (448, 448), (150, 900), (900, 150))  # (height, width) in pixels
 _CHANNELS = (1, 3)  # heights that image_utils.infer_channel_dimension_format takes for a number of channels
 _CONTEXTS = (("a", "b"), ("a ", " b"), ("a\n", "\nb"), ("", ""))
+_KEPT_TEXTS, _KEPT_SIZES = 256, 65536  # texts of images can be long
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "text_replacement_offsets"}
 _OF_POSITIONS = {"image_grid_thw", "mm_token_type_ids", "image_position_ids"}
 TESTED = (
@@ -175,6 +176,7 @@ class ProcessorVision(VisionFamily):
             detail = f"{width}x{height} pixels: Transformers takes a height of {height} for color channels"
             raise RecordError(Reason.CORRUPT_IMAGE, detail)
         if size not in self._lengths:
+            _bound(self._lengths, _KEPT_SIZES)
             known = None if self._constant is None else self._counted([size])[0] + self._constant
             self._lengths[size] = len(self._run_ids(height, width)) if known is None else known
         if self._lengths[size] < 1:
@@ -214,6 +216,7 @@ class ProcessorVision(VisionFamily):
         before, after = self._edges(text)
         inner = text[len(before) : len(text) - len(after)]
         if inner not in self._ids:
+            _bound(self._ids, _KEPT_TEXTS)
             ids = self.processor.tokenizer(inner, add_special_tokens=False)["input_ids"]
             self._ids[inner] = np.array(ids, dtype=np.int64)
         return self._ids[inner]
@@ -255,6 +258,12 @@ class ProcessorVision(VisionFamily):
 
     def _refused(self, why: str) -> ConfigError:
         return ConfigError(f"{type(self.processor).__name__} needs a family of its own: {why}")
+
+
+def _bound(kept: dict[Any, Any], most: int) -> None:
+    """Forget everything where there is no room for one more."""
+    if len(kept) >= most:
+        kept.clear()
 
 
 def _blank(size: tuple[int, int]) -> "Image.Image":
