@@ -24,6 +24,7 @@ from energon_packed import (
     PackOptions,
     PaddingFreeCollator,
     PoolPacker,
+    get_packed_loader,
     pack,
 )
 from energon_packed.encoding import StoredTokens
@@ -225,6 +226,8 @@ def test_what_cannot_be_balanced_is_one_line(dataset: PackedDataset) -> None:
         BalancedSampler(dataset, 2, 0, shuffel=True)
     with pytest.raises(ConfigError, match="`rank` 2 is not below `world_size` 2"):
         BalancedSampler(dataset, 2, 2)
+    with pytest.raises(ConfigError, match="BalancedPoolPacker balances nothing there; use PoolPacker, or Dataflow"):
+        get_packed_loader(dataset.blend[0].split.path, packer=BalancedPoolPacker(SEQ_LEN))
 
 
 def test_a_plan_in_memory_knows_its_rows(pack_demo: Packer, tokenizer_dir: Path, demo: Any) -> None:

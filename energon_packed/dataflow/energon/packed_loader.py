@@ -13,7 +13,7 @@ from energon_packed.dataflow.energon.source import EnergonSource, worker_config_
 from energon_packed.dataflow.energon.task_encoder import PackedTaskEncoder
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.manifests import LoadedSplit, common_seq_len, loaded_splits, processor_for
-from energon_packed.dataflow.packers import Packer, PoolPacker
+from energon_packed.dataflow.packers import BalancedPoolPacker, Packer, PoolPacker
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
 from energon_packed.options import make
@@ -99,6 +99,11 @@ def _packer_of(packer: Packer | None, config: LoaderConfig, seq_len: int | None)
         raise ConfigError(
             "`max_patches` needs the pixels of a sample, which Energon's packing does not have; use `max_images`, or "
             "a DataflowLoader over EnergonDistributor"
+        )
+    if isinstance(packer, BalancedPoolPacker):
+        raise ConfigError(
+            "Energon decides itself when rows leave its buffer, so BalancedPoolPacker balances nothing there; use "
+            "PoolPacker, or DataflowLoader"
         )
     if packer is not None or not config.on_the_fly:
         return packer
