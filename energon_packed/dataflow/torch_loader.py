@@ -19,6 +19,7 @@ from energon_packed.dataflow.packers import Packer, PlannedPacker, SimpleBatcher
 from energon_packed.dataflow.resharding import refuse_second_split
 from energon_packed.dataflow.share import Share, check_place, place_of
 from energon_packed.dataflow.state import check_state, equal_weights, states_of, without_weights
+from energon_packed.dataflow.torch_options import corrected, refuse_contradictions
 from energon_packed.dataflow.torch_workers import Start, WorkerStreams, as_tensors
 from energon_packed.dataflow.worker_stream import Roles, Step
 from energon_packed.encoding import Processor, StoredTokens
@@ -28,13 +29,6 @@ from energon_packed.options import make
 DATAFLOW_VERSION = 1
 """Version of the states of `DataflowLoader`."""
 _log = logging.getLogger(__name__)
-_REFUSED = {
-    "collate_fn": "pass a `collator`",
-    "sampler": "the distributor decides the order",
-    "batch_sampler": "the packer decides the batches",
-    "shuffle": "set it on the distributor",
-    "dataset": "pass it to a distributor, such as MapDistributor(dataset)",
-}
 _TORCH = (
     "persistent_workers",
     "pin_memory",
@@ -111,7 +105,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         num_workers: int = 0,
         **options: Any,
     ) -> None:
-        _refuse_contradictions(distributor, packer, batch_size, options)
+        refuse_contradictions(distributor, packer, batch_size, options)
         of_torch = {name: options.pop(name) for name in _TORCH if name in options}
         settings = make(Settings, options, what="option")
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
@@ -140,7 +134,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             batch_size=None,
             num_workers=num_workers,
             collate_fn=_unchanged,
-            **_corrected(of_torch, num_workers),
+            **corrected(of_torch, num_workers),
         )
         if self._schedule is not None:
             self._schedule.in_flight = num_workers * (self.prefetch_factor or 0)
@@ -324,38 +318,6 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         self._steps = self._next_worker = 0
         self._states = [None] * self._share.num_workers
         self._to_come = self._rest = None
-
-
-def _refuse_contradictions(
-    distributor: Any, packer: Packer | None, batch_size: int | None, options: dict[str, Any]
-) -> None:
-    for name, remedy in _REFUSED.items():
-        if options.get(name) is not None:
-            raise ConfigError(f"drop `{name}`: {remedy}")
-    if not isinstance(distributor, Distributor):
-        raise ConfigError(
-            f"`distributor` is a {type(distributor).__name__}; pass a Distributor, such as MapDistributor(data) for "
-            "what has a length, or IterableDistributor(data)"
-        )
-    if batch_size is not None and packer is not None:
-        raise ConfigError(
-            f"`batch_size` {batch_size} and {type(packer).__name__} both decide what shares a row; drop one of them"
-        )
-    if options.get("drop_last") and batch_size is None:
-        raise ConfigError("`drop_last` belongs to `batch_size`; drop it, as packers give everything")
-
-
-def _corrected(of_torch: dict[str, Any], num_workers: int) -> dict[str, Any]:
-    """Options of torch's DataLoader, without those that need workers where there are none."""
-    if num_workers:
-        return of_torch
-    if of_torch.get("persistent_workers"):
-        _log.warning("`persistent_workers` needs `num_workers` of at least 1; it is set to False")
-        of_torch = {**of_torch, "persistent_workers": False}
-    for name in ("prefetch_factor", "multiprocessing_context"):
-        if of_torch.get(name) is not None:
-            raise ConfigError(f"`{name}` needs worker processes; drop it, or set `num_workers` to at least 1")
-    return of_torch
 
 
 def _unchanged(step: Any) -> Any:

@@ -8,6 +8,7 @@ rendering.py      text and targets; skeleton.py and purity.py: without Jinja whe
 tokenizer.py      ids and supervised tokens of texts; engines.py, engine_proof.py and engine_corpus.py: what tokenizes
 special_text.py   special tokens that a conversation writes stay text; held_tokenizer.py: their ids
 tokenizer_class.py Transformers tokenizers without torch; user_cache.py keeps what was found out about them
+identity.py       digest of what decides the tokens
 token_batch.py    the rules that tokens must keep, in one place
 images.py         headers and decoding; patch_positions.py, mrope.py
 vision.py         vision families; fused_pixels.py, image_patches.py and patch_kernel.py: their pixels, faster

@@ -7,8 +7,6 @@ Measuring and encoding share one path to the token ids, `_tokenize`, which takes
                                                                                       └─► and pixels     (encode)
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,6 +20,7 @@ import numpy.typing as npt
 from energon_packed.encoding.conversation_media import MediaSize, measure_media, patch_positions, read_pixels
 from energon_packed.encoding.dummy import dummy_sample
 from energon_packed.encoding.engines import EngineName
+from energon_packed.encoding.identity import encoder_digests
 from energon_packed.encoding.image_runs import NO_IMAGES, ImageRun, Pixels, expanded
 from energon_packed.encoding.pretrained import PretrainedTokenizer, load_vision_for
 from energon_packed.encoding.processor import Measurement, Processor
@@ -40,8 +39,6 @@ from energon_packed.seqlens import position_ids_from_cu_seqlens
 Int64 = npt.NDArray[np.int64]
 _BATCH = 256  # conversations tokenized and checked together
 _NO_MEDIA = MediaSize()
-_VERSION = 7  # raise it when the same input gives other tokens
-_DATE_NOTE = "{# energon-packed: always the same date #}"  # in the fingerprint since version 4
 
 
 class ChatEncoder(Processor):
@@ -90,18 +87,10 @@ class ChatEncoder(Processor):
             loss_on=loss_on,
             special=SpecialText(control, template.source) if control else None,
         )
-        self._rules = TokenRules(vocabulary=self.parts.vocabulary)
         if vision is not None:
             vision.check_tokenizer(backend)
-            self.image_token_id = backend.token_to_id(vision.image_token)
-            reserved = {backend.token_to_id(token) for token in vision.reserved} - {None, self.image_token_id}
-            self._rules = replace(
-                self._rules,
-                image_token_id=self.image_token_id,
-                image_token=vision.image_token,
-                reserved=tuple(sorted(reserved)),
-                reserved_texts=vision.reserved,
-            )
+        self._rules = TokenRules.of(self.parts, vision)
+        self.image_token_id = self._rules.image_token_id
 
     @classmethod
     def from_pretrained(
@@ -266,18 +255,13 @@ class ChatEncoder(Processor):
         return recorded in self._digests()
 
     def _digests(self) -> list[str]:
-        source, vision = self.renderer.template.source, self.vision
-        parts = {
-            "version": _VERSION,
-            "tokenizer": self.text_tokenizer.serialized,
-            "special": self.parts.special_tokens,
-            "template": None if source is None else source + _DATE_NOTE,
-            "loss_on": self.renderer.loss_on,
-            **({} if self.renderer.special else {"allow_special_in_text": True}),
-        }
-        images = [vision.config(), vision.length_config()] if vision else [None]
-        texts = [json.dumps({**parts, "vision": one}, sort_keys=True, default=str) for one in images]
-        return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+        return encoder_digests(
+            self.parts,
+            self.vision,
+            serialized=self.text_tokenizer.serialized,
+            allow_special_in_text=self.renderer.special is None,
+            options={"loss_on": self.renderer.loss_on},
+        )
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.sample import IGNORE_INDEX, targets_per_sample
+from energon_packed.encoding.tokenizer_parts import TokenizerParts
+from energon_packed.encoding.vision import VisionFamily
 from energon_packed.errors import Reason, Reject
 
 Int64 = npt.NDArray[np.int64]
@@ -62,6 +64,21 @@ class TokenRules:
     image_token: str = ""
     reserved: tuple[int, ...] = ()
     reserved_texts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: TokenizerParts, vision: VisionFamily | None) -> "TokenRules":
+        """The rules of a tokenizer and a vision family."""
+        if vision is None:
+            return cls(vocabulary=tokenizer.vocabulary)
+        image = tokenizer.backend.token_to_id(vision.image_token)
+        reserved = {tokenizer.backend.token_to_id(token) for token in vision.reserved} - {None, image}
+        return cls(
+            vocabulary=tokenizer.vocabulary,
+            image_token_id=image,
+            image_token=vision.image_token,
+            reserved=tuple(sorted(reserved)),
+            reserved_texts=vision.reserved,
+        )
 
     def check(
         self, batch: TokenBatch, image_tokens: Sequence[int], *, are_ours: bool = False

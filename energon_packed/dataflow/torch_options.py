@@ -1,0 +1,58 @@
+"""Options of torch's DataLoader under DataflowLoader: which go together."""
+
+import logging
+from typing import Any
+
+from energon_packed.dataflow.distributors.base import Distributor
+from energon_packed.dataflow.packers import Packer
+from energon_packed.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_REFUSED = {
+    "collate_fn": "pass a `collator`",
+    "sampler": "the distributor decides the order",
+    "batch_sampler": "the packer decides the batches",
+    "shuffle": "set it on the distributor",
+    "dataset": "pass it to a distributor, such as MapDistributor(dataset)",
+}
+
+
+def refuse_contradictions(
+    distributor: Any, packer: Packer | None, batch_size: int | None, options: dict[str, Any]
+) -> None:
+    """Refuse what the roles decide already.
+
+    Raises:
+        ConfigError: the message says what to drop.
+    """
+    for name, remedy in _REFUSED.items():
+        if options.get(name) is not None:
+            raise ConfigError(f"drop `{name}`: {remedy}")
+    if not isinstance(distributor, Distributor):
+        raise ConfigError(
+            f"`distributor` is a {type(distributor).__name__}; pass a Distributor, such as MapDistributor(data) for "
+            "what has a length, or IterableDistributor(data)"
+        )
+    if batch_size is not None and packer is not None:
+        raise ConfigError(
+            f"`batch_size` {batch_size} and {type(packer).__name__} both decide what shares a row; drop one of them"
+        )
+    if options.get("drop_last") and batch_size is None:
+        raise ConfigError("`drop_last` belongs to `batch_size`; drop it, as packers give everything")
+
+
+def corrected(of_torch: dict[str, Any], num_workers: int) -> dict[str, Any]:
+    """The options, without those that need workers where there are none.
+
+    Raises:
+        ConfigError: one that cannot be left out silently.
+    """
+    if num_workers:
+        return of_torch
+    if of_torch.get("persistent_workers"):
+        _log.warning("`persistent_workers` needs `num_workers` of at least 1; it is set to False")
+        of_torch = {**of_torch, "persistent_workers": False}
+    for name in ("prefetch_factor", "multiprocessing_context"):
+        if of_torch.get(name) is not None:
+            raise ConfigError(f"`{name}` needs worker processes; drop it, or set `num_workers` to at least 1")
+    return of_torch
