@@ -39,6 +39,7 @@ from energon_packed.seqlens import position_ids_from_cu_seqlens
 Int64 = npt.NDArray[np.int64]
 _BATCH = 256  # conversations tokenized and checked together
 _NO_MEDIA = MediaSize()
+_NO_VISION = "a record has images, but no image processor is set; pass `processor` or `image_processor`"
 
 
 class ChatEncoder(Processor):
@@ -77,18 +78,15 @@ class ChatEncoder(Processor):
         self.vision = vision
         control = [] if allow_special_in_text else control_tokens_of(self.parts, vision)
         self.text_tokenizer = TextTokenizer(self.parts.backend, tokenizer_engine, control=control)
-        backend = self.text_tokenizer.backend
-        template, eos = ChatTemplate(self.parts), self.parts.eos_token
-        ends = backend.encode("a", add_special_tokens=True).ids[-1:]
         self.renderer = Renderer(
-            template,
+            ChatTemplate(self.parts),
             placeholder=vision.placeholder if vision else None,
-            end="" if eos is not None and ends == [backend.token_to_id(eos)] else eos,
+            end=self.parts.end_of_document,
             loss_on=loss_on,
-            special=SpecialText(control, template.source) if control else None,
+            special=SpecialText(control, self.parts.chat_template) if control else None,
         )
         if vision is not None:
-            vision.check_tokenizer(backend)
+            vision.check_tokenizer(self.parts.backend)
         self._rules = TokenRules.of(self.parts, vision)
         self.image_token_id = self._rules.image_token_id
 
@@ -348,7 +346,5 @@ class ChatEncoder(Processor):
 
     def _vision(self) -> VisionFamily:
         if self.vision is None:
-            raise ConfigError(
-                "a record has images, but no image processor is set; pass `processor` or `image_processor`"
-            )
+            raise ConfigError(_NO_VISION)
         return self.vision

@@ -57,6 +57,13 @@ class TokenizerParts:
         return self.special_tokens.get("eos_token")
 
     @property
+    def end_of_document(self) -> str | None:
+        """The end-of-text token, which a text needs; "" where the tokenizer appends it itself, None without one."""
+        eos = self.eos_token
+        adds = eos is not None and self.backend.encode("a").ids[-1:] == [self.backend.token_to_id(eos)]
+        return "" if adds else eos
+
+    @property
     def vocabulary(self) -> int:
         """Number of tokens, added ones included."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
