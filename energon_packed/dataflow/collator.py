@@ -127,7 +127,8 @@ class PaddingFreeCollator(Collator):
         padded = lengths if self.pad_multiple == 1 else round_up(lengths, self.pad_multiple)
         possible = self.dummy_images.known(samples)
         has_images = any([sample.num_images for sample in samples])
-        dummy = None if has_images else possible
+        room = None if self.pad_to is None else self.pad_to - int(padded.sum())
+        dummy = None if has_images else self.dummy_images.fitting(possible, room)
         tail = self._tail(int(padded.sum()), 0 if dummy is None else len(dummy))
         segments = np.append(padded, tail) if tail else padded
         bounds = cu_seqlens_from_lengths(segments)
@@ -193,12 +194,6 @@ class PaddingFreeCollator(Collator):
             raise BatchError(
                 f"the row has {total} tokens, more than `pad_to` {self.pad_to}; reduce `micro_batch_size` "
                 "(`micro_batch_size` * `seq_len` must fit), or pack with `pad_multiple`"
-            )
-        if total + dummy > self.pad_to:
-            raise BatchError(
-                f"the row has {total} tokens and no image, and the dummy image with which all ranks run the vision "
-                f"tower takes {dummy} more than `pad_to` {self.pad_to} has room for: set `pad_to` to at least "
-                f"{total + dummy}, pack with a smaller `seq_len`, or set `dummy_images` to 'never'"
             )
         return self.pad_to - total
 

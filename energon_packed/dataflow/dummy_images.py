@@ -8,6 +8,7 @@ row has no image skips the vision tower, and the others wait for it. The dummy i
 its own boundaries, without a target.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Literal
@@ -17,6 +18,7 @@ import torch
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import BatchError, ConfigError
 
+_log = logging.getLogger(__name__)
 DummyChoice = Literal["auto", "always", "never"]
 DUMMY_CHOICES: tuple[DummyChoice, ...] = ("auto", "always", "never")
 
@@ -39,6 +41,7 @@ class DummyImages:
             raise ConfigError("`dummy_images` is a sample without an image; pass `encoder.dummy` of a vision encoder")
         self._given = given
         self._choice = choice
+        self._warned = False
         self._several = several_ranks()  # workers that are spawned do not know the process group
 
     def known(self, samples: Sequence[EncodedSample]) -> EncodedSample | None:
@@ -56,6 +59,30 @@ class DummyImages:
                 "pass `dummy_images=encoder.dummy`"
             )
         return dummy
+
+    def fitting(self, dummy: EncodedSample | None, room: int | None) -> EncodedSample | None:
+        """The dummy, where the row has room for it; with `auto`, a row without room has a warning in its place.
+
+        Args:
+            dummy: as `known` gives it.
+            room: tokens that the row may still get; None where there is no limit, negative where it is too long.
+
+        Raises:
+            BatchError: no room, and the choice is not `auto`.
+        """
+        if dummy is None or room is None or room < 0 or len(dummy) <= room:
+            return dummy
+        why = (
+            f"a row without images has room for {room} tokens up to `pad_to`, and the dummy image with which all "
+            f"ranks run the vision tower takes {len(dummy)}: set `pad_to` to at least `seq_len` + {len(dummy)}, "
+            "or pack with a smaller `seq_len`"
+        )
+        if self._choice != "auto":
+            raise BatchError(f"{why}, or set `dummy_images` to 'never'")
+        if not self._warned:
+            self._warned = True
+            _log.warning("%s; ranks may wait for each other (DDP, FSDP)", why)
+        return None
 
 
 def several_ranks() -> bool:

@@ -156,10 +156,24 @@ def test_by_default_the_number_of_ranks_decides(
     assert collator.collate(text).input_ids.shape[1] == sum(map(len, text))
 
 
+def test_by_default_a_full_row_has_a_warning_in_place_of_a_dummy(
+    vision_encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Megatron's recipes pad to `seq_len`, and its own reduction waits for no gradient."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    row = text_row(vision_encoder)
+    collator = PaddingFreeCollator(pad_to=sum(map(len, row)) + 2)
+    for _ in range(2):
+        assert collator.collate(row).pixel_values is None
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "a row without images has room for 2 tokens up to `pad_to`"
+    ]
+
+
 def test_what_cannot_be_done_is_said(vision_encoder: ChatEncoder, text_tokenizer_dir: Path) -> None:
     row = text_row(vision_encoder)
     length = sum(map(len, row))
-    with pytest.raises(BatchError, match=f"the row has {length} tokens and no image, .* at least {length + 3}, pack"):
+    with pytest.raises(BatchError, match="a row without images has room for 2 tokens up to `pad_to`, .* takes 3: set"):
         collated(row, dummy_images="always", pad_to=length + 2)
     assert collated(row, dummy_images="always", pad_to=length + 3).input_ids.shape[1] == length + 3
     with pytest.raises(ConfigError, match="`dummy_images` is 'yes'; use auto, always, never, or `encoder.dummy`"):
