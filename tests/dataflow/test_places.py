@@ -1,5 +1,6 @@
 """Loaders that would give ranks the wrong packs: made before the process group, or split over ranks once more."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,6 +46,25 @@ def test_a_loader_over_the_data_of_a_dataflow_is_refused() -> None:
     with pytest.raises(ConfigError, match="iterated by another loader, .*: do not pass a DataflowLoader to acc"):
         list(torch.utils.data.DataLoader(loader.dataset, batch_size=None))  # what accelerator.prepare makes of it
     assert len(list(loader)) == 7
+
+
+class DataLoaderDispatcher:
+    """The part of ms-swift 4.6's `swift/dataloader/dispatcher.py` that reads: it knows ranks by `world_size`."""
+
+    def __init__(self, base_dataloader: Any, world_size: int) -> None:
+        self.base_dataloader = base_dataloader
+        self.world_size = world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.base_dataloader
+
+
+def test_a_dispatcher_of_ms_swift_is_refused() -> None:
+    loader = DataflowLoader(MapDistributor(FEATURES), batch_size=2, rank=0, world_size=2)
+    with pytest.raises(ConfigError, match="DataLoaderDispatcher splits them over ranks again"):
+        list(DataLoaderDispatcher(loader, 2))
+    whole = DataflowLoader(MapDistributor(FEATURES), batch_size=2, rank=0, world_size=1)
+    assert len(list(DataLoaderDispatcher(whole, 2))) == 7
 
 
 SPLIT_AGAIN = """
