@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from energon_packed import ChatEncoder, PackOptions, RecordError, normalize, pack
 from energon_packed.encoding.held_tokenizer import HeldTokenizer
 from energon_packed.encoding.special_text import HELD, SpecialText, control_tokens, searched_literals
+from energon_packed.encoding.supervision import supervised_turns
 from energon_packed.encoding.tokenizer import TextTokenizer
 from tests.conftest import DemoDataset
 
@@ -168,6 +169,14 @@ def test_markup_that_a_template_reads_is_left_to_it() -> None:
         special.hold(asked("<|end|> \U000f0001"))
     plain = asked("<|en|> <", "<think>a</cot>b \U000f0001")
     assert special.hold(plain) is plain
+
+
+def test_supervised_turns_are_found_around_them(encoder: ChatEncoder) -> None:
+    turns = [(f"Is {WRITTEN}", "user"), (f"{WRITTEN} yes", "assistant"), ("And?", "user"), ("No.", "assistant")]
+    talk = normalize({"messages": [{"role": role, "content": text} for text, role in turns]})
+    assert supervised_turns(encoder, talk) == [False, True, False, True]
+    context = normalize({"messages": [{"role": r, "content": t, "weight": int(t == "No.")} for t, r in turns]})
+    assert supervised_turns(encoder, context) == [False, False, False, True]
 
 
 def test_a_run_counts_them_and_image_counts_hold(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
