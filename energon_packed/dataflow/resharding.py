@@ -40,4 +40,5 @@ def refuse_second_split(world_size: int) -> None:
 
 def _processes(caller: Any) -> int:
     state = getattr(caller, "state", caller)
-    return int(getattr(state, "num_processes", None) or getattr(caller, "world_size", 1))  # ms-swift's has the latter
+    found: Any = getattr(state, "num_processes", None) or getattr(caller, "world_size", 1)  # ms-swift has the latter
+    return int(found)
