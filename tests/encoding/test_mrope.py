@@ -1,5 +1,7 @@
 """M-RoPE positions equal those of Transformers' own models."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
+from energon_packed import ChatEncoder, EncodedSample, Reject, normalize
+from energon_packed.demo import DemoDataset
 from energon_packed.encoding.mrope import mrope_positions
 
 IMAGE = 9
@@ -62,3 +66,26 @@ def test_golden() -> None:
 def test_a_wrong_number_of_image_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="`input_ids` has 5 image tokens, but `grids` require 6"):
         mrope_positions(np.full(5, IMAGE), IMAGE, np.array([[1, 4, 6]]), 2)
+
+
+def test_texts_in_a_batch_are_as_beside_an_image(demo: DemoDataset, tokenizer_dir: Path) -> None:
+    """A batch without images takes a shorter way: the same tokens, labels and positions."""
+    encoder = ChatEncoder.from_pretrained(tokenizer_dir)
+    records = [json.loads(line) for line in demo.jsonl.open() if "demo-" in line]
+    talks = [normalize(record, image_root=str(demo.jsonl.parent)) for record in records]
+    texts = [talk for talk in talks if not talk.images][:8]
+    silent = normalize({"messages": [{"role": "user", "content": "No answer."}]})
+    image = next(talk for talk in talks if talk.images)
+    alone = encoder.encode_many([*texts[:4], silent, *texts[4:]])
+    beside = encoder.encode_many([*texts[:4], silent, *texts[4:], image])[:-1]
+    for one, other in zip(alone, beside, strict=True):
+        if isinstance(one, Reject):
+            assert one == other
+            continue
+        assert isinstance(other, EncodedSample)
+        assert one.id == other.id
+        for name in ("input_ids", "labels", "position_ids"):
+            ours, theirs = getattr(one, name), getattr(other, name)
+            assert ours.dtype == theirs.dtype
+            assert (ours == theirs).all(), name
+    assert sum(isinstance(one, Reject) for one in alone) == 1
