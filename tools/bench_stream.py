@@ -3,8 +3,8 @@
     python tools/bench_stream.py [--json stream.json] [--records 300000] [--rounds 3]
 
 Every run is a process of its own, with tokenizers on one thread, as in the workers of `pack`. CPU time is of the
-process and its workers, from the first record on. Rounds are interleaved; ratios are medians over rounds. Memory grows by
-the tokenizer's cache of words, and by nothing that is held of the records.
+process and its workers, from the first record on. Rounds are interleaved; ratios are medians over rounds. Memory
+grows by the tokenizer's cache of words, and by nothing that is held of the records.
 """
 
 import argparse
