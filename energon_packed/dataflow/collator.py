@@ -152,10 +152,7 @@ class PaddingFreeCollator(Collator):
         labels[bounds[: len(samples)]] = IGNORE_INDEX  # no token of the same sample predicts the first one
         is_target = labels != IGNORE_INDEX
         if not is_target.any():
-            raise BatchError(
-                f"no token of {', '.join(str(sample.id) for sample in samples)} is a target; "
-                "pack with another `loss_on` or remove these samples"
-            )
+            raise _without_target(samples)
         unpadded = np.append(lengths, tail) if tail else lengths
         return PackedBatch(
             __key__=[str(sample.id) for sample in samples],
@@ -211,6 +208,11 @@ class PaddingFreeCollator(Collator):
             assert sample.position_ids is not None
             rows[1:, start : start + len(sample)] = sample.position_ids
         return torch.from_numpy(rows).unsqueeze(1)
+
+
+def _without_target(samples: Sequence[EncodedSample]) -> BatchError:
+    named = ", ".join(str(sample.id) for sample in samples)
+    return BatchError(f"no token of {named} is a target; pack with another `loss_on` or remove these samples")
 
 
 def _images(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, torch.Tensor | None]:
