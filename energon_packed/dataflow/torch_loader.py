@@ -276,10 +276,13 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
     def _continue(self, state: dict[str, Any]) -> None:
         check_state(state, DATAFLOW_VERSION, {"rank": self._share.rank})
         self._epoch, self._steps, self._next_worker = state["epoch"], state["steps"], state["next_worker"]
-        self._states = [None if one is None else json.dumps(one) for one in state["workers"]]
-        self._rest = state.get("rest")
+        self._rest, workers = state.get("rest"), state["workers"]
         if self._schedule is not None and "schedule" in state:
-            self._schedule.load_state_dict(state["schedule"])
+            if equal_weights(state, self._settings_identity()):
+                self._schedule.load_state_dict(state["schedule"])
+            else:  # given anew: what was learned before, and what workers took up of it, holds no longer
+                workers = [one and {key: of for key, of in one.items() if key != "schedule"} for one in workers]
+        self._states = [None if one is None else json.dumps(one) for one in workers]
 
     def _share_of(self, worker: int) -> Share:
         return replace(self._share, worker=worker, epoch=self._epoch)
