@@ -36,6 +36,11 @@ def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, 
     table.add_row("packs" if manifest.algorithm != "none" else "samples to pack on the fly", f"{manifest.packs:,}")
     table.add_row("tokens", f"{manifest.tokens:,}")
     table.add_row("images", f"{manifest.images:,}")
+    if manifest.images_decoded is not None:
+        by_header = manifest.images - manifest.images_decoded
+        for name, count in (("checked by header", by_header), ("checked by decoding", manifest.images_decoded)):
+            if count:
+                table.add_row(f"  {name}", f"{count:,}")
     table.add_row("seq_len", f"{manifest.seq_len:,}")
     if manifest.algorithm != "none":
         table.add_row("utilization", f"{manifest.utilization:.2%}")

@@ -16,7 +16,7 @@ from energon_packed.encoding.vision import ambiguous
 from energon_packed.errors import ConfigError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import Check, verify
-from energon_packed.pipeline.options import available_cores
+from energon_packed.pipeline.processes import available_cores
 from energon_packed.shards.nv_meta import SPLITS
 
 
@@ -89,6 +89,8 @@ def _verified(
     remedy = ""
     if failed:
         remedy = "pack it again"
+        if any(check.remedy == "check-images" for check in failed):
+            remedy += " with --check-images full, which rejects records whose images do not decode"
         if all(check.remedy == "nv-meta" for check in failed):
             remedy = f"energon-packed nv-meta {opened.path} rebuilds its indexes"
         line = f"{len(failed)} checks failed: do not train on {opened.path}; {remedy}"

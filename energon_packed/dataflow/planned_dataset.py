@@ -156,6 +156,7 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
         progress=progress or Progress(),
         counters={"measured": 0, "tokenized": 0, "reused": 0},
         keep_tokens=False,
+        check_images=config.check_images,
     ).run()
     usable, rejects = _usable(table, config)
     refs = table.refs(usable)

@@ -321,7 +321,7 @@ class ChatEncoder(Processor):
         if conversation.input_ids is None:
             length += sum([run.length - 1 for run in size.runs])
         sample = self._expanded(conversation, size.runs, batch, number) if keep_tokens else None
-        return Measurement(length, size.num_bytes, sample=sample)
+        return Measurement(length, size.num_bytes, sample=sample, decoded=size.decoded)
 
     def _expanded(
         self, conversation: Conversation, runs: Sequence[ImageRun], batch: TokenBatch, number: int

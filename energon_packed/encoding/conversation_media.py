@@ -14,10 +14,11 @@ from energon_packed.records import Conversation, MediaReference
 
 @dataclass(frozen=True, slots=True)
 class MediaSize:
-    """Tokens of each image of a conversation, and bytes of its images and .npy files."""
+    """Tokens of each image of a conversation, bytes of its images and .npy files, and images that were decoded."""
 
     runs: Sequence[ImageRun] = ()
     num_bytes: int = 0
+    decoded: int = 0
 
 
 def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize:
@@ -35,7 +36,17 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
         num_bytes += check_patch_positions(conversation.patch_positions, patches)
         if vision.takes_patch_positions and vision.patch_order == "auto":
             _in_blocks(vision, conversation, [vision.grid(header.height, header.width) for header in headers])
-    return MediaSize(runs, num_bytes)
+    return MediaSize(runs, num_bytes, sum([header.decoded for header in headers]))
+
+
+def check_pixels(conversation: Conversation) -> None:
+    """Decode every image, for what a header does not show.
+
+    Raises:
+        RecordError: an image is missing or cannot be decoded.
+    """
+    for image in conversation.images:
+        load_image(image)
 
 
 def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:

@@ -3,15 +3,22 @@
 `read_header` returns the size of the image that `load_image` returns; both apply the EXIF orientation. JPEG, PNG and
 WebP files with a valid end (PNG: valid checksums) are not decoded. All other formats and suspicious files are decoded,
 so that truncated files are detected during packing, not during training.
+
+Pixels are those of `transformers.image_utils.load_image`: upright RGB, the first frame, without the alpha channel.
+They differ only where that function clips: 16-bit grey is scaled to 8 bits, as Pillow scales 16-bit colour, and
+32-bit values that are not 0 to 255 are rejected.
 """
 
-import io
+import re
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from energon_packed.errors import Reason, RecordError
@@ -21,6 +28,12 @@ _ORIENTATION = 0x0112  # EXIF 2.3, 4.6.4 A: tag 274
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}
 _PNG_METADATA = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}
+MAX_PIXELS = 178_956_970
+"""Pixels of the largest image: 512 MiB as RGB. Pillow's own limit for what it takes for a decompression bomb."""
+MAX_BYTES = 1 << 30
+"""Bytes of the largest image file: some decoders read the file into memory before anything else."""
+_SIXTEEN_BITS = ("PNG", "PPM", "JPEG2000")  # formats whose integers of 32 bits in Pillow are 16 bits in the file
+_SHOWN = 1024  # bytes at the start of a file that say what it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +44,14 @@ class ImageHeader:
         width, height: pixels, after applying the EXIF orientation.
         extension: file extension of the actual format, without the dot.
         num_bytes: size of the file.
+        decoded: its pixels were decoded, and not only its header and structure read.
     """
 
     width: int
     height: int
     extension: str
     num_bytes: int
+    decoded: bool = False
 
 
 def read_header(reference: MediaReference) -> ImageHeader:
@@ -45,20 +60,13 @@ def read_header(reference: MediaReference) -> ImageHeader:
     Raises:
         RecordError: `missing_image`, `image_outside_root` or `corrupt_image`.
     """
-    with reference.open() as stream:
-        num_bytes = stream.seek(0, 2)
-        stream.seek(0)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                with Image.open(stream) as image:
-                    size = _quick_size(image, stream, num_bytes)
-                    if size is None:
-                        size = _decoded(image).size
-                    extension = _extension(image)
-        except _DECODE_ERRORS as error:
-            raise _corrupt(reference, error) from error
-    return ImageHeader(*size, extension, num_bytes)
+    with reference.open() as stream, _opened(reference, stream) as image:
+        num_bytes = _num_bytes(stream)
+        size = _quick_size(image, stream, num_bytes)
+        decoded = size is None
+        if size is None:
+            size = _decoded(image).size
+        return ImageHeader(*size, _extension(image), num_bytes, decoded)
 
 
 def load_image(reference: MediaReference) -> Image.Image:
@@ -67,14 +75,8 @@ def load_image(reference: MediaReference) -> Image.Image:
     Raises:
         RecordError: `missing_image`, `image_outside_root` or `corrupt_image`.
     """
-    with reference.open() as stream:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                with Image.open(stream) as image:
-                    return _decoded(image)
-        except _DECODE_ERRORS as error:
-            raise _corrupt(reference, error) from error
+    with reference.open() as stream, _opened(reference, stream) as image:
+        return _decoded(image)
 
 
 def sniff_extension(data: bytes) -> str:
@@ -92,11 +94,9 @@ def is_upright(data: bytes) -> bool:
     Raises:
         RecordError: `corrupt_image`.
     """
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            return bool(Image.Image.getexif(image).get(_ORIENTATION, 1) == 1)
-    except _DECODE_ERRORS as error:
-        raise _corrupt(MediaReference(data=data), error) from error
+    reference = MediaReference(data=data)
+    with reference.open() as stream, _opened(reference, stream) as image:
+        return bool(Image.Image.getexif(image).get(_ORIENTATION, 1) == 1)
 
 
 # Exceptions of Pillow's parsers for corrupt data; UnidentifiedImageError is an OSError, NotImplementedError a
@@ -112,15 +112,59 @@ _DECODE_ERRORS = (
     ArithmeticError,
     TypeError,
     AttributeError,
+    AssertionError,
+    MemoryError,
+    zlib.error,
     Image.DecompressionBombError,
 )
+
+
+@contextmanager
+def _opened(reference: MediaReference, stream: BinaryIO) -> Iterator[Image.Image]:
+    """An image whose header is read; what fails until it is closed is `corrupt_image`."""
+    try:
+        if (num_bytes := _num_bytes(stream)) > MAX_BYTES:
+            raise ValueError(f"{num_bytes:,} bytes are more than the limit of {MAX_BYTES:,}; save it compressed")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of large images and odd metadata
+            with Image.open(stream) as image:
+                if image.width * image.height > MAX_PIXELS:  # Pillow's own limit may be off
+                    raise ValueError(_too_large(image.width * image.height))
+                if image.format == "EPS":
+                    raise ValueError("EPS is a program, which is not run; convert it to PNG")
+                yield image
+    except RecordError:
+        raise
+    except _DECODE_ERRORS as error:
+        raise _corrupt(reference, error) from error
+
+
+def _num_bytes(stream: BinaryIO) -> int:
+    num_bytes = stream.seek(0, 2)
+    stream.seek(0)
+    return num_bytes
 
 
 def _decoded(image: Image.Image) -> Image.Image:
     image.load()
     ImageOps.exif_transpose(image, in_place=True)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        return _eight_bits(image)
     # One copy of the pixels less; other formats may hold more frames, which a copy leaves behind.
     return image if image.mode == "RGB" and image.format in ("JPEG", "PNG") else image.convert("RGB")
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """A grey image of more than 8 bits as RGB; `convert` would make white of all values above 255."""
+    values = np.asarray(image)
+    if image.mode.startswith("I;16") or image.format in _SIXTEEN_BITS:
+        return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
+    low, high = values.min(), values.max()
+    if not (low >= 0 and high <= 255) or (image.mode == "F" and 0 < high <= 1):  # NaN is neither
+        raise ValueError(
+            f"its values of 32 bits are {low:g} to {high:g}, where pixels are 0 to 255; save it with 8 or 16 bits"
+        )
+    return image.convert("RGB")
 
 
 def _extension(image: Image.Image) -> str:
@@ -187,7 +231,26 @@ def _png_is_plain(stream: BinaryIO) -> bool:
 
 
 def _corrupt(reference: MediaReference, error: Exception) -> RecordError:
-    text = str(error)
+    text = " ".join(str(error).split()) or type(error).__name__
     if "cannot identify image file" in text:
-        text = "not an image that Pillow can read"
+        text = _unidentified(reference)
+    elif isinstance(error, Image.DecompressionBombError) and (found := re.search(r"\((\d+) pixels\)", text)):
+        text = _too_large(int(found[1]))
+    if ";" not in text:
+        text += "; replace the image"
     return RecordError(Reason.CORRUPT_IMAGE, f"{reference.label}: {text}")
+
+
+def _too_large(pixels: int) -> str:
+    return f"{pixels:,} pixels are more than the limit of {MAX_PIXELS:,}; resize it"
+
+
+def _unidentified(reference: MediaReference) -> str:
+    """What a file is that Pillow cannot read."""
+    with reference.open() as stream:
+        start = stream.read(_SHOWN)
+    if not start:
+        return "is empty, 0 bytes"
+    if re.search(rb"<svg[\s>]", start):
+        return "an SVG drawing has no pixels; convert it to PNG"
+    return "not an image that Pillow can read"

@@ -25,6 +25,7 @@ class Measurement:
         reject: why it cannot be used, or None.
         sample: its tokens and labels, where they were asked for; pixels may be missing.
         supervised: targets among the tokens, as `targets_per_sample` counts them; -1 when unknown.
+        decoded: images whose pixels were decoded; the others were checked by header and structure.
     """
 
     length: int
@@ -32,6 +33,7 @@ class Measurement:
     reject: Reject | None = None
     sample: EncodedSample | None = None
     supervised: int = -1
+    decoded: int = 0
 
     @classmethod
     def rejected(cls, reject: Reject) -> "Measurement":
@@ -127,5 +129,9 @@ class Processor(ABC):
         except RecordError as error:
             return Measurement.rejected(error.reject)
         return Measurement(
-            len(sample), media, sample=sample if keep_tokens else None, supervised=sample.num_supervised
+            len(sample),
+            media,
+            sample=sample if keep_tokens else None,
+            supervised=sample.num_supervised,
+            decoded=0 if sample.pixel_values is None and sample.vision_inputs is None else len(conversation.images),
         )

@@ -33,6 +33,7 @@ SCHEMA = pa.schema(
         "text_bytes": pa.int32(),
         "media_bytes": pa.int64(),
         "num_images": pa.int32(),
+        "num_decoded": pa.int32(),
         "kind": pa.int8(),
         "status": pa.int8(),
         "narrow": pa.int8(),

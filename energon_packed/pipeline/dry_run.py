@@ -87,6 +87,7 @@ def dry_run(options: PackOptions) -> DryRun:
             progress=Progress(),
             counters={"measured": 0, "tokenized": 0, "reused": 0},
             keep_tokens=options.codec.stores_tokens,
+            check_images=options.check_images,
         )
         chunks = stage.chunks()
         known = [chunk for chunk in chunks if options.resume and is_measured(chunk)]

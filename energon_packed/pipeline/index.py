@@ -92,6 +92,8 @@ def _manifest(
         tokens=packs.tokens,
         supervised_tokens=_supervised(plan),
         images=int(table.num_images[packs.indices].sum(dtype=np.int64)),
+        images_decoded=int(table.num_decoded[packs.indices].sum(dtype=np.int64)),
+        check_images=options.check_images,
         seq_len=options.seq_len,
         algorithm=options.algorithm if options.codec.packed else "none",
         max_samples_per_pack=options.max_samples_per_pack,

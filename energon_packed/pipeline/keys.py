@@ -11,7 +11,7 @@ from energon_packed.sources import Source
 from energon_packed.sources.base import changed_at
 from energon_packed.version import FORMAT_VERSION
 
-_MEASURE_VERSION = 5  # raise it when the same record is read or measured differently
+_MEASURE_VERSION = 6  # raise it when the same record is read or measured differently
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,7 @@ def make_keys(options: InputOptions, sources: Sequence[Source], part: tuple[int,
     measure = digest(
         [*content, _MEASURE_VERSION, *([] if encoder else [secrets.token_hex()])],  # no fingerprint: nothing is reused
         [options.sample_class, options.use_patch_positions, *([options.layout] if options.layout else [])],
+        options.check_images,
         [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],
     )
     tars = digest(content, options.deciding_tars()) if isinstance(options, PackOptions) else ""

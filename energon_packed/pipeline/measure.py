@@ -3,12 +3,13 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
+from energon_packed.encoding.conversation_media import check_pixels
 from energon_packed.encoding.engines import EngineName
 from energon_packed.errors import BY_CHOICE, RecordError, Reject, RejectLimitError
 from energon_packed.packing import load_kernels
@@ -28,6 +29,7 @@ from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.engine_trial import EngineTrial
 from energon_packed.pipeline.kept_tokens import write_tokens
+from energon_packed.pipeline.options import CheckImages
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.table import RecordTable, load_table
@@ -53,6 +55,7 @@ class MeasureStage:
         progress: notified of each chunk.
         counters: `measured`, `tokenized` and `reused` records are added.
         keep_tokens: tokens are kept beside the lengths.
+        check_images: `full` decodes every image.
         strict: stop at the first rejected record.
         tokenizer_engines: the engines that tokenized are added.
     """
@@ -64,6 +67,7 @@ class MeasureStage:
     progress: Progress
     counters: dict[str, int]
     keep_tokens: bool
+    check_images: CheckImages = "header"
     strict: bool = False
     tokenizer_engines: set[str] = field(default_factory=set)
     name = "measure"
@@ -103,7 +107,9 @@ class MeasureStage:
             else:
                 todo.append(chunk)
         chosen = self._tokenizer_engine(todo)
-        measurer = Measurer(reader=self.reader, encoder=self.encoder, tokenizer_engine=chosen)
+        measurer = Measurer(
+            reader=self.reader, encoder=self.encoder, tokenizer_engine=chosen, check_images=self.check_images
+        )
         for report in self.engine.run(measurer, todo):
             if report.tokenized and report.tokenizer_engine:
                 self.tokenizer_engines.add(report.tokenizer_engine)
@@ -178,11 +184,13 @@ class Measurer:
     Attributes:
         reader, encoder: as in `MeasureStage`.
         tokenizer_engine: the one that the driver chose; `auto` leaves it to the encoder.
+        check_images: as in `MeasureStage`.
     """
 
     reader: RecordReader
     encoder: EncoderOptions | GivenEncoder
     tokenizer_engine: EngineName = "auto"
+    check_images: CheckImages = "header"
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
         """Measure a chunk and write its file; few records are held at a time, as they may hold images."""
@@ -201,7 +209,7 @@ class Measurer:
             usable = [place for place, one in enumerate(conversations) if one is not None]
             found = encoder.measure([c for c in conversations if c is not None], keep_tokens=chunk.keep_tokens)
             for place, measurement in zip(usable, found, strict=True):
-                results[place] = measurement
+                results[place] = self._told(conversations[place], measurement)
             tokens += [one.sample for one in found if one.sample is not None]
             tokenized += sum([c is not None and c.input_ids is None for c in conversations])
             made = _columns(batch, conversations, results)
@@ -225,13 +233,22 @@ class Measurer:
             tokenizer_engine=tokenizer.engine if tokenizer is not None else "",
         )
 
+    def _told(self, conversation: Conversation | None, measurement: Measurement) -> Measurement:
+        """A measurement that knows what `check_images` has decoded."""
+        if conversation is None or self.check_images == "header" or not conversation.images:
+            return measurement
+        return replace(measurement, decoded=len(conversation.images))
+
     def _read(self, source: int, rows: Sequence[Row]) -> tuple[list[Conversation | None], list[Measurement]]:
         """Conversations, None where a record is rejected, and the measurement of those."""
         conversations: list[Conversation | None] = []
         results: list[Measurement] = []
         for row in rows:
             try:
-                conversations.append(self.reader.conversation(source, row))
+                conversation = self.reader.conversation(source, row)
+                if self.check_images == "full":
+                    check_pixels(conversation)
+                conversations.append(conversation)
                 results.append(_PENDING)
             except RecordError as error:
                 conversations.append(None)
@@ -256,6 +273,7 @@ def _columns(
         "text_bytes": [0 if c is None else _text_bytes(c) for c in conversations],
         "media_bytes": [result.media_bytes for result in results],
         "num_images": [0 if c is None else len(c.images) for c in conversations],
+        "num_decoded": [result.decoded for result in results],
         "kind": [0 if c is None else KINDS.index(c.kind) for c in conversations],
         "status": [0 if reject is None else STATUSES.index(reject.reason.value) for reject in rejects],
         "id": [_raw_id(row.record) if c is None else c.id for row, c in pairs],

@@ -1,6 +1,5 @@
 """PackOptions, and what it shares with the survey of lengths: all that decides a run, checked at construction."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +25,10 @@ from energon_packed.pipeline.parse import (
     parse_seq_len,
     parse_size,
     parse_split,
+    part_suffix,
     prefix_of,
 )
+from energon_packed.pipeline.processes import available_cores
 from energon_packed.records import Adapter, FieldMap
 from energon_packed.sources import SourceConfig
 
@@ -36,6 +37,7 @@ Options = TypeVar("Options", bound="InputOptions")
 INPUT, TOKENS, IMAGES, PACKING, OUTPUT, RUN = "Input", "Tokens", "Images", "Packing", "Output", "Run"
 Overlong = Literal["drop", "error", "truncate"]
 GroupBy = Literal["none", "media"]
+CheckImages = Literal["header", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,10 @@ class InputOptions:
     patch_order: PatchOrder = option(
         "auto", help="Order of patches in the .npy files of patch_positions; auto: by what is in them.",
         group=IMAGES, choices=PATCH_ORDERS,
+    )  # fmt: skip
+    check_images: CheckImages = option(
+        "header", help="How far images are checked: by header and structure, or by decoding all pixels.",
+        group=IMAGES, choices=("header", "full"),
     )  # fmt: skip
     sample_class: str = option(
         AUTO, help="Flavor to write; auto: PackedCaptioningSample where it holds all records, else "
@@ -335,16 +341,5 @@ class PackOptions(InputOptions):
     def deciding_tars(self) -> dict[str, Any]:
         """The options that decide the bytes of the tars, by name."""
         names = [one.name for one in declared(type(self)) if one.decides == "tars"]
+        names += ["check_images"] if self.check_images != "header" else []  # digests of earlier versions stay
         return {name: getattr(self, name) for name in (*names, "use_patch_positions", "prefix")}
-
-
-def part_suffix(number: int | None) -> str:
-    """`_p003` for part 3, nothing for the complete input."""
-    return "" if number is None else f"_p{number:03d}"
-
-
-def available_cores() -> int:
-    """Cores that this process may run on; on systems that cannot tell (macOS), all of them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

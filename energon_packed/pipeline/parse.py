@@ -109,3 +109,8 @@ def prefix_of(folder: Path) -> str:
         if name:
             return name[:_LONGEST_PREFIX]
     return "pack"
+
+
+def part_suffix(number: int | None) -> str:
+    """`_p003` for part 3, nothing for the complete input."""
+    return "" if number is None else f"_p{number:03d}"

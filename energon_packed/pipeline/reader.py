@@ -8,7 +8,8 @@ from pathlib import Path
 from energon_packed.errors import Reason, RecordError
 from energon_packed.formats import codec_for
 from energon_packed.pipeline.flavor_options import AUTO, NARROW
-from energon_packed.pipeline.options import InputOptions, part_suffix
+from energon_packed.pipeline.options import InputOptions
+from energon_packed.pipeline.parse import part_suffix
 from energon_packed.records import Conversation, normalize
 from energon_packed.sources import Row, Source, open_sources
 

@@ -102,6 +102,7 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
         progress=progress,
         counters=state.counters,
         keep_tokens=options.codec.stores_tokens,
+        check_images=options.check_images,
         strict=options.strict,
         tokenizer_engines=state.tokenizer_engines,
     )

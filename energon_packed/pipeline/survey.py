@@ -124,6 +124,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
             progress=progress,
             counters={"measured": 0, "tokenized": 0, "reused": 0},
             keep_tokens=options.codec.stores_tokens and options.output_dir is not None,
+            check_images=options.check_images,
         )
         chunks = None if options.sample is None else sampled_chunks(stage, options.sample, options.seed)
         table = stage.run(chunks)

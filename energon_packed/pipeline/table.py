@@ -50,7 +50,7 @@ class RecordRefs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """Numbers of all n records, in input order; 39 bytes a record.
+    """Numbers of all n records, in input order; 43 bytes a record.
 
     Attributes:
         address: int64 (n,), where each record lies in its source.
@@ -60,6 +60,7 @@ class RecordTable:
         text_bytes: int32 (n,), bytes of the texts with their JSON, about.
         media_bytes: int64 (n,), bytes of images and .npy files.
         num_images: int32 (n,).
+        num_decoded: int32 (n,), images among them whose pixels were decoded; the others were checked by their headers.
         kind: int8 (n,), index into KINDS.
         status: int8 (n,), index into STATUSES; 0 means packed.
         narrow: int8 (n,), 1 where PackedCaptioningSample holds the record.
@@ -76,6 +77,7 @@ class RecordTable:
     text_bytes: npt.NDArray[np.int32]
     media_bytes: Int64
     num_images: npt.NDArray[np.int32]
+    num_decoded: npt.NDArray[np.int32]
     kind: npt.NDArray[np.int8]
     status: npt.NDArray[np.int8]
     narrow: npt.NDArray[np.int8]

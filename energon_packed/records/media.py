@@ -1,13 +1,15 @@
 """MediaReference: where the bytes of one image (or .npy file) are, and the only code that reads them.
 
 A reference is a path, bytes in memory, or a byte range of a larger file. Paths from data files are untrusted: with a
-`root`, a path that resolves outside it (through `..` or a symbolic link) is refused.
+`root`, a path that resolves outside it (through `..` or a symbolic link) is refused. Only regular files are opened:
+opening a FIFO would wait for its writer, and a device may never end.
 """
 
 import base64
 import binascii
 import io
 import os
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import unquote, urlparse
@@ -91,13 +93,13 @@ class MediaReference:
         """A readable, seekable binary stream over the bytes.
 
         Raises:
-            RecordError: `missing_image` or `image_outside_root`.
+            RecordError: `missing_image`, also for what is not a regular file; `image_outside_root`.
         """
         if self.data is not None:
             return io.BytesIO(self.data)
         path = self.resolved()
         try:
-            stream = open(path, "rb")  # noqa: SIM115 - returned to the caller
+            stream = _open_regular(path)
         except (OSError, ValueError) as error:
             raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {_reason(error)}") from error
         if self.offset is None:
@@ -112,19 +114,60 @@ class MediaReference:
         return io.BufferedReader(_Window(stream, self.offset, size), buffer_size=_BLOCK)
 
     def read(self) -> bytes:
-        """All bytes. Raises as `open` does."""
+        """All bytes, as many as the file has when it is opened. Raises as `open` does.
+
+        Raises:
+            RecordError: `missing_image`, for a file that grows meanwhile.
+        """
         if self.data is not None:
             return self.data
         with self.open() as stream:
             try:
-                return stream.read()
+                size = stream.seek(0, os.SEEK_END)
+                stream.seek(0)
+                data = stream.read(size + 1)
             except OSError as error:
                 raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {_reason(error)}") from error
+        if len(data) > size:
+            detail = f"{self.path} grew past its {size} bytes while it was read; pack when its writer has finished"
+            raise RecordError(Reason.MISSING_IMAGE, detail)
+        return data
 
     @property
     def label(self) -> str:
         """A short name for messages."""
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
+
+
+def _open_regular(path: str) -> BinaryIO:
+    """A regular file for reading.
+
+    Raises:
+        OSError, ValueError: it cannot be opened, or is a folder, device, socket or FIFO, none of which is waited for.
+    """
+    _check_regular(os.stat(path).st_mode)  # before opening: opening some devices acts on them
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        _check_regular(os.fstat(descriptor).st_mode)  # what was opened, if the path was replaced in between
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "not a file")
+        raise ValueError(f"is {kind}, and media are regular files; pass the path of an image file")
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 class _Window(io.RawIOBase):

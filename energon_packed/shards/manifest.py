@@ -77,6 +77,9 @@ class PackingManifest:
         max_samples_per_pack: maximum samples per pack, or None.
         truncated: packed samples that were truncated to seq_len; `tokens_cut` tokens were removed.
         packs, tokens, images: totals over all shards; tokens exclude padding.
+        images_decoded: images whose pixels were decoded when they were measured; the others were checked by header and
+            structure. None where an earlier version packed.
+        check_images: `header`, or `full`, which decodes all of them.
         supervised_tokens: tokens that are targets; None where the encoder does not tell, or an earlier version packed.
         seq_len: tokens per row.
         utilization: tokens / (packs * seq_len).
@@ -110,6 +113,8 @@ class PackingManifest:
     tokens: int
     supervised_tokens: int | None = None
     images: int
+    images_decoded: int | None = None
+    check_images: str = "header"
     seq_len: int
     algorithm: str
     max_samples_per_pack: int | None = None

@@ -291,7 +291,7 @@ def test_workers_can_be_spawned(demo: Any, tokenizer_dir: Path, tmp_path: Path) 
 
 
 def test_cores_are_counted_where_affinity_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    from energon_packed.pipeline.options import available_cores
+    from energon_packed.pipeline.processes import available_cores
 
     assert available_cores() >= 1
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)

@@ -14,7 +14,7 @@ class Check:
         problems: first five violations, with the file name.
         found: summary of what was checked.
         count: total number of problems.
-        remedy: command that fixes it: `pack` or `nv-meta`.
+        remedy: command that fixes it: `pack`, `nv-meta`, or `check-images` for `pack --check-images full`.
     """
 
     name: str

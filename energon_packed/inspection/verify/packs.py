@@ -165,6 +165,8 @@ def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: 
         check.found = looked_at
         for one in contents:
             check.add(getattr(one, name))
+    if manifest is not None and (manifest.images_decoded or 0) < manifest.images:
+        joined.images.remedy = "check-images"  # the tar is intact: the image was packed like this
     yield joined.packs
     if manifest is not None:
         yield _every_sample_once(folder, contents)

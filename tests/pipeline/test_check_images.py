@@ -1,0 +1,87 @@
+"""`--check-images`: how far images are checked, what that costs a record, and where it is said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from click.testing import CliRunner
+
+from energon_packed import ConfigError, PackingManifest
+from energon_packed.cli.main import cli
+from tests.encoding.test_media_hostile import BAD_PIXELS, noise, saved
+
+GOOD = {"good.jpg": saved(noise(64, 64), "JPEG"), "good.gif": saved(noise(64, 64), "GIF")}
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> list[Any]:
+    files = GOOD | {name.replace(" ", "-"): data for name, data in BAD_PIXELS.items()}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    return [
+        {"id": name, "images": [name], "messages": [{"role": "user", "content": "<image>What?"},
+                                                    {"role": "assistant", "content": "A thing."}]}
+        for name in files
+    ]  # fmt: skip
+
+
+def rejected(folder: Path) -> set[str]:
+    return {orjson.loads(line)["id"] for line in (folder / "rejects.jsonl").read_bytes().splitlines()}
+
+
+def test_full_rejects_what_the_header_does_not_show(build: Any, records: list[Any], tmp_path: Path) -> None:
+    bad = {record["id"] for record in records} - GOOD.keys()
+    header = build(records)
+    assert (header.manifest.packed, header.manifest.check_images) == (len(records), "header")
+    assert (header.manifest.images, header.manifest.images_decoded) == (len(records), 1)  # the GIF has no quick check
+
+    full = build(records, check_images="full", output_dir=tmp_path / "full")
+    assert rejected(tmp_path / "full") == bad
+    assert full.manifest.rejects == {"corrupt_image": len(bad)}
+    assert (full.manifest.images, full.manifest.images_decoded, full.manifest.check_images) == (2, 2, "full")
+    assert PackingManifest.load(full.shards) == full.manifest
+    assert full.manifest.fingerprint != header.manifest.fingerprint
+
+    over = build(records, check_images="full", overwrite=True)  # measured by header before, in this folder
+    assert (over.manifest.packed, over.manifest.counters["measured"]) == (2, len(records))
+
+
+def test_verify_names_the_option(build: Any, records: list[Any], tmp_path: Path) -> None:
+    result = build(records)
+    found = CliRunner().invoke(cli, ["verify", str(result.shards)])
+    assert found.exit_code == 1
+    assert "pack it again with --check-images full, which rejects records whose images do not decode" in found.output
+    full = build(records, check_images="full", overwrite=True)
+    found = CliRunner().invoke(cli, ["verify", str(full.shards)])
+    assert found.exit_code == 0, found.output
+
+
+def test_the_table_says_how_far(records: list[Any], tmp_path: Path, tokenizer_dir: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    fixed = [str(data), "--tokenizer", str(tokenizer_dir), "--seq-len", "256", "--workers", "1"]
+    fixed += ["--max-reject-rate", "1", "--overwrite", "-o", str(tmp_path / "out")]
+    by_header = CliRunner().invoke(cli, ["pack", *fixed]).output
+    rows = [line.strip("│ ").split("│") for line in by_header.splitlines() if "checked by" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["checked by header", str(len(records) - 1)],
+        ["checked by decoding", "1"],
+    ]
+    in_full = CliRunner().invoke(cli, ["pack", *fixed, "--check-images", "full"]).output
+    assert "checked by header" not in in_full
+    assert "checked by decoding" in in_full
+
+
+def test_the_sample_of_a_dry_run_is_checked_alike(records: list[Any], tmp_path: Path, tokenizer_dir: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    command = ["pack", str(data), "--tokenizer", str(tokenizer_dir), "--seq-len", "256", "-o", str(tmp_path / "out")]
+    found = CliRunner().invoke(cli, [*command, "--dry-run", "--check-images", "full"])
+    assert f"{len(records) - 2} x corrupt_image" in found.output
+
+
+def test_another_value_is_refused(build: Any, records: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="`check_images`.*header, full"):
+        build(records, check_images="some")
