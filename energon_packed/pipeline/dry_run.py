@@ -75,8 +75,7 @@ def dry_run(options: PackOptions) -> DryRun:
     space = Workspace(options.output_dir)
     with _scratch(space) as work:
         reader = open_reader(options, work, options.part)
-        sources = reader.sources
-        keys = make_keys(options, sources, options.part)
+        keys = make_keys(options, reader.sources, options.part)
         log_notices(options.encoder_loader)
         space.check_other_run(keys.write, overwrite=options.overwrite)
         stage = MeasureStage(
@@ -93,7 +92,7 @@ def dry_run(options: PackOptions) -> DryRun:
         known = [chunk for chunk in chunks if options.resume and is_measured(chunk)]
         total = sum(chunk.stop - chunk.start for chunk in chunks)
         if len(known) == len(chunks):
-            table, scale = load_table(chunks, len(sources)), 1.0
+            table, scale = load_table(chunks, len(reader.sources)), 1.0
         else:
             sample = replace(stage, folder=work / "sample", keep_tokens=False)
             picked = sampled_chunks(sample, _SAMPLE, options.seed)
@@ -103,7 +102,7 @@ def dry_run(options: PackOptions) -> DryRun:
         if options.truncate is None:
             status[(status == 0) & (table.length > options.usable_len)] = OVERLONG
         is_sample = len(known) < len(chunks)
-        summary = reject_summary(table, status, sources, is_sample=is_sample)
+        summary = reject_summary(table, status, reader.sources, is_sample=is_sample)
         example = _example(table, status, reader)
     rejects = reject_counts(status)
     if not np.any(status == 0):
