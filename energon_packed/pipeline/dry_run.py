@@ -109,7 +109,7 @@ def dry_run(options: PackOptions) -> DryRun:
         raise none_packed(round(len(table) * scale), summary, advice(rejects))
     found = _planned(table, status, options, scale)
     space.check_space(found["num_bytes"], keys.write)
-    files = tuple(source.path for source in sources)
+    files = tuple(source.path for source in reader.sources)
     return DryRun(
         files=files,
         input_bytes=sum(file.stat().st_size for file in files),
