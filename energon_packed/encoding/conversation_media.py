@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from PIL import Image
 
 from energon_packed.encoding.image_runs import ImageRun, Int64, Pixels
 from energon_packed.encoding.images import load_image, read_header
+from energon_packed.encoding.jpeg import check_as_jpeg
 from energon_packed.encoding.patch_positions import check_patch_positions, load_patch_positions
 from energon_packed.encoding.vision import VisionFamily
 from energon_packed.records import Conversation, MediaReference
+
+ImageCheck = Literal["header", "full", "convert"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +43,26 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
     return MediaSize(runs, num_bytes, sum([header.decoded for header in headers]))
 
 
-def check_pixels(conversation: Conversation) -> None:
-    """Decode every image, for what a header does not show.
+def check_pixels(conversation: Conversation, how: ImageCheck) -> int:
+    """Decode images, for what a header does not show.
+
+    Args:
+        conversation: with any number of images.
+        how: `header` decodes none, `full` all of them, `convert` those that `as_jpeg` converts.
+
+    Returns:
+        How many were decoded.
 
     Raises:
         RecordError: an image is missing or cannot be decoded.
     """
+    if how == "header" or not conversation.images:
+        return 0
+    if how == "convert":
+        return sum([check_as_jpeg(image.read()) for image in conversation.images])
     for image in conversation.images:
         load_image(image)
+    return len(conversation.images)
 
 
 def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:

@@ -15,6 +15,7 @@ from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.examples import advice, reject_summary
 from energon_packed.pipeline.keys import make_keys
+from energon_packed.pipeline.layouts import image_check
 from energon_packed.pipeline.limits import none_packed
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import PackOptions
@@ -86,7 +87,7 @@ def dry_run(options: PackOptions) -> DryRun:
             progress=Progress(),
             counters={"measured": 0, "tokenized": 0, "reused": 0},
             keep_tokens=options.codec.stores_tokens,
-            check_images=options.check_images,
+            check_images=image_check(options),
         )
         chunks = stage.chunks()
         known = [chunk for chunk in chunks if options.resume and is_measured(chunk)]

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from energon_packed.pipeline.layouts import image_check
 from energon_packed.pipeline.options import InputOptions, PackOptions
 from energon_packed.sources import Source
 from energon_packed.sources.base import changed_at
@@ -48,7 +49,7 @@ def make_keys(options: InputOptions, sources: Sequence[Source], part: tuple[int,
     measure = digest(
         [*content, _MEASURE_VERSION, *([] if encoder else [secrets.token_hex()])],  # no fingerprint: nothing is reused
         [options.sample_class, options.use_patch_positions, *([options.layout] if options.layout else [])],
-        options.check_images,
+        image_check(options),
         [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],
     )
     tars = digest(content, options.deciding_tars()) if isinstance(options, PackOptions) else ""

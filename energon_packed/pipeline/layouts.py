@@ -3,6 +3,7 @@
 import re
 from typing import TYPE_CHECKING
 
+from energon_packed.encoding.conversation_media import ImageCheck
 from energon_packed.errors import ConfigError
 from energon_packed.formats import LAYOUTS
 
@@ -10,6 +11,13 @@ if TYPE_CHECKING:
     from energon_packed.pipeline.options import InputOptions, PackOptions
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def image_check(options: "InputOptions") -> ImageCheck:
+    """`check_images`, or `convert` where the layout converts images when they are written."""
+    if options.check_images == "header" and options.layout is not None and not getattr(options, "keep_bytes", False):
+        return "convert"
+    return options.check_images
 
 
 def check_layout(options: "InputOptions") -> None:

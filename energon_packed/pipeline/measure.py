@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
-from energon_packed.encoding.conversation_media import check_pixels
+from energon_packed.encoding.conversation_media import ImageCheck, check_pixels
 from energon_packed.encoding.engines import EngineName
 from energon_packed.errors import BY_CHOICE, RecordError, Reject, RejectLimitError
 from energon_packed.packing import load_kernels
@@ -29,7 +29,6 @@ from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.engine_trial import EngineTrial
 from energon_packed.pipeline.kept_tokens import write_tokens
-from energon_packed.pipeline.options import CheckImages
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.table import RecordTable, load_table
@@ -55,7 +54,7 @@ class MeasureStage:
         progress: notified of each chunk.
         counters: `measured`, `tokenized` and `reused` records are added.
         keep_tokens: tokens are kept beside the lengths.
-        check_images: `full` decodes every image.
+        check_images: which images are decoded, as `check_pixels` takes it.
         strict: stop at the first rejected record.
         tokenizer_engines: the engines that tokenized are added.
     """
@@ -67,7 +66,7 @@ class MeasureStage:
     progress: Progress
     counters: dict[str, int]
     keep_tokens: bool
-    check_images: CheckImages = "header"
+    check_images: ImageCheck = "header"
     strict: bool = False
     tokenizer_engines: set[str] = field(default_factory=set)
     name = "measure"
@@ -190,7 +189,7 @@ class Measurer:
     reader: RecordReader
     encoder: EncoderOptions | GivenEncoder
     tokenizer_engine: EngineName = "auto"
-    check_images: CheckImages = "header"
+    check_images: ImageCheck = "header"
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
         """Measure a chunk and write its file; few records are held at a time, as they may hold images."""
@@ -209,7 +208,8 @@ class Measurer:
             usable = [place for place, one in enumerate(conversations) if one is not None]
             found = encoder.measure([c for c in conversations if c is not None], keep_tokens=chunk.keep_tokens)
             for place, measurement in zip(usable, found, strict=True):
-                results[place] = self._told(conversations[place], measurement)
+                decoded = max(results[place].decoded, measurement.decoded)
+                results[place] = replace(measurement, decoded=decoded) if decoded else measurement
             tokens += [one.sample for one in found if one.sample is not None]
             tokenized += sum([c is not None and c.input_ids is None for c in conversations])
             made = _columns(batch, conversations, results)
@@ -233,12 +233,6 @@ class Measurer:
             tokenizer_engine=tokenizer.engine if tokenizer is not None else "",
         )
 
-    def _told(self, conversation: Conversation | None, measurement: Measurement) -> Measurement:
-        """A measurement that knows what `check_images` has decoded."""
-        if conversation is None or self.check_images == "header" or not conversation.images:
-            return measurement
-        return replace(measurement, decoded=len(conversation.images))
-
     def _read(self, source: int, rows: Sequence[Row]) -> tuple[list[Conversation | None], list[Measurement]]:
         """Conversations, None where a record is rejected, and the measurement of those."""
         conversations: list[Conversation | None] = []
@@ -246,17 +240,12 @@ class Measurer:
         for row in rows:
             try:
                 conversation = self.reader.conversation(source, row)
-                if self.check_images == "full":
-                    check_pixels(conversation)
+                results.append(Measurement(0, decoded=check_pixels(conversation, self.check_images)))
                 conversations.append(conversation)
-                results.append(_PENDING)
             except RecordError as error:
                 conversations.append(None)
                 results.append(Measurement.rejected(error.reject))
         return conversations, results
-
-
-_PENDING = Measurement(0)
 
 
 def _columns(

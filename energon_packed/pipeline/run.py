@@ -14,6 +14,7 @@ from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine
 from energon_packed.pipeline.index import IndexStage
 from energon_packed.pipeline.keys import make_keys
+from energon_packed.pipeline.layouts import image_check
 from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import PackOptions
@@ -102,7 +103,7 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
         progress=progress,
         counters=state.counters,
         keep_tokens=options.codec.stores_tokens,
-        check_images=options.check_images,
+        check_images=image_check(options),
         strict=options.strict,
         tokenizer_engines=state.tokenizer_engines,
     )

@@ -15,6 +15,7 @@ from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.examples import advice, reject_summary
 from energon_packed.pipeline.keys import make_keys
+from energon_packed.pipeline.layouts import image_check
 from energon_packed.pipeline.ledger import record_ids
 from energon_packed.pipeline.limits import none_packed
 from energon_packed.pipeline.lock import FolderLock
@@ -124,7 +125,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
             progress=progress,
             counters={"measured": 0, "tokenized": 0, "reused": 0},
             keep_tokens=options.codec.stores_tokens and options.output_dir is not None,
-            check_images=options.check_images,
+            check_images=image_check(options),
         )
         chunks = None if options.sample is None else sampled_chunks(stage, options.sample, options.seed)
         table = stage.run(chunks)

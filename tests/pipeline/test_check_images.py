@@ -1,6 +1,7 @@
 """`--check-images`: how far images are checked, what that costs a record, and where it is said."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,29 @@ def test_the_sample_of_a_dry_run_is_checked_alike(records: list[Any], tmp_path: 
 def test_another_value_is_refused(build: Any, records: list[Any]) -> None:
     with pytest.raises(ConfigError, match="`check_images`.*header, full"):
         build(records, check_images="some")
+
+
+def test_images_that_a_layout_converts_are_decoded_while_measuring(
+    build: Any, records: list[Any], tmp_path: Path
+) -> None:
+    converted = {"png-with-valid-checksums", "webp", "animated-webp"}  # a JPEG stays as it is
+    result = build(records, layout="llava-onevision2")
+    assert rejected(tmp_path / "out") == converted
+    assert (result.manifest.packed, result.manifest.images_decoded) == (3, 1)
+    kept = build(records, layout="llava-onevision2", keep_bytes=True, overwrite=True)
+    assert kept.manifest.packed == len(records)
+
+
+def test_hostile_places_cost_their_records(build: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "good.jpg").write_bytes(GOOD["good.jpg"])
+    (tmp_path / "link").symlink_to("/dev/zero")
+    (tmp_path / "cut.svg").write_text("<svg/>")
+    places = {"good.jpg": None, "fifo": "missing_image", "folder": "missing_image", "cut.svg": "corrupt_image"}
+    places |= dict.fromkeys(["link", "/dev/zero", "../x", "/etc/passwd"], "image_outside_root")
+    result = build([{"id": place, "images": [place], "captions": ["A thing."]} for place in places])
+    lines = [orjson.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_bytes().splitlines()]
+    assert {line["id"]: line["reason"] for line in lines} == {p: why for p, why in places.items() if why}
+    assert all(";" in line["detail"] for line in lines)
+    assert (result.manifest.records, result.manifest.packed) == (len(places), 1)
