@@ -196,7 +196,7 @@ def test_transformers_composites_only_what_is_not_loaded_by_it() -> None:
     assert convert_to_rgb(Image.open(io.BytesIO(data)), return_numpy=True)[0, 0].tolist() == [255, 255, 255]
 
 
-GREY = np.linspace(0, 65535, 16).astype(np.uint16).reshape(4, 4)
+GREY = np.linspace(0, 65_000, 16).astype(np.uint16).reshape(4, 4)
 SCALED = (GREY >> 8).astype(np.uint8)
 
 
