@@ -180,6 +180,21 @@ def test_pixels_are_those_of_transformers(tmp_path: Path, image: Image.Image, ki
     np.testing.assert_array_equal(np.asarray(ours), np.asarray(reference_load(str(path))))
 
 
+@pytest.mark.parametrize("image", [noise(60, 90, 4), noise(60, 90).quantize(16), noise(60, 90).convert("CMYK")])
+def test_a_model_sees_what_its_processor_makes_of_the_file(
+    encoder: ChatEncoder, tmp_path: Path, image: Image.Image
+) -> None:
+    path = tmp_path / "image"
+    path.write_bytes(saved(image, "TIFF") if image.mode == "CMYK" else saved(image, "PNG"))
+    assert encoder.vision is not None
+    theirs = encoder.vision.image_processor(images=[reference_load(str(path))], return_tensors="pt")
+    ours = encoder.encode(normalize({"images": [str(path)], "captions": ["c"]}))
+    assert ours.image_grid_thw is not None
+    assert ours.image_grid_thw.tolist() == theirs["image_grid_thw"].tolist()
+    assert ours.pixel_values is not None
+    np.testing.assert_array_equal(ours.pixel_values.numpy(), theirs["pixel_values"].numpy())
+
+
 def test_orientation_of_a_picture_with_alpha(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[ORIENTATION] = 6
