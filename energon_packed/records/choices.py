@@ -25,7 +25,8 @@ def read_choices(value: Any, what: str) -> list[str]:
         labels, texts = [_letter(place) for place in range(len(value))], list(value)
     elif isinstance(value.get("text"), list | tuple):
         texts = list(value["text"])
-        labels = list(value.get("label") or [_letter(place) for place in range(len(texts))])
+        given = value.get("label")
+        labels = list(given) if isinstance(given, list | tuple) and given else [_letter(n) for n in range(len(texts))]
     else:
         pairs = [(label, text) for label, text in value.items() if text is not None]
         labels, texts = [label for label, _ in pairs], [text for _, text in pairs]
@@ -55,7 +56,8 @@ def right_choice(record: Record, choices: list[str]) -> str:
         if place is None:
             raise RecordError(
                 Reason.MISSING_FIELD,
-                f"{name} {record[name]!r} is none of {len(choices)} choices; use an index from 0, a label or a text",
+                f"{name} {repr(record[name])[:80]} is none of {len(choices)} choices; use an index from 0, a label or a "
+                "text",
             )
     if len(set(found.values())) > 1:
         raise unsupported(given[1], remedy=f"it differs from {given[0]}; keep one")
@@ -73,7 +75,7 @@ def _find(value: Any, choices: list[str]) -> int | None:
         found = [place for place, part in enumerate(parts) if part[column] == value]
         if len(found) == 1:
             return _checked(value, found[0], len(choices)) if column else found[0]
-    if isinstance(value, str) and value.isdecimal() and int(value) < len(choices):
+    if isinstance(value, str) and _is_index(value) and int(value) < len(choices):
         return int(value)
     return None
 
@@ -84,13 +86,17 @@ def _checked(value: Any, place: int, count: int) -> int:
     Raises:
         RecordError: it could be both, and the two differ.
     """
-    if isinstance(value, str) and value.isdecimal() and int(value) < count and int(value) != place:
+    if isinstance(value, str) and _is_index(value) and int(value) < count and int(value) != place:
         raise RecordError(
             Reason.UNSUPPORTED_FIELD,
             f"the answer {value!r} is the text of choice {place} and may be the index of another; give the index as a "
             "number, or the letter",
         )
     return place
+
+
+def _is_index(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10
 
 
 def _letter(place: int) -> str:

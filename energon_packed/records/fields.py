@@ -9,6 +9,7 @@ import numpy.typing as npt
 import orjson
 
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records.json_text import parse_json
 
 Record = Mapping[str, Any]
 OBJECT = (dict, Mapping)  # dict first: testing it is five times as fast
@@ -56,14 +57,20 @@ def read_objects(value: Any, what: str) -> list[Record]:
     return list(value)
 
 
-def check_depth(value: Any, what: str) -> None:
-    """Refuse a value whose objects and lists are nested too deeply to be written or rendered.
+def check_writable(value: Any, what: str) -> None:
+    """Refuse a value that cannot be written and rendered: nested too deeply, or with an integer over 64 bits.
 
     Raises:
         RecordError: `bad_json`; the message names the limit.
     """
     level, depth = [value], 0
-    while level := [one for one in level if isinstance(one, Mapping | list | tuple)]:
+    while level := [one for one in level if isinstance(one, Mapping | list | tuple | int)]:
+        for number in [one for one in level if isinstance(one, int)]:
+            if not -(2**63) <= number < 2**64:
+                raise RecordError(
+                    Reason.BAD_JSON, f"{what} holds the number {number}, over 64 bits; write it as text"
+                )
+        level = [one for one in level if not isinstance(one, int)]
         depth += 1
         if depth > _DEEPEST:
             raise RecordError(Reason.BAD_JSON, f"{what} is nested more than {_DEEPEST} levels deep")
@@ -85,7 +92,7 @@ def read_tokens(value: Any, what: str) -> npt.NDArray[np.int64]:
         raise RecordError(Reason.MISSING_FIELD, f"{what} is not a flat list of numbers") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
         raise RecordError(Reason.MISSING_FIELD, f"{what} must be a flat list of integers")
-    if array.size and (array.min() < -(2**63) or array.max() >= 2**63):
+    if array.size and (array.dtype.kind == "u" and array.max() >= 2**63):
         raise RecordError(Reason.MISSING_FIELD, f"{what} holds a number over 64 bits")
     return array.astype(np.int64)
 
@@ -94,7 +101,7 @@ def read_json_list(value: Any, what: str) -> list[Any] | None:
     """A list, or JSON text of one; None where it is absent or empty."""
     if isinstance(value, str) and value.strip():
         try:
-            value = orjson.loads(value)
+            value = parse_json(value)
         except orjson.JSONDecodeError as error:
             raise RecordError(Reason.MISSING_FIELD, f"{what} is not a JSON list: {error}") from error
     if not value:
@@ -112,10 +119,10 @@ def read_number(value: Any, what: str, kind: type[Any]) -> Any:
         return None
     try:
         number = float(value) if not isinstance(value, bool | list | tuple | dict) else math.nan
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or abs(number) > _LARGEST_NUMBER:
-        raise RecordError(Reason.MISSING_FIELD, f"{what} must be a number, not {value!r}")
+        raise RecordError(Reason.MISSING_FIELD, f"{what} must be a number, not {repr(value)[:80]}")
     return kind(number)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.accounting import unused_fields
 from energon_packed.records.conversation import Conversation
-from energon_packed.records.fields import OBJECT, Record, check_depth, read_number
+from energon_packed.records.fields import OBJECT, Record, check_writable, read_number
 from energon_packed.records.media_fields import read_media, references
 from energon_packed.records.placing import place_media
 from energon_packed.records.shapes import Shape, shape_of
@@ -56,10 +56,10 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
     draft.messages = [without_written_calls(m, media) if m.extra else m for m in draft.messages]
     if media.unused_fields:
         unused = tuple(sorted({*unused, *media.unused_fields}))
-    check_depth(tools, "tools")
+    check_writable(tools, "tools")
     for message in draft.messages:
         if message.extra:
-            check_depth(message.extra, f"the {message.role} turn")
+            check_writable(message.extra, f"the {message.role} turn")
     ident, fps = record.get("id"), read_number(record.get("fps"), "fps", float)
     images = tuple(media.inline or media.images)
     if fps and images:

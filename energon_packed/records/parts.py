@@ -40,14 +40,14 @@ def _read_part(part: Any, media: Media) -> str:
     if isinstance(part, str):
         return part
     kind = _kind(part) if isinstance(part, Mapping) else None
-    if kind is None and isinstance(part, Mapping) and part.get("type") in _HINTS:
+    given = part.get("type") if isinstance(part, Mapping) else None
+    if kind is None and isinstance(given, str) and given in _HINTS:
         raise RecordError(
-            Reason.UNSUPPORTED_FIELD,
-            f"a content part of type {part['type']!r} is not supported; {_HINTS[part['type']]}",
+            Reason.UNSUPPORTED_FIELD, f"a content part of type {given!r} is not supported; {_HINTS[given]}"
         )
     if kind is None:
-        name = repr(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
-        keys = f" with the keys {key_names(part)}" if isinstance(part, Mapping) and part.get("type") is None else ""
+        name = repr(given)[:80] if isinstance(part, Mapping) else type(part).__name__
+        keys = f" with the keys {key_names(part)}" if isinstance(part, Mapping) and given is None else ""
         raise RecordError(
             Reason.MISSING_FIELD, f"a content part of type {name}{keys}; use text, image, image_url or video"
         )

@@ -6,8 +6,6 @@ Records also give `arguments` as JSON text (OpenAI) or as `parameters` (Llama), 
 xLAM), or all as JSON text.
 """
 
-import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +13,9 @@ import orjson
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.accounting import is_given
-from energon_packed.records.fields import OBJECT, Record
+from energon_packed.records.fields import OBJECT, Record, check_writable
+from energon_packed.records.json_text import parse_json
 
-_LONG_NUMBER = re.compile(r"\d{19}")
 _CALL = frozenset(("id", "type", "index", "function"))
 _FUNCTION = frozenset(("name", "arguments", "parameters"))
 
@@ -79,18 +77,12 @@ def _function(function: Record, what: str) -> dict[str, Any]:
 
 
 def _parsed(text: str, what: str) -> Any:
-    def integer(digits: str) -> int:
-        if not -(2**63) <= int(digits) < 2**64:
-            raise RecordError(Reason.BAD_JSON, f"{what} holds the number {digits}, over 64 bits; write it as text")
-        return int(digits)
-
     try:
-        value = orjson.loads(text)
-        if _LONG_NUMBER.search(text):  # of which orjson makes a float
-            json.loads(text, parse_int=integer)
-        return value
+        value = parse_json(text)
     except orjson.JSONDecodeError as error:
         raise RecordError(Reason.BAD_JSON, f"{what} is not JSON: {error}; it begins with {_short(text)}") from error
+    check_writable(value, what)
+    return value
 
 
 def _short(value: object) -> str:

@@ -14,6 +14,7 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.records.accounting import is_given, unsupported
 from energon_packed.records.conversation import Message
 from energon_packed.records.fields import OBJECT, Record, read_json_list
+from energon_packed.records.json_text import parse_json
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes import Draft
 
@@ -67,7 +68,7 @@ def without_written_calls(message: Message, media: Media) -> Message:
     if not written:
         return message
     try:
-        same = [_short(orjson.loads(text)) for text in written] == [_short(call["function"]) for call in calls or ()]
+        same = [_short(parse_json(text)) for text in written] == [_short(call["function"]) for call in calls or ()]
     except orjson.JSONDecodeError:
         same = False
     if not same:
@@ -87,7 +88,7 @@ def _schema(tool: Any, field: str) -> Any:
     """A tool as an object; JSON text is parsed."""
     if isinstance(tool, str):
         try:
-            tool = orjson.loads(tool)
+            tool = parse_json(tool)
         except orjson.JSONDecodeError as error:
             raise RecordError(Reason.BAD_JSON, f"an entry of {field} is not JSON: {error}") from error
     if not isinstance(tool, OBJECT):

@@ -7,6 +7,7 @@ import orjson
 import pyarrow as pa
 
 from energon_packed.errors import SourceError
+from energon_packed.records.json_text import parse_json
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source
 from energon_packed.sources.convert import converted, write_batches
@@ -71,7 +72,7 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
 def _json_cell(value: Any) -> Any:
     if isinstance(value, str) and value[:1] in ("[", "{"):
         try:
-            return orjson.loads(value)
+            return parse_json(value)
         except orjson.JSONDecodeError:
             return value
     return value or None

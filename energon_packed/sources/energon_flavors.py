@@ -91,15 +91,22 @@ def _vqa(group: KeyMembers, values: Fields) -> dict[str, Any]:
     if weights is not None:
         if not isinstance(weights, list) or len(weights) != len(answers):
             raise RecordError(Reason.MISSING_FIELD, f"{group.key}: answer_weights needs one number per answer")
-        answer = max(zip(weights, answers, strict=True), key=lambda pair: float(pair[0]))[1]
+        answer = max(zip(map(_weight, weights), answers, strict=True), key=lambda pair: pair[0])[1]
     else:
         answer = Counter(answers).most_common(1)[0][0]
     return _question(group, values, _text(values, "context"), answer)
 
 
+def _weight(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RecordError(Reason.MISSING_FIELD, f"answer_weights holds {repr(value)[:80]}; use numbers") from error
+
+
 def _multi_choice(group: KeyMembers, values: Fields) -> dict[str, Any]:
     choices, correct = values["choices"], values.get("correct_choice_idx", 0)
-    if isinstance(correct, str) and correct.strip().isdigit():
+    if isinstance(correct, str) and re.fullmatch(r"\s*[0-9]{1,9}\s*", correct):
         correct = int(correct)
     is_valid = isinstance(choices, list) and 0 < len(choices) <= len(_LETTERS) and isinstance(correct, int)
     if not is_valid or not 0 <= correct < len(choices):
@@ -133,6 +140,12 @@ def _interleaved(group: KeyMembers, values: Fields) -> dict[str, Any]:
     return {"text": "".join(texts), "images": images}
 
 
+def _best(row: Any) -> int | None:
+    """Place of the largest number; None where they are not numbers."""
+    is_row = isinstance(row, list) and all(isinstance(one, int | float) for one in row)
+    return max(range(len(row)), key=row.__getitem__) if is_row else None
+
+
 def _similarity(group: KeyMembers, values: Fields) -> dict[str, Any]:
     for name in ("audio", "video"):
         if values.get(name):
@@ -142,7 +155,7 @@ def _similarity(group: KeyMembers, values: Fields) -> dict[str, Any]:
         raise RecordError(Reason.MISSING_FIELD, f"{group.key}: texts must be a list of texts")
     matched: Any = values.get("matched_text_indices")
     if matched is None and isinstance(values.get("similarity_matrix"), list):
-        matched = [max(range(len(row)), key=row.__getitem__) for row in values["similarity_matrix"] if row]
+        matched = [_best(row) for row in values["similarity_matrix"] if row]
     is_valid = isinstance(matched, list) and len(matched) == len(images)
     if not is_valid or not all(isinstance(place, int) and 0 <= place < len(texts) for place in matched):
         raise RecordError(

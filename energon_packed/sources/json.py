@@ -2,8 +2,9 @@
 
 import codecs
 import json
+from decimal import Decimal
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import orjson
 
@@ -11,6 +12,9 @@ from energon_packed.errors import SourceError
 from energon_packed.sources.base import Source
 from energon_packed.sources.convert import converted
 from energon_packed.sources.jsonl import JsonlSource
+
+
+_TOO_DEEP = b"[" * 1025 + b"]" * 1025 + b"\n"  # deeper than a line may be: it costs the record
 
 
 class JsonSource(JsonlSource):
@@ -42,9 +46,22 @@ def _to_jsonl(path: Path, out: BinaryIO) -> None:
         with path.open("rb") as stream:
             stream.seek(len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
             for element in ijson.items(stream, "item"):  # numbers as Decimal: a huge one stops nothing
-                try:
-                    out.write(orjson.dumps(element, default=float, option=orjson.OPT_APPEND_NEWLINE))
-                except TypeError:  # an integer over 64 bits
-                    out.write(json.dumps(element, default=float).encode() + b"\n")
+                out.write(_line(element))
     except (ijson.JSONError, UnicodeDecodeError) as error:
         raise SourceError(f"{path} is not a complete JSON array: {' '.join(str(error).split())}") from error
+
+
+def _line(element: Any) -> bytes:
+    """One element as a line, with the digits that its numbers have."""
+    try:
+        return orjson.dumps(element, default=_digits, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # an integer over 64 bits, a lone surrogate, or deep nesting
+        pass
+    try:
+        return json.dumps(element, default=float).encode() + b"\n"
+    except RecursionError:
+        return _TOO_DEEP
+
+
+def _digits(number: Decimal) -> orjson.Fragment:
+    return orjson.Fragment(str(number))

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, ClassVar
 import orjson
 
 from energon_packed.errors import Reason, Reject, SourceError
+from energon_packed.records.json_text import parse_json
 from energon_packed.sources.base import Row, Source
 from energon_packed.sources.convert import converted
 
@@ -80,7 +81,7 @@ class CompressedJsonlSource(JsonlSource):
 
 def _row(offset: int, line: bytes) -> Row:
     try:
-        return Row(offset, len(line), orjson.loads(line.removeprefix(codecs.BOM_UTF8)))
+        return Row(offset, len(line), parse_json(line.removeprefix(codecs.BOM_UTF8)))
     except orjson.JSONDecodeError as error:
         return Row(offset, len(line), None, Reject(Reason.BAD_JSON, str(error)))
 

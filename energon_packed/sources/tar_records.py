@@ -21,6 +21,7 @@ import orjson
 from energon_packed.errors import EnergonPackedError, FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, codec_of
 from energon_packed.records import Conversation, MediaReference
+from energon_packed.records.json_text import parse_json
 from energon_packed.records.shapes import SHAPES
 from energon_packed.sources.tar_members import Member, read_content
 
@@ -118,7 +119,7 @@ class KeyMembers:
             RecordError: it is damaged.
         """
         try:
-            return orjson.loads(self.content(member).removeprefix(b"\xef\xbb\xbf"))
+            return parse_json(self.content(member).removeprefix(b"\xef\xbb\xbf"))
         except orjson.JSONDecodeError as error:
             raise RecordError(Reason.BAD_JSON, f"{member.name}: {error}") from error
 

@@ -160,6 +160,8 @@ def _decoded(path: Path, begin: int, end: int, layout: Layout, *, is_repeated: b
         found = layout.records(group)
     except RecordError as error:
         return [error.reject]
+    except RecursionError:
+        return [Reject(Reason.BAD_JSON, f"{group.key}: its objects and lists are nested too deeply to be read")]
     if found and isinstance(found[0], Conversation):
         _PACKS[key] = found
         if len(_PACKS) > _KEPT_PACKS:

@@ -5,6 +5,7 @@ A record that is a bare list of messages is read as this shape. The list may be 
 
 from typing import Any, ClassVar
 
+from energon_packed.errors import Reason, RecordError
 from energon_packed.records.accounting import COMMON_FIELDS
 from energon_packed.records.fields import Record, read_json_list
 from energon_packed.records.media_fields import Media
@@ -25,5 +26,12 @@ class Messages(Shape):
 
 
 def read_turn_list(value: Any, key: str) -> Any:
-    """The list of turns, from JSON text where it is that."""
-    return read_json_list(value, key) or [] if isinstance(value, str) else value
+    """The list of turns, from JSON text where it is that.
+
+    Raises:
+        RecordError: `missing_field`, for another type.
+    """
+    turns = read_json_list(value, key) or [] if isinstance(value, str) else value
+    if not isinstance(turns, list | tuple):
+        raise RecordError(Reason.MISSING_FIELD, f"{key} must be a list, not {type(turns).__name__}")
+    return turns
