@@ -56,8 +56,8 @@ def right_choice(record: Record, choices: list[str]) -> str:
         if place is None:
             raise RecordError(
                 Reason.MISSING_FIELD,
-                f"{name} {repr(record[name])[:80]} is none of {len(choices)} choices; use an index from 0, a label or a "
-                "text",
+                f"{name} {repr(record[name])[:80]} is none of {len(choices)} choices; "
+                "use an index from 0, a label or a text",
             )
     if len(set(found.values())) > 1:
         raise unsupported(given[1], remedy=f"it differs from {given[0]}; keep one")

@@ -67,9 +67,7 @@ def check_writable(value: Any, what: str) -> None:
     while level := [one for one in level if isinstance(one, Mapping | list | tuple | int)]:
         for number in [one for one in level if isinstance(one, int)]:
             if not -(2**63) <= number < 2**64:
-                raise RecordError(
-                    Reason.BAD_JSON, f"{what} holds the number {number}, over 64 bits; write it as text"
-                )
+                raise RecordError(Reason.BAD_JSON, f"{what} holds the number {number}, over 64 bits; write it as text")
         level = [one for one in level if not isinstance(one, int)]
         depth += 1
         if depth > _DEEPEST:

@@ -2,17 +2,19 @@
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from energon_packed.errors import SourceError
+from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.sources.base import Row, Source, changed_at
+from energon_packed.sources.convert import ARROW_ERRORS, one_line
 
 _ROWS_AT_A_TIME = 64  # rows may hold images
+_NO_VALUE = (ValueError, OverflowError, LookupError, pa.ArrowException)  # not UTF-8, a time out of range or zone
 
 
 class ArrowSource(Source):
@@ -30,11 +32,16 @@ class ArrowSource(Source):
         for begin in range(start, stop, _ROWS_AT_A_TIME):
             rows = batches.rows_between(begin, min(begin + _ROWS_AT_A_TIME, stop))
             for number, values in enumerate(rows, start=begin):
-                yield Row(number, 0, self.record(values))
+                yield self._row(number, values)
 
     def read(self, address: int, size: int) -> Row:
         """The row with that number."""
-        return Row(address, 0, self.record(next(iter(self._batches().rows_between(address, address + 1)))))
+        return self._row(address, next(iter(self._batches().rows_between(address, address + 1))))
+
+    def _row(self, number: int, values: dict[str, Any] | Reject) -> Row:
+        if isinstance(values, Reject):
+            return Row(number, 0, None, values)
+        return Row(number, 0, self.record(values))
 
     def record(self, values: dict[str, Any]) -> dict[str, Any]:
         """The record of a row of columns."""
@@ -56,6 +63,38 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+def _values(row: Any) -> dict[str, Any] | Reject:
+    try:
+        values: dict[str, Any] = row.to_pylist()[0]
+        return values
+    except _NO_VALUE as error:
+        names = [name for name, column in zip(row.schema.names, row.columns, strict=True) if not _is_read(column)]
+        return Reject(Reason.BAD_JSON, f"the column {', '.join(names)} has no value: {one_line(error)}"[:300])
+
+
+def _is_read(column: Any) -> bool:
+    try:
+        column.to_pylist()
+    except _NO_VALUE:
+        return False
+    return True
+
+
+def _as_bytes(kind: Any) -> Any:
+    """A type with bytes in place of texts, also inside lists and structs."""
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind.fields])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    return kind
+
+
 class _Batches:
     """Record batches of one file, with random access by row."""
 
@@ -65,22 +104,45 @@ class _Batches:
             try:
                 reader = pa.ipc.open_file(source)
                 counts = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
-                self._batch = lru_cache(maxsize=4)(reader.get_batch)
+                read = reader.get_batch
             except pa.ArrowInvalid:
                 source.seek(0)
                 batches = pa.ipc.open_stream(source).read_all().to_batches()
                 counts = [batch.num_rows for batch in batches]
-                self._batch = batches.__getitem__
-        except (pa.ArrowInvalid, OSError) as error:
-            raise SourceError(f"{path} is not an Arrow file or stream: {error}") from error
+                read = batches.__getitem__
+        except ARROW_ERRORS as error:
+            raise SourceError(f"{path} is not an Arrow file or stream, or is cut: {one_line(error)}") from error
+        self._path = path
+        self._batch = lru_cache(maxsize=4)(lambda number: self._checked(read, number))
         self._starts = list(itertools.accumulate(counts, initial=0))
         self.rows: int = self._starts[-1]
 
-    def rows_between(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
+    def _checked(self, read: Callable[[int], Any], number: int) -> Any:
+        """A batch whose offsets stay inside its buffers, or reading it could end the process."""
+        try:
+            batch = read(number)
+            try:
+                batch.validate(full=True)
+            except pa.ArrowInvalid:  # texts that are not UTF-8 cost their rows, all else the file
+                for column in batch.columns:
+                    column.view(_as_bytes(column.type)).validate(full=True)
+        except ARROW_ERRORS as error:
+            raise SourceError(
+                f"{self._path} is damaged in record batch {number}: {one_line(error)}; copy or write it again"
+            ) from error
+        return batch
+
+    def rows_between(self, start: int, stop: int) -> Iterator[dict[str, Any] | Reject]:
+        """Values of the columns, or why a row has none."""
         while start < stop:
             number = bisect.bisect_right(self._starts, start) - 1
             count = min(stop, self._starts[number + 1]) - start
-            yield from self._batch(number).slice(start - self._starts[number], count).to_pylist()
+            part = self._batch(number).slice(start - self._starts[number], count)
+            try:
+                rows = part.to_pylist()
+            except _NO_VALUE:
+                rows = [_values(part.slice(place, 1)) for place in range(count)]
+            yield from rows
             start += count
 
 

@@ -13,6 +13,8 @@ import pyarrow as pa
 from energon_packed.sources.base import changed_at, file_fingerprint
 
 BATCH_ROWS = 256
+ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, LookupError, TypeError)
+"""What pyarrow raises for a damaged file."""
 
 
 def converted(
@@ -44,6 +46,11 @@ def converted(
     finally:
         temporary.unlink(missing_ok=True)
     return target
+
+
+def one_line(error: Exception) -> str:
+    """The message of another library without line ends; its type where it says nothing."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def write_batches(schema: Any, batches: Iterator[Any], out: BinaryIO) -> None:

@@ -10,7 +10,7 @@ from energon_packed.errors import SourceError
 from energon_packed.records.json_text import parse_json
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source
-from energon_packed.sources.convert import converted, write_batches
+from energon_packed.sources.convert import ARROW_ERRORS, converted, one_line, write_batches
 
 _BLOCK = 64 << 20  # bytes; a row must fit
 _JSON_COLUMNS = (
@@ -52,6 +52,7 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
     from pyarrow import csv
 
     try:
+        _check_end(path)
         options = {
             "read_options": csv.ReadOptions(block_size=_BLOCK),
             "parse_options": csv.ParseOptions(
@@ -65,8 +66,20 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
             convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
         )
         write_batches(reader.schema, iter(reader), out)
-    except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{path} cannot be read as CSV in UTF-8 with a header line: {error}") from error
+    except ARROW_ERRORS as error:
+        raise SourceError(f"{path} cannot be read as CSV in UTF-8 with a header line: {one_line(error)}") from error
+
+
+def _check_end(path: Path) -> None:
+    """Refuse a file that ends inside quotes: the reader takes what is there of the cell."""
+    quotes, last = 0, b""
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            quotes, last = quotes + block.count(b'"'), block[-1:]
+    if quotes % 2 and last not in (b"\n", b"\r"):
+        raise ValueError(
+            "it ends inside a quoted cell; copy it again, or, if it is complete, end it with a line break"
+        )
 
 
 def _json_cell(value: Any) -> Any:

@@ -1,10 +1,16 @@
-"""JSON: an array of records, rewritten once as JSONL; a .json file of JSON lines is read in place."""
+"""JSON: an array of records, rewritten once as JSONL; a .json file of JSON lines is read in place.
+
+Where the fast parser would stop or change something (`NaN`, a lone surrogate, a number over 64 bits), the elements are
+cut out of the array as they are written, and each is parsed like a line: what is no JSON costs itself.
+"""
 
 import codecs
-import json
+import mmap
+import re
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import BinaryIO, ClassVar
 
 import orjson
 
@@ -13,8 +19,10 @@ from energon_packed.sources.base import Source
 from energon_packed.sources.convert import converted
 from energon_packed.sources.jsonl import JsonlSource
 
-
-_TOO_DEEP = b"[" * 1025 + b"]" * 1025 + b"\n"  # deeper than a line may be: it costs the record
+_BLOCK = 1 << 20
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["\[\]{},]', re.DOTALL)  # a text, the start of one, or structure
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL)
+_SPACE = b" \t\r\n"
 
 
 class JsonSource(JsonlSource):
@@ -34,34 +42,95 @@ class JsonSource(JsonlSource):
                 f"as jq .annotations {path.name}"
             )
         return cls(
-            path, data=converted(path, work_dir, ".jsonl", _to_jsonl) if is_array else None, image_root=image_root
+            path,
+            data=converted(path, work_dir, ".lines.jsonl", _to_jsonl) if is_array else None,
+            image_root=image_root,
         )
 
 
 def _to_jsonl(path: Path, out: BinaryIO) -> None:
     """One line per element of a JSON array."""
+    with path.open("rb") as stream:
+        if not _has_lone_surrogate(stream) and _parsed(_after_mark(stream), out):
+            return
+        out.seek(0)
+        out.truncate()
+        try:
+            for element in _elements(_after_mark(stream)):
+                # Between texts a line end is a space to JSON; inside a text neither byte is allowed.
+                out.write(element.replace(b"\n", b"\r") + b"\n")
+        except ValueError as error:
+            raise SourceError(f"{path} is not a complete JSON array: {error}") from error
+
+
+def _after_mark(stream: BinaryIO) -> BinaryIO:
+    """The stream after its byte order mark."""
+    stream.seek(0)
+    stream.seek(len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
+    return stream
+
+
+def _has_lone_surrogate(stream: BinaryIO) -> bool:
+    """Whether an escape may be half a character; the parser would make a question mark of it."""
+    with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _LONE_SURROGATE.search(data) is not None
+
+
+def _parsed(stream: BinaryIO, out: BinaryIO) -> bool:
+    """Write the elements that a streaming parser finds; False where it stops, or one has no exact form."""
     import ijson
 
     try:
-        with path.open("rb") as stream:
-            stream.seek(len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
-            for element in ijson.items(stream, "item"):  # numbers as Decimal: a huge one stops nothing
-                out.write(_line(element))
-    except (ijson.JSONError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path} is not a complete JSON array: {' '.join(str(error).split())}") from error
-
-
-def _line(element: Any) -> bytes:
-    """One element as a line, with the digits that its numbers have."""
-    try:
-        return orjson.dumps(element, default=_digits, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # an integer over 64 bits, a lone surrogate, or deep nesting
-        pass
-    try:
-        return json.dumps(element, default=float).encode() + b"\n"
-    except RecursionError:
-        return _TOO_DEEP
+        for element in ijson.items(stream, "item"):  # numbers with all their digits
+            out.write(orjson.dumps(element, default=_digits, option=orjson.OPT_APPEND_NEWLINE))
+    except (ijson.JSONError, UnicodeDecodeError, TypeError, RecursionError):
+        return False
+    return True
 
 
 def _digits(number: Decimal) -> orjson.Fragment:
     return orjson.Fragment(str(number))
+
+
+def _elements(stream: BinaryIO) -> Iterator[bytes]:
+    """The bytes of each element of the array that `stream` holds.
+
+    Raises:
+        ValueError: the array does not end, ends early, or has a place without an element.
+    """
+    data, offset = b"", 0  # of the file: what is not emitted yet, and where it begins
+    at = begin = depth = count = 0  # in data: how far it is scanned, and where the element begins
+    while block := stream.read(max(_BLOCK, len(data))):
+        offset += begin
+        data, at, begin = data[begin:] + block, at - begin, 0
+        for match in _TOKEN.finditer(data, at):
+            token, at = match[0], match.end()
+            if token == b'"':  # its end is not read yet
+                at = match.start()
+                break
+            if token in b"[{":
+                depth += 1
+                begin = at if depth == 1 else begin
+                continue
+            depth -= token in b"]}"
+            if depth > 1 or (depth == 1 and token != b",") or token[:1] == b'"':
+                continue
+            element = data[begin : match.start()].strip(_SPACE)
+            if element:
+                count += 1
+                yield element
+            elif count or token == b",":
+                raise ValueError(f"element {count} is empty, at byte {offset + match.start()}")
+            begin = at
+            if depth == 0:
+                _check_end(data[at:], stream, token, offset + at)
+                return
+    raise ValueError(f"it ends at byte {offset + len(data)} inside element {count}")
+
+
+def _check_end(rest: bytes, stream: BinaryIO, token: bytes, at: int) -> None:
+    if token != b"]" or rest.strip(_SPACE):
+        raise ValueError(f"the array ends at byte {at}, and more follows")
+    while block := stream.read(_BLOCK):
+        if block.strip(_SPACE):
+            raise ValueError(f"the array ends at byte {at}, and more follows")

@@ -4,6 +4,7 @@ import codecs
 import gzip
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -95,7 +96,7 @@ def _decompress(path: Path, out: BinaryIO) -> None:
                 shutil.copyfileobj(stream, out, 1 << 20)
         else:
             _decompress_zstd(path, out)
-    except (OSError, EOFError, zstandard.ZstdError) as error:
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise SourceError(f"{path} cannot be decompressed: {error}; is the file complete?") from error
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 from energon_packed.errors import SourceError
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source
-from energon_packed.sources.convert import BATCH_ROWS, converted, write_batches
+from energon_packed.sources.convert import ARROW_ERRORS, BATCH_ROWS, converted, one_line, write_batches
 
 _BATCH_BYTES = 64 << 20
 
@@ -32,8 +32,8 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
         with pq.ParquetFile(path) as table:
             schema = pa.schema([field.with_type(_plain(field.type)) for field in table.schema_arrow])
             write_batches(schema, (_without_dictionaries(batch, schema) for batch in parquet_batches(table)), out)
-    except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{path} is not a readable Parquet file: {error}") from error
+    except ARROW_ERRORS as error:
+        raise SourceError(f"{path} is not a readable Parquet file: {one_line(error)}") from error
 
 
 def parquet_batches(table: Any) -> Iterator[Any]:
@@ -50,6 +50,8 @@ def parquet_batches(table: Any) -> Iterator[Any]:
                         yield batch.slice(max(0, done - passed))
                     passed += batch.num_rows
                     done = max(done, passed)
+                if passed != info.num_rows:
+                    raise pa.ArrowInvalid(f"row group {group} has {passed} rows in place of {info.num_rows}")
             except pa.ArrowNotImplementedError:  # nested columns whose bytes do not fit one array
                 if rows == 1:
                     raise

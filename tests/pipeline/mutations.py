@@ -59,21 +59,26 @@ class Raw:
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**31, 2**53 + 1, 2**63, 2**64 - 1, 2**64, -(2**63) - 1, 0.5, -0.0, 1e308, 5e-324),
     *(Raw("1e400"), Raw("-1e999"), Raw("9" * 400), Raw("NaN"), Raw("-Infinity"), Raw("01"), Raw("1e-400"), Raw("'x'")),
-    *("", " ", "\n", "\x00", "a\x00b", "\x1b[31m", "\x7f\x85\u2028", "\ufeff", "\ufffe\U0010ffff", "\u202eabc", "x" * 3000),
-    *(Raw('"\\ud800"'), Raw('"\\udfff x"'), Raw('"\\ud83d\\ude00"'), Raw('"\\ud83d"'), Raw('"\\u0000"'), Raw('"\\x41"')),
-    *("<image>", "<image>" * 40, "<video>", "<audio>", "<|im_end|>", "<|im_start|>user", "<|endoftext|>", "{{ 7 }}", "{%"),
+    *("", " ", "\n", "\x00", "a\x00b", "\x1b[31m", "\x7f\x85\u2028", "\ufeff", "\ufffe\U0010ffff",),
+    *("\u202eabc", "x" * 3000),
+    *(Raw('"\\ud800"'), Raw('"\\udfff x"'), Raw('"\\ud83d\\ude00"'), Raw('"\\ud83d"')),
+    *(Raw('"\\u0000"'), Raw('"\\x41"')),
+    *("<image>", "<image>" * 40, "<video>", "<audio>", "<|im_end|>", "<|im_start|>user", "<|endoftext|>",),
+    *("{{ 7 }}", "{%", "[[]]", "nan"),
     *("<tool_call>{}</tool_call>", "<tool_call>[</tool_call>", "<think>", "</think>", "user", "assistant", "system"),
     *("../a.png", "/etc/passwd", "/dev/zero", "a.png\x00", "data:image/png;base64,", "data:image/png;base64,%%%", "."),
     *("9" * 5000, "\u00b2", "\u0661", "-1", "1.5", "1e999", "x" * 5000 + ".png", "file://[x", "a.png/b", "\\", "~"),
-    *("data:,x", "http://example.org/a.png", "file:///a.png", "[]", "{}", "[1,", '{"a":1}', "null", "1", "[[]]", "nan"),
+    *("data:,x", "http://example.org/a.png", "file:///a.png", "[]", "{}", "[1,", '{"a":1}', "null", "1"),
     *([], {}, [[]], [{}], [None], [0], [""], [True], {"": ""}, {"a": None}, [[["a"]]], [1, "a"], [1, [2]], [0.5]),
     *({"role": "user"}, {"content": "x"}, [USER], [ANSWER, ANSWER], USER, {"name": "add"}, [CALL], CALL, [TOOL]),
-    *({"bytes": "aGk=", "path": None}, {"bytes": None, "path": "a.png"}, {"type": "image"}, {"url": "a.png"}, ["a.png"]),
+    *({"bytes": "aGk=", "path": None}, {"bytes": None, "path": "a.png"}, {"type": "image"}, {"url": "a.png"}),
+    ["a.png"],
     *([2**70], [-(2**70)], [50] * 3000, [PICTURE], PICTURE, PICTURE[:90], [["a.png"], ["a.png"]], {"text": "x"}),
 )  # fmt: skip
 KEYS = (
     *sorted({name for shape in SHAPES for name in shape.fields or ()}),
-    *("content", "role", "weight", "loss", "train", "tool_calls", "tool_call_id", "name", "reasoning", "value", "from"),
+    *("content", "role", "weight", "loss", "train", "tool_calls", "tool_call_id", "name", "reasoning",),
+    *("value", "from", "language"),
     *("chosen", "type", "path", "bytes", "arguments", "parameters", "function", "user", "", "\x00", "\u00e9", "1"),
 )  # fmt: skip
 
@@ -139,6 +144,9 @@ _VALUE_MUTATIONS: tuple[Callable[..., None], ...] = (
 )  # fmt: skip
 
 
+_ODD_BYTES = (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"\xef\xbb\xbf", b"\r", b"\x0b")
+
+
 def _bytes(rng: random.Random, line: bytes) -> bytes:
     """Damage to the text of a line."""
     at = rng.randrange(len(line) + 1)
@@ -150,7 +158,11 @@ def _bytes(rng: random.Random, line: bytes) -> bytes:
         flipped[at % len(line)] ^= 1 << rng.randrange(8)
         return bytes(flipped)
     if kind == 2:
-        return line[:at] + rng.choice((b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"\xef\xbb\xbf", b"\r", b"\x0b")) + line[at:]
+        return (
+            line[:at]
+            + rng.choice((b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"\xef\xbb\xbf", b"\r", b"\x0b"))
+            + line[at:]
+        )
     if kind == 3:
         return b"\xef\xbb\xbf" + line
     if kind == 4:

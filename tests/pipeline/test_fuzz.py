@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -57,7 +59,7 @@ def check_account(result: PackResult, records: int, encoder: ChatEncoder) -> Non
     ledger = pq.read_table(result.lengths).to_pylist()
     assert [row["row"] for row in ledger] == list(range(records))
     assert manifest.records == records == manifest.packed + sum(manifest.rejects.values())
-    rejects = [json.loads(line) for line in result.rejects.read_text().splitlines()]
+    rejects = [json.loads(line) for line in result.rejects.read_bytes().splitlines()]
     assert [one["row"] for one in rejects] == [row["row"] for row in ledger if row["status"] != "packed"]
     assert all(one["detail"] and len(one["detail"]) <= 500 for one in rejects)
     failed = [check for check in verify(PackedFolder.open(result.shards), encoder) if not check.holds]
@@ -99,9 +101,7 @@ def test_every_flavor_keeps_the_account(
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_line_of_50_mb_is_one_record(
-    tokenizer: Path, fuzz_encoder: ChatEncoder, tmp_path: Path, wide: bool
-) -> None:
+def test_a_line_of_50_mb_is_one_record(tokenizer: Path, fuzz_encoder: ChatEncoder, tmp_path: Path, wide: bool) -> None:
     size = 50_000_000 if FUZZ > AT_ONCE else 5_000_000
     long = b'{"note":"%s","text":"Once."}' % (b"x" * size) if wide else b'{"text":"' + b"x" * size
     content = b"\n".join([dumped(RECORDS[0]).encode(), long, dumped(RECORDS[0]).encode()])
@@ -131,5 +131,20 @@ def test_numbers_over_64_bits_lose_no_digit(tokenizer: Path, tmp_path: Path, nam
     assert [row["status"] for row in ledger] == [
         *["packed"] * (len(texts) + 1), "bad_json", "bad_json", *["missing_field"] * 3
     ]  # fmt: skip
-    rejects = [json.loads(line)["detail"] for line in result.rejects.read_text().splitlines()]
+    rejects = [json.loads(line)["detail"] for line in result.rejects.read_bytes().splitlines()]
     assert all("18446744073709551617, over 64 bits; write it as text" in detail for detail in rejects[:2])
+
+
+def test_elements_of_an_array_cost_themselves(tokenizer: Path, fuzz_encoder: ChatEncoder, tmp_path: Path) -> None:
+    lines = [line for line in mutated_lines(FUZZ // 2, SEED - 2) if is_closed(line)]
+    content = b"[" + b",\n".join([b'{"text":"Half \\ud83d of it."}', b'{"text":"\\ud83d\\ude00"}', *lines]) + b"]"
+    result = packed_from(tmp_path, tokenizer, content, name="d.json")
+    check_account(result, 2 + len(lines), fuzz_encoder)
+    assert pq.read_table(result.lengths)["status"].to_pylist()[:2] == ["bad_json", "packed"]
+
+
+def is_closed(line: bytes) -> bool:
+    """Whether brackets and quotes are those of one value: others shift what follows them in an array."""
+    text = re.sub(rb'"[^"\\]*(?:\\.[^"\\]*)*"', b"0", line, flags=re.DOTALL)
+    levels = list(accumulate((one in b"[{") - (one in b"]}") for one in text))
+    return b'"' not in text and levels[-1:] == [0] and min(levels) >= 0 and not re.search(rb"\A\s*\Z|,\s*\Z", line)

@@ -1,0 +1,158 @@
+"""Damaged inputs of every container: one line that names the file, or records that are rejected one by one."""
+
+import gzip
+import io
+import json
+import os
+import random
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from energon_packed.errors import EnergonPackedError, RecordError, SourceError
+from energon_packed.records import Conversation, normalize
+from energon_packed.sources import open_sources
+
+DAMAGES = int(os.environ.get("ENERGON_PACKED_FUZZ", "400")) // 20  # of each file
+ROWS = 150
+RECORDS = [
+    {"id": f"r{n}", "messages": [{"role": "user", "content": f"ü {n}"}, {"role": "assistant", "content": "x" * n}]}
+    for n in range(ROWS)
+]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+TABLE = pa.Table.from_pylist(RECORDS)
+NAMES = (
+    *("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.parquet", "checked.parquet", "a.feather", "file.arrow"),
+    *("stream.arrow", "a.csv", "a.tar"),
+)
+
+
+def write(path: Path) -> bytes:
+    """RECORDS in the format of the name."""
+    name = path.name
+    if name.endswith(".jsonl"):
+        path.write_bytes(LINES)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(LINES, mtime=0))
+    elif name.endswith(".zst"):
+        path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(LINES))
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(RECORDS, indent=1))
+    elif name.endswith(".parquet"):
+        pa.parquet.write_table(TABLE, path, row_group_size=60, write_page_checksum=name.startswith("checked"))
+    elif name.endswith(".feather"):
+        pa.feather.write_feather(TABLE, path, compression="lz4")
+    elif name.endswith(".arrow"):
+        make = pa.ipc.new_stream if name.startswith("stream") else pa.ipc.new_file
+        with make(path, TABLE.schema) as writer:
+            writer.write_table(TABLE, max_chunksize=64)
+    elif name.endswith(".csv"):
+        cells = {"id": [r["id"] for r in RECORDS], "messages": [json.dumps(r["messages"]) for r in RECORDS]}
+        pa.csv.write_csv(pa.table(cells), path)
+    else:
+        with tarfile.open(path, "w") as tar:
+            for record in RECORDS:
+                content = json.dumps(record).encode()
+                member = tarfile.TarInfo(f"{record['id']}.json")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return path.read_bytes()
+
+
+def damaged(content: bytes, rng: random.Random) -> tuple[str, bytes]:
+    """What is done, and the result."""
+    kind, at = rng.choice(("cut", "flip", "flip", "flips", "delete", "zeros")), rng.randrange(len(content))
+    if kind == "cut":
+        return kind, content[:at]
+    if kind == "delete":
+        return kind, content[:at] + content[at + rng.randrange(1, 900) :]
+    if kind == "zeros":
+        return kind, content[:at] + bytes(len(content[at : at + 64])) + content[at + 64 :]
+    flipped = bytearray(content)
+    for _ in range(1 if kind == "flip" else 20):
+        flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    return kind, bytes(flipped)
+
+
+def read(path: Path, work_dir: Path) -> Iterator[Conversation | None]:
+    """The conversations of a file; None for a record that is rejected."""
+    for source in open_sources([path], work_dir=work_dir):
+        for chunk in source.chunks():
+            for row in source.scan(*chunk):
+                try:
+                    if row.reject is not None:
+                        raise RecordError.of(row.reject)
+                    yield normalize(row.record, image_root=source.image_root)
+                except (RecordError, RecursionError):
+                    yield None
+
+
+def check(path: Path, kind: str, work_dir: Path) -> None:
+    """Read it: an error names the file in one line; without one and without a reject, no record is missing."""
+    try:
+        found = list(read(path, work_dir))
+    except EnergonPackedError as error:
+        assert isinstance(error, SourceError)
+        assert str(path) in str(error)
+        assert "\n" not in str(error)
+        return
+    by_line = path.name in ("d.jsonl", "d.csv", "d.json")  # what is removed between two line ends leaves no trace
+    if None not in found and not (kind in ("cut", "delete") and by_line):
+        assert len(found) >= ROWS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_damage_is_named_or_costs_records(tmp_path: Path, name: str) -> None:
+    content = write(tmp_path / name)
+    path = tmp_path / f"d{name[name.index('.') :]}"
+    rng = random.Random(name)
+    for number in range(DAMAGES):
+        kind, changed = damaged(content, rng)
+        path.write_bytes(changed)
+        check(path, kind, tmp_path / f"work-{number}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_of_another_format_or_of_nothing_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"d{name[name.index('.') :]}"
+    kinds = {other[other.index(".") :]: other for other in NAMES}
+    contents = [b"", b"\0", b"\n", b"\xff\xfe", *[write(tmp_path / kinds[one]) for one in kinds if one != path.suffix]]
+    for number, content in enumerate(contents):
+        path.write_bytes(content)
+        try:
+            found = list(read(path, tmp_path / f"work-{number}"))
+        except SourceError as error:
+            assert str(path) in str(error)
+            assert "\n" not in str(error)
+            continue
+        assert not content.strip() or found, (name, content[:20])
+
+
+def test_texts_that_are_not_utf8_and_times_out_of_range_cost_their_rows(tmp_path: Path) -> None:
+    texts = pa.array([b"one", b"\xff\xfe", b"three", b"four"]).view(pa.string())
+    times = pa.array([0, 0, 10**12, 0], pa.int64()).view(pa.timestamp("s"))
+    table = pa.table({"text": texts, "time": times, "nested": pa.array([["a"], ["b"], [], None])})
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    pa.feather.write_feather(table, tmp_path / "a.feather")
+    for name in ("a.parquet", "a.feather"):
+        (source,) = open_sources([tmp_path / name], work_dir=tmp_path / "work")
+        rows = list(source.scan(0, 4))
+        assert [row.record and row.record["text"] for row in rows] == ["one", None, None, "four"]
+        assert [row.reject.detail.split(":")[0] for row in rows if row.reject] == [
+            "the column text has no value",
+            "the column time has no value",
+        ]
+        assert [source.read(number, 0) for number in range(4)] == rows
+
+
+def test_a_table_that_ends_inside_quotes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text\n"One."\n"Two, of wh')
+    with pytest.raises(SourceError, match="a.csv cannot be read .* it ends inside a quoted cell"):
+        open_sources([tmp_path / "a.csv"], work_dir=tmp_path / "work")
