@@ -13,6 +13,7 @@ from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.sources.base import Row, Source, changed_at
 from energon_packed.sources.convert import ARROW_ERRORS, one_line
 
+_MAGIC = b"ARROW1"  # of a file; a stream has none
 _ROWS_AT_A_TIME = 64  # rows may hold images
 _NO_VALUE = (ValueError, OverflowError, LookupError, pa.ArrowException)  # not UTF-8, a time out of range or zone
 
@@ -47,7 +48,8 @@ class ArrowSource(Source):
         """The record of a row of columns."""
         if values.get("tools"):
             values["tools"] = _without_nulls(values["tools"])
-        for message in values.get("messages") or ():
+        messages = values.get("messages")
+        for message in messages if isinstance(messages, list) else ():
             if isinstance(message, dict) and message.get("tool_calls"):
                 message["tool_calls"] = _without_nulls(message["tool_calls"])
         return values
@@ -95,6 +97,26 @@ def _as_bytes(kind: Any) -> Any:
     return kind
 
 
+def _check_footer(source: Any, batches: int) -> None:
+    """Refuse a file whose footer names fewer record batches than the stream before it holds.
+
+    The file format is the stream format between a magic of 8 bytes and a footer (Arrow columnar format, "IPC File
+    Format").
+
+    Raises:
+        ArrowInvalid: it does.
+    """
+    source.seek(8)
+    found = 0
+    try:
+        for message in pa.ipc.MessageReader.open_stream(source):
+            found += message.type == "record batch"
+    except pa.ArrowException:  # files of old versions have no end of the stream
+        pass
+    if found > batches:
+        raise pa.ArrowInvalid(f"its footer names {batches} of {found} record batches")
+
+
 class _Batches:
     """Record batches of one file, with random access by row."""
 
@@ -103,9 +125,12 @@ class _Batches:
             source = pa.memory_map(str(path))
             try:
                 reader = pa.ipc.open_file(source)
+                _check_footer(source, reader.num_record_batches)
                 counts = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
                 read = reader.get_batch
             except pa.ArrowInvalid:
+                if source.size() >= len(_MAGIC) and source.read_at(len(_MAGIC), 0) == _MAGIC:
+                    raise
                 source.seek(0)
                 batches = pa.ipc.open_stream(source).read_all().to_batches()
                 counts = [batch.num_rows for batch in batches]

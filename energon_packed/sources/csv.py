@@ -13,25 +13,21 @@ from energon_packed.sources.base import Source
 from energon_packed.sources.convert import ARROW_ERRORS, converted, one_line, write_batches
 
 _BLOCK = 64 << 20  # bytes; a row must fit
-_JSON_COLUMNS = (
-    "messages",
-    "conversations",
-    "images",
-    "videos",
-    "video",
-    "tools",
-    "input_ids",
-    "labels",
-    "loss_mask",
-    "patch_positions",
-)
 _TURN_COLUMNS = ("prompts", "captions")
 
 
 class CsvSource(ArrowSource):
-    """A CSV file, or one with tabs."""
+    """A CSV file, or one with tabs.
+
+    Attributes:
+        json_columns: whose cells hold JSON.
+    """
 
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv")
+    json_columns: ClassVar[tuple[str, ...]] = (
+        *("messages", "conversations", "images", "videos", "video", "tools", "input_ids", "labels", "loss_mask"),
+        "patch_positions",
+    )
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
@@ -40,7 +36,9 @@ class CsvSource(ArrowSource):
 
     def record(self, values: dict[str, Any]) -> dict[str, Any]:
         """Lists where cells hold JSON. Prompts and captions are lists where both are; else texts."""
-        out = {name: _json_cell(value) if name in _JSON_COLUMNS else value or None for name, value in values.items()}
+        out = {
+            name: _json_cell(value) if name in self.json_columns else value or None for name, value in values.items()
+        }
         turns = {name: _json_cell(out[name]) for name in _TURN_COLUMNS if out.get(name)}
         if all(_are_texts(value) for value in turns.values()):
             out |= turns

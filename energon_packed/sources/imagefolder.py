@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from energon_packed.errors import Reason, Reject
 from energon_packed.sources.base import Row
 from energon_packed.sources.csv import CsvSource
@@ -39,13 +37,10 @@ class ImageFolderCsvSource(CsvSource):
         """Files of that name."""
         return path.name == "metadata.csv"
 
-    def record(self, values: dict[str, Any]) -> dict[str, Any]:
-        """A row, with its images."""
-        values = dict(values)
-        if isinstance(values.get("file_names"), str) and values["file_names"].startswith("["):
-            values["file_names"] = orjson.loads(values["file_names"])
-        record = super().record(values)
-        return _with_images(Row(0, 0, record)).record or record
+    json_columns = (*CsvSource.json_columns, "file_names")
+
+    def _row(self, number: int, values: dict[str, Any] | Reject) -> Row:
+        return _with_images(super()._row(number, values))
 
 
 def _with_images(row: Row) -> Row:

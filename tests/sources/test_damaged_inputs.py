@@ -7,6 +7,8 @@ import os
 import random
 import tarfile
 from collections.abc import Iterator
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,11 +21,16 @@ import zstandard
 from energon_packed.errors import EnergonPackedError, RecordError, SourceError
 from energon_packed.records import Conversation, normalize
 from energon_packed.sources import open_sources
+from energon_packed.sources.csv import CsvSource
+from tests.pipeline.mutations import KEYS
 
 DAMAGES = int(os.environ.get("ENERGON_PACKED_FUZZ", "400")) // 20  # of each file
 ROWS = 150
 RECORDS = [
-    {"id": f"r{n}", "messages": [{"role": "user", "content": f"ü {n}"}, {"role": "assistant", "content": "x" * n}]}
+    {
+        "id": f"r{n}",
+        "messages": [{"role": "user", "content": f"ü {n}"}, {"role": "assistant", "content": "x" * (n + 1)}],
+    }
     for n in range(ROWS)
 ]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
@@ -152,7 +159,46 @@ def test_texts_that_are_not_utf8_and_times_out_of_range_cost_their_rows(tmp_path
         assert [source.read(number, 0) for number in range(4)] == rows
 
 
+@pytest.mark.parametrize("name", ["d.parquet", "d.arrow", "d.csv"])
+def test_columns_of_any_type_cost_their_rows(tmp_path: Path, name: str) -> None:
+    values = [5, 0.5, True, b"\xff", "", "[", Decimal("1.5"), datetime(2020, 1, 2)]
+    values += [[1], [[2]], {"a": 1}, [{"role": "x"}]]
+    keys = {"d.arrow": KEYS[::2], "d.parquet": KEYS[::9]}.get(name, CsvSource.json_columns)
+    for number, value in enumerate(values):
+        for key in keys:
+            columns = {"text": ["One."], key: [str(value) if name == "d.csv" else value]}
+            if name.endswith("parquet"):
+                pa.parquet.write_table(pa.table(columns), tmp_path / name)
+            elif name.endswith("csv"):
+                pa.csv.write_csv(pa.table(columns), tmp_path / name)
+            else:
+                pa.feather.write_feather(pa.table(columns), tmp_path / name)
+            assert len(list(read(tmp_path / name, tmp_path / f"work-{number}"))) == 1
+
+
 def test_a_table_that_ends_inside_quotes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text\n"One."\n"Two, of wh')
     with pytest.raises(SourceError, match="a.csv cannot be read .* it ends inside a quoted cell"):
         open_sources([tmp_path / "a.csv"], work_dir=tmp_path / "work")
+
+
+def test_what_a_metadata_table_gets_wrong_costs_its_row(tmp_path: Path) -> None:
+    rows = ["file_names,image,text", '"[""a.png"",",,One.', '"[""a.png""]",b.png,Two.', '"[""a.png""]",,Three.']
+    (tmp_path / "metadata.csv").write_text("\n".join(rows) + "\n")
+    (source,) = open_sources([tmp_path / "metadata.csv"], work_dir=tmp_path / "work")
+    found = list(read(tmp_path / "metadata.csv", tmp_path / "work"))
+    assert [(one and one.text) or (one and one.messages[-1].content) for one in found][2] == "Three."
+    assert len(list(source.scan(0, 3))) == 3
+
+
+@pytest.mark.parametrize("levels", [90, 400, 900, 5000])
+def test_deep_json_of_a_tar_costs_its_key(tmp_path: Path, levels: int) -> None:
+    nested = b"[" * levels + b"]" * levels
+    contents = {"a": json.dumps(RECORDS[0]).encode(), "b": b'{"messages":%s,"images":%s}' % (nested, nested)}
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for key, content in (*contents.items(), ("c", contents["a"])):
+            member = tarfile.TarInfo(f"{key}.json")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    found = list(read(tmp_path / "a.tar", tmp_path / "work"))
+    assert [one is None for one in found] == [False, True, False]

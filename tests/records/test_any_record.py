@@ -1,0 +1,68 @@
+"""Any JSON under any field: a record is a conversation or a RecordError in one line; numbers keep their digits."""
+
+import json
+import os
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packed.errors import RecordError
+from energon_packed.records import Conversation, normalize
+from energon_packed.records.json_text import parse_json
+from tests.pipeline.mutations import KEYS, RECORDS
+
+EXAMPLES = min(int(os.environ.get("ENERGON_PACKED_FUZZ", "400")), 5000)
+TEXTS = st.text(max_size=12) | st.sampled_from(("<image>", "<video>", "user", "assistant", "a.png", "[1]", '{"a":1}'))
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS) | TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    record=st.sampled_from(RECORDS),
+    more=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4),
+    alone=st.booleans(),
+)
+@settings(max_examples=EXAMPLES)
+def test_any_value_is_read_or_rejected(record: dict[str, Any], more: dict[str, Any], alone: bool) -> None:
+    try:
+        found = normalize(more if alone else {**record, **more}, image_root="/")
+    except RecordError as error:
+        assert error.detail
+        assert "\n" not in error.detail
+        return
+    assert isinstance(found, Conversation)
+
+
+@given(value=VALUES)
+@settings(max_examples=EXAMPLES)
+def test_json_is_parsed_as_the_standard_library_does(value: Any) -> None:
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    try:
+        parsed = parse_json(text)
+    except orjson.JSONDecodeError:
+        assert any(0xD800 <= ord(one) < 0xE000 for one in text)
+        return
+    assert parsed == value or isinstance(value, dict)
+    if isinstance(value, dict):
+        assert {**parsed, "id": 0} == {**value, "id": 0}
+        assert str(parsed.get("id")) == str(value.get("id")) or float(parsed["id"]) == value["id"]
+
+
+@pytest.mark.parametrize("text", ['{"id":1e400}', '{"n":' + "9" * 400 + "}", '{"n":12345678901234567890123' + "]" * 9])
+def test_what_no_number_can_hold_is_no_json(text: str) -> None:
+    with pytest.raises(orjson.JSONDecodeError):
+        parse_json(text)
+
+
+def test_a_long_number_in_deep_nesting_is_no_json() -> None:
+    with pytest.raises(orjson.JSONDecodeError, match="nested too deeply"):
+        parse_json("[" * 1020 + "1" * 30 + "]" * 1020)
