@@ -202,3 +202,42 @@ def test_deep_json_of_a_tar_costs_its_key(tmp_path: Path, levels: int) -> None:
             tar.addfile(member, io.BytesIO(content))
     found = list(read(tmp_path / "a.tar", tmp_path / "work"))
     assert [one is None for one in found] == [False, True, False]
+
+
+def test_a_footer_that_names_fewer_batches_is_refused(tmp_path: Path) -> None:
+    streams, footers = [], []
+    for batches in (3, 1):
+        out = io.BytesIO()
+        with pa.ipc.new_file(out, TABLE.schema) as writer:
+            writer.write_table(TABLE[: 50 * batches], max_chunksize=50)
+        content = out.getvalue()
+        end = len(content) - 10 - int.from_bytes(content[-10:-6], "little")
+        streams.append(content[:end])
+        footers.append(content[end:])
+    (tmp_path / "whole.arrow").write_bytes(streams[0] + footers[0])
+    assert len(list(read(tmp_path / "whole.arrow", tmp_path / "work"))) == ROWS
+    (tmp_path / "a.arrow").write_bytes(streams[0] + footers[1])
+    with pytest.raises(SourceError, match=r"a.arrow .* its footer names 1 of 3 record batches"):
+        list(read(tmp_path / "a.arrow", tmp_path / "work"))
+
+
+@pytest.mark.parametrize(
+    ("element", "is_read"),
+    [
+        (r'{"text":"a\ud83d\ude00b"}', True),
+        (r'{"text":"a\\ud83d b"}', True),
+        (r'{"text":"a\ud83d b"}', False),
+        (r'{"text":"a\ude00 b"}', False),
+        ('{"text":"a","n":NaN}', False),
+        ('{"text":"a\nb"}', False),
+        ('{"text":"a",\n"n":1}', True),
+        ('{"text":"a","n":%s}' % ("[" * 300 + "]" * 300), True),
+        ('{"text":"a","n":%s}' % ("[" * 3000 + "]" * 3000), False),
+    ],
+)
+def test_an_element_of_an_array_is_read_as_a_line_is(tmp_path: Path, element: str, is_read: bool) -> None:
+    (tmp_path / "a.json").write_text(f'[{{"text":"Before."}},\n{element}\n, {{"text":"After."}}]')
+    found = list(read(tmp_path / "a.json", tmp_path / "work"))
+    assert [one is not None for one in found] == [True, is_read, True]
+    if is_read:
+        assert found[1] == normalize({"text": json.loads(element)["text"]})
