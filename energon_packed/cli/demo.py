@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 
 from energon_packed.cli.pack import show_run
+from energon_packed.cli.terminal import SafeConsole
 from energon_packed.demo import write_dataset, write_tokenizer
 from energon_packed.errors import ConfigError
 from energon_packed.pipeline import PackOptions
@@ -25,7 +26,7 @@ def command(output_dir: Path, records: int, seq_len: int) -> None:
 
     No network: pictures are drawn, texts are generated, the tokenizer is trained on them.
     """
-    console = Console(highlight=False, markup=False)
+    console = SafeConsole(highlight=False, markup=False)
     source = output_dir / "source"
     if not source.exists() and any((output_dir / "webdataset").glob("*.tar")):
         raise ConfigError(f"{output_dir} holds a dataset that is not the demo's; pass another `output_dir`")

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-import orjson
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from energon_packed.cli.display import format_bytes
 from energon_packed.cli.options import as_options
+from energon_packed.cli.terminal import SafeConsole, echo_json
 from energon_packed.errors import ConfigError, FormatError
+from energon_packed.foreign import visible
 from energon_packed.formats import codec_for
 from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.extract import extract_pack
@@ -23,7 +24,6 @@ from energon_packed.shards.scan import scan_tar
 
 _LONGEST = 2000  # characters of a turn that are shown
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yellow"}
-_HARMLESS = "\n\t\xa0\u3000\u200c\u200d"  # white space, and the joiners of scripts and emoji
 Raw = Mapping[str, Any]
 
 
@@ -56,7 +56,7 @@ def command(
     energon-packed inspect out --pack out_00000007 --tokens
     energon-packed inspect mix.yaml
     """
-    console = Console(highlight=False, markup=False)
+    console = SafeConsole(highlight=False, markup=False)
     if path.is_file() and path.suffix in (".yaml", ".yml"):
         if key is not None or tokens or extract is not None:
             raise ConfigError(f"{path} blends several datasets; pass --pack, --tokens and --extract with one of them")
@@ -78,7 +78,7 @@ def command(
         if tokens:
             _show_tokens(console, raw, encoder, view, as_json)
         elif as_json:
-            click.echo(orjson.dumps(view.as_dict()))
+            echo_json(view.as_dict())
         else:
             _show_pack(console, view, finder.manifest.seq_len if finder.manifest else None)
         if extract is not None:
@@ -121,7 +121,7 @@ def _show_tar(console: Console, tar: Path, as_json: bool) -> None:
     if as_json:
         parts = {kind: {"members": len(sizes), "bytes": sum(sizes)} for kind, sizes in kinds.items()}
         value = {"tar": str(tar), "packs": packs, "members": len(scan.members), "parts": parts}
-        click.echo(orjson.dumps(value | {"problems": scan.problems}))
+        echo_json(value | {"problems": scan.problems})
         return
     size = format_bytes(tar.stat().st_size)
     console.print(f"{tar}: {packs:,} packs, {len(scan.members):,} members, {size}", style="bold", soft_wrap=True)
@@ -189,13 +189,8 @@ def _show_sample(console: Console, number: int, sample: SampleView) -> None:
         text = turn.shown
         text = text if len(text) <= _LONGEST else text[:_LONGEST] + f" … ({len(text):,} characters)"
         line = Text(f"  {turn.role:9} ", style=_ROLES.get(turn.role, "white"))
-        line.append(_printable(text).replace("\n", f"\n{' ' * 12}"), style="green" if turn.supervised else "")
+        line.append(visible(text).replace("\n", f"\n{' ' * 12}"), style="green" if turn.supervised else "")
         console.print(line)
-
-
-def _printable(text: str) -> str:
-    """With control characters, which could drive the terminal, as escapes."""
-    return "".join(c if c.isprintable() or c in _HARMLESS else c.encode("unicode_escape").decode() for c in text)
 
 
 def _show_tokens(console: Console, raw: Raw, encoder: Any, view: PackView, as_json: bool) -> None:
@@ -204,14 +199,14 @@ def _show_tokens(console: Console, raw: Raw, encoder: Any, view: PackView, as_js
     rows = token_rows(raw, encoder, codec_for(view.sample_class))
     if as_json:
         for row in rows:
-            click.echo(orjson.dumps({"key": view.key, **{name: getattr(row, name) for name in row.__slots__}}))
+            echo_json({"key": view.key, **{name: getattr(row, name) for name in row.__slots__}})
         return
     console.print(view.key, style="bold", markup=False)
     table = Table("index", "sample", "token", "text", "label", "position", box=None)
     for row in rows:
         position = " ".join(map(str, row.position))
         style = "green" if row.label >= 0 else ""
-        table.add_row(str(row.index), str(row.segment), str(row.token), Text(_printable(row.text)), str(row.label),
+        table.add_row(str(row.index), str(row.segment), str(row.token), Text(visible(row.text)), str(row.label),
                       position, style=style)  # fmt: skip
     console.print(table)
 
@@ -221,7 +216,7 @@ def _show_blend(console: Console, path: Path, as_json: bool) -> None:
     if as_json:
         for entry in entries:
             value = {name: getattr(entry, name) for name in entry.__slots__}
-            click.echo(orjson.dumps(value | {"path": str(entry.path)}))
+            echo_json(value | {"path": str(entry.path)})
         return
     table = Table("split")
     table.add_column("dataset", overflow="fold", min_width=20)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import orjson
 from rich.console import Console
 from rich.table import Table
 
@@ -14,6 +13,7 @@ from energon_packed.cli.display import listed_counts
 from energon_packed.cli.options import MESSAGES, DeclaredOption, GroupedCommand, as_options, collect, options_of
 from energon_packed.cli.output import Output
 from energon_packed.cli.progress import TerminalProgress
+from energon_packed.cli.terminal import SafeConsole, echo_json
 from energon_packed.inspection.lengths import Candidate, compare, histogram, percentiles, recommend
 from energon_packed.options import make
 from energon_packed.pipeline.survey import LengthsOptions, Survey, parse_seq_lens, survey_lengths
@@ -47,7 +47,7 @@ def command(
         raise click.UsageError("give at least one INPUT (or --jsonl FILE)")
     if values.get("tokenizer") is None:
         raise click.UsageError("Missing option '--tokenizer'.")
-    console = Console(stderr=as_json, highlight=False)
+    console = SafeConsole(stderr=as_json, highlight=False)
     progress = TerminalProgress(console)
     try:
         with Output().logs():
@@ -65,7 +65,7 @@ def command(
     )
     best, reason = recommend(compared, survey.lengths)
     if as_json:
-        click.echo(orjson.dumps(_as_dict(survey, compared, best, reason), option=orjson.OPT_INDENT_2))
+        echo_json(_as_dict(survey, compared, best, reason), indented=True)
         return
     _show(console, survey, compared)
     if survey.rejects:

@@ -59,6 +59,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line. Exit status: 0 done, 1 a user error in one line, 2 wrong usage."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notices on missing backends do not apply here
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without UTF-8
     try:
         cli(standalone_mode=False)
         gc.freeze()  # the process ends now: without this, collecting what torch has loaded takes half a second
@@ -76,5 +77,7 @@ def main() -> None:
 
 
 def _fail(message: str, status: int) -> None:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    from energon_packed.cli.terminal import echo
+
+    echo(f"error: {' '.join(message.split())}", err=True)
     sys.exit(status)

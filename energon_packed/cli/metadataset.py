@@ -9,6 +9,7 @@ from rich.table import Table
 
 from energon_packed.cli.options import GroupedCommand, as_options
 from energon_packed.cli.output import Output, output_options
+from energon_packed.cli.terminal import echo
 from energon_packed.errors import ConfigError
 from energon_packed.metadataset import WEIGHT_BY, Blend, make_blend, write_metadataset
 from energon_packed.metadataset.inputs import Subflavor
@@ -70,7 +71,7 @@ def command(
     write_metadataset(blend, out, absolute=not relative)
     output.console.print(_table(blend))
     for warning in blend.warnings():
-        click.echo(f"note: {as_options(warning)}", err=output.as_json or output.quiet)
+        echo(f"note: {as_options(warning)}", err=output.as_json or output.quiet)
     output.console.print(f"{out}: get_packed_loader({str(out)!r}, encoder)", soft_wrap=True)
     output.result(_as_dict(blend, out))
 

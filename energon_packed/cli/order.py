@@ -8,6 +8,7 @@ import click
 
 from energon_packed.cli.options import GroupedCommand, as_options
 from energon_packed.cli.output import Output, output_options
+from energon_packed.cli.terminal import echo
 from energon_packed.dataflow.config import DataflowConfig, is_dataflow_config
 from energon_packed.dataflow.order_log import check_order
 from energon_packed.dataflow.replay import replay, replay_config
@@ -43,7 +44,7 @@ def check(folder: Path, output: Output) -> None:
     for name, count in sorted(found.sources.items()):
         output.console.print(f"  {count / max(1, found.samples):7.2%}  {name}", soft_wrap=True)
     for problem in found.problems:
-        click.echo(as_options(problem), err=output.as_json)
+        echo(as_options(problem), err=output.as_json)
     output.result(asdict(found))
     if found.problems:
         sys.exit(1)

@@ -8,11 +8,11 @@ from functools import cached_property, wraps
 from typing import Any
 
 import click
-import orjson
 from rich.console import Console
 
 from energon_packed.cli.options import MESSAGES, DeclaredOption, as_options
 from energon_packed.cli.progress import TerminalProgress
+from energon_packed.cli.terminal import SafeConsole, echo, echo_json
 from energon_packed.pipeline.progress import Progress
 
 _VERBOSE_INTERVAL = 10.0  # seconds between two progress lines
@@ -35,7 +35,7 @@ class Output:
     @cached_property
     def console(self) -> Console:
         """For tables and lines; markup and colors of numbers are off."""
-        return Console(stderr=self.as_json, quiet=self.quiet, markup=False, highlight=False)
+        return SafeConsole(stderr=self.as_json, quiet=self.quiet, markup=False, highlight=False)
 
     def progress(self) -> Progress:
         """Of a run; it prints nothing with `quiet`."""
@@ -46,7 +46,7 @@ class Output:
     def result(self, value: Mapping[str, Any]) -> None:
         """Print the object of `--json`."""
         if self.as_json:
-            click.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str))
+            echo_json(value, indented=True)
 
     def logs(self) -> AbstractContextManager[None]:
         """Show warnings of the library on stderr while a block runs; with `verbose`, all that it logs."""
@@ -92,4 +92,4 @@ class _ToStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message."""
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        click.echo(level + " ".join(as_options(record.getMessage()).split()), err=True)
+        echo(level + " ".join(as_options(record.getMessage()).split()), err=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from energon_packed.cli.display import format_bytes
+from energon_packed.cli.terminal import echo
 from energon_packed.errors import ConfigError
 from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.folder import PackedFolder
@@ -36,4 +37,4 @@ def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None
         encoder, reason = encoder_or_reason(folder, tokenizer)
         page = render_report(str(path), gather(folder, encoder, not_encoded=reason, seed=seed))
     write_whole(output, page.encode())
-    click.echo(f"{output}: {format_bytes(len(page.encode()))}")
+    echo(f"{output}: {format_bytes(len(page.encode()))}")

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 
 from energon_packed.cli.options import GroupedCommand, as_options
 from energon_packed.cli.output import Output, output_options
+from energon_packed.cli.terminal import SafeConsole, echo
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.pretrained import find_pretrained
 from energon_packed.encoding.vision import ambiguous
@@ -94,7 +94,7 @@ def _verified(
         if all(check.remedy == "nv-meta" for check in failed):
             remedy = f"energon-packed nv-meta {opened.path} rebuilds its indexes"
         line = f"{len(failed)} checks failed: do not train on {opened.path}; {remedy}"
-        click.echo(line, err=output.as_json)
+        echo(line, err=output.as_json)
     else:
         output.console.print(f"all checks passed: {opened.path}", soft_wrap=True)
     return {
@@ -116,7 +116,7 @@ def _encoder(opened: PackedFolder, tokenizer: str | None, processor: str | None,
     if encoder.vision is None or not encoder.vision.undecided:
         return encoder
     line = f"images are not encoded again: --factor {ambiguous(encoder.vision.undecided)}; --processor DIR says which"
-    click.echo(f"note: {line}", err=output.as_json or output.quiet)
+    echo(f"note: {line}", err=output.as_json or output.quiet)
     return None
 
 
@@ -126,7 +126,7 @@ def _show(check: Check, output: Output) -> None:
         line = Text.assemble(("✓", "green"), f" {check.name}" + (f" ({check.found})" if check.found else ""))
         output.console.print(line, soft_wrap=True)
         return
-    console = Console(stderr=output.as_json, highlight=False, markup=False, soft_wrap=True)
+    console = SafeConsole(stderr=output.as_json, highlight=False, markup=False, soft_wrap=True)
     console.print(Text.assemble(("✗", "red"), f" {check.name}" + (f" ({check.found})" if check.found else "")))
     for problem in check.problems:
         console.print(f"    {as_options(problem)}")

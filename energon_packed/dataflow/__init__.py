@@ -19,6 +19,7 @@ order_log.py      which samples each step used, and the proof; replay.py: which 
 metrics.py        FlowMetrics
 dataset.py        PackedDataset: finished shards and blends (blend.py) map-style; steps.py: steps per epoch
 manifests.py      what the manifests of a dataset or Metadataset say
+trust.py          code of a dataset is refused before Energon runs it
 failures.py       samples that fail to load
 state.py          loader states; epochs.py: where an epoch ends
 resharding.py     data that another tool would split over ranks again

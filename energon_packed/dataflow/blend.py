@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.dataflow.manifests import LoadedSplit, metadataset_leaves
+from energon_packed.dataflow.trust import check_trusted
 from energon_packed.errors import ConfigError
 
 Int64 = npt.NDArray[np.int64]
@@ -30,16 +31,19 @@ class BlendedSplit:
     repetitions: float | None
 
 
-def blended_splits(path: Path, split: str) -> list[BlendedSplit]:
+def blended_splits(path: Path, split: str, *, trusted: bool = False) -> list[BlendedSplit]:
     """What is read: one dataset folder, or all those behind a Metadataset YAML, nested ones included.
 
     Raises:
         FormatError: there is no dataset, or no Metadataset that Energon can read.
-        ConfigError: joins or subsets, which only Energon's loader reads; a dataset without packs in its split.
+        ConfigError: joins or subsets, which only Energon's loader reads; a dataset without packs in its split. Energon
+            runs the sample_loader.py of the datasets behind a Metadataset: one that is not ours, and not `trusted`.
     """
     if not path.is_file():
         return [BlendedSplit(split=LoadedSplit.of_folder(path, split), subflavors={}, weight=None, repetitions=1)]
-    metadataset_leaves(path, split)  # what cannot be read is refused there
+    if not trusted:
+        check_trusted(path.resolve())
+    metadataset_leaves(path, split, trusted=trusted)  # what cannot be read is refused there
     from megatron.energon import WorkerConfig
     from megatron.energon.metadataset.loader import load_dataset, traverse_metadataset
 

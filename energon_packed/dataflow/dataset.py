@@ -48,6 +48,8 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         check_encoder: refuse an encoder other than the one that the data was packed with.
         check_lengths: raise where a sample's length differs from the recorded one.
         seed: of what a Metadataset repeats and samples.
+        trust_sample_loader: let Energon, which reads a Metadataset, run the code of its datasets. A folder is read
+            without running any.
 
     Raises:
         ConfigError: an empty split, another encoder, or none where one is needed; a Metadataset with joins or subsets.
@@ -63,8 +65,9 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         check_encoder: bool = True,
         check_lengths: bool = True,
         seed: int = 0,
+        trust_sample_loader: bool = False,
     ) -> None:
-        self.blend = blended_splits(Path(path), split)
+        self.blend = blended_splits(Path(path), split, trusted=trust_sample_loader)
         self.encoder = processor_for([one.split for one in self.blend], encoder, check=check_encoder)
         self.check_lengths = check_lengths
         self.seed = seed

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from energon_packed.dataflow.trust import check_metadataset
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_for
@@ -104,8 +105,13 @@ def processor_for(splits: Sequence[LoadedSplit], encoder: Processor | None, *, c
     return splits[0].stored_tokens() if encoder is None else encoder
 
 
-def loaded_splits(path: Path, split: str) -> list[LoadedSplit]:
+def loaded_splits(path: Path, split: str, *, trusted: bool = False) -> list[LoadedSplit]:
     """What is read: one dataset folder, or all those behind a Metadataset YAML.
+
+    Args:
+        path: of either.
+        split: `train`, `val` or `test`.
+        trusted: a Metadataset may make objects of any class.
 
     Raises:
         FormatError: there is no dataset, or no Metadataset that Energon can read.
@@ -113,16 +119,18 @@ def loaded_splits(path: Path, split: str) -> list[LoadedSplit]:
     """
     if not path.is_file():
         return [LoadedSplit.of_folder(path, split)]
-    return [LoadedSplit.of_folder(leaf, part) for leaf, part in metadataset_leaves(path, split)]
+    return [LoadedSplit.of_folder(leaf, part) for leaf, part in metadataset_leaves(path, split, trusted=trusted)]
 
 
-def metadataset_leaves(path: Path, split: str) -> list[tuple[Path, str]]:
+def metadataset_leaves(path: Path, split: str, *, trusted: bool = False) -> list[tuple[Path, str]]:
     """(dataset folder, split) of everything that a Metadataset refers to, nested ones included.
 
     Raises:
         FormatError: the file is not a Metadataset that Energon can read.
-        ConfigError: it has no such split.
+        ConfigError: it has no such split; or names classes of another package, and is not `trusted`.
     """
+    if not trusted:
+        check_metadataset(path.resolve())
     from megatron.energon.metadataset.loader import traverse_metadataset
 
     try:

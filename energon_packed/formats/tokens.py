@@ -153,5 +153,5 @@ def _load(raw: RawPack, name: str) -> Int32:
             return np.frombuffer(value, dtype="<i4", offset=start).reshape(shape)
     try:
         return np.asarray(np.lib.format.read_array(io.BytesIO(value), allow_pickle=False), dtype=np.int32)
-    except ValueError as error:
+    except (ValueError, MemoryError, OverflowError) as error:
         raise FormatError(f"{raw.get('__key__')}.{name}: {error}") from error

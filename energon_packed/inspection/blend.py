@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from energon_packed.errors import EnergonPackedError, FormatError
+from energon_packed.foreign import read_yaml
 from energon_packed.metadataset import epochs_by_weight, read_input
 
 
@@ -89,7 +90,7 @@ def read_blend(path: Path) -> list[BlendEntry]:
         FormatError: the file is not a valid Metadataset.
     """
     try:
-        splits = yaml.safe_load(path.read_bytes())["splits"]
+        splits = read_yaml(path)["splits"]
         entries = [entry for split, value in splits.items() for entry in _entries(path, str(split), value)]
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{path} is not a valid Metadataset: {type(error).__name__} {error}") from error

@@ -15,19 +15,20 @@ def extract_pack(raw: Mapping[str, Any], folder: Path) -> list[Path]:
         folder: created if missing; nothing is written outside of it.
 
     Raises:
-        FormatError: a member name resolves to a path outside of the folder.
+        FormatError: a member name resolves to a path outside of the folder; nothing is written then.
     """
     target = folder / str(raw["__key__"])
-    written = []
+    files = {}
     for part, content in raw.items():
         if part.startswith("__"):
             continue
         path = target / part
-        if not path.resolve().is_relative_to(folder.resolve()) or "\0" in str(path) or "/" in part:
+        if "\0" in str(path) or "/" in part or not path.resolve().is_relative_to(folder.resolve()):
             raise FormatError(
                 f"member {raw['__key__']}.{part} would be written outside of {folder}; it was not extracted"
             )
+        files[path] = content
+    for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-        written.append(path)
-    return written
+    return list(files)

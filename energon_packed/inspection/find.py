@@ -2,6 +2,7 @@
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.shards import PackingManifest
+from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.scan import TarScan, scan_tar
 from energon_packed.shards.split import dataset_folder
@@ -77,12 +79,15 @@ class PackFinder:
         if self.manifest is None or database is None or not database.is_file() or len(self.tars) == 1:
             return self.tars
         try:
-            connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
-            row = connection.execute("SELECT tar_file_id FROM samples WHERE sample_key = ?", (key,)).fetchone()
-            connection.close()
-        except sqlite3.Error:
+            with closing(open_sqlite_index(database)) as connection:
+                row = connection.execute("SELECT tar_file_id FROM samples WHERE sample_key = ?", (key,)).fetchone()
+        except (sqlite3.Error, UnicodeError):
             return self.tars
-        return [] if row is None else [database.parent.parent / self.manifest.shards[row[0]].name]
+        if row is None:
+            return []
+        if not isinstance(row[0], int) or not 0 <= row[0] < len(self.manifest.shards):
+            return self.tars  # it names a shard that there is not
+        return [database.parent.parent / self.manifest.shards[row[0]].name]
 
 
 def _keys(scan: TarScan) -> list[str]:

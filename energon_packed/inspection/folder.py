@@ -10,6 +10,7 @@ import yaml
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError, FormatError
+from energon_packed.foreign import read_yaml
 from energon_packed.formats import CODECS, Codec, codec_for, codec_of
 from energon_packed.pipeline.encoders import EncoderOptions
 from energon_packed.shards import PackingManifest
@@ -51,7 +52,7 @@ class PackedFolder:
         if self.manifest is not None:
             return codec_for(self.manifest.sample_class)
         try:
-            named = yaml.safe_load((self.path / NV_META / "dataset.yaml").read_bytes())["sample_type"]["__class__"]
+            named = read_yaml(self.path / NV_META / "dataset.yaml")["sample_type"]["__class__"]
         except (OSError, yaml.YAMLError, KeyError, TypeError):
             named = None
         if named in CODECS:
@@ -106,12 +107,17 @@ class PackedFolder:
             options["tokenizer"] = tokenizer
         if processor is not None:
             options["processor"] = processor
-        if not Path(options.get("tokenizer", "")).is_dir():
+        if not Path(str(options.get("tokenizer", ""))).is_dir():
             raise ConfigError(
                 f"the tokenizer {options.get('tokenizer')} that packing.json names does not exist; pass `tokenizer` "
                 "(verify --fast needs none)"
             )
-        encoder = EncoderOptions(**options).load()
+        try:
+            encoder = EncoderOptions(**options).load()
+        except (TypeError, AttributeError) as error:
+            raise FormatError(
+                f"packing.json of {self.path} has no valid encoder: {error}; pack the data again"
+            ) from error
         if not encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
             raise ConfigError(
                 f"{options['tokenizer']} is not the tokenizer, template or image settings that {self.path} was packed "

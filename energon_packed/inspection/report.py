@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from energon_packed.foreign import visible
 from energon_packed.inspection.blend import BlendEntry, by_split
 from energon_packed.inspection.charts import (
     even_bins,
@@ -69,6 +70,7 @@ def render_report(title: str, data: ReportData | None, blend: Sequence[BlendEntr
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_finalized,
     )
     environment.filters["number"] = lambda value: "?" if value is None else f"{value:,.0f}"
     environment.filters["percent"] = lambda value: "?" if value is None else f"{100 * value:.2f}%"
@@ -79,6 +81,11 @@ def render_report(title: str, data: ReportData | None, blend: Sequence[BlendEntr
     return environment.get_template("report.html.j2").render(
         title=title, data=data, blend=by_split(blend), policy=policy, script=_SCRIPT, version=__version__, **given
     )
+
+
+def _finalized(value: object) -> object:
+    """Texts of the data with control and direction characters as escapes; jinja2 escapes HTML after it."""
+    return visible(value) if type(value) is str else value  # not Markup, which is ours
 
 
 def _dataset(data: ReportData) -> dict[str, object]:

@@ -196,6 +196,6 @@ def _image(name: str, data: bytes) -> ImageView:
 def _shape(content: bytes) -> str:
     try:
         array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:
         return f"damaged: {error}"
     return f"{array.dtype} {tuple(array.shape)}"

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
+from energon_packed.foreign import read_yaml
 from energon_packed.formats import codec_of
 from energon_packed.metadataset.checks import check_settings
 from energon_packed.options import refuse_remote
@@ -121,7 +122,7 @@ def _read_metadataset(path: Path, split: str) -> BlendInput:
 
 def _mode(path: Path, split: str) -> str | None:
     """Draw mode of one split of a Metadataset."""
-    value = yaml.safe_load(path.read_bytes())["splits"].get(split) or {}
+    value = read_yaml(path)["splits"].get(split) or {}
     if "blend_epochized" in value:
         return "repetitions"
     return "weight" if "blend" in value or "datasets" in value else None
@@ -150,7 +151,7 @@ def _scan(folder: Path, split: str) -> BlendInput:
 
 def _flavor(folder: Path) -> object:
     try:
-        return yaml.safe_load((folder / NV_META / "dataset.yaml").read_bytes())["sample_type"]["__class__"]
+        return read_yaml(folder / NV_META / "dataset.yaml")["sample_type"]["__class__"]
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return None
 
@@ -162,7 +163,7 @@ def has_split(path: str | Path, split: str) -> bool:
         FormatError: `path` is not a dataset.
     """
     if Path(path).is_file():
-        return split in (yaml.safe_load(Path(path).read_bytes()).get("splits") or {})
+        return split in (read_yaml(Path(path)).get("splits") or {})
     folder = dataset_folder(path)
     manifest = PackingManifest.load_if_there(folder)
     return bool(shard_names(folder).get(split)) if manifest is None else manifest.packs_in(split) > 0

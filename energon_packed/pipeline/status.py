@@ -1,5 +1,6 @@
 """`run_status`: how far a run in an output folder is, without touching it."""
 
+import glob
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,7 +46,7 @@ def run_status(output_dir: Path) -> list[RunStatus]:
         ConfigError: there is no such folder.
     """
     if "{part}" in str(output_dir):
-        pattern = output_dir.name.replace("{part}", "p[0-9]*")
+        pattern = glob.escape(output_dir.name).replace("{part}", "p[0-9]*")
         folders = sorted(folder for folder in output_dir.parent.glob(pattern) if folder.is_dir())
     else:
         folders = [output_dir] if output_dir.is_dir() else []

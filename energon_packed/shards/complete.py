@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from energon_packed.errors import FormatError
+from energon_packed.foreign import read_yaml
 from energon_packed.shards.manifest import PackingManifest
 from energon_packed.shards.nv_meta import NV_META, OLD_INFO
 from energon_packed.shards.split import excluded_names, shard_names
@@ -56,10 +57,9 @@ def _shard_counts(folder: Path) -> Mapping[str, int]:
         if not file.is_file():
             continue
         try:
-            content = file.read_text(encoding="utf-8")
-            counts = (json.loads(content) if name.endswith("json") else yaml.safe_load(content))["shard_counts"]
-            return {str(shard): int(count) for shard, count in counts.items()}
-        except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+            value = json.loads(file.read_text(encoding="utf-8")) if name.endswith("json") else read_yaml(file)
+            return {str(shard): int(count) for shard, count in value["shard_counts"].items()}
+        except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise FormatError(f"{file} is damaged: {type(error).__name__} {error}; {_REMEDY}") from error
     return {}
 

@@ -39,6 +39,24 @@ CREATE INDEX idx_sample_parts_full
 """
 
 
+def open_sqlite_index(path: Path) -> sqlite3.Connection:
+    """Open `index.sqlite` for reading; whoever wrote it decides rows, and nothing else.
+
+    Raises:
+        sqlite3.Error: it is no database, or `samples` and `sample_parts` are not tables but code, such as views.
+    """
+    database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        database.execute("PRAGMA trusted_schema = OFF")
+        query = "SELECT count(*) FROM sqlite_master WHERE name IN ('samples', 'sample_parts') AND type != 'table'"
+        if database.execute(query).fetchone() != (0,):
+            raise sqlite3.DatabaseError("its tables are views")
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database
+
+
 def write_tar_index(tar: Path, rows: ShardRows) -> None:
     """Write `{shard}.tar.idx` next to the shard."""
     write_whole(tar.with_suffix(".tar.idx"), np.array(rows.offsets, dtype="<u8").tobytes())

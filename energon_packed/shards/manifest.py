@@ -11,11 +11,14 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import FormatError
+from energon_packed.foreign import check_inner, visible
 from energon_packed.shards.files import write_whole
 from energon_packed.shards.nv_meta import NV_META
+from energon_packed.shards.typed import typed
 from energon_packed.version import FORMAT_VERSION, __version__
 
 FILE_NAME = "packing.json"
+_LONGEST = 2**31 - 1  # tokens in a row: cu_seqlens are int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +187,13 @@ class PackingManifest:
                 raise FormatError(
                     f"{file} has format version {found}, but this version reads at most {FORMAT_VERSION}; upgrade it"
                 )
-            value["shards"] = [ShardEntry(**shard) for shard in value["shards"]]
-            value["sources"] = [SourceEntry(**source) for source in value.get("sources", ())]
-            return cls(**value)
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            raise FormatError(f"{file} is not a packing manifest: {error}") from error
+            manifest = typed(cls, value)
+            check_inner(shard.name for shard in manifest.shards)
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, FormatError):
+                raise
+            raise FormatError(f"{file} is not a packing manifest: {visible(str(error))}") from error
+        for name, value in (("seq_len", manifest.seq_len), ("pad_multiple", manifest.pad_multiple)):
+            if not 1 <= value <= _LONGEST:
+                raise FormatError(f"{file} has {name} {value}; it must be from 1 to {_LONGEST}; pack the data again")
+        return manifest

@@ -97,6 +97,9 @@ def scan_tar(path: Path) -> TarScan:
                     is_cut = True
                     problems.append(f"truncated inside {info.name} at byte {size}; copy or pack it again")
                     break
+                if not (info.isreg() or info.isdir()):
+                    what = "link" if info.issym() or info.islnk() else "device"
+                    problems.append(f"{info.name} is a {what}, which is never followed; store files only")
                 if info.isreg() and not _META.match(info.name):
                     found = _SPLIT.fullmatch(info.name)
                     key, part = found.groups() if found else ("", "")

@@ -2,11 +2,11 @@
 LLaVA-OneVision-2's packer (`split`)."""
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
+from energon_packed.foreign import inner_names, read_yaml
 from energon_packed.shards.nv_meta import NV_META
 
 
@@ -34,36 +34,23 @@ def shard_names(folder: Path, *, with_excluded: bool = False) -> dict[str, list[
     """Shard names of each split, in order, with brace ranges expanded and `exclude` applied.
 
     Raises:
-        FormatError: split.yaml is missing or invalid.
+        FormatError: split.yaml is missing or invalid, or names a file outside of the folder.
     """
-    from braceexpand import braceexpand
-
     file = folder / NV_META / "split.yaml"
     try:
-        value = yaml.safe_load(file.read_bytes())
+        value = read_yaml(file)
         listed = value["split_parts"] if "split_parts" in value else value["split"]
-        parts = {str(name): _names(patterns or []) for name, patterns in listed.items()}
-        excluded = {name for pattern in value.get("exclude") or [] for name in braceexpand(str(pattern))}
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        parts = {str(name): inner_names(patterns or []) for name, patterns in listed.items()}
+        excluded = set(inner_names(value.get("exclude") or []))
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise FormatError(f"{file} is not a valid split file: {type(error).__name__} {error}") from error
-    return {
-        split: [
-            name for pattern in patterns for name in braceexpand(str(pattern)) if with_excluded or name not in excluded
-        ]
-        for split, patterns in parts.items()
-    }
-
-
-def _names(patterns: Any) -> list[str]:
-    if not isinstance(patterns, list) or not all(isinstance(one, str) for one in patterns):
-        raise TypeError(f"{patterns!r} is no list of names")
-    return patterns
+    return {split: [name for name in names if with_excluded or name not in excluded] for split, names in parts.items()}
 
 
 def excluded_names(folder: Path) -> list[str]:
     """`exclude` of split.yaml: shard names, and `SHARD/KEY` for single packs."""
     try:
-        return [str(name) for name in yaml.safe_load((folder / NV_META / "split.yaml").read_bytes())["exclude"] or []]
+        return [str(name) for name in read_yaml(folder / NV_META / "split.yaml")["exclude"] or []]
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return []
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import yaml
 
 from energon_packed.errors import SourceError
+from energon_packed.foreign import read_yaml
 from energon_packed.sources.energon_layout import NV_META, read_split
 from energon_packed.sources.webdataset import WebDatasetSource
 
@@ -61,7 +62,7 @@ def metadataset_members(path: Path, split: str | None, depth: int = 0) -> Iterat
     """
     wanted = split or DEFAULT_SPLIT
     try:
-        value = yaml.safe_load(path.read_bytes())
+        value = read_yaml(path)
         splits = value["splits"]
         part = splits.get(wanted)
     except (OSError, yaml.YAMLError, LookupError, TypeError, AttributeError) as error:

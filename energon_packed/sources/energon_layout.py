@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from energon_packed.errors import SourceError
+from energon_packed.foreign import inner_names, read_yaml
 from energon_packed.formats import CODECS
 from energon_packed.sources.base import changed_at
 from energon_packed.sources.energon_flavors import FLAVORS, flavor_record, sample_record
@@ -131,19 +132,14 @@ def read_split(folder: Path) -> tuple[dict[str, list[str]], list[str]]:
     Raises:
         SourceError: split.yaml is invalid.
     """
-    from braceexpand import braceexpand
-
     file = folder / NV_META / "split.yaml"
     if not file.is_file():
         return {}, []
     try:
-        value = yaml.safe_load(file.read_bytes())
+        value = read_yaml(file)
         parts = value["split_parts"] if "split_parts" in value else value["split"]
-        splits = {
-            str(split): [name for pattern in patterns or [] for name in braceexpand(str(pattern))]
-            for split, patterns in parts.items()
-        }
-        excluded = [name for pattern in value.get("exclude") or [] for name in braceexpand(str(pattern))]
+        splits = {str(split): inner_names(patterns or []) for split, patterns in parts.items()}
+        excluded = inner_names(value.get("exclude") or [])
     except (OSError, yaml.YAMLError, LookupError, TypeError, AttributeError, ValueError) as error:
         raise SourceError(f"{file} is not a valid split file: {type(error).__name__} {error}") from error
     return splits, excluded
@@ -152,7 +148,7 @@ def read_split(folder: Path) -> tuple[dict[str, list[str]], list[str]]:
 @lru_cache(maxsize=64)
 def _read_layout(file: Path, changed: int) -> Layout:
     try:
-        value = yaml.safe_load(file.read_bytes())
+        value = read_yaml(file)
         kind = value.get("sample_type") or value
         module, name = str(kind.get("__module__", "")), str(kind.get("__class__", ""))
         fields = tuple((str(field), str(part)) for field, part in (value.get("field_map") or {}).items())

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from energon_packed.errors import SourceError
+from energon_packed.foreign import check_inner
 from energon_packed.sources.arrow import ArrowSource
 
 
@@ -30,8 +31,10 @@ class HuggingFaceSource(ArrowSource):
             path /= split
         try:
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            files = [path / entry["filename"] for entry in state["_data_files"]]
-        except (ValueError, KeyError, TypeError) as error:
+            names = [entry["filename"] for entry in state["_data_files"]]
+            check_inner(names)
+            files = [path / name for name in names]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SourceError(f"{path / 'state.json'} is not that of a Hugging Face dataset: {error!r}") from error
         if state.get("_indices_data_files"):
             raise SourceError(f"{path} has an indices mapping; save it again after dataset.flatten_indices()")
@@ -40,6 +43,8 @@ class HuggingFaceSource(ArrowSource):
 
 def _splits(file: Path) -> list[str]:
     try:
-        return [str(name) for name in json.loads(file.read_text(encoding="utf-8"))["splits"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        names = [str(name) for name in json.loads(file.read_text(encoding="utf-8"))["splits"]]
+        check_inner(names)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SourceError(f"{file} is not that of a Hugging Face DatasetDict: {error!r}") from error
+    return names

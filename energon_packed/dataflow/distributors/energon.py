@@ -30,6 +30,7 @@ class EnergonDistributor(Distributor):
         repeat: draw indefinitely, as blends by weight need; False ends after one exact pass, an epoch.
         shuffle: mix shards and packs; False reads in order.
         shuffle_buffer_size: packs in Energon's shuffle buffer.
+        trust_sample_loader: run code of the dataset, as in `get_packed_loader`.
 
     Raises:
         ConfigError, FormatError: as `get_packed_loader`.
@@ -43,8 +44,10 @@ class EnergonDistributor(Distributor):
         repeat: bool = False,
         shuffle: bool = True,
         shuffle_buffer_size: int = 64,
+        trust_sample_loader: bool = False,
     ) -> None:
-        folders = loaded_splits(Path(path), split)
+        folders = loaded_splits(Path(path), split, trusted=trust_sample_loader)
+        self._trusted = trust_sample_loader
         self.path = Path(path) if Path(path).is_file() else folders[0].path
         self._settings: dict[str, Any] = {
             "split": split,
@@ -107,7 +110,7 @@ class EnergonDistributor(Distributor):
     def _dataset(self, share: Share) -> "SavableDataset[Any]":
         source = EnergonSource(
             path=self.path,
-            config=LoaderConfig(**self._settings, seed=share.seed),
+            config=LoaderConfig(**self._settings, seed=share.seed, trust_sample_loader=self._trusted),
             task_encoder=_Packs(one_pass=self._settings["epochs"] is not None, **self._buffer()),
             worker_config=_OneShare(
                 rank=share.index, world_size=share.count, num_workers=1, global_error_handler=_raise

@@ -40,6 +40,8 @@ class LoaderConfig:
             data was packed with.
         check_lengths: raise when a sample's length differs from the recorded one.
         max_failures: samples of this rank that may fail to load and are skipped; 0 raises the first failure.
+        trust_sample_loader: load a dataset whose dataset.yaml or sample_loader.py is not what energon-packed writes,
+            and run its code; see SECURITY.md.
         rank, world_size: data-parallel place of this process; by default from torch.distributed, else 0 and 1.
         seed: offset of the shuffle seed.
 
@@ -61,6 +63,7 @@ class LoaderConfig:
     check_encoder: bool = True
     check_lengths: bool = True
     max_failures: int = 0
+    trust_sample_loader: bool = False
     rank: int | None = None
     world_size: int | None = None
     seed: int = 0

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from energon_packed.dataflow.manifests import loaded_splits
 from energon_packed.errors import EnergonPackedError, FormatError
+from energon_packed.foreign import read_yaml
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import scan_tar
@@ -81,7 +81,7 @@ def _fault_in(folder: Path, split: str) -> str | None:
 
 def _check_dataset(file: Path) -> None:
     """As https://nvidia.github.io/Megatron-Energon describes dataset.yaml."""
-    value: Any = yaml.safe_load(file.read_bytes())
+    value: Any = read_yaml(file)
     named = value.get("sample_type", value)
     found = getattr(import_module(named["__module__"]), named["__class__"])
     if not isinstance(found, type):

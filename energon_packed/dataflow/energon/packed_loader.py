@@ -52,7 +52,7 @@ def get_packed_loader(
     if config is not None and settings:
         raise ConfigError(f"pass `config` or settings such as `{next(iter(settings))}`, not both")
     config = config or make(LoaderConfig, settings)
-    splits = loaded_splits(Path(path), config.split)
+    splits = loaded_splits(Path(path), config.split, trusted=config.trust_sample_loader)
     seq_len = common_seq_len(splits, config.seq_len)
     processor = processor_for(splits, encoder, check=config.check_encoder)
     collator = collator or PaddingFreeCollator()

@@ -11,6 +11,7 @@ from energon_packed.dataflow.energon.config import LoaderConfig
 from energon_packed.dataflow.energon.faults import faults_named
 from energon_packed.dataflow.energon.task_encoder import PackedTaskEncoder
 from energon_packed.dataflow.share import place_of
+from energon_packed.dataflow.trust import check_trusted
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import CRUDE, NV_META, OLD_INFO
@@ -38,10 +39,13 @@ class EnergonSource:
         """Batches of this rank for one epoch, or without end where `epochs` is None.
 
         Raises:
-            ConfigError: one epoch of a blend that draws by weight, or a sample class that cannot be imported.
+            ConfigError: one epoch of a blend that draws by weight, a sample class that cannot be imported, or code of
+                a dataset that is not trusted.
             FormatError: a folder that is not indexed.
         """
         self._check_indexed()
+        if not self.config.trust_sample_loader:
+            check_trusted(self.path, dataset_config=CRUDE if self._needs_crude() else None)
         try:
             with faults_named(self.path, self.config.split):
                 return self._dataset(epoch)

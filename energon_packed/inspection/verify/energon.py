@@ -3,7 +3,8 @@
 import warnings
 from typing import Any
 
-from energon_packed.errors import FormatError
+from energon_packed.dataflow.trust import check_trusted
+from energon_packed.errors import EnergonPackedError, FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.shards.nv_meta import CRUDE, NV_META, loader_files
@@ -27,6 +28,10 @@ def energon_loads(folder: PackedFolder) -> Check:
             check.fail(f"{name} is missing; run energon-packed nv-meta")
         elif file.read_bytes() != content:
             check.fail(f"{name} is not what energon-packed writes, so it was not executed; review it, or run nv-meta")
+    try:
+        check_trusted(folder.path, dataset_config=CRUDE if module is not None else None)
+    except EnergonPackedError as error:
+        check.fail(str(error))
     if not check.holds:
         return check
 

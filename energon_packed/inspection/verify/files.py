@@ -16,6 +16,7 @@ from energon_packed.errors import FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.shards import PackingManifest
+from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.manifest import ShardEntry
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.scan import TarScan, scan_tar
@@ -99,7 +100,11 @@ def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
     if not database.is_file():
         check.fail("index.sqlite is missing")
         return check
-    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
+    try:
+        connection = open_sqlite_index(database)
+    except sqlite3.Error as error:
+        check.fail(f"index.sqlite cannot be read: {error}")
+        return check
     try:
         total = 0
         for number, name in enumerate(folder.shards):
@@ -108,7 +113,7 @@ def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
             _compare_rows(check, connection, number, rows[name])
             total += len(rows[name].keys)
         check.found = f"{total:,} packs"
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeError) as error:
         check.fail(f"index.sqlite cannot be read: {error}")
     finally:
         connection.close()

@@ -1,0 +1,127 @@
+"""Loading a dataset of somebody else runs none of its code, unless it is trusted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from energon_packed import PackedDataset, get_packed_loader
+from energon_packed.dataflow import EnergonDistributor, Share
+from energon_packed.errors import ConfigError, EnergonPackedError, FormatError
+from energon_packed.metadataset import make_blend, write_metadataset
+from tests.canary import Canary, changed, dataset_yaml, packed_texts
+
+NAMED = {"part_filter": "sample_loader.py:part_filter", "sample_loader": "sample_loader.py:sample_loader"}
+OPTIONS: dict[str, Any] = {"epochs": 1, "num_workers": 0, "shuffle": False}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, text_tokenizer_dir: Path) -> Path:
+    return packed_texts(tmp_path_factory.mktemp("trust"), text_tokenizer_dir)
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Canary:
+    return Canary(tmp_path)
+
+
+def loaded(path: Path, **options: Any) -> int:
+    return sum(len(batch.ids) for batch in get_packed_loader(path, **OPTIONS, **options))
+
+
+def test_a_sample_loader_of_somebody_else_runs_only_where_it_is_trusted(dataset: Path, canary: Canary) -> None:
+    ours = (dataset / ".nv-meta" / "sample_loader.py").read_text()
+    named = r"sample_loader.py, or .* not what energon-packed writes.*trust_sample_loader=True"
+    with changed(dataset, "sample_loader.py", canary.code + ours):
+        with pytest.raises(ConfigError, match=named):
+            loaded(dataset)
+        distributor = EnergonDistributor(dataset)
+        with pytest.raises(ConfigError, match="trust_sample_loader"):
+            next(iter(distributor.items(Share(), None)))
+        assert len(PackedDataset(dataset)) > 0
+        assert PackedDataset(dataset)[0]
+        assert not canary.sang()
+        assert loaded(dataset, trust_sample_loader=True) == 8
+        assert canary.sang()
+    assert loaded(dataset) == 8
+
+
+@pytest.mark.parametrize("name", ["sample_loader.py", "../evil.py", "/nowhere/evil.py"])
+def test_another_file_with_code_is_not_run(dataset: Path, canary: Canary, name: str) -> None:
+    named = {key: f"{name}:{key}" for key in NAMED}
+    (dataset / "evil.py").write_text(canary.code)
+    with (
+        changed(dataset, "sample_loader.py", canary.code),
+        changed(dataset, "dataset.yaml", dataset_yaml(**named)),
+        pytest.raises(ConfigError, match=rf"dataset.yaml names '{name}:sample_loader' as sample_loader"),
+    ):
+        loaded(dataset)
+    assert not canary.sang()
+
+
+def test_objects_are_made_nowhere(dataset: Path, canary: Canary) -> None:
+    split = {"split_parts": {"train": ["s-000000.tar"]}, "exclude": [canary.object]}
+    for name, content in {
+        "dataset.yaml": yaml.safe_dump(canary.object),
+        "split.yaml": yaml.safe_dump(split),
+    }.items():
+        with changed(dataset, name, content), pytest.raises(EnergonPackedError):
+            loaded(dataset)
+        assert not canary.sang(), name
+    for more in ({"decoder": canary.object}, {"subflavors": {"a": [canary.object]}}, {"x": {"path": canary.object}}):
+        content = dataset_yaml(field_map={"text": "txt"}, **more)
+        with changed(dataset, "dataset.yaml", content), pytest.raises(ConfigError, match=r"names os\.mkdir"):
+            loaded(dataset)
+        assert not canary.sang()
+    with changed(dataset, "dataset.yaml", canary.tag), pytest.raises(EnergonPackedError):
+        loaded(dataset)
+    assert not canary.sang()
+
+
+def test_the_datasets_behind_a_metadataset_are_looked_at(dataset: Path, canary: Canary, tmp_path: Path) -> None:
+    inner, outer = tmp_path / "inner.yaml", tmp_path / "outer.yaml"
+    write_metadataset(make_blend([(dataset, 1.0)], epochized=True), inner)
+    write_metadataset(make_blend([(inner, 1.0)], epochized=True), outer)
+    assert loaded(outer) == 8
+    ours = (dataset / ".nv-meta" / "sample_loader.py").read_text()
+    with changed(dataset, "sample_loader.py", canary.code + ours):
+        for path in (inner, outer):
+            with pytest.raises(ConfigError, match="trust_sample_loader"):
+                loaded(path)
+            with pytest.raises(ConfigError, match="trust_sample_loader"):  # Energon reads a blend for it
+                PackedDataset(path)
+        assert not canary.sang()
+        assert len(PackedDataset(outer, trust_sample_loader=True)) > 0
+
+
+def test_a_metadataset_makes_no_objects(dataset: Path, canary: Canary, tmp_path: Path) -> None:
+    reference = {"path": str(dataset)}
+    plain = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    (tmp_path / "inner.yaml").write_text(yaml.safe_dump({**plain, "splits": {"train": canary.object}}))
+    for number, value in enumerate(
+        [
+            canary.object,
+            {**plain, "splits": {"train": {"join": [reference, reference], "joiner": canary.object}}},
+            {**plain, "splits": {"train": {**reference, "subflavors": {"a": canary.object}}}},
+            {**plain, "splits": {"train": {"path": "inner.yaml"}}},
+            {**plain, "splits": {"train": {**reference, "aux": {"a": "inner.yaml"}}}},
+        ]
+    ):
+        path = tmp_path / f"blend{number}.yaml"
+        path.write_text(yaml.safe_dump(value))
+        for load in (loaded, PackedDataset):
+            with pytest.raises(ConfigError, match=r"names os\.mkdir.*trust_sample_loader"):
+                load(path)
+        assert not canary.sang(), value
+    (tmp_path / "round.yaml").write_text(yaml.safe_dump({**plain, "splits": {"train": {"path": "round.yaml"}}}))
+    with pytest.raises(FormatError, match="contains itself"):
+        loaded(tmp_path / "round.yaml")
+
+
+def test_crude_data_and_fields_by_name_are_not_code(dataset: Path, tmp_path: Path) -> None:
+    from energon_packed.dataflow.trust import check_trusted
+
+    check_trusted(dataset, dataset_config="crude.yaml")
+    with changed(dataset, "dataset.yaml", dataset_yaml(field_map={"text": "txt"})):
+        check_trusted(dataset)
