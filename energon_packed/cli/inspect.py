@@ -69,6 +69,8 @@ def command(
         if not path.is_file() and len(finder.tars) > 20:
             console.print(f"and {len(finder.tars) - 20:,} more tars")
         _show_manifest(console, finder, as_json)
+    if extract is not None:
+        finder.check_extractable()
     shown = [finder.pack(key)] if key is not None else list(finder.first(limit))
     encoder, unknown = _encoder_or_reason(finder, tokenizer, needed=tokens) if shown else (None, "")
     if unknown and not as_json:

@@ -12,7 +12,7 @@ from energon_packed.errors import ConfigError, FormatError
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.nv_meta import NV_META
-from energon_packed.shards.scan import TarScan, scan_tar
+from energon_packed.shards.scan import NOT_FOLLOWED, TarScan, scan_tar
 from energon_packed.shards.split import dataset_folder
 
 
@@ -49,6 +49,16 @@ class PackFinder:
             return PackingManifest.load(self.folder) if self.folder else None
         except FormatError:
             return None
+
+    def check_extractable(self) -> None:
+        """Refuse to extract from a tar with members that are not files.
+
+        Raises:
+            FormatError: a member is a link or a device.
+        """
+        for tar in self.tars:
+            if named := [problem for problem in scan_tar(tar).problems if problem.endswith(NOT_FOLLOWED)]:
+                raise FormatError(f"{tar}: {named[0]}")
 
     def first(self, limit: int) -> Iterator[dict[str, Any]]:
         """Raw parts of the first packs; a tar with faults gives those before the first fault that hides them."""

@@ -17,6 +17,8 @@ from energon_packed.shards.tar import ShardRows
 _SPLIT = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
 _META = re.compile(r"__[^/]*__($|/)")  # WebDataset's metadata members
 _MOST_PROBLEMS = 20
+NOT_FOLLOWED = ", which is never followed; store files only"
+"""End of the problem of a member that is a link or a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def scan_tar(path: Path) -> TarScan:
                     break
                 if not (info.isreg() or info.isdir()):
                     what = "link" if info.issym() or info.islnk() else "device"
-                    problems.append(f"{info.name} is a {what}, which is never followed; store files only")
+                    problems.append(f"{info.name} is a {what}{NOT_FOLLOWED}")
                 if info.isreg() and not _META.match(info.name):
                     found = _SPLIT.fullmatch(info.name)
                     key, part = found.groups() if found else ("", "")
