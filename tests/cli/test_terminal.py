@@ -20,7 +20,9 @@ OBEYED = set(ATTACK) - set("[31mred]0;title2Jtxt.exe")
 
 def test_a_console_prints_attacks_as_escapes_and_keeps_its_own_colors() -> None:
     out = io.StringIO()
-    console = SafeConsole(file=out, force_terminal=True, color_system="standard", width=300, markup=False, highlight=False)
+    console = SafeConsole(
+        file=out, force_terminal=True, color_system="standard", width=300, markup=False, highlight=False
+    )
     table = Table("name", title=ATTACK)
     table.add_row(ATTACK)
     console.print(ATTACK, style="bold")
