@@ -6,6 +6,7 @@ files here as well, so that both see the same.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from energon_packed.shards.nv_meta import NV_META, OLD_INFO, loader_files
 
 _ENERGON = "megatron.energon"
 _METADATASETS = ("Metadataset", "MetadatasetV2")
+_KEYS = frozenset(("__module__", "__class__", "sample_type", "field_map", "part_filter", "decoder", "subflavors"))
 _CLASS = re.compile(r"[A-Z]\w*")
 _DEEPEST = 16  # Metadatasets inside Metadatasets
 _REMEDY = "review it and set `trust_sample_loader=True`"
@@ -64,14 +66,18 @@ def check_metadataset(path: Path, depth: int = 0) -> list[Reference]:
     for one in _mappings(top):
         if "__module__" in one:
             raise _runs(path, one)
+        if "://" in str(one.get("path")):
+            raise ConfigError(
+                f"{path} refers to {one['path']}, which cannot be looked at before it is loaded: {_REMEDY}"
+            )
         aux = one.get("aux")
         for name in [one.get("path"), *(aux.values() if isinstance(aux, dict) else ())]:
-            target = path.parent / name if isinstance(name, str) else path.parent
-            if target.suffix in (".yaml", ".yml") and target.is_file():
+            target = _joined(path.parent, name)
+            if target.name.endswith((".yaml", ".yml")) and target.is_file():
                 found += check_metadataset(target, depth + 1)
             elif (target / NV_META).is_dir():
                 found.append((target, str(one.get("dataset_config") or "dataset.yaml")))
-                _check_data(target / NV_META / str(one.get("split_config") or "split.yaml"))
+                _check_data(_joined(target / NV_META, one.get("split_config") or "split.yaml"))
     return found
 
 
@@ -79,8 +85,8 @@ def _check_folder(folder: Path, config: str) -> None:
     meta = folder / NV_META
     for name in ("split.yaml", "split.json", ".info.json", OLD_INFO):
         _check_data(meta / name)
-    file = meta / config
-    if not file.is_file() or _is_ours(file):
+    file = _joined(meta, config)
+    if not file.is_file() or _is_ours(file, meta / "sample_loader.py"):
         return  # Energon says what is missing
     value = _parsed(file)
     if not isinstance(value, dict):
@@ -100,15 +106,24 @@ def _check_folder(folder: Path, config: str) -> None:
             f"{file} names {value[named[0]]!r} as {named[0]}, which is not what energon-packed writes; loading would "
             f"run it: {_REMEDY}, or run energon-packed nv-meta {folder}"
         )
+    if unknown := sorted(map(str, value.keys() - _KEYS)):
+        raise ConfigError(
+            f"{file} sets {unknown[0][:100]!r}, which decides what Energon reads or runs: {_REMEDY}, or run "
+            f"energon-packed nv-meta {folder}"
+        )
     for one in _mappings(rest):
         if "__module__" in one:
             raise _runs(file, one, folder)
 
 
-def _is_ours(file: Path) -> bool:
+def _joined(folder: Path, name: Any) -> Path:
+    """A path as Energon joins it: `..` is removed from the text, before links are followed."""
+    return Path(os.path.normpath(folder.absolute() / str(name)))
+
+
+def _is_ours(file: Path, loader: Path) -> bool:
     """dataset.yaml and sample_loader.py are byte for byte what `pack` writes for a flavor."""
     content = file.read_bytes()
-    loader = file.parent / "sample_loader.py"
     for codec in CODECS.values():
         ours = loader_files(codec)
         if content == ours.get(file.name):

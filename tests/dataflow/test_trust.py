@@ -71,7 +71,7 @@ def test_objects_are_made_nowhere(dataset: Path, canary: Canary) -> None:
         assert not canary.sang(), name
     for more in ({"decoder": canary.object}, {"subflavors": {"a": [canary.object]}}, {"x": {"path": canary.object}}):
         content = dataset_yaml(field_map={"text": "txt"}, **more)
-        with changed(dataset, "dataset.yaml", content), pytest.raises(ConfigError, match=r"names os\.mkdir"):
+        with changed(dataset, "dataset.yaml", content), pytest.raises(ConfigError, match=r"names os\.mkdir|sets 'x'"):
             loaded(dataset)
         assert not canary.sang()
     with changed(dataset, "dataset.yaml", canary.tag), pytest.raises(EnergonPackedError):
@@ -114,9 +114,38 @@ def test_a_metadataset_makes_no_objects(dataset: Path, canary: Canary, tmp_path:
             with pytest.raises(ConfigError, match=r"names os\.mkdir.*trust_sample_loader"):
                 load(path)
         assert not canary.sang(), value
+    for path in (f"file://{tmp_path}/inner.yaml", "msc://elsewhere/inner.yaml"):
+        remote = tmp_path / "remote.yaml"
+        remote.write_text(yaml.safe_dump({**plain, "splits": {"train": {"path": path}}}))
+        with pytest.raises(ConfigError, match="cannot be looked at"):
+            loaded(remote)
+    (tmp_path / "link").symlink_to(dataset)  # Energon takes `link/..` out of the text
+    (tmp_path / "around.yaml").write_text(yaml.safe_dump({**plain, "splits": {"train": {"path": "link/../.yaml"}}}))
+    (tmp_path / ".yaml").write_text(yaml.safe_dump(canary.object))
+    with pytest.raises(ConfigError, match=r"names os\.mkdir"):
+        loaded(tmp_path / "around.yaml")
+    assert not canary.sang()
     (tmp_path / "round.yaml").write_text(yaml.safe_dump({**plain, "splits": {"train": {"path": "round.yaml"}}}))
     with pytest.raises(FormatError, match="contains itself"):
         loaded(tmp_path / "round.yaml")
+
+
+def test_a_dataset_config_in_another_place(dataset: Path, canary: Canary, tmp_path: Path) -> None:
+    """Ours beside our own loader, while Energon runs the sample_loader.py of `.nv-meta`; and other keys."""
+    meta, place = dataset / ".nv-meta", dataset / ".nv-meta" / "sub"
+    place.mkdir()
+    for name in ("dataset.yaml", "sample_loader.py"):
+        (place / name).write_bytes((meta / name).read_bytes())
+    blend = tmp_path / "blend.yaml"
+    reference = {"path": str(dataset), "dataset_config": "sub/dataset.yaml"}
+    plain = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    blend.write_text(yaml.safe_dump({**plain, "splits": {"train": reference}}))
+    with changed(dataset, "sample_loader.py", canary.code), pytest.raises(ConfigError, match="trust_sample_loader"):
+        loaded(blend)
+    more = dataset_yaml(field_map={"text": "txt"}, split_config="../evil.yaml")
+    with changed(dataset, "dataset.yaml", more), pytest.raises(ConfigError, match="sets 'split_config'"):
+        loaded(dataset)
+    assert not canary.sang()
 
 
 def test_crude_data_and_fields_by_name_are_not_code(dataset: Path, tmp_path: Path) -> None:
