@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.formats import CODECS
+from energon_packed.formats import CODECS, READ_ONLY
 from energon_packed.shards.nv_meta import NV_META, OLD_INFO, loader_files
 
 _ENERGON = "megatron.energon"
 _METADATASETS = ("Metadataset", "MetadatasetV2")
 _KEYS = frozenset(("__module__", "__class__", "sample_type", "field_map", "part_filter", "decoder", "subflavors"))
+_LOADER = ("sample_loader", "part_filter")
 _CLASS = re.compile(r"[A-Z]\w*")
 _DEEPEST = 16  # Metadatasets inside Metadatasets
 _REMEDY = "review it and set `trust_sample_loader=True`"
@@ -94,19 +95,21 @@ def _check_folder(folder: Path, config: str) -> None:
     kind = value.get("sample_type", value)
     is_standard = isinstance(kind, dict) and kind.get("__module__") == _ENERGON
     rest = [item for name, item in value.items() if name != "sample_type"]
-    if isinstance(kind, dict) and kind.get("__module__") == "energon_packed.flavors":
+    is_ours = isinstance(kind, dict) and kind.get("__module__") == "energon_packed.flavors"
+    if is_ours and not _loads_ours(value, meta / "sample_loader.py"):
         raise ConfigError(
             f"{meta / 'sample_loader.py'}, or {config} beside it, is not what energon-packed writes; loading "
             f"would run it: {_REMEDY}, or run energon-packed nv-meta {folder}"
         )
+    is_standard = is_standard or is_ours  # perhaps with subflavors of its user
     if not is_standard or not _CLASS.fullmatch(str(kind.get("__class__"))) or "__function__" in kind:
         raise _runs(file, kind, folder)
-    if named := [name for name in ("sample_loader", "part_filter") if isinstance(value.get(name), str)]:
+    if not is_ours and (named := [name for name in _LOADER if isinstance(value.get(name), str)]):
         raise ConfigError(
             f"{file} names {value[named[0]]!r} as {named[0]}, which is not what energon-packed writes; loading would "
             f"run it: {_REMEDY}, or run energon-packed nv-meta {folder}"
         )
-    if unknown := sorted(map(str, value.keys() - _KEYS)):
+    if unknown := sorted(map(str, value.keys() - _KEYS - set(_LOADER if is_ours else ()))):
         raise ConfigError(
             f"{file} sets {unknown[0][:100]!r}, which decides what Energon reads or runs: {_REMEDY}, or run "
             f"energon-packed nv-meta {folder}"
@@ -124,13 +127,24 @@ def _joined(folder: Path, name: Any) -> Path:
 def _is_ours(file: Path, loader: Path) -> bool:
     """dataset.yaml and sample_loader.py are byte for byte what `pack` writes for a flavor."""
     content = file.read_bytes()
-    for codec in CODECS.values():
-        ours = loader_files(codec)
+    for ours in _our_files():
         if content == ours.get(file.name):
             if file.name != "dataset.yaml":
                 return True
             return loader.is_file() and loader.read_bytes() == ours["sample_loader.py"]
     return False
+
+
+def _our_files() -> list[dict[str, bytes]]:
+    """What `pack` and `nv-meta` write for each flavor, by name of the file."""
+    return [loader_files(codec) for codec in (*CODECS.values(), *READ_ONLY.values())]
+
+
+def _loads_ours(value: dict[str, Any], loader: Path) -> bool:
+    """A dataset.yaml that names nothing but a sample_loader.py that is byte for byte ours."""
+    if not loader.is_file() or loader.read_bytes() not in [ours["sample_loader.py"] for ours in _our_files()]:
+        return False
+    return all(value.get(name) == f"sample_loader.py:{name}" for name in _LOADER)
 
 
 def _check_data(file: Path) -> None:

@@ -47,6 +47,20 @@ def test_a_sample_loader_of_somebody_else_runs_only_where_it_is_trusted(dataset:
     assert loaded(dataset) == 8
 
 
+def test_subflavors_of_the_user_are_no_code(dataset: Path, canary: Canary) -> None:
+    own = (dataset / ".nv-meta" / "dataset.yaml").read_text() + "subflavors: {quality: high}\n"
+    with changed(dataset, "dataset.yaml", own):
+        assert loaded(dataset) == 8
+        with (
+            changed(dataset, "sample_loader.py", canary.code),
+            pytest.raises(ConfigError, match="not what energon-pa"),
+        ):
+            loaded(dataset)
+    with changed(dataset, "dataset.yaml", own + f"more: {canary.object}\n"), pytest.raises(EnergonPackedError):
+        loaded(dataset)
+    assert not canary.sang()
+
+
 @pytest.mark.parametrize("name", ["sample_loader.py", "../evil.py", "/nowhere/evil.py"])
 def test_another_file_with_code_is_not_run(dataset: Path, canary: Canary, name: str) -> None:
     named = {key: f"{name}:{key}" for key in NAMED}
