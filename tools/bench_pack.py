@@ -224,15 +224,40 @@ def bench_slopes(report: Report, work: Path) -> None:
         stages["start"] = whole - sum(stages.values())
         for stage, spent in stages.items():
             report.add(f"{records:,} records: {stage}", spent, "s", "<= 0.9" if stage == "start" else "")
-        for stage, target in (("measure", 60), ("write", 12)):
-            share = _CORES * stages[stage] / records * 1e6
-            report.add(f"{records:,} records: core seconds of {stage} per million", share, "s", f"<= {target}")
+    bench_stages(report, work, tokenizer)
     for records in (10_000_000, 100_000_000):
         command = [sys.executable, "-c", _DRIVER, str(records)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         spent, memory, shards = map(float, done.stdout.split())
         report.add(f"{records:,} synthetic records: plan and shards in the driver", spent, "s", shards=shards)
         report.add(f"{records:,} synthetic records: driver memory per record", memory, "bytes")
+
+
+def bench_stages(report: Report, work: Path, tokenizer: Path, records: int = 1_000_000) -> None:
+    """CPU seconds of measuring and of writing, without those of the start: the disk's time is not in them."""
+    source = write_jsonl(work / f"text-{records}.jsonl", text_records(records))
+    few = work / "text-few.jsonl"
+    with source.open("rb") as stream:
+        few.write_bytes(b"".join(stream.readline() for _ in range(50)))
+    out = work / "out-stages"
+    options = ("-o", out, "--tokenizer", tokenizer)
+    shutil.rmtree(out, ignore_errors=True)
+    start = cpu_seconds("lengths", few, *options)
+    shutil.rmtree(out)
+    measuring = cpu_seconds("lengths", source, *options) - start
+    writing = cpu_seconds("pack", source, *options, "--seq-len", _SEQ_LEN) - start  # lengths are reused
+    for stage, spent, target in (("measure", measuring, 60), ("plan, write and index", writing, 12)):
+        share = spent / records * 1e6
+        report.add(f"{records:,} records: core seconds of {stage} per million", share, "s", f"<= {target}")
+
+
+def cpu_seconds(command: str, *arguments: object) -> float:
+    """CPU seconds of an `energon-packed` command and its workers."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = [sys.executable, "-m", "energon_packed", command, *map(str, arguments)]
+    subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def peak_memory(command: list[str]) -> tuple[float, float]:

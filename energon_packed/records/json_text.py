@@ -11,7 +11,8 @@ from typing import Any
 import orjson
 
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
-_SOME_DIGITS = re.compile(rb"[0-9]{6}")  # of every third byte: what any 19 digits in a row have, and few texts
+_STEP = 19
+_DIGIT = re.compile(rb"[0-9]")
 _LONGEST_EXACT = 15  # digits that a float always keeps
 
 
@@ -23,11 +24,23 @@ def parse_json(text: str | bytes) -> Any:
     """
     value = orjson.loads(text)
     data = text.encode() if isinstance(text, str) else text
-    if _SOME_DIGITS.search(data[::3]) is not None and _LONG_NUMBER.search(data) is not None:
+    if _has_long_number(data):
         value = _standard(text)
     if value.__class__ is dict and value.get("id").__class__ is float and len(repr(value["id"])) > _LONGEST_EXACT:
         value["id"] = _standard(text, parse_float=str)["id"]  # the digits as they are written
     return value
+
+
+def _has_long_number(data: bytes) -> bool:
+    """Whether there are 19 digits in a row, at an eighth of the time of a search.
+
+    They cover one of the bytes 18, 37, 56 .., with nine or more of them before it or after it.
+    """
+    for found in _DIGIT.finditer(data[_STEP - 1 :: _STEP]):
+        at = _STEP * (found.start() + 1) - 1
+        if data[at - 9 : at + 1].isdigit() or data[at : at + 10].isdigit():
+            return _LONG_NUMBER.search(data) is not None
+    return False
 
 
 def _standard(text: str | bytes, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from typing import Any
 
 import orjson
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from energon_packed.errors import RecordError
 from energon_packed.records import Conversation, normalize
-from energon_packed.records.json_text import parse_json
+from energon_packed.records.json_text import _has_long_number, parse_json
 from tests.pipeline.mutations import KEYS, RECORDS
 
 EXAMPLES = min(int(os.environ.get("ENERGON_PACKED_FUZZ", "400")), 5000)
@@ -66,3 +67,10 @@ def test_what_no_number_can_hold_is_no_json(text: str) -> None:
 def test_a_long_number_in_deep_nesting_is_no_json() -> None:
     with pytest.raises(orjson.JSONDecodeError, match="nested too deeply"):
         parse_json("[" * 1020 + "1" * 30 + "]" * 1020)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from(["7", "12345678", "0" * 18, "1" * 19, "2" * 40, "a", " "]), max_size=30))
+def test_long_numbers_are_found_wherever_they_are(pieces: list[str]) -> None:
+    text = "".join(pieces).encode()
+    assert _has_long_number(text) == (re.search(rb"[0-9]{19}", text) is not None)
