@@ -22,7 +22,7 @@ manifests.py      what the manifests of a dataset or Metadataset say
 trust.py          code of a dataset is refused before Energon runs it
 failures.py       samples that fail to load
 state.py          loader states; epochs.py: where an epoch ends
-resharding.py     data that another tool would split over ranks again
+process_group.py  torch.distributed; resharding.py: data that another tool would split over ranks again
 energon/          the same roles under Energon, and its loader
 """
 

@@ -9,12 +9,10 @@ its own boundaries, without a target.
 """
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
+from energon_packed.dataflow.process_group import group_place, has_group, launched_processes
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import BatchError, ConfigError
 
@@ -86,8 +84,5 @@ class DummyImages:
 
 
 def several_ranks() -> bool:
-    """Whether several processes train, by torch.distributed or the variable WORLD_SIZE of its launchers."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size() > 1
-    launched = os.environ.get("WORLD_SIZE", "1")
-    return launched.isdecimal() and int(launched) > 1
+    """Whether several processes train."""
+    return (group_place()[1] if has_group() else launched_processes()) > 1

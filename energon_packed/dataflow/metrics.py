@@ -2,11 +2,9 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
-
-import torch
 
 from energon_packed.dataflow.batch import PackedBatch
+from energon_packed.dataflow.process_group import of_all_ranks
 from energon_packed.encoding import IGNORE_INDEX
 
 
@@ -60,7 +58,7 @@ class FlowMetrics:
         over all ranks of torch.distributed.
         """
         steps, tokens = self._steps, self._tokens
-        per_rank = _over_ranks(tokens / steps if steps else 0.0)
+        per_rank = of_all_ranks(tokens / steps if steps else 0.0)
         found: dict[str, float] = {}
         if steps:
             found = {
@@ -80,11 +78,3 @@ class FlowMetrics:
     def _reset(self) -> None:
         self._steps = self._tokens = self._samples = self._targets = 0
         self._wait = 0.0
-
-
-def _over_ranks(value: float) -> list[float]:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [value]
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, value)
-    return [float(one) for one in gathered]

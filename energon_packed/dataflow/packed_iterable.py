@@ -8,10 +8,9 @@ import torch
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator
 from energon_packed.dataflow.config import DataflowConfig
-from energon_packed.dataflow.dispatch import refuse_dispatch
 from energon_packed.dataflow.distributors.records import RecordDistributor
 from energon_packed.dataflow.failures import FailureLog
-from energon_packed.dataflow.resharding import refuse_second_split
+from energon_packed.dataflow.resharding import refuse_dispatch, refuse_second_split
 from energon_packed.dataflow.share import place_of
 from energon_packed.dataflow.torch_loader import DataflowLoader
 from energon_packed.dataflow.work_folder import work_folder

@@ -1,13 +1,12 @@
 """Share: which part of an epoch one worker of one rank reads."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from energon_packed.dataflow.process_group import group_place, has_group, launched_processes
 from energon_packed.errors import ConfigError
 
 
@@ -61,16 +60,13 @@ def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
         if not 0 <= rank < world_size:
             raise ConfigError(f"`rank` {rank} is not below `world_size` {world_size}")
         return rank, world_size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if launched.isdigit() and int(launched) > 1:
+    if not has_group() and (launched := launched_processes()) > 1:
         raise ConfigError(
             f"WORLD_SIZE is {launched} and there is no process group, so each process would load all packs: make the "
             "loader after torch.distributed.init_process_group (accelerate.Accelerator(), Fabric.launch() and "
             "TrainingArguments call it), or pass `rank` and `world_size`"
         )
-    return 0, 1
+    return group_place()
 
 
 def check_place(made: tuple[int, int], rank: int | None, world_size: int | None) -> None:

@@ -5,8 +5,7 @@ from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
 
-import torch
-
+from energon_packed.dataflow.process_group import of_all_ranks
 from energon_packed.errors import BatchError
 
 LOADER_VERSION = 3
@@ -30,12 +29,7 @@ def gather_state(loader: Any, group: Any = None) -> dict[str, Any]:
     Returns:
         {"ranks": a state for each rank, in plain types}.
     """
-    own = loader.state_dict()
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return {GATHERED: [own]}
-    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(everyone, own, group=group)
-    return {GATHERED: everyone}
+    return {GATHERED: of_all_ranks(loader.state_dict(), group)}
 
 
 def states_of(state: Any) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """ChatTemplate: the tokenizer's own Jinja template, and which of the text it renders the assistant wrote."""
 
 import hashlib
+import importlib
 import json
 import re
 from collections.abc import Sequence
@@ -87,9 +88,9 @@ class ChatTemplate:
         """Ask what every conversation needs, and import what renders, where that cannot be told from an earlier run:
         forked processes inherit it."""
         if self._guard is not None:
-            self._joined  # noqa: B018
+            self.joins(())
         elif self._template is not None:
-            import transformers.utils.chat_template_utils  # noqa: F401
+            importlib.import_module("transformers.utils.chat_template_utils")
 
     def _make_skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
         if self._guard is None or roles[0] == "assistant":

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from energon_packed.dataflow import PackedLoader
+from energon_packed.dataflow.process_group import group_place, of_all_ranks
 from energon_packed.dataflow.state import check_state
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.rows import Rows
@@ -91,21 +90,10 @@ def exact_steps(loader: Any) -> int | None:
         return None
 
 
-def place() -> tuple[int, int]:
-    """Rank and number of processes of the process group, or 0 and 1."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
-
-
 def gathered(state: dict[str, Any]) -> dict[str, Any]:
     """The states of all ranks, the same on each; every rank must call it."""
-    world_size = place()[1]
-    states: list[Any] = [state]
-    if world_size > 1:
-        states = [None] * world_size
-        torch.distributed.all_gather_object(states, state)
-    return {"version": GATHERED_VERSION, "world_size": world_size, "ranks": states}
+    states = of_all_ranks(state)
+    return {"version": GATHERED_VERSION, "world_size": len(states), "ranks": states}
 
 
 def of_this_rank(state: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +102,7 @@ def of_this_rank(state: dict[str, Any]) -> dict[str, Any]:
     Raises:
         BatchError: it is of another release or number of ranks.
     """
-    rank, world_size = place()
+    rank, world_size = group_place()
     check_state(state, GATHERED_VERSION, {"world_size": world_size})
     own: dict[str, Any] = state["ranks"][rank]
     return own

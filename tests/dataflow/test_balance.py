@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from energon_packed import (
     BalancedPoolPacker,
@@ -148,11 +149,9 @@ def test_samplers_of_all_ranks_have_every_pack(dataset: PackedDataset, batch_siz
 
 
 def test_stateful_loaders_resume_in_the_middle(dataset: PackedDataset) -> None:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
     def new() -> Any:
         sampler = BalancedSampler(dataset, RANKS, 1, batch_size=2, cost=ATTENTION)
-        return stateful.StatefulDataLoader(dataset, batch_size=2, sampler=sampler, collate_fn=PaddingFreeCollator())
+        return StatefulDataLoader(dataset, batch_size=2, sampler=sampler, collate_fn=PaddingFreeCollator())
 
     loader = new()
     batches = iter(loader)

@@ -13,7 +13,7 @@ import pytest
 from energon_packed import ChatEncoder, EnergonPackedError, PackedDataset, get_packed_loader, pack
 
 SAMPLES, SEQ_LEN = 60, 96
-DAMAGES = int(os.environ.get("ENERGON_PACKED_DAMAGES", "2"))  # of each kind and file; `make hard` sets more
+DAMAGES = int(os.environ.get("ENERGON_PACKED_DAMAGES", "2"))  # of each kind and file; 200 is the long form
 Damage = Callable[[bytes, random.Random], bytes | None]
 
 

@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 
 class ExponentialWeights:
     """EXP3 with a moving average of the rewards, for K sources.
@@ -59,22 +57,3 @@ class ExponentialWeights:
     def _rate(self, step: int) -> float:
         sources = len(self.prior)
         return min(1 / sources, math.sqrt(math.log(sources) / (sources * step)))
-
-
-def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
-    """`value` of every process of a torch.distributed group, in the order of ranks; without a group, this one's."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [value]
-    found: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(found, value, group=group)
-    return found
-
-
-def of_first_rank(value: Any, group: Any = None) -> Any:
-    """`value` of the first process of the group: a float computed on other hardware may differ in its last bit."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    found = [value]
-    first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
-    torch.distributed.broadcast_object_list(found, src=first, group=group)
-    return found[0]

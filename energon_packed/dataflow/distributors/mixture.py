@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from energon_packed.dataflow.distributors.bandit import ExponentialWeights, of_all_ranks, of_first_rank
+from energon_packed.dataflow.distributors.bandit import ExponentialWeights
 from energon_packed.dataflow.distributors.base import Distributor, Item
 from energon_packed.dataflow.distributors.schedule import WeightSchedule
+from energon_packed.dataflow.process_group import of_all_ranks, of_first_rank
 from energon_packed.dataflow.share import Share
 from energon_packed.errors import ConfigError
 

@@ -4,11 +4,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from megatron.energon import WorkerConfig
 
 from energon_packed.dataflow.energon.config import LoaderConfig
 from energon_packed.dataflow.manifests import LoadedSplit
+from energon_packed.dataflow.process_group import has_group, of_all_ranks
 from energon_packed.errors import ConfigError
 from energon_packed.shards import steps_per_epoch
 
@@ -53,7 +53,7 @@ def epoch_steps(
     choice, world_size = config.even_ranks, worker_config.world_size
     if world_size == 1 or choice == "off":
         return None
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    distributed = has_group()
     if choice == "auto" and not distributed and config.on_the_fly:
         return None
     if config.on_the_fly:
@@ -108,9 +108,7 @@ def _steps_of_ranks(
 
 def _gathered(steps: int, rank: int, world_size: int) -> list[int]:
     """Steps of every data-parallel rank; several processes (tensor-parallel ones) may share one of these."""
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, (rank, steps))
-    by_rank = dict(everyone)
+    by_rank: dict[int, int] = dict(of_all_ranks((rank, steps)))
     missing = [one for one in range(world_size) if one not in by_rank]
     if missing:
         raise ConfigError(

@@ -10,11 +10,11 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
-from energon_packed.dataflow.dispatch import refuse_dispatch
-from energon_packed.dataflow.resharding import refuse_second_split
+from energon_packed.dataflow.process_group import group_place
+from energon_packed.dataflow.resharding import refuse_dispatch, refuse_second_split
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.accelerate import refuse_other_place
-from energon_packed.integrations.gathered import exact_steps, gathered, of_this_rank, place
+from energon_packed.integrations.gathered import exact_steps, gathered, of_this_rank
 from energon_packed.integrations.rows import Rows
 
 _KEY = "energon_packed_stream"  # in trainer_state.json; no name of a callback
@@ -64,7 +64,7 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
     @property
     def num_shards(self) -> int:
         """One for each process."""
-        return place()[1]
+        return group_place()[1]
 
     n_shards = num_shards
 
@@ -87,13 +87,13 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
             ConfigError: accelerate splits or dispatches them, or they are read in a worker process.
         """
         refuse_dispatch()
-        refuse_second_split(max(2, place()[1]))
+        refuse_second_split(max(2, group_place()[1]))
         if torch.utils.data.get_worker_info() is not None:
             raise ConfigError(
                 "a TrainerStream is read in a worker process of the Trainer, and its loader has its own: set "
                 "dataloader_num_workers=0, and `num_workers` of the loader"
             )
-        refuse_other_place(self.loader, *place())
+        refuse_other_place(self.loader, *group_place())
         return self._endless()
 
     def _endless(self) -> Iterator[Any]:
