@@ -34,6 +34,7 @@ from energon_packed.formats.parts import (
 from energon_packed.formats.sample import StoredSample, byte_references, media_references
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message, normalize
 
+_IN_TURN = ("user", "assistant")
 _REMEDY = "set `sample_class` to PackedMultiMixQASample"
 COLUMNS = ("ids", "systems", "lengths", "timestamp_decimal", "fps", "videos", "weights", "truncated")
 """Optional keys of the json, one entry per sample."""
@@ -59,11 +60,11 @@ class CaptioningCodec(Codec):
             )
         if conversation.tools:
             raise RecordError(Reason.BAD_ROLE, f"PackedCaptioningSample cannot hold tools; {_REMEDY}")
-        turns = [m for m in conversation.messages if m.role != "system"]
-        for place, message in enumerate(turns):
-            expected = "user" if place % 2 == 0 else "assistant"
-            if message.role != expected or message.extra:
-                found = f"{message.role} with {', '.join(message.extra)}" if message.extra else message.role
+        turns = conversation.messages
+        start = 1 if turns and turns[0].role == "system" else 0
+        for place, (role, _, extra, _) in enumerate(turns[start:]):
+            if role != _IN_TURN[place % 2] or extra:
+                found = f"{role} with {', '.join(extra)}" if extra else role
                 raise RecordError(
                     Reason.BAD_ROLE,
                     f"turn {place} is {found}; PackedCaptioningSample holds alternating user and assistant turns; "
@@ -80,7 +81,9 @@ class CaptioningCodec(Codec):
             "captions": [_contents(c, "assistant") if c.text is None else [c.text] for c in conversations],
             "sample_count": len(samples),
             "ids": [c.id for c in conversations],
-            "systems": [next(iter(_contents(c, "system")), None) for c in conversations],
+            "systems": [
+                c.messages[0].content if c.messages and c.messages[0].role == "system" else None for c in conversations
+            ],
             "lengths": [sample.length for sample in samples],
         }
         value |= optional(
@@ -211,7 +214,7 @@ def _positions(raw: RawPack, listed: Any) -> list[tuple[bytes, ...]] | None:
 def _weights(conversation: Conversation) -> list[float] | None:
     """Weight of each message; None where all are 1."""
     weights = [message.weight for message in conversation.messages]
-    return weights if any(weight != 1 for weight in weights) else None
+    return weights if weights.count(1) < len(weights) else None
 
 
 def _contents(conversation: Conversation, role: str) -> list[str]:

@@ -45,7 +45,8 @@ class RecordReader:
 
     def _conversation(self, source: int, row: Row) -> Conversation:
         reading = self.sources[source].reading
-        reading.check_sampled(row.address)
+        if reading.fraction < 1:
+            reading.check_sampled(row.address)
         if row.reject is not None:
             raise RecordError.of(row.reject)
         record = row.record
@@ -60,7 +61,7 @@ class RecordReader:
                 record = {name: value for name, value in record.items() if name != "patch_positions"}
             conversation = normalize(record, image_root=self.sources[source].image_root)
         if reading.copy and conversation.id is not None:
-            conversation = replace(conversation, id=reading.named(conversation.id))
+            conversation = conversation.named(reading.named(conversation.id))
         if conversation.patch_positions and not self.use_patch_positions:
             conversation = replace(conversation, patch_positions=())
         if self.sample_class != AUTO:  # the widest flavor holds everything

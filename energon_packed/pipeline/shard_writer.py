@@ -4,7 +4,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,7 +122,7 @@ class ShardWriter:
                     id=ident, input_ids=encoded.input_ids, labels=encoded.labels, images=conversation.images
                 )
             elif conversation.id is None:
-                conversation = replace(conversation, id=ident)
+                conversation = conversation.named(ident)
         except (RecordError, OSError) as error:
             raise self._changed(source, row, str(error)) from error
         return StoredSample(

@@ -4,8 +4,10 @@ The place of each image is a `<image>` placeholder in the text, in every shape o
 k-th placeholder. `energon_packed.records.normalize` makes conversations from records.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,6 +100,24 @@ class Conversation:
                 "image is needed, or one for all frames",
             )
 
+    @classmethod
+    def of_checked(cls, ident: str | None, messages: tuple[Message, ...]) -> "Conversation":
+        """A conversation of these messages and nothing else, not checked: for callers that have done it."""
+        new = object.__new__(cls)
+        _SET["id"](new, ident)
+        _SET["messages"](new, messages)
+        for set_value, value in _REST:
+            set_value(new, value)
+        return new
+
+    def named(self, ident: str) -> "Conversation":
+        """The same with another id."""
+        new = object.__new__(Conversation)
+        for name, set_value in _SET.items():
+            set_value(new, getattr(self, name))
+        _SET["id"](new, ident)
+        return new
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Conversation):
             return NotImplemented
@@ -128,6 +148,18 @@ class Conversation:
             if says and (role == "assistant" or not has_answers):
                 return
         raise RecordError(Reason.EMPTY, "every assistant turn is empty" if has_answers else "every turn is empty")
+
+
+_SET = {one.name: getattr(Conversation, one.name).__set__ for one in fields(Conversation)}
+_REST = tuple((_SET[one.name], one.default) for one in fields(Conversation) if one.name not in ("id", "messages"))
+
+
+def plain_messages(roles: Iterable[str], contents: Iterable[str]) -> tuple[Message, ...]:
+    """Messages with a role and a text and nothing else."""
+    return tuple(map(_message, zip(roles, contents, repeat(_NO_EXTRA), repeat(1.0))))
+
+
+_message = partial(tuple.__new__, Message)  # several times as fast as calling the class
 
 
 def _equal(left: Any, right: Any) -> bool:

@@ -10,17 +10,14 @@ from typing import Any
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.accounting import unused_fields
 from energon_packed.records.conversation import Conversation
-from energon_packed.records.fields import OBJECT, Record, check_writable, read_number
+from energon_packed.records.fields import OBJECT, check_writable, read_number
 from energon_packed.records.media_fields import read_media, references
 from energon_packed.records.placing import place_media
-from energon_packed.records.shapes import Shape, shape_of
-from energon_packed.records.shapes.messages import Messages
-from energon_packed.records.shapes.sharegpt import ShareGPT
+from energon_packed.records.plain import plain_conversation
+from energon_packed.records.shapes import shape_of
 from energon_packed.records.system import add_system
 from energon_packed.records.tools import read_tools, without_written_calls
-from energon_packed.records.turns import plain_message
 
-_PLAIN = (Messages, ShareGPT)
 FPS_STORED = "fps stored, no timestamps in the text"
 """Note of a conversation whose frames have times that the model is not told."""
 
@@ -45,7 +42,7 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
     if not isinstance(record, OBJECT):
         raise RecordError(Reason.BAD_JSON, f"a record must be an object, not {type(record).__name__}")
     shape = shape_of(record)
-    if (plain := _plain_conversation(record, shape)) is not None:
+    if (plain := plain_conversation(record, shape)) is not None:
         return plain
     media = read_media(record, image_root, with_images=not shape.reads_images)
     unused = () if shape.fields is None else unused_fields(record, shape.fields)
@@ -79,19 +76,3 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
         unused_fields=unused,
         notes=tuple(media.notes),
     )
-
-
-def _plain_conversation(record: Record, shape: Shape) -> Conversation | None:
-    """A record of turns with a role and a text, and perhaps an id, with nothing else to read; None for any other."""
-    if not isinstance(shape, _PLAIN) or len(record) > 1 + ("id" in record):
-        return None
-    turns = record.get(shape.key)
-    if turns.__class__ is not list or not turns:
-        return None
-    messages = []
-    for turn in turns:
-        if turn.__class__ is not dict or (message := plain_message(turn)) is None:
-            return None
-        messages.append(message)
-    ident = record.get("id")
-    return Conversation(id=None if ident is None else str(ident), messages=tuple(messages))

@@ -34,14 +34,14 @@ ROLE_NAMES = {
     ),
     **dict.fromkeys((FUNCTION_CALL, "tool_call"), FUNCTION_CALL),
 }
-_PLAIN_ROLES = {name: role for name, role in ROLE_NAMES.items() if role != FUNCTION_CALL}
+PLAIN_ROLES = {name: role for name, role in ROLE_NAMES.items() if role != FUNCTION_CALL}
 _KNOWN = frozenset(
     (*ROLE_FIELDS, *CONTENT_FIELDS, *EXTRA_FIELDS, *REASONING_FIELDS, *WEIGHT_FIELDS, *CALL_FIELDS, *IMAGE_FIELDS)
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Keys:
+class TurnKeys:
     """What the keys of a turn are; most turns of a file have the same.
 
     Attributes:
@@ -55,10 +55,11 @@ class _Keys:
 
 
 @lru_cache(maxsize=1024)
-def _keys(names: tuple[str, ...]) -> _Keys:
+def keys_of(names: tuple[str, ...]) -> TurnKeys:
+    """What the keys of a turn are, by their names."""
     role = tuple(name for name in ROLE_FIELDS if name in names)
     content = tuple(name for name in CONTENT_FIELDS if name in names)
-    return _Keys(role, content, is_plain=len(role) == len(content) == 1 and len(names) == 2)
+    return TurnKeys(role, content, is_plain=len(role) == len(content) == 1 and len(names) == 2)
 
 
 def read_messages(turns: Any, what: str, media: Media) -> list[Message]:
@@ -91,23 +92,8 @@ def _joined(message: Message, following: Message) -> Message | None:
     return message._replace(extra={**message.extra, "tool_calls": [*calls[0], *calls[1]]})
 
 
-def plain_message(turn: Record) -> Message | None:
-    """The message of a turn with a role, a text and nothing else; None for any other turn."""
-    keys = _keys(tuple(turn))
-    if not keys.is_plain:
-        return None
-    name, content = turn[keys.role[0]], turn[keys.content[0]]
-    if name.__class__ is not str or content.__class__ is not str or "<img>" in content:
-        return None
-    role = _PLAIN_ROLES.get(name)
-    return None if role is None else Message(role, content)
-
-
 def _message(turn: Record, media: Media) -> Message:
-    plain = plain_message(turn)
-    if plain is not None:
-        return plain
-    keys = _keys(tuple(turn))
+    keys = keys_of(tuple(turn))
     field, name = _one_of(turn, keys.role)
     if name is None:
         raise RecordError(Reason.MISSING_FIELD, f"a message has no role; its keys are {key_names(turn)}")

@@ -49,8 +49,6 @@ class Reading:
         Raises:
             RecordError: `not_sampled`.
         """
-        if self.fraction >= 1:
-            return
         drawn = hashlib.blake2b(f"{self.salt} {address}".encode(), digest_size=8).digest()
         if int.from_bytes(drawn, "big") >= self.fraction * _WHOLE:
             raise RecordError(Reason.NOT_SAMPLED, f"the weight of its source takes {self.fraction:g} of the records")

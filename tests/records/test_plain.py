@@ -44,7 +44,7 @@ def outcome(record: Any) -> Any:
 def test_the_short_way_gives_what_the_long_way_gives(record: dict[str, Any]) -> None:
     short = outcome(record)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MODULE, "_plain_conversation", lambda record, shape: None)
+        patch.setattr(MODULE, "plain_conversation", lambda record, shape: None)
         assert outcome(record) == short
 
 
@@ -61,6 +61,25 @@ def test_the_short_way_is_taken() -> None:
         )
         with pytest.raises(TypeError):
             normalize({**record, "source": "web"})
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": "Hello.", "weight": 0},
+        {"role": "assistant", "content": "Hello.", "reasoning_content": "A greeting."},
+        {"role": ["assistant"], "content": "Hello."},
+        {"role": "assistant", "content": ["Hello."]},
+        {"from": "gpt", "value": "Hello."},
+        "assistant: Hello.",
+    ],
+)
+def test_one_turn_that_is_not_plain_takes_the_long_way(turn: Any) -> None:
+    record = {"messages": [{"role": "user", "content": "Hi"}, turn]}
+    short = outcome(record)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MODULE, "plain_conversation", lambda record, shape: None)
+        assert outcome(record) == short
 
 
 def test_a_shape_of_your_own_comes_first() -> None:
