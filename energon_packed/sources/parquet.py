@@ -37,7 +37,14 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
 
 
 def parquet_batches(table: Any) -> Iterator[Any]:
-    """Small batches, none over two row groups; of fewer rows where those are large, or too large for pyarrow."""
+    """Small batches, none over two row groups; of fewer rows where those are large, or too large for pyarrow.
+
+    Raises:
+        pyarrow.ArrowInvalid: a row group has more or fewer rows than the file says.
+    """
+    counts = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+    if sum(counts) != table.metadata.num_rows:
+        raise pa.ArrowInvalid(f"its row groups have {sum(counts)} rows in place of {table.metadata.num_rows}")
     for group in range(table.num_row_groups):
         info = table.metadata.row_group(group)
         rows = max(1, min(BATCH_ROWS, _BATCH_BYTES * info.num_rows // max(info.total_byte_size, 1)))

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import itertools
 import json
 import os
 import random
@@ -140,6 +141,24 @@ def test_a_file_of_another_format_or_of_nothing_is_named(tmp_path: Path, name: s
             assert "\n" not in str(error)
             continue
         assert not content.strip() or found, (name, content[:20])
+
+
+def test_a_parquet_file_whose_counts_of_rows_differ_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    pa.parquet.write_table(pa.table({"text": [f"Text {number}." for number in range(60)]}), path)
+    content = path.read_bytes()
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    sixty = b"\x16\x78"  # a 64-bit field of Thrift's compact protocol, with the value 60
+    places = [at for at in range(footer, len(content)) if content.startswith(sixty, at)]
+    refused = 0
+    for number, (at, count) in enumerate(itertools.product(places, (b"\x76", b"\x7a"))):  # 59 and 61
+        path.write_bytes(content[: at + 1] + count + content[at + 2 :])
+        try:
+            assert len(list(read(path, tmp_path / str(number)))) == 60
+        except SourceError as error:
+            assert "rows in place of" in str(error)
+            refused += 1
+    assert refused == 4  # the count of the file and that of its row group; that of the column is not used
 
 
 def test_texts_that_are_not_utf8_and_times_out_of_range_cost_their_rows(tmp_path: Path) -> None:
