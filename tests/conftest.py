@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from energon_packed import ChatEncoder, PackOptions, PackResult, pack
 from energon_packed.demo import DemoDataset, write_dataset, write_tokenizer
+from tests.frozen import freeze
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # tests run side by side
@@ -18,6 +19,10 @@ settings.load_profile("compiled")
 
 FLAVORS = ("PackedCaptioningSample", "PackedMultiMixQASample", "PackedTokensSample", "MultiMixQASample")
 Packer = Callable[..., PackResult]
+
+
+def pytest_collection_finish() -> None:
+    freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
