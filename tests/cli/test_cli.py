@@ -13,11 +13,18 @@ import pytest
 
 from energon_packed import PackingManifest
 from energon_packed.demo import DemoDataset
+from tests.processes import energon_packed
 
 TOOL = Path(sys.executable).with_name("energon-packed")
 
 
 def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command, without the imports of a new interpreter; `run_installed` has these."""
+    return energon_packed(*arguments, env={**os.environ, "COLUMNS": "120"}, **options)
+
+
+def run_installed(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The installed script, where what imports print would be seen."""
     return subprocess.run(
         [str(TOOL), *map(str, arguments)],
         capture_output=True,
@@ -38,7 +45,7 @@ def test_the_runbook_line_works_as_written(demo: DemoDataset, tokenizer_dir: Pat
         "--min-pixels 3136 --max-pixels 4000000 --image-root / --sample-class PackedCaptioningSample "
         "--shard-prefix name_a --output-dir out/node_a --seq-len 4096 --no-npy"
     )
-    done = run(*shlex.split(line), cwd=tmp_path)
+    done = run_installed(*shlex.split(line), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     manifest = PackingManifest.load(tmp_path / "out" / "node_a")
     assert (manifest.packed, manifest.rejects) == (len(good), {})
@@ -46,7 +53,7 @@ def test_the_runbook_line_works_as_written(demo: DemoDataset, tokenizer_dir: Pat
 
 
 def test_the_closing_table_tells_what_happened(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
-    done = run(
+    done = run_installed(
         *("pack", demo.jsonl, "-o", tmp_path, "--seq-len", "1024", "--tokenizer", tokenizer_dir),
         *("--world-size", "2", "--micro-batch-size", "2", "--loader-workers", "1"),
     )
@@ -114,7 +121,7 @@ def test_files_that_cannot_be_read_or_written(tokenizer_dir: Path, demo: DemoDat
 
 
 def test_the_demo_shows_the_whole_way(tmp_path: Path) -> None:
-    done = run("demo", "-o", tmp_path / "demo", "--records", "120")
+    done = run_installed("demo", "-o", tmp_path / "demo", "--records", "120")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "$ energon-packed pack" in done.stdout

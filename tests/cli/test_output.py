@@ -12,7 +12,7 @@ from rich.console import Console
 
 from energon_packed.cli.progress import TerminalProgress, duration
 from energon_packed.demo import DemoDataset
-from tests.cli.test_cli import run
+from tests.cli.test_cli import run, run_installed
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_quiet_prints_nothing_and_verbose_more(
     demo: DemoDataset, tokenizer_dir: Path, packed: Any, tmp_path: Path
 ) -> None:
     options = ("--seq-len", "1024", "--tokenizer", tokenizer_dir, "--workers", "1", "-o", tmp_path / "o")
-    quiet = run("pack", demo.jsonl, *options, "--quiet")
+    quiet = run_installed("pack", demo.jsonl, *options, "--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     verbose = run("pack", demo.jsonl, *options, "--verbose")
     assert f"reads {demo.jsonl}" in verbose.stderr
@@ -84,7 +84,7 @@ def test_quiet_prints_nothing_and_verbose_more(
     both = run("pack", demo.jsonl, *options, "-q", "-v")
     assert (both.returncode, "contradict each other" in both.stderr) == (2, True)
     for command in (("verify", packed[1], "--fast"), ("nv-meta", packed[1]), ("metadataset", "m.yaml", packed[1])):
-        done = run(*command, "--quiet", cwd=tmp_path)
+        done = run_installed(*command, "--quiet", cwd=tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

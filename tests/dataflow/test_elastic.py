@@ -25,7 +25,7 @@ from energon_packed import (
 from energon_packed.dataflow.energon.redist import redistribute
 from energon_packed.dataflow.order_log import check_order
 from tests.dataflow.flows import DISTRIBUTORS, FEATURES, ITEMS, PACKERS, energon_folder, feature
-from tests.dataflow.test_ranks import run_ranks
+from tests.processes import run_ranks
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 import collections
 import io
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from PIL import Image
 from energon_packed import ChatEncoder, PaddingFreeCollator, get_packed_loader, normalize, steps_per_epoch
 from energon_packed.errors import ConfigError, FormatError
 from tests.conftest import FLAVORS, Packer
+from tests.processes import run_ranks
 
 
 def ids_of(loader: Any) -> tuple[int, list[str]]:
@@ -186,10 +185,8 @@ def test_images_at_the_very_start_and_end_of_samples(encoder: ChatEncoder) -> No
 
 
 RANK = """
-import sys, torch
 from energon_packed import ChatEncoder, get_packed_loader
-rank, store, shards, tokenizer = sys.argv[1:]
-torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
+shards, tokenizer = sys.argv[4:]
 loader = get_packed_loader(shards, ChatEncoder.from_pretrained(tokenizer), epochs=1, num_workers=0)
 steps = 0
 for batch in loader:
@@ -206,18 +203,7 @@ def test_ranks_of_a_process_group_do_not_hang(pack_demo: Packer, tokenizer_dir: 
         for seq_len in (1024, 900, 800, 700)
         if (r := pack_demo(sample_class="PackedTokensSample", seq_len=seq_len)).manifest.packs % 2
     )
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), str(result.shards), str(tokenizer_dir)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error[-2000:]
+    for out in run_ranks(RANK, 2, tmp_path / "store", result.shards, tokenizer_dir):
         assert int(out.split()[-1]) == result.manifest.packs // 2 + 1
 
 

@@ -13,7 +13,7 @@ import torch
 
 from energon_packed import ConfigError, DataflowLoader, MapDistributor, MixtureDistributor, PoolPacker
 from tests.dataflow.flows import feature, saved, signature
-from tests.dataflow.test_ranks import run_ranks
+from tests.processes import run_ranks
 
 NAMES = ["a", "b", "c"]
 

@@ -9,7 +9,7 @@ import torch
 from energon_packed import ChatEncoder, ConfigError, DataflowLoader, MapDistributor, get_packed_loader
 from tests.conftest import Packer
 from tests.dataflow.flows import FEATURES
-from tests.dataflow.test_ranks import run_ranks
+from tests.processes import run_ranks
 
 
 @pytest.mark.parametrize("kind", ["energon", "dataflow"])

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +21,7 @@ from energon_packed.cli.verify import command as verify_command
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.metadataset import make_blend, write_metadataset
 from tests.conftest import Packer
-
-
-def run_ranks(script: str, count: int, store: Path, *arguments: object) -> list[str]:
-    """Output of each process of a gloo group."""
-    head = "import sys, torch\nrank, count, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]\n"
-    head += "torch.distributed.init_process_group('gloo', f'file://{store}', rank=rank, world_size=count)\n"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", head + script, *map(str, (rank, count, store, *arguments))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    outputs = []
-    for process in processes:
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error[-2000:]
-        outputs.append(out.strip())
-    return outputs
+from tests.processes import run_ranks
 
 
 def test_a_rank_or_worker_without_packs_is_refused(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:

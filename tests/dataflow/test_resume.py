@@ -3,8 +3,6 @@
 import collections
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from energon_packed import ChatEncoder, get_packed_loader
 from energon_packed.dataflow.state import _load
 from energon_packed.errors import BatchError
 from tests.conftest import Packer
+from tests.processes import run_python
 
 CASES = [
     ("PackedTokensSample", 0, {}),
@@ -93,9 +92,7 @@ def test_every_state_restores_in_a_new_process(
     following = [f"{batch.__key__[0]}:{int(batch.input_ids.sum())}" for batch in loader]
     torch.save(states, tmp_path / "states.pt")
     arguments = [tmp_path / "states.pt", shards, tokenizer_dir, num_workers]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RESTORE, *map(str, arguments)], capture_output=True, text=True
-    )
+    done = run_python(RESTORE, *arguments)
     assert done.returncode == 0, done.stderr
     rests = [expected[step:] or following for step in range(len(states))]
     assert [line.split() for line in done.stdout.splitlines()] == rests

@@ -4,8 +4,6 @@ import itertools
 import random
 import shutil
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,7 @@ from megatron.energon.flavors.webdataset.sharder import Sharder
 from energon_packed import PackingManifest, steps_per_epoch
 from energon_packed.shards.steps import packs_per_worker
 from tests.conftest import FLAVORS, Packer
-
-ENERGON = Path(sys.executable).with_name("energon")
-
-
-def energon(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(ENERGON), *map(str, arguments)], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
-    )
+from tests.processes import energon
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

@@ -4,8 +4,6 @@ import io
 import json
 import shutil
 import sqlite3
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,8 @@ from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.repair import make_nv_meta
 from energon_packed.shards.scan import scan_tar
 from tests.conftest import FLAVORS, Packer
+from tests.processes import energon
 
-ENERGON = Path(sys.executable).with_name("energon")
 Members = list[tuple[str, bytes]]
 
 
@@ -68,9 +66,7 @@ def test_a_folder_of_another_packer_is_repaired_and_loads(encoder: ChatEncoder, 
     text = encoder.tokenizer.decode(batches[0].input_ids[0])
     assert "What colour is picture 0?" in text
     for arguments in (["info"], ["lint"]):
-        done = subprocess.run(
-            [ENERGON, *arguments, tmp_path], capture_output=True, text=True, stdin=subprocess.DEVNULL
-        )
+        done = energon(*arguments, tmp_path)
         assert done.returncode == 0, done.stderr
 
 
@@ -145,8 +141,7 @@ def test_long_names_and_folders_are_indexed_as_energon_does(tmp_path: Path, styl
     ours = (tmp_path / "x.tar.idx").read_bytes()
     assert [row for row in scan_tar(tmp_path / "x.tar").rows().keys] == ["a", key]
     (tmp_path / "x.tar.idx").unlink()
-    command = [ENERGON, "prepare", "--non-interactive", "--tar-index-only", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = energon("prepare", "--non-interactive", "--tar-index-only", tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "x.tar.idx").read_bytes() == ours
 

@@ -3,8 +3,6 @@
 import io
 import json
 import logging
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ from energon_packed.errors import SourceError
 from energon_packed.shards.reader import ShardReader
 from energon_packed.sources import open_sources
 from tests.conftest import FLAVORS, Packer
+from tests.processes import energon as run_energon
 from tests.sources.tars import conversations, picture, write_tar
 
-ENERGON = Path(sys.executable).with_name("energon")
 CAPTIONING = {"image": "jpg", "caption": "txt"}
 VQA = {"image": "jpg", "context": "json[question]", "answers": "json[answers]", "answer_weights": "json[weights]"}
 
@@ -60,10 +58,7 @@ def test_what_energon_prepare_made_packs(tmp_path: Path, tokenizer_dir: Path, ki
         write_tar(tmp_path / f"shard-{shard}.tar", members)
     prepare = ["prepare", "--non-interactive", "--split-ratio", "2,1,1", "--num-workers", "1", "--sample-type", kind]
     fields = json.dumps(CAPTIONING if kind == "CaptioningSample" else VQA)
-    done = subprocess.run(
-        [str(ENERGON), *prepare, "--field-map", fields, str(tmp_path)],
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+    done = run_energon(*prepare, "--field-map", fields, tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     expected = {"train": 10, "val": 5, "test": 5}
     for split, count in expected.items():
@@ -299,10 +294,7 @@ def test_a_sample_loader_of_energon_prepare_gives_what_energon_gives(tmp_path: P
         members = [m for n in (0, 1) for m in asked(2 * shard + n) if not m[0].endswith("mp4")]
         write_tar(tmp_path / f"shard-{shard}.tar", members)
     prepare = ["prepare", "--non-interactive", "--split-ratio", "1,0,0", "--num-workers", "1"]
-    done = subprocess.run(
-        [str(ENERGON), *prepare, "--sample-type", "VQASample", str(tmp_path)],
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+    done = run_energon(*prepare, "--sample-type", "VQASample", tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     file = tmp_path / ".nv-meta" / "sample_loader.py"
     assert "TODO" in file.read_text()
@@ -343,10 +335,7 @@ def test_samples_of_every_flavor_are_those_of_energon(tmp_path: Path) -> None:
     members = [("0.a.jpg", picture(1)), ("0.b.jpg", picture(2)), ("0.json", {"c": ["cat", "dog"]}), ("0.txt", "Hi.")]
     write_tar(tmp_path / "shard-0.tar", members)
     prepare = ["prepare", "--non-interactive", "--split-ratio", "1,0,0", "--num-workers", "1"]
-    done = subprocess.run(
-        [str(ENERGON), *prepare, "--sample-type", "CrudeWebdataset", str(tmp_path)],
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+    done = run_energon(*prepare, "--sample-type", "CrudeWebdataset", tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     for kind, returned in RETURNED.items():
         file = tmp_path / ".nv-meta" / f"{kind}.py"

@@ -1,8 +1,6 @@
 """The provider in real process groups of megatron-core."""
 
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron import train_valid_test_dataloaders_provider
 from energon_packed.integrations.megatron.ranks import Place, check_parallelism
 from tests.conftest import Packer
+from tests.processes import Python
 
 RANK = """
 import os, sys, torch
@@ -49,19 +48,12 @@ def run_ranks(
     """Real processes in a real process group."""
     (tmp_path / "store").unlink(missing_ok=True)
     arguments = [str(tensor), str(pipeline), str(tmp_path / "store"), str(shards), str(tokenizer), layout]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", RANK, str(rank), str(world), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    ranks = [Python(RANK, rank, world, *arguments) for rank in range(world)]
     outputs = []
     for process in ranks:
-        out, error = process.communicate(timeout=300)
-        assert process.returncode == 0, error[-3000:]
+        done = process.wait()
+        out = done.stdout
+        assert done.returncode == 0, done.stderr[-3000:]
         assert out.endswith("done\n")
         outputs.append(out)
     return outputs
