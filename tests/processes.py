@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.preloaded"])
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 class Python:
@@ -26,7 +26,7 @@ class Python:
     ) -> None:
         self._streams = tempfile.TemporaryDirectory()
         given = (code, [str(one) for one in arguments], {**(os.environ if env is None else env)})
-        self._process = _CONTEXT.Process(target=_run, args=(*given, str(cwd or Path.cwd()), self._streams.name))
+        self._process = CONTEXT.Process(target=_run, args=(*given, str(cwd or Path.cwd()), self._streams.name))
         self._process.start()
 
     def wait(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -58,8 +58,13 @@ def energon(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def energon_packed(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Our command line."""
+    return start_energon_packed(*arguments, **options).wait()
+
+
+def start_energon_packed(*arguments: object, **options: Any) -> Python:
+    """Our command line, which runs on."""
     code = "import sys; from energon_packed.cli.main import main; sys.argv[0] = 'energon-packed'; main()"
-    return run_python(code, *arguments, **options)
+    return Python(code, *arguments, **options)
 
 
 def run_ranks(script: str, count: int, store: Path, *arguments: object) -> list[str]:
@@ -79,11 +84,16 @@ def _run(code: str, arguments: list[str], environment: dict[str, str], folder: s
         file = os.open(Path(streams, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
         os.close(file)
+    sys.argv = ["-c", *arguments]
+    exec(compile(code, "<string>", "exec"), become_main(environment, folder))
+
+
+def become_main(environment: dict[str, str], folder: str | Path) -> dict[str, Any]:
+    """Names of an empty `__main__`, in this process, with that environment and folder."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv = ["-c", *arguments]
     sys.modules["__main__"] = ModuleType("__main__")
-    exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
+    return vars(sys.modules["__main__"])

@@ -2,8 +2,6 @@
 
 import collections
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from energon_packed import (
 from energon_packed.demo import DemoDataset
 from energon_packed.errors import BatchError
 from tests.dataflow.flows import check_every_step, signature
+from tests.processes import energon_packed
 from tests.sources.test_sources import RECORDS, write
 
 STRATEGIES = ["first_fit", "best_fit", "window_8", "sequential", "pool_8"]
@@ -106,10 +105,7 @@ def test_streams_of_the_demo_have_the_samples_of_pack(demo: DemoDataset, tokeniz
         "shuffle": False,
     }
     file.write_text(yaml.safe_dump(options | {"output-dir": str(tmp_path / "out")}))
-    done = subprocess.run(
-        [sys.executable, "-m", "energon_packed", "pack", "--config", str(file), "--workers", "1", "--quiet"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = energon_packed("pack", "--config", file, "--workers", "1", "--quiet")
     assert done.returncode == 0, done.stderr
     config = DataflowConfig.from_yaml(file)
     assert config.seq_len == config.packing_length == 1024

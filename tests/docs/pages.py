@@ -10,37 +10,32 @@ are shown and not run. docs/my-data.md has no such blocks: tests/records/test_fo
 """
 
 import contextlib
-import json
+import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from tests.processes import CONTEXT, become_main, energon_packed  # noqa: E402
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECORDS = ROOT / "docs" / "my-data.md"  # run by tests/records/test_formats.py
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n?", re.MULTILINE)
 _TITLE = re.compile(r'title="([^"]+)"')
 _PRINTS = re.compile(r"\bprints[:.]?\s*\Z")
-_SESSION = """
-import contextlib, io, json, sys, traceback
-for line in sys.stdin:
-    out = io.StringIO()
-    failed = None
-    with contextlib.redirect_stdout(out):
-        try:
-            exec(compile(json.loads(line), "page", "exec"), globals())
-        except BaseException:
-            failed = traceback.format_exc()
-    print(json.dumps([out.getvalue(), failed]), flush=True)
-"""
+_SHELL = re.compile(r"[|<>&;*$`]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +138,37 @@ class _Session:
     """One Python process for all blocks of a page, so that a block can use the names of those before it."""
 
     def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SESSION], cwd=folder, env=_environment(), text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+        self._blocks, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_serve, args=(theirs, folder, _environment()))
+        self._process.start()
+        theirs.close()
 
     def run(self, code: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(code) + "\n")
-        self._process.stdin.flush()
-        printed, failed = json.loads(self._process.stdout.readline())
+        self._blocks.send(code)
+        printed, failed = self._blocks.recv()
         assert failed is None, f"{code}\n{failed}"
         return str(printed)
 
     def close(self) -> None:
-        self._process.communicate(timeout=60)
+        self._blocks.close()
+        self._process.join(60)
+
+
+def _serve(blocks: Any, folder: Path, environment: dict[str, str]) -> None:
+    """Run each block that comes; answer with what it prints and the traceback of its error."""
+    names = become_main(environment, folder)
+    while True:
+        try:
+            code = blocks.recv()
+        except EOFError:
+            return
+        out, failed = io.StringIO(), None
+        with contextlib.redirect_stdout(out):
+            try:
+                exec(compile(code, "page", "exec"), names)
+            except BaseException:
+                failed = traceback.format_exc()
+        blocks.send((out.getvalue(), failed))
 
 
 def _commands(text: str, start: int, end: int) -> Iterator[Step]:
@@ -169,9 +179,13 @@ def _commands(text: str, start: int, end: int) -> Iterator[Step]:
 
 
 def _run(command: str, folder: Path) -> str:
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=_environment(), check=False
-    )
+    words = shlex.split(command.replace("\\\n", ""))
+    if words[0] == "energon-packed" and not _SHELL.search(command):  # without a new interpreter
+        done = energon_packed(*words[1:], cwd=folder, env=_environment())
+    else:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=_environment(), check=False
+        )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 

@@ -7,8 +7,6 @@ import json
 import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from energon_packed.errors import ConfigError, SourceError
 from energon_packed.metadataset import make_blend, write_metadataset
 from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.parse import parse_part
+from tests.processes import run_python, start_energon_packed
 
 
 def ids_in(folder: Path) -> list[str]:
@@ -40,14 +39,11 @@ def records(count: int) -> list[str]:
 def test_three_parts_at_once_hold_every_record_once(tokenizer_dir: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(records(300)) + "\n")
-    command = [sys.executable, "-m", "energon_packed", "pack", str(data), "-o", str(tmp_path / "{part}")]
-    command += ["--tokenizer", str(tokenizer_dir), "--seq-len", "512", "--workers", "1"]
+    command = ["pack", data, "-o", tmp_path / "{part}", "--tokenizer", tokenizer_dir, "--seq-len", "512"]
+    command += ["--workers", "1", "--part", "auto"]
     environment = {**os.environ, "SLURM_NTASKS": "3"}
-    runs = [
-        subprocess.Popen([*command, "--part", "auto"], env={**environment, "SLURM_PROCID": str(number)})
-        for number in range(3)
-    ]
-    assert [run.wait() for run in runs] == [0, 0, 0]
+    runs = [start_energon_packed(*command, env={**environment, "SLURM_PROCID": str(number)}) for number in range(3)]
+    assert [run.wait().returncode for run in runs] == [0, 0, 0]
     folders = [tmp_path / f"p{number:03d}" for number in range(3)]
     found = [ids_in(folder) for folder in folders]
     assert all(len(ids) > 60 for ids in found)
@@ -153,7 +149,7 @@ def test_one_process_does_not_lock_a_folder_twice(tmp_path: Path) -> None:
             pass
         code = "import sys; from pathlib import Path; from energon_packed.pipeline.lock import FolderLock\n"
         code += "with FolderLock(Path(sys.argv[1])): pass"
-        other = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+        other = run_python(code, tmp_path)
         assert f"is being written by process {os.getpid()}" in other.stderr  # the refusal did not give it away
 
 

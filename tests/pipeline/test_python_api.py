@@ -255,13 +255,9 @@ def test_pack_reuses_what_lengths_measured(demo: Any, tokenizer_dir: Path, tmp_p
     assert result.manifest.counters == {"measured": 0, "tokenized": 0, "reused": 50}
 
 
-def _double(number: int) -> int:
-    return 2 * number
-
-
 def test_workers_can_be_spawned(demo: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
     """What macOS does, where forking a process with threads is not safe."""
-    assert sorted(LocalEngine(2, "spawn").run(_double, range(20))) == [2 * n for n in range(20)]
+    assert sorted(LocalEngine(2, "spawn").run(abs, range(-20, 0))) == [*range(1, 21)]
     code = (
         "import sys; from energon_packed import pack\n"
         "from energon_packed.pipeline import engine\n"
