@@ -35,7 +35,7 @@ _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n?", re.MULTILINE)
 _TITLE = re.compile(r'title="([^"]+)"')
 _PRINTS = re.compile(r"\bprints[:.]?\s*\Z")
-_SHELL = re.compile(r"[|<>&;*$`]")
+_OURS = re.compile(r"energon-packed ([^|<>&;*$`]*)((?<= )[|>][^&;$`]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +178,20 @@ def _commands(text: str, start: int, end: int) -> Iterator[Step]:
         yield Step("console", command[1], command.end(), stop, text[command.end() : stop])
 
 
+def _bash(command: str, folder: Path, given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=_environment(), input=given
+    )
+
+
 def _run(command: str, folder: Path) -> str:
-    words = shlex.split(command.replace("\\\n", ""))
-    if words[0] == "energon-packed" and not _SHELL.search(command):  # without a new interpreter
-        done = energon_packed(*words[1:], cwd=folder, env=_environment())
-    else:
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=_environment(), check=False
-        )
+    ours = _OURS.fullmatch(command.replace("\\\n", ""))
+    if ours is None:
+        done = _bash(command, folder)
+    else:  # without a new interpreter
+        done = energon_packed(*shlex.split(ours[1]), cwd=folder, env=_environment())
+        if ours[2] and done.returncode == 0:
+            done = _bash(f"cat {ours[2]}", folder, given=done.stdout)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 
