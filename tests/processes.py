@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,6 +90,7 @@ def _run(code: str, arguments: list[str], environment: dict[str, str], folder: s
 
 def become_main(environment: dict[str, str], folder: str | Path) -> dict[str, Any]:
     """Names of an empty `__main__`, in this process, with that environment and folder."""
+    set_start_method("fork", force=True)  # the default here as well; its own would be the forkserver
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     os.environ.clear()
