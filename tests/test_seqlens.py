@@ -21,6 +21,18 @@ def test_lengths_round_trip(lengths: list[int]) -> None:
     assert len(seqlens.position_ids_from_cu_seqlens(cu)) == sum(lengths)
 
 
+def test_lengths_and_positions_are_int64_whatever_the_boundaries_are() -> None:
+    for dtype in (np.int32, np.uint32, np.int64):
+        bounds = np.array([0, 3, 5], dtype=dtype)
+        found = (
+            seqlens.lengths_from_cu_seqlens(bounds),
+            seqlens.position_ids_from_cu_seqlens(bounds),
+            seqlens.segment_ids_from_cu_seqlens(bounds),
+            seqlens.round_up(bounds, 4),
+        )
+        assert [one.dtype for one in found] == [np.int64] * 4
+
+
 def test_errors_name_the_value() -> None:
     with pytest.raises(ValueError, match="has 0 tokens"):
         seqlens.cu_seqlens_from_lengths([1, 0])

@@ -1,9 +1,11 @@
 """What a codec writes it reads back: `read(write(samples)) == samples`, for every flavor."""
 
 import io
+import json
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -119,3 +121,27 @@ def test_a_missing_member_is_named(name: str) -> None:
     raw.pop("img0_0.jpg")
     with pytest.raises(FormatError, match="k names img0_0.jpg, which is not in the tar"):
         codec.read(raw)
+
+
+def test_arrays_that_others_wrote_are_read_and_objects_are_not() -> None:
+    """int64 and other byte orders, as `np.save` of another tool leaves them; a pickle is never opened."""
+    arrays = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "cu_seqlens": [0, 3]}
+    value = json.dumps({"ids": ["a"], "images": [[]], "sample_count": 1}).encode()
+    for kind in ("<i4", "<i8", ">i4", "<i2"):
+        raw: dict[str, Any] = {"__key__": "k", "json": value}
+        raw |= {f"{name}.npy": saved(np.array(one, dtype=kind)) for name, one in arrays.items()}
+        fields = CODECS["PackedTokensSample"].fields(raw)  # type: ignore[attr-defined]
+        for name, one in arrays.items():
+            assert (fields[name].tolist(), fields[name].dtype) == (one, np.int32)
+    raw["input_ids.npy"] = saved(np.array([5, "x"], dtype=object))
+    with pytest.raises(FormatError, match=r"k\.input_ids\.npy: Object arrays cannot be loaded"):
+        CODECS["PackedTokensSample"].read(raw)
+    del raw["input_ids.npy"]
+    with pytest.raises(FormatError, match=r"k has no input_ids\.npy"):
+        CODECS["PackedTokensSample"].read(raw)
+
+
+def saved(array: npt.NDArray[Any]) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()

@@ -200,6 +200,10 @@ def test_names_that_no_member_has_are_positions(value: dict[str, Any], members: 
          "k is a LoongForge pack of media_type 'video'"),
         ({"media_files": [[]], "texts": {"prompts": ["p"], "captions": []}, "media_type": "text"},
          "k has 1 prompts for 0 captions"),
+        ({"media_files": [[], []], "texts": {"prompts": ["p"], "captions": ["a"]}, "media_type": "text"},
+         "k has media_files of 2 samples, but 1 samples"),
+        ({"media_files": [[]], "texts": {"prompts": [["p", "q"]], "captions": [["a"]]}, "media_type": "text"},
+         "sample 0 of k has 2 prompts for 1 captions"),
         ({"media_files": [], "messages": [{"messages": []}], "media_type": "text"}, "sample 0 of k: "),
     ],
 )  # fmt: skip

@@ -47,6 +47,15 @@ def test_a_long_tail_is_balanced_and_mixed(rows: int) -> None:
     assert imbalance(costs, after[:0]) == 1.0
 
 
+def test_costs_of_any_type_are_dealt_alike() -> None:
+    costs = np.array([7, 1, 5, 3, 3, 9, 2, 8])
+    for rows in (1, 2):
+        steps = [steps_of(costs.astype(kind), 2, rows)[1].tolist() for kind in (np.float64, np.uint8, np.int64)]
+        assert steps[0] == steps[1] == steps[2]
+    sizes = RowSizes(tokens=np.array([4]), squares=np.array([16]), patches=np.array([0]))
+    assert CostModel(token=1, square=0, patch=0).costs(sizes).dtype == np.float64
+
+
 def test_constants_are_measured() -> None:
     rng = np.random.default_rng(0)
     tokens, patches = rng.integers(100, 9000, 40), rng.integers(0, 5000, 40)
@@ -61,5 +70,7 @@ def test_constants_are_measured() -> None:
         CostModel.fit(sizes, [1.0, 2.0])
     with pytest.raises(ConfigError, match="`square` of the cost is -1"):
         CostModel(square=-1)
+    with pytest.raises(ConfigError, match="`token` of the cost is nan; it must be at least 0"):
+        CostModel(token=float("nan"))
     with pytest.raises(ConfigError, match="all constants of the cost are 0"):
         CostModel(token=0, square=0, patch=0)
