@@ -20,7 +20,8 @@ from energon_packed.dataflow.resharding import refuse_second_split
 from energon_packed.dataflow.share import Share, check_place, place_of
 from energon_packed.dataflow.state import check_state, equal_weights, states_of, without_weights
 from energon_packed.dataflow.torch_options import corrected, refuse_contradictions
-from energon_packed.dataflow.torch_workers import Start, WorkerStreams, as_tensors
+from energon_packed.dataflow.torch_workers import Start, WorkerStreams
+from energon_packed.dataflow.transport import in_turn
 from energon_packed.dataflow.worker_stream import Roles, Step
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import BatchError, ConfigError
@@ -130,7 +131,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         self._rest: dict[str, Any] | None = None
         self._schedule = distributor.schedule
         super().__init__(
-            WorkerStreams(self._roles, self._share, by_pipe=not of_torch.get("pin_memory")),
+            WorkerStreams(self._roles, self._share, in_flight=of_torch.get("prefetch_factor") or 2),
             batch_size=None,
             num_workers=num_workers,
             collate_fn=_unchanged,
@@ -157,12 +158,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         share = self._share
         check_place((share.rank, share.world_size), self._settings.rank, self._settings.world_size)
         refuse_second_split(share.world_size)
-        for step in self._steps_to_come():
-            if isinstance(step, Exception):
-                self._iterator = self._to_come = None
-                raise step
-            if self.num_workers:
-                as_tensors(step.batch)
+        steps = self._steps_to_come()
+        while (step := self._next_of(steps)) is not None:
             self._states[step.worker] = step.state
             if self._schedule is not None:
                 self._schedule.handed_out(step.worker)
@@ -183,9 +180,20 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             start = Start(self._epoch, self._next_worker, list(self._states), self._rest)
             if self._schedule is not None:
                 self._schedule.begin()
-            with self.dataset.begin(start):  # type: ignore[attr-defined]
+            streams: WorkerStreams = self.dataset  # type: ignore[assignment]
+            with streams.begin(start):
                 self._to_come = super().__iter__()
+            if self.num_workers:
+                self._to_come = in_turn(self._to_come, start.next_worker, streams.counts)
         return self._to_come
+
+    def _next_of(self, steps: Iterator[Any]) -> Any:
+        """The next step, or None; after an error, iterating begins anew, at the state."""
+        try:
+            return next(steps, None)
+        except BaseException:
+            self._iterator = self._to_come = None
+            raise
 
     def __len__(self) -> int:
         """Batches of this rank in one epoch, where the distributor and the packer know.

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import islice
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def test_breaks_keep_the_workers_and_what_they_read_ahead() -> None:
     found = []
     for _ in expected:
         for batch in loader:
-            processes |= {worker.pid for worker in loader._to_come._workers}  # type: ignore[union-attr]
+            processes |= {worker.pid for worker in active_children()}
             found.append(signature(batch))
             break
     assert found == expected

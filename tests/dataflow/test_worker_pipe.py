@@ -1,6 +1,8 @@
-"""What worker processes send, and how long they hold back the garbage collector."""
+"""How batches travel from workers: the same at arrival, in turn, errors in their place; when garbage is collected."""
 
 import gc
+import os
+import pickle
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -8,25 +10,235 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from energon_packed import DataflowLoader, Distributor, Item, MapDistributor, Share
-from energon_packed.dataflow.torch_workers import _as_arrays, as_tensors
-from tests.dataflow.flows import FEATURES
+from energon_packed import (
+    BatchError,
+    DataflowLoader,
+    Distributor,
+    EncodedSample,
+    Item,
+    MapDistributor,
+    PackedBatch,
+    PaddingFreeCollator,
+    Share,
+)
+from energon_packed.dataflow.compact import decode_batch, encode_batch
+from energon_packed.dataflow.transport import Counts, Message, Outbox, in_turn
+from energon_packed.dataflow.worker_stream import Step
+from energon_packed.encoding import SampleSource
+from energon_packed.encoding.vision_inputs import VisionInputs
+from tests.dataflow.flows import FEATURES, signature
+
+EXAMPLES = int(os.environ.get("ENERGON_PACKED_FUZZ", "25"))
 
 
 class Broken(Distributor):
+    """Some items, then an error; only worker 0 of two has it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
     def items(self, share: Share, start: Any) -> Iterator[Item]:
-        yield Item(0, FEATURES[1 // 0])
+        for number in range(start, 5):
+            if number == 3 and share.worker == 0:
+                raise self.error
+            yield Item(number, FEATURES[number])
 
 
-def test_small_tensors_take_the_pipe_of_their_worker() -> None:
-    batch = next(iter(DataflowLoader(MapDistributor(FEATURES), batch_size=2)))
-    names = [one.name for one in fields(batch) if isinstance(getattr(batch, one.name), torch.Tensor)]
-    assert "input_ids" in names
-    _as_arrays(batch)
-    assert all(isinstance(getattr(batch, name), np.ndarray) for name in names)
-    as_tensors(batch)
-    assert all(isinstance(getattr(batch, name), torch.Tensor) for name in names)
+def same(one: Any, other: Any) -> bool:
+    """Equal values and types; tensors bit by bit."""
+    if isinstance(one, torch.Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape or not other.is_contiguous():
+            return False
+        return not one.numel() or torch.equal(one.contiguous().view(torch.uint8), other.view(torch.uint8))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[name], other[name]) for name in one)
+    return type(one) is type(other) and bool(one == other)
+
+
+def assert_arrives(batch: PackedBatch) -> int:
+    """Through a message as torch's queue sends it; returns its bytes."""
+    objects: list[Any] = []
+    sent, size = encode_batch(batch, objects)
+    blob = pickle.dumps(sent)
+    found = decode_batch(pickle.loads(blob), objects)
+    assert type(found) is PackedBatch
+    for one in fields(batch):
+        assert same(getattr(batch, one.name), getattr(found, one.name)), one.name
+        if isinstance(value := getattr(found, one.name), torch.Tensor) and value.numel():
+            value.view(-1)[0] = value.view(-1)[0]  # no read-only memory
+    return size
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> PackedBatch:
+    """Rows of every form that the collator makes."""
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    kind = draw(st.sampled_from(["text", "patches", "vision_inputs"]))
+    mrope = kind == "patches" and draw(st.booleans())
+    highest = draw(st.sampled_from([200, 1 << 16, 1 << 20]))
+    samples = []
+    for number in range(draw(st.integers(1, 5))):
+        length = int(rng.integers(2, draw(st.sampled_from([8, 900]))))
+        ids = rng.integers(0, highest, length)
+        labels = np.where(rng.random(length) < 0.5, ids, -100)
+        labels[-1] = ids[-1] if draw(st.booleans()) else 7  # a target that is not the id
+        images: dict[str, Any] = {}
+        if kind == "patches":
+            images = {
+                "pixel_values": torch.randn(8, 12),
+                "image_grid_thw": torch.tensor([[1, 4, 2]]),
+                "patch_positions": rng.integers(0, 9, (8, 3)),
+                "token_type_ids": rng.integers(0, 2, length),
+                "position_ids": rng.integers(0, 50, (3, length)) if mrope else None,
+            }
+        elif kind == "vision_inputs":
+            values = {"pixel_values": torch.randn(1, 3, 4, 5), "image_sizes": torch.tensor([[4, 5]])}
+            images = {"vision_inputs": VisionInputs(values, {"pixel_values": 0, "image_sizes": 0}, 1)}
+        source = SampleSource("data", {"of": number}) if draw(st.booleans()) else None
+        samples.append(EncodedSample(id=f"s{number}", input_ids=ids, labels=labels, source=source, **images))
+    collator = PaddingFreeCollator(
+        pad_multiple=draw(st.sampled_from([1, 4])),
+        pad_to=draw(st.sampled_from([None, 5000])),
+        loss_weighting=draw(st.sampled_from(["token", "sqrt"])),
+        pixel_dtype=draw(st.sampled_from([None, torch.bfloat16])),
+        dummy_images="never",
+    )
+    return collator.collate(samples)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(batch=rows())
+def test_every_row_arrives_as_it_was_made(batch: PackedBatch) -> None:
+    assert_arrives(batch)
+
+
+@pytest.mark.parametrize("name", ["labels", "loss_mask", "position_ids", "cu_seqlens"])
+def test_tensors_that_a_collator_of_its_user_changed_arrive_as_they_are(name: str) -> None:
+    batch = PaddingFreeCollator().collate([EncodedSample(id="s", input_ids=np.arange(2000), labels=np.arange(2000))])
+    getattr(batch, name).view(-1)[1] = 12345
+    assert_arrives(batch)
+    setattr(batch, name, -getattr(batch, name))
+    assert_arrives(batch)
+    setattr(batch, name, getattr(batch, name)[..., :0])
+    assert_arrives(batch)
+
+
+def test_a_row_of_text_is_sent_in_a_tenth_of_its_bytes() -> None:
+    ids = np.random.default_rng(0).integers(0, 50_000, 4096)
+    batch = PaddingFreeCollator().collate([EncodedSample(id="s", input_ids=ids, labels=ids)])
+    bytes_of = sum(
+        value.nbytes for one in fields(batch) if isinstance(value := getattr(batch, one.name), torch.Tensor)
+    )
+    assert assert_arrives(batch) < bytes_of / 10
+
+
+def test_large_pixels_and_other_batches_are_sent_by_torch() -> None:
+    batch = PaddingFreeCollator().collate([EncodedSample(id="s", input_ids=np.arange(9), labels=np.arange(9))])
+    batch.pixel_values = torch.zeros(1 << 20)
+    objects: list[Any] = []
+    _, size = encode_batch(batch, objects)
+    assert objects == [batch.pixel_values]
+    assert size > 4 << 20
+    other = {"input_ids": batch.input_ids}
+    assert decode_batch(encode_batch(other, objects)[0], objects) is other
+
+
+def steps_of(worker: int, batches: list[Any]) -> Iterator[Step]:
+    for number, batch in enumerate([*batches, None]):
+        yield Step(worker, batch, str(number), [number], [])
+
+
+def test_small_steps_share_a_message_and_large_ones_do_not() -> None:
+    row = PaddingFreeCollator().collate([EncodedSample(id="s", input_ids=np.arange(9), labels=np.arange(9))])
+    counts = Counts(1)
+
+    def sent(batches: list[Any], *, one_by_one: bool = False) -> int:
+        messages = list(Outbox(0, counts, 2, one_by_one=one_by_one).messages(steps_of(0, batches)))
+        return len(messages)
+
+    assert sent([row] * 31) == 2
+    assert sent([row] * 31, one_by_one=True) == 32
+    large = PaddingFreeCollator().collate([EncodedSample(id="s", input_ids=np.arange(9), labels=np.arange(9))])
+    large.pixel_values = torch.zeros(1 << 20)
+    outbox = Outbox(0, counts, 2, one_by_one=False)
+    found = outbox.messages(steps_of(0, [large] * 31))
+    entries = [len(list(next(found).entries())) for _ in range(9)]
+    assert entries == [1, 1, 1, 1, 0, 0, 0, 0, 0]  # far ahead of what was handed out
+    counts.handed_out()[:, 0] = 30, 200 << 20
+    assert len(list(next(found).entries())) == 1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_workers_take_turns_whatever_messages_their_steps_come_in(first: int) -> None:
+    makes = {0: [f"a{n}" for n in range(40)], 1: [f"b{n}" for n in range(3)]}
+    counts, outboxes = Counts(2), {}
+    for worker, one_by_one in ((0, False), (1, True)):
+        outbox = Outbox(worker, counts, 2, one_by_one=one_by_one)
+        outboxes[worker] = outbox.messages(steps_of(worker, makes[worker]))
+
+    def as_torch_gives() -> Iterator[Message]:
+        running = [outboxes[first], outboxes[1 - first]]
+        while running:
+            for one in list(running):
+                if (message := next(one, None)) is None:
+                    running.remove(one)
+                else:
+                    yield message
+
+    found = [step.batch for step in in_turn(as_torch_gives(), first, counts)]
+    expected: list[Any] = []
+    for n in range(4):
+        pair = [[*makes[0], None][n], [*makes[1], None][n]]
+        expected += pair[::-1] if first else pair
+    assert found == expected + makes[0][4:] + [None]
+
+
+class Own:
+    """A batch of a collator of its user, which pins itself."""
+
+    pinned = False
+
+    def pin_memory(self) -> "Own":
+        self.pinned = True
+        return self
+
+
+def test_the_thread_of_pin_memory_pins_every_batch_of_a_message() -> None:
+    counts = Counts(1)
+    [message] = Outbox(0, counts, 2, one_by_one=True).messages(iter([Step(0, Own(), "1", [0], [])]))
+    pinned = torch.utils.data._utils.pin_memory.pin_memory(message)  # type: ignore[no-untyped-call]
+    [step] = [entry.decoded() for entry in pinned.entries()]
+    assert step.batch.pinned
+    assert step[2:] == ("1", [0], [])
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "named"),
+    [(ZeroDivisionError("item 3"), ZeroDivisionError, "worker process 0.*Traceback.*item 3"),
+     (BatchError("item 3 is bad"), BatchError, "^item 3 is bad$")],
+)  # fmt: skip
+def test_an_error_of_a_worker_arrives_behind_the_steps_before_it(error: Exception, kind: type, named: str) -> None:
+    broken = Broken(error)
+    broken.read_ahead = 1
+    loader = DataflowLoader(broken, batch_size=1, num_workers=2)
+    found = []
+    with pytest.raises(kind, match=f"(?s){named}"):
+        for batch in loader.rest_of_epoch():
+            found += batch.ids
+    assert found == ["s0", "s0", "s1", "s1", "s2", "s2"]
+    state = loader.state_dict()
+    with pytest.raises(kind):  # again, from the state
+        next(iter(loader.rest_of_epoch()))
+    assert loader.state_dict() == state
+
+
+def test_batches_of_workers_are_those_of_one_process() -> None:
+    alone = [signature(batch) for batch in DataflowLoader(MapDistributor(FEATURES), batch_size=2)]
+    batches = list(DataflowLoader(MapDistributor(FEATURES), batch_size=2, num_workers=1))
+    assert [signature(batch) for batch in batches] == alone
 
 
 def test_python_collects_garbage_between_batches_and_after_an_error() -> None:
@@ -34,5 +246,5 @@ def test_python_collects_garbage_between_batches_and_after_an_error() -> None:
     for _ in DataflowLoader(MapDistributor(FEATURES), batch_size=2):
         assert gc.isenabled()
     with pytest.raises(ZeroDivisionError):
-        list(DataflowLoader(Broken(), batch_size=2))
+        list(DataflowLoader(Broken(ZeroDivisionError()), batch_size=2))
     assert gc.isenabled()
