@@ -126,6 +126,12 @@ def test_tensors_that_a_collator_of_its_user_changed_arrive_as_they_are(name: st
     assert_arrives(batch)
 
 
+@pytest.mark.parametrize("number", [-1, (1 << 16) - 1, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 63) - 1])
+def test_ids_at_the_bounds_of_each_type_arrive(number: int) -> None:
+    ids = np.full(2000, number)
+    assert_arrives(PaddingFreeCollator().collate([EncodedSample(id="s", input_ids=ids, labels=ids)]))
+
+
 def test_a_row_of_text_is_sent_in_a_tenth_of_its_bytes() -> None:
     ids = np.random.default_rng(0).integers(0, 50_000, 4096)
     batch = PaddingFreeCollator().collate([EncodedSample(id="s", input_ids=ids, labels=ids)])
