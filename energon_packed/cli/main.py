@@ -7,7 +7,9 @@ import sys
 
 import click
 
+from energon_packed.cli.interrupts import Interrupts
 from energon_packed.errors import EnergonPackedError
+from energon_packed.system import described
 from energon_packed.version import __version__
 
 COMMANDS = {
@@ -57,7 +59,15 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line. Exit status: 0 done, 1 a user error in one line, 2 wrong usage."""
+    """Run the command line. Exit status: 0 done, 1 a user error in one line, 2 wrong usage, 130 after Ctrl-C."""
+    with Interrupts() as interrupts:
+        try:
+            _run()
+        except (click.Abort, KeyboardInterrupt):
+            _fail(interrupts.message, interrupts.status)
+
+
+def _run() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notices on missing backends do not apply here
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without UTF-8
     try:
@@ -66,14 +76,16 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted; run the same command again to resume", 130)
     except EnergonPackedError as error:
         from energon_packed.cli.options import as_options
 
         _fail(as_options(str(error)), 1)
     except OSError as error:
-        _fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
+        from energon_packed.cli.options import as_options
+
+        _fail(as_options(described(error)), 1)
+    except MemoryError:
+        _fail("memory ran out; use fewer processes (--workers), or give this one more (ulimit -v)", 1)
 
 
 def _fail(message: str, status: int) -> None:

@@ -74,6 +74,11 @@ class Chunk:
     keep_tokens: bool = False
 
     @property
+    def label(self) -> str:
+        """For messages."""
+        return f"measuring input {self.source} from {self.start} to {self.stop}"
+
+    @property
     def tokens(self) -> Path:
         """Where their tokens go."""
         return tokens_file(self.file)

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from energon_packed.encoding import ChatEncoder
+from energon_packed.errors import ConfigError
 from energon_packed.pipeline.keys import Keys
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan
@@ -38,6 +40,7 @@ class IndexStage:
         """The manifest, as saved in packing.json."""
         state = self.state
         state.progress.start(self.name, len(shards), "shards")
+        _check_there(state.space.shards, shards)
         entries = _entries(table, plan, shards, state.options)
         folder = state.space.write_folder(self.keys.write)
         write_nv_meta(
@@ -52,6 +55,25 @@ class IndexStage:
         manifest.save(state.space.shards)
         state.progress.advance(len(shards))
         return manifest
+
+
+def _check_there(folder: Path, shards: Sequence[ShardSummary]) -> None:
+    """Refuse to name shards that are gone, or were cut, since they were written.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for shard in shards:
+        tar = folder / shard.name
+        try:
+            found = tar.stat().st_size if tar.with_suffix(".tar.idx").is_file() else None
+        except FileNotFoundError:
+            found = None
+        if found != shard.size:
+            what = "is gone" if found is None else f"has {found} bytes in place of {shard.size}"
+            raise ConfigError(
+                f"{tar} {what} since it was written; something else uses `output_dir`: stop that, and run again"
+            )
 
 
 def _entries(table: RecordTable, plan: Plan, shards: Sequence[ShardSummary], options: PackOptions) -> list[ShardEntry]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from energon_packed.encoding import EncodedSample
 from energon_packed.shards.files import aside
+from energon_packed.system import most_open
 
 Int64 = npt.NDArray[np.int64]
 _TOKEN = 8  # bytes: an id and a label
@@ -113,7 +114,7 @@ class TokenReader:
     def _descriptor(self, file: int) -> int:
         if file not in self._open:
             self._open[file] = os.open(self._refs.files[file], os.O_RDONLY)
-            if len(self._open) > _MAX_OPEN:
+            if len(self._open) > most_open(_MAX_OPEN):
                 os.close(self._open.popitem(last=False)[1])
         self._open.move_to_end(file)
         return self._open[file]

@@ -10,9 +10,11 @@ import orjson
 from filelock import FileLock, Timeout
 
 from energon_packed.errors import ConfigError
+from energon_packed.shards.files import named
 
 _LOCK = "lock"
 _OWNER = "owner.json"
+_PATIENCE = 1.0  # seconds: workers of a run that was killed just now hold the lock until they have ended
 
 
 class FolderLock:
@@ -26,6 +28,8 @@ class FolderLock:
         self.folder = folder
         self._work = folder / ".work"
         self._lock = FileLock(self._work / _LOCK, thread_local=False)
+        self._ours = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+        self._made: list[Path] = []
 
     def __enter__(self) -> "FolderLock":
         """Take the lock.
@@ -33,34 +37,63 @@ class FolderLock:
         Raises:
             ConfigError: another run holds it; the message names its host and process.
         """
-        made = [folder for folder in (self._work, self.folder) if not folder.exists()]
-        self._work.mkdir(parents=True, exist_ok=True)
-        self._made = made
+        self._made = [folder for folder in (self._work, self.folder) if not folder.exists()]
         try:
-            self._lock.acquire(timeout=0)
+            self._work.mkdir(parents=True, exist_ok=True)
+            self._acquire()
+            (self._work / _OWNER).write_bytes(self._ours)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            if isinstance(error, OSError):
+                raise named(error, self._work / _OWNER) from error
+            raise
+        return self
+
+    def _acquire(self) -> None:
+        try:
+            self._lock.acquire(timeout=_PATIENCE)
         except Timeout as error:
             raise ConfigError(
                 f"{self.folder} is being written by {self._owner()}; wait for it to end, or use another `output_dir`"
             ) from error
-        except NotImplementedError as error:
+        except (NotImplementedError, OSError) as error:
+            if isinstance(error, OSError) and error.filename is not None:  # the file cannot be opened
+                raise
             raise ConfigError(
                 f"the file system of {self.folder} has no file locks: {error}; use another `output_dir`"
             ) from error
-        (self._work / _OWNER).write_bytes(orjson.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
-        return self
+
+    def check(self) -> None:
+        """Refuse to continue where the folder was removed, or removed and made again by another run.
+
+        Raises:
+            ConfigError: it is not the one that was locked.
+        """
+        try:
+            if (self._work / _OWNER).read_bytes() == self._ours:
+                return
+        except FileNotFoundError:
+            pass
+        raise ConfigError(
+            f"`output_dir` {self.folder} was removed or replaced while the run wrote there; nothing else of it may be "
+            "used: remove what is left of it, and run again"
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        own = {_LOCK} if self._lock.is_locked else set()
+        if own:
+            with contextlib.suppress(OSError):
+                (self._work / _OWNER).unlink()
         with contextlib.suppress(OSError):
-            (self._work / _OWNER).unlink()
-        self._lock.release()
+            self._lock.release()
         # A run that wrote nothing leaves no folder behind.
         with contextlib.suppress(OSError):
-            if self._made and {path.name for path in self._work.iterdir()} <= {_LOCK}:
+            if self._work in self._made and {path.name for path in self._work.iterdir()} <= own:
                 (self._work / _LOCK).unlink(missing_ok=True)
-                for folder in self._made:
-                    folder.rmdir()
+            for folder in self._made:
+                folder.rmdir()
 
     def _owner(self) -> str:
         return _holder(self._work)

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -109,16 +110,21 @@ class MeasureStage:
         measurer = Measurer(
             reader=self.reader, encoder=self.encoder, tokenizer_engine=chosen, check_images=self.check_images
         )
-        for report in self.engine.run(measurer, todo):
-            if report.tokenized and report.tokenizer_engine:
-                self.tokenizer_engines.add(report.tokenizer_engine)
-            self.counters["measured"] += report.records
-            self.counters["tokenized"] += report.tokenized
-            self.progress.advance(report.chunk.stop - report.chunk.start, report.records)
-            if self.strict and report.first_reject is not None:
-                raise self._rejected(report.chunk, report.first_reject)
-            load_kernels()  # while the workers are busy
+        with closing(self.engine.run(measurer, todo)) as reports:
+            for report in reports:
+                self._take(report)
+                load_kernels()  # while the workers are busy
         return load_table(chunks, len(self.reader.sources))
+
+    def _take(self, report: "ChunkReport") -> None:
+        """Count what a chunk had."""
+        if report.tokenized and report.tokenizer_engine:
+            self.tokenizer_engines.add(report.tokenizer_engine)
+        self.counters["measured"] += report.records
+        self.counters["tokenized"] += report.tokenized
+        self.progress.advance(report.chunk.stop - report.chunk.start, report.records)
+        if self.strict and report.first_reject is not None:
+            raise self._rejected(report.chunk, report.first_reject)
 
     def _tokenizer_engine(self, chunks: Sequence[Chunk]) -> EngineName:
         """The engine that every process uses; `auto` where few records are left to measure.
@@ -136,10 +142,12 @@ class MeasureStage:
         tokenizer.prepare(may_prove=len(chunks) >= WORTH_PROVING)
         if tokenizer.engine == "tokenizers":
             return "auto"  # each process comes to the same decision
-        for detail in self.engine.run(EngineTrial(reader=self.reader, encoder=self.encoder), chunks[:1]):
-            if detail:
-                _log.warning("texts are tokenized by tokenizers: %s", detail)
-                tokenizer.use("tokenizers")
+        trial = EngineTrial(reader=self.reader, encoder=self.encoder)
+        with closing(self.engine.run(trial, chunks[:1])) as details:
+            for detail in details:
+                if detail:
+                    _log.warning("texts are tokenized by tokenizers: %s", detail)
+                    tokenizer.use("tokenizers")
         return tokenizer.engine
 
     def _rejected(self, chunk: Chunk, first: "FirstReject") -> RejectLimitError:

@@ -1,5 +1,7 @@
 """Stage 2, plan: what is rejected, which records share a row, and which packs make a shard."""
 
+import itertools
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -87,8 +89,8 @@ class PlanStage:
             TruncationTask(rows=batch, records=table.refs(batch), tokens=kept.refs(batch) if kept else None)
             for batch in batches
         )
-        for results in self.state.engine.run(check, tasks):
-            for row, result in results:
+        with closing(self.state.engine.run(check, tasks)) as batches_done:
+            for row, result in itertools.chain.from_iterable(batches_done):
                 if isinstance(result, Reject):
                     status[row] = STATUSES.index(result.reason.value)
                     details[row] = result.detail

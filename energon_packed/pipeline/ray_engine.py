@@ -2,12 +2,13 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
 from energon_packed.errors import ConfigError, EnergonPackedError
-from energon_packed.pipeline.engine import ONE_THREAD, Engine, WorkerDied
+from energon_packed.pipeline.engine import Engine
+from energon_packed.pipeline.worker import ONE_THREAD, WorkerDied
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -55,7 +56,7 @@ class RayEngine(Engine):
                 ) from error
             ray.init(num_cpus=self._tasks or None, include_dashboard=False, **options)
 
-    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Generator[Result, None, None]:
         """Results as they come.
 
         Raises:

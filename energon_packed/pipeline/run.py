@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding import Processor
+from energon_packed.errors import EnergonPackedError, SourceError
 from energon_packed.options import make
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine
 from energon_packed.pipeline.index import IndexStage
-from energon_packed.pipeline.keys import make_keys
+from energon_packed.pipeline.inputs import InputState
+from energon_packed.pipeline.keys import Keys, make_keys
 from energon_packed.pipeline.layouts import image_check
 from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.measure import MeasureStage
@@ -27,6 +29,7 @@ from energon_packed.pipeline.write import WriteStage
 from energon_packed.shards import PackingManifest
 
 _log = logging.getLogger(__name__)
+_REMEDY = "run again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +80,20 @@ def pack(
     """
     if not isinstance(inputs, PackOptions):
         inputs = make(PackOptions, {"inputs": inputs, "encoder": encoder, **options})
-    with FolderLock(inputs.output_dir):
-        return _run(inputs, progress or Progress())
+    with FolderLock(inputs.output_dir) as lock:
+        space = Workspace(inputs.output_dir)
+        try:
+            return _run(inputs, space, lock, progress or Progress())
+        except FileNotFoundError:
+            lock.check()  # the folder is gone, rather than the file
+            raise
+        finally:
+            space.remove_leftovers()
 
 
-def _run(options: PackOptions, progress: Progress) -> PackResult:
-    space = Workspace(options.output_dir)
+def _run(options: PackOptions, space: Workspace, lock: FolderLock, progress: Progress) -> PackResult:
     reader = open_reader(options, space.work, options.part)
+    inputs = InputState.of(reader.sources)
     keys = make_keys(options, reader.sources, options.part)
     log_notices(options.encoder_loader)
     if not options.resume:
@@ -107,7 +117,7 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
         strict=options.strict,
         tokenizer_engines=state.tokenizer_engines,
     )
-    with clock.stage(measure):
+    with clock.stage(measure), _watched(inputs, space, keys):
         table = measure.run()
     fits_narrow = options.part is None and bool(table.narrow[table.status == 0].all())  # parts must agree
     options = options.resolved(fits_narrow)
@@ -116,8 +126,10 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
     with clock.stage(planning := PlanStage(state)):
         plan = planning.run(table)
     _log.info("plans %d packs in %d shards, %d bytes", plan.packs.num_packs, len(plan.shards), plan.num_bytes)
-    with clock.stage(write := WriteStage(state, keys.write)):
+    with clock.stage(write := WriteStage(state, keys.write)), _watched(inputs, space, keys):
         shards = write.run(table, plan)
+    _log.info("shards written and reused: %(shards_written)d and %(shards_reused)d", state.counters)
+    lock.check()
     with clock.stage(index := IndexStage(state, keys)):
         manifest = index.run(table, plan, shards)
     _warn_of_empty_splits(manifest, options)
@@ -131,6 +143,24 @@ def _run(options: PackOptions, progress: Progress) -> PackResult:
         seconds=clock.seconds,
         mixed_utilization=plan.mixed_utilization,
     )
+
+
+@contextmanager
+def _watched(inputs: InputState, space: Workspace, keys: Keys) -> Iterator[None]:
+    """Refuse what a stage has read, and forget it, where the input changed meanwhile.
+
+    That it changed explains most errors of a stage, too.
+    """
+    try:
+        try:
+            yield
+        except (EnergonPackedError, OSError):
+            inputs.check(_REMEDY)
+            raise
+        inputs.check(_REMEDY)
+    except SourceError:
+        space.forget(keys.measure, keys.write)
+        raise
 
 
 def _warn_of_empty_splits(manifest: PackingManifest, options: PackOptions) -> None:

@@ -8,6 +8,8 @@ from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.workspace import Workspace
 
+COUNTERS = ("measured", "tokenized", "reused", "shards_written", "shards_reused")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
@@ -19,7 +21,7 @@ class RunState:
         engine: runs the tasks.
         space: the output folder.
         reader: of the input.
-        counters: records measured, texts tokenized, records reused from an earlier run.
+        counters: records measured, texts tokenized, records reused from an earlier run; shards written and reused.
         tokenizer_engines: what tokenized the texts.
     """
 
@@ -28,5 +30,5 @@ class RunState:
     engine: Engine
     space: Workspace
     reader: RecordReader
-    counters: dict[str, int] = field(default_factory=lambda: {"measured": 0, "tokenized": 0, "reused": 0})
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     tokenizer_engines: set[str] = field(default_factory=set)

@@ -50,6 +50,11 @@ class ShardTask:
     offsets: Int64
     tokens: TokenRefs | None = None
 
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"writing {self.tar.name}"
+
     def digest(self) -> str:
         """Hex digest of which records lie in which pack, and of what was measured of them.
 

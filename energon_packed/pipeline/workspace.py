@@ -6,7 +6,7 @@ from pathlib import Path
 import orjson
 
 from energon_packed.errors import ConfigError
-from energon_packed.shards.files import write_whole
+from energon_packed.shards.files import remove, write_whole
 
 
 class Workspace:
@@ -87,7 +87,7 @@ class Workspace:
         """
         self.check_other_run(key, overwrite=overwrite)
         self.work.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
+        self.remove_leftovers()
         # The files beside the shards are kept until this run is sure to replace them.
         self._ledger = self.work if not self._is_owner(key) and any(self.shards.glob("*.tar")) else self.root
 
@@ -108,14 +108,14 @@ class Workspace:
 
     def remove_strays(self, names: set[str]) -> None:
         """Remove shards that are not in the plan, left by an earlier run, and what a lost worker was writing."""
-        self._remove_leftovers()
+        self.remove_leftovers()
         for tar in self.shards.glob("*.tar"):
             if tar.name not in names:
                 tar.unlink()
                 tar.with_suffix(".tar.idx").unlink(missing_ok=True)
 
-    def _remove_leftovers(self) -> None:
-        """Temporary files of a killed run: only those with names that we give."""
+    def remove_leftovers(self) -> None:
+        """Temporary files of a killed run, or of killed workers: only those with names that we give."""
         own = [
             *self.work.rglob(".*.tmp"),
             *(self.shards / ".nv-meta").glob(".*.tmp"),
@@ -124,7 +124,7 @@ class Workspace:
             *self.root.glob(".rejects.jsonl.*.tmp"),
         ]
         for leftover in own:
-            leftover.unlink()
+            remove(leftover)
 
     def forget(self, *fingerprints: str) -> None:
         """Drop the restart state of these fingerprints."""

@@ -1,5 +1,6 @@
 """Stage 3, write: shards in parallel, each by one worker; index rows are collected on the way."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,14 +56,17 @@ class WriteStage:
                 todo.append(shard)
             else:
                 done[name] = finished
+                state.counters["shards_reused"] += 1
                 state.progress.advance(len(shard.rows), len(shard.rows))
         if todo:
             state.space.open_shards()
         writer = ShardWriter(reader=state.reader, truncate=options.truncate, keep_bytes=options.keep_bytes)
         samples = {name: len(shard.rows) for shard, name in zip(plan.shards, names, strict=True)}
-        for summary in state.engine.run(writer, map(task_of, todo)):
-            done[summary.name] = summary
-            state.progress.advance(samples[summary.name], samples[summary.name])
+        with closing(state.engine.run(writer, map(task_of, todo))) as summaries:
+            for summary in summaries:
+                done[summary.name] = summary
+                state.counters["shards_written"] += 1
+                state.progress.advance(samples[summary.name], samples[summary.name])
         state.space.remove_strays(set(names))
         if sum(summary.packs for summary in done.values()) != plan.packs.num_packs:
             raise AssertionError("the shards do not hold every planned pack")

@@ -6,8 +6,11 @@
 Source of the format: `TarIndexWriter` and `SqliteIndexWriter` of megatron-energon 7; tests compare with them.
 """
 
+import errno
+import os
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +66,12 @@ def write_tar_index(tar: Path, rows: ShardRows) -> None:
 
 
 def write_sqlite_index(path: Path, shards: Iterable[ShardRows]) -> None:
-    """Write `index.sqlite` for the shards, numbered in the given order."""
-    with aside(path) as temporary:
+    """Write `index.sqlite` for the shards, numbered in the given order.
+
+    Raises:
+        OSError: the disk is full, or fails; SQLite tells no more.
+    """
+    with aside(path) as temporary, _os_errors(path):
         temporary.unlink(missing_ok=True)
         database = sqlite3.connect(temporary, isolation_level=None)
         try:
@@ -86,3 +93,14 @@ def write_sqlite_index(path: Path, shards: Iterable[ShardRows]) -> None:
             database.executescript(_INDEXES)
         finally:
             database.close()
+
+
+@contextmanager
+def _os_errors(path: Path) -> Iterator[None]:
+    """What SQLite calls an operational error is one of the disk: the statements are ours."""
+    try:
+        yield
+    except (sqlite3.OperationalError, sqlite3.DatabaseError) as error:
+        is_full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
+        number, text = (errno.ENOSPC, os.strerror(errno.ENOSPC)) if is_full else (errno.EIO, f"SQLite: {error}")
+        raise OSError(number, text, str(path)) from error

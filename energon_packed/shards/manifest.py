@@ -94,7 +94,8 @@ class PackingManifest:
         input_fingerprint: digest of the input files.
         tokenizer_engine: what tokenized the texts of this run: `tokenizers` or `fastokens`; "" where nothing did.
         encoder: options to recreate the encoder.
-        counters: records measured, texts tokenized, records whose length came from the cache.
+        counters: records measured, texts tokenized, records whose length an earlier run had measured (`reused`),
+            `shards_written`, and `shards_reused` from an earlier run.
         sources: all inputs, in order.
         shards: all tars, in order.
     """

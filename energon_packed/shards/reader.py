@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import FormatError
+from energon_packed.system import most_open
 
 _BLOCK = tarfile.BLOCKSIZE
 _MOST_OPEN = 128  # maximum number of mapped shards; each uses a file descriptor
@@ -132,7 +133,7 @@ class ShardReader:
             return self._maps[shard]
         with self.tars[shard].open("rb") as stream:
             self._maps[shard] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        if len(self._maps) > _MOST_OPEN:
+        if len(self._maps) > most_open(_MOST_OPEN):
             self._maps.popitem(last=False)
         return self._maps[shard]
 

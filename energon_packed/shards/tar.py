@@ -15,7 +15,7 @@ from typing import Any
 
 from energon_packed.errors import FormatError
 from energon_packed.formats import Part
-from energon_packed.shards.files import aside_name, named, rename_whole
+from energon_packed.shards.files import aside_name, named, remove, rename_whole
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)  # POSIX.1-1988: an archive ends with two zero blocks
@@ -86,7 +86,10 @@ class TarShardWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._aside = aside_name(path)
-        self._stream = self._aside.open("wb", buffering=1 << 20)
+        try:
+            self._stream = self._aside.open("wb", buffering=1 << 20)
+        except OSError as error:
+            raise named(error, path) from error
         self._digest = hashlib.sha256()
         self._offset = 0
         self._keys: list[str] = []
@@ -107,7 +110,7 @@ class TarShardWriter:
             error = failed
         with contextlib.suppress(OSError):  # flushing the buffer may fail too
             self._stream.close()
-        self._aside.unlink(missing_ok=True)
+        remove(self._aside)
         if isinstance(error, OSError):
             raise named(error, self.path) from error
 

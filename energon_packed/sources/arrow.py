@@ -12,6 +12,7 @@ import pyarrow as pa
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.sources.base import Row, Source, changed_at
 from energon_packed.sources.convert import ARROW_ERRORS, one_line
+from energon_packed.system import most_open
 
 _MAGIC = b"ARROW1"  # of a file; a stream has none
 _ROWS_AT_A_TIME = 64  # rows may hold images
@@ -171,7 +172,7 @@ class _Batches:
             start += count
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=most_open(64))
 def _open_batches(path: Path, size: int, changed: int) -> _Batches:
     """One mapping per file and version of it."""
     return _Batches(path)

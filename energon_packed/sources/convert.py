@@ -3,6 +3,8 @@
 The copy is named after the content of the input, so an unchanged input is not converted again.
 """
 
+import contextlib
+import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from energon_packed.errors import SourceError
 from energon_packed.sources.base import changed_at, file_fingerprint
 
 BATCH_ROWS = 256
@@ -37,15 +40,38 @@ def converted(
         return target
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{target.name}.{os.getpid()}.tmp"
+    copy = _Copy(temporary)
     try:
-        with temporary.open("wb") as out:
-            convert(path, out)
-            out.flush()
-            os.fsync(out.fileno())
+        with copy:
+            convert(path, copy)
+            copy.flush()
+            os.fsync(copy.fileno())
         temporary.rename(target)
+    except (SourceError, OSError) as error:
+        if copy.failed is None and isinstance(error, SourceError):
+            raise
+        failed = copy.failed or error
+        assert isinstance(failed, OSError)
+        raise OSError(failed.errno, failed.strerror, str(target)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return target
+
+
+class _Copy(io.BufferedWriter):
+    """A file that remembers that it could not be written: not the input is damaged then, but the disk is full."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"), 1 << 20)
+        self.failed: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failed = error
+            raise
 
 
 def one_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
+from weakref import WeakKeyDictionary
 
 import orjson
 
@@ -15,6 +16,11 @@ from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.records.json_text import parse_json
 from energon_packed.sources.base import Row, Source
 from energon_packed.sources.convert import converted
+from energon_packed.system import most_open
+
+_MOST_OPEN = 128
+_in_use: "WeakKeyDictionary[JsonlSource, None]" = WeakKeyDictionary()
+"""Sources with an open file, the one that was read last at the end."""
 
 
 class JsonlSource(Source):
@@ -64,9 +70,21 @@ class JsonlSource(Source):
 
     def read(self, address: int, size: int) -> Row:
         """The record in bytes [address, address + size)."""
-        if self._stream is None:
-            self._stream = self.data.open("rb", buffering=0)
-        return self.row((address, os.pread(self._stream.fileno(), size, address)))
+        stream = self._opened()  # another thread may take it out of use, and this name keeps it open
+        return self.row((address, os.pread(stream.fileno(), size, address)))
+
+    def _opened(self) -> BinaryIO:
+        """The file, which stays open while few others are read."""
+        stream = self._stream
+        if stream is None:
+            stream = self._stream = self.data.open("rb", buffering=0)
+            if len(_in_use) >= most_open(_MOST_OPEN) and (oldest := next(iter(_in_use), None)) is not None:
+                oldest._stream = None
+                _in_use.pop(oldest, None)
+        else:
+            _in_use.pop(self, None)
+        _in_use[self] = None
+        return stream
 
 
 class CompressedJsonlSource(JsonlSource):

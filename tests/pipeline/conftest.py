@@ -1,12 +1,16 @@
-"""Builds of a few records."""
+"""Builds of a few records, and runs of the command line with faults."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from energon_packed import PackOptions, PackResult, pack
+from energon_packed.demo import write_dataset, write_tokenizer
+from tests.pipeline.faults import CommandLine
+from tests.pipeline.undisturbed import Build
 
 
 @pytest.fixture
@@ -35,3 +39,17 @@ def build(tmp_path: Path, tokenizer_dir: Path) -> Any:
         return pack(PackOptions(**{**settings, **options}))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
+    """48 conversations with images in 4 files, packed without a fault: what any other run must come to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    demo = write_dataset(folder / "data", records=48, broken=0)
+    tokenizer = write_tokenizer(folder / "tokenizer", demo.texts)
+    lines = demo.jsonl.read_text().splitlines(keepends=True)
+    for number in range(4):
+        (folder / "data" / f"part{number}.jsonl").write_text("".join(lines[12 * number : 12 * number + 12]))
+    command_line = CommandLine(folder, tokenizer)
+    yield Build.made(command_line, folder, tokenizer)
+    command_line.close()

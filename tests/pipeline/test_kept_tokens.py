@@ -34,7 +34,7 @@ def test_writing_tokenizes_nothing(
     seq_len = 128 if overlong == "drop" else 30
     result = build(seq_len=seq_len, overlong=overlong, overwrite=True, max_packs_per_shard=2, **FLAVOR)
     assert (result.manifest.truncated > 0) is (overlong == "truncate")
-    assert result.manifest.counters == {"measured": 0, "tokenized": 0, "reused": 60}
+    assert result.manifest.counters.items() >= {"measured": 0, "tokenized": 0, "reused": 60}.items()
     monkeypatch.undo()
     dataset = PackedDataset(result.shards, encoder)
     assert len(dataset) > 2

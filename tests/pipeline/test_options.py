@@ -182,11 +182,11 @@ def test_another_build_is_not_overwritten_by_accident(build: Any) -> None:
 
 def test_another_seq_len_measures_nothing_again(build: Any) -> None:
     records = [{"messages": TURNS}] * 5
-    assert build(records).manifest.counters == {"measured": 5, "tokenized": 5, "reused": 0}
+    assert build(records).manifest.counters.items() >= {"measured": 5, "tokenized": 5, "reused": 0}.items()
     again = build(records, seq_len=512, overwrite=True)
-    assert again.manifest.counters == {"measured": 0, "tokenized": 0, "reused": 5}
+    assert again.manifest.counters.items() >= {"measured": 0, "tokenized": 0, "reused": 5}.items()
     fresh = build(records, seq_len=512, resume=False)
-    assert fresh.manifest.counters == {"measured": 5, "tokenized": 5, "reused": 0}
+    assert fresh.manifest.counters.items() >= {"measured": 5, "tokenized": 5, "reused": 0}.items()
 
 
 def test_a_changed_input_is_measured_again(build: Any) -> None:

@@ -252,7 +252,8 @@ def test_pack_reuses_what_lengths_measured(demo: Any, tokenizer_dir: Path, tmp_p
     common[0] = str(clean)
     assert CliRunner().invoke(lengths_command, [*common, "--seq-len", "64"]).exit_code == 0
     result = pack(clean, tokenizer=tokenizer_dir, output_dir=tmp_path / "out", seq_len=64, workers=1, overwrite=True)
-    assert result.manifest.counters == {"measured": 0, "tokenized": 0, "reused": 50}
+    counters = {"measured": 0, "tokenized": 0, "reused": 50, "shards_written": 1, "shards_reused": 0}
+    assert result.manifest.counters == counters
 
 
 def test_workers_can_be_spawned(demo: Any, tokenizer_dir: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ energon.py  whether Energon loads it
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
@@ -69,9 +70,10 @@ def verify(
 
     progress.start("packs", len(scans), "tars")
     contents = []
-    for one in engine.run(PackChecker(folder.codec, encoder, manifest), scans):
-        contents.append(one)
-        progress.advance(1)
+    with closing(engine.run(PackChecker(folder.codec, encoder, manifest), scans)) as results:
+        for one in results:
+            contents.append(one)
+            progress.advance(1)
     progress.stop()
     contents.sort(key=lambda one: one.name)
     yield from contents_checks(folder, contents, fast=encoder is None)
