@@ -4,11 +4,14 @@ A channel of a pixel has 256 values, so rescaling and normalizing are one look-u
 are copied as integers of the size of the asked type: the same loop serves float32 and bfloat16.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import int16, int32, int64, njit, types, uint8, void
+from numba import int16, int32, int64, types, uint8, void
+
+from energon_packed.compiled import compiled
 
 UInt8 = npt.NDArray[np.uint8]
 IntBits = npt.NDArray[Any]
@@ -16,7 +19,7 @@ _IMAGE = types.Array(uint8, 2, "C", readonly=True)  # what Pillow gives; writabl
 _SIGNATURES = [void(_IMAGE, bits[:, ::1], int64, int64, int64, bits[:, ::1]) for bits in (int32, int16)]
 
 
-@njit(_SIGNATURES, cache=True, nogil=True)
+@partial(compiled, signatures=_SIGNATURES)
 def write_patches(image: UInt8, table: IntBits, patch: int, merge: int, frames: int, out: IntBits) -> None:
     """Write the patches of one image, in the order of Qwen2-VL: merged blocks in row-major order, row-major inside.
 

@@ -8,13 +8,14 @@
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros
+
+from energon_packed.compiled import compiled
 
 Int64 = npt.NDArray[np.int64]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def bitset_levels(size: int) -> Int64:
     """Index of the first word of each level of a 64-ary bitset over `size` keys, then the number of words."""
     offsets = np.zeros(8, dtype=np.int64)
@@ -28,7 +29,7 @@ def bitset_levels(size: int) -> Int64:
             return offsets[: level + 1]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def bitset_add(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
     """Add `key` to the set."""
     for level in range(levels.size - 1):
@@ -40,7 +41,7 @@ def bitset_add(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
         key >>= 6
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def bitset_remove(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
     """Remove `key` from the set; it must be a member."""
     for level in range(levels.size - 1):
@@ -51,7 +52,7 @@ def bitset_remove(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> Non
         key >>= 6
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def bitset_next(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
     """Smallest key >= `key` in the set, or -1."""
     top = levels.size - 1
@@ -72,7 +73,7 @@ def bitset_next(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
     return -1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def bitset_previous(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
     """Largest key <= `key` in the set, or -1."""
     for level in range(levels.size - 1):

@@ -16,15 +16,15 @@ Algorithms", SIAM J. Comput. 3(4), 1974.
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from energon_packed.compiled import compiled
 from energon_packed.packing.bitset import bitset_add, bitset_levels, bitset_next, bitset_remove
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def descending_order(lengths: Int32, top: int) -> tuple[Int32, Int32]:
     """Counting sort by descending length; equal lengths stay in ascending order of sample number.
 
@@ -58,14 +58,14 @@ def descending_order(lengths: Int32, top: int) -> tuple[Int32, Int32]:
     return order, placed
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def best_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
     """Place each sample in the open pack with the least sufficient free space."""
     pack_at, packs = windowed_best_fit(placed, np.zeros(0, dtype=np.int64), capacity, max_samples)
     return pack_at, packs
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def windowed_best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: int) -> tuple[Int32, int]:
     """Best fit that closes all packs before each position in `closes`, int64 (w,), ascending.
 
@@ -125,7 +125,7 @@ def windowed_best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: 
     return pack_at, packs
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def first_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
     """Place each sample in the oldest pack with enough free space, found with a max-tree over packs."""
     pack_at = np.empty(placed.size, dtype=np.int32)
@@ -154,7 +154,7 @@ def first_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, in
     return pack_at, packs
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def next_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
     """Place each sample in the current pack or open a new one, in input order."""
     pack_at = np.empty(placed.size, dtype=np.int32)
@@ -173,7 +173,7 @@ def next_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int
     return pack_at, packs
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def group_by_pack(order: Int32, pack_at: Int32, packs: int) -> tuple[Int64, Int64]:
     """Group sample numbers by pack, in placement order: (indices int64 (m,), offsets int64 (P+1,))."""
     offsets = np.zeros(packs + 1, dtype=np.int64)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from energon_packed.compiled import compiled
 from energon_packed.packing import kernels
 from energon_packed.packing.bitset import bitset_add, bitset_levels, bitset_next, bitset_previous, bitset_remove
 from energon_packed.packing.placement import Placement
@@ -64,7 +64,7 @@ def _lower_bound(lengths: Int32, capacity: int, max_samples: int) -> int:
     return max(-(-int(kept.sum(dtype=np.int64)) // capacity), -(-len(kept) // max_samples), halves)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill_exactly(placed: Int32, capacity: int, max_samples: int, lookahead: int) -> tuple[Int32, Int32, int]:
     """Fill one pack at a time: the longest remaining sample, then lengths that let a later one fill the pack exactly.
 
@@ -114,7 +114,7 @@ def _fill_exactly(placed: Int32, capacity: int, max_samples: int, lookahead: int
     return places, pack_at, packs
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _closest(
     words: npt.NDArray[np.uint64], levels: Int64, left: Int32, space: int, longest: int, lookahead: int
 ) -> int:

@@ -2,13 +2,16 @@
 
 import gc
 import os
-from collections.abc import Callable, Generator, Iterable
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
 from energon_packed.errors import ConfigError, EnergonPackedError
 from energon_packed.pipeline.engine import Engine
-from energon_packed.pipeline.worker import ONE_THREAD, WorkerDied
+from energon_packed.pipeline.worker import ONE_THREAD, WorkerDied, label, out_of_memory
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -46,15 +49,16 @@ class RayEngine(Engine):
         if ray.is_initialized():
             return
         options = {"log_to_driver": False, "logging_level": "warning", "configure_logging": False}
-        try:
-            ray.init(address=address or "auto", **options)
-        except (ConnectionError, ValueError) as error:
-            if address is not None:
-                raise ConfigError(
-                    f"no Ray cluster answers at {address}: {' '.join(str(error).split())[:200]}; start one with "
-                    "ray start --head, or omit `ray_address`"
-                ) from error
-            ray.init(num_cpus=self._tasks or None, include_dashboard=False, **options)
+        with _own_sigterm():
+            try:
+                ray.init(address=address or "auto", **options)
+            except (ConnectionError, ValueError) as error:
+                if address is not None:
+                    raise ConfigError(
+                        f"no Ray cluster answers at {address}: {' '.join(str(error).split())[:200]}; start one with "
+                        "ray start --head, or omit `ray_address`"
+                    ) from error
+                ray.init(num_cpus=self._tasks or None, include_dashboard=False, **options)
 
     def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Generator[Result, None, None]:
         """Results as they come.
@@ -91,13 +95,24 @@ class RayEngine(Engine):
         return cores if self._tasks else _AHEAD * cores
 
 
-def _call(function: Callable[[Any], Any], task: Any, folder: str) -> tuple[Any, EnergonPackedError | None]:
-    """Run a task where the driver's relative paths are right; our errors come back as values."""
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray replaces the handler of SIGTERM by one that exits without a word; the one from before comes back."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if before is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+def _call(function: Callable[[Any], Any], task: Any, folder: str) -> tuple[Any, Exception | None]:
+    """Run a task where the driver's relative paths are right; errors of ours and of the disk come back as values."""
     if os.path.isdir(folder):
         os.chdir(folder)
     os.environ.update(ONE_THREAD)
     gc.set_threshold(100_000)
     try:
         return function(task), None
-    except EnergonPackedError as error:
+    except (EnergonPackedError, OSError) as error:
         return None, error
+    except MemoryError:
+        return None, WorkerDied(out_of_memory(f"Ray worker process {os.getpid()}", label(task)))

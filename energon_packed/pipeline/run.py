@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding import Processor
-from energon_packed.errors import EnergonPackedError, SourceError
+from energon_packed.errors import ConfigError, EnergonPackedError, SourceError
 from energon_packed.options import make
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine
@@ -84,9 +84,14 @@ def pack(
         space = Workspace(inputs.output_dir)
         try:
             return _run(inputs, space, lock, progress or Progress())
-        except FileNotFoundError:
-            lock.check()  # the folder is gone, rather than the file
-            raise
+        except FileNotFoundError as error:
+            lock.check()
+            if error.filename is None or space.root.absolute() not in Path(str(error.filename)).absolute().parents:
+                raise
+            raise ConfigError(
+                f"{error.filename} is gone while the run worked with it; something else uses `output_dir`: stop that, "
+                "and run again"
+            ) from error
         finally:
             space.remove_leftovers()
 

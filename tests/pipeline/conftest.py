@@ -42,14 +42,26 @@ def build(tmp_path: Path, tokenizer_dir: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
-    """48 conversations with images in 4 files, packed without a fault: what any other run must come to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+def command_line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandLine]:
+    """Runs with faults; in its folder are 48 conversations with images in 4 files, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("faults")
     demo = write_dataset(folder / "data", records=48, broken=0)
     tokenizer = write_tokenizer(folder / "tokenizer", demo.texts)
     lines = demo.jsonl.read_text().splitlines(keepends=True)
     for number in range(4):
         (folder / "data" / f"part{number}.jsonl").write_text("".join(lines[12 * number : 12 * number + 12]))
-    command_line = CommandLine(folder, tokenizer)
-    yield Build.made(command_line, folder, tokenizer)
-    command_line.close()
+    line = CommandLine(folder, tokenizer)
+    yield line
+    line.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(command_line: CommandLine) -> Build:
+    """Packed without a fault: what any other run must come to."""
+    return Build.made(command_line, command_line.folder, command_line.tokenizer, "PackedCaptioningSample")
+
+
+@pytest.fixture(scope="session")
+def undisturbed_tokens(command_line: CommandLine) -> Build:
+    """The same, tokenized offline."""
+    return Build.made(command_line, command_line.folder, command_line.tokenizer, "PackedTokensSample")

@@ -49,6 +49,7 @@ class Fault:
         errno: of `fail`.
         forever: the call fails from that event on.
         limit: bytes of a file after `no_space`.
+        delay: seconds from the event to a signal; more than 0 hits any moment, between events too.
     """
 
     at: int = -1
@@ -59,6 +60,7 @@ class Fault:
     errno: int = errno.EIO
     forever: bool = False
     limit: int = 0
+    delay: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +85,14 @@ class Ran:
     seconds: float = 0.0
 
 
-class _Hook:
-    """In the process of a run."""
+class Hook:
+    """In the process of a run, and in its workers.
+
+    Args:
+        fault: that it shall have.
+        folder: of the output.
+        notes: file that says that the fault has happened, or that lists the events.
+    """
 
     def __init__(self, fault: Fault, folder: Path, notes: Path) -> None:
         self.fault, self.folder, self.notes = fault, str(folder), notes
@@ -142,29 +150,26 @@ class _Hook:
         if number == fault.at or (fault.forever and number > fault.at):
             with suppress(FileExistsError):
                 os.close(os.open(self.notes, os.O_CREAT | os.O_EXCL))
-                self._strike(name)
+                self._strike(event, name)
                 return
             if fault.forever:
-                self._strike(name)
+                self._strike(event, name)
 
-    def _strike(self, name: str) -> None:
-        kind, group = self.fault.kind, os.getpgid(0)
-        if kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif kind == "kill_parent":
-            os.kill(self.parent, signal.SIGKILL)
-        elif kind == "kill_all":
-            os.killpg(group, signal.SIGKILL)
-        elif kind == "terminate":
-            os.killpg(group, signal.SIGTERM)
-        elif kind.startswith("interrupt"):
-            if kind == "interrupt_twice" and os.fork() == 0:
-                os.setsid()
-                time.sleep(0.03)
-                with suppress(ProcessLookupError):
-                    os.killpg(group, signal.SIGINT)
-                os._exit(0)
-            os.killpg(group, signal.SIGINT)
+    def _strike(self, event: str, name: str) -> None:
+        kind, fault, group = self.fault.kind, self.fault, os.getpgid(0)
+        signals = {
+            "kill": (os.getpid(), signal.SIGKILL), "kill_parent": (self.parent, signal.SIGKILL),
+            "kill_all": (-group, signal.SIGKILL), "terminate": (-group, signal.SIGTERM),
+            "interrupt": (-group, signal.SIGINT), "interrupt_twice": (-group, signal.SIGINT),
+        }  # fmt: skip
+        if kind in signals:
+            target, number = signals[kind]
+            if kind == "interrupt_twice":
+                _later(fault.delay + 0.03, target, number)
+            if fault.delay:
+                _later(fault.delay, target, number)
+            else:
+                os.kill(target, number)
         elif kind == "no_space":
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.fault.limit, resource.RLIM_INFINITY))
         elif kind == "no_memory":
@@ -176,7 +181,18 @@ class _Hook:
             while not Path(f"{self.notes}.go").exists():
                 time.sleep(0.005)
         elif kind == "fail":
-            raise OSError(self.fault.errno, os.strerror(self.fault.errno), name)
+            named = () if event in ("fcntl.flock", "os.fsync") else (name,)  # those of a descriptor name no file
+            raise OSError(self.fault.errno, os.strerror(self.fault.errno), *named)
+
+
+def _later(seconds: float, target: int, number: int) -> None:
+    """Send a signal from another process, unless its target has ended by then."""
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(seconds)
+        with suppress(ProcessLookupError):
+            os.kill(target, number)
+        os._exit(0)
 
 
 def _until_none_is_left(size: int) -> Iterator[None]:
@@ -198,7 +214,7 @@ class CommandLine:
     """
 
     def __init__(self, folder: Path, tokenizer: Path) -> None:
-        self._folder = folder
+        self.folder, self.tokenizer = folder, tokenizer
         self._runs = 0
         apart = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"]), "--"]
         self.may_mount = (
@@ -222,7 +238,7 @@ class CommandLine:
     ) -> Path:
         """Begin a run; where its notes go."""
         self._runs += 1
-        notes = self._folder / f"run{self._runs}"
+        notes = self.folder / f"run{self._runs}"
         request = {
             "arguments": [str(one) for one in arguments], "out": str(out), "notes": str(notes),
             "fault": asdict(fault) if fault else None, "limits": limits or {}, "environment": environment or {},
@@ -314,7 +330,7 @@ def _be_the_run(main: Any, request: dict[str, Any], outputs: dict[str, int]) -> 
     for name, value in request["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     if request["fault"]:
-        _Hook(Fault(**request["fault"]), Path(request["out"]), Path(notes))
+        Hook(Fault(**request["fault"]), Path(request["out"]), Path(notes))
     sys.argv = ["energon-packed", *request["arguments"]]
     status: Any = 1
     try:

@@ -3,8 +3,11 @@
 import hashlib
 import json
 import os
+import random
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from energon_packed import PackOptions, pack
 from energon_packed.cli.main import main
 from energon_packed.pipeline.progress import Progress
 from tests.conftest import Packer
+from tests.pipeline.faults import ROOT
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
@@ -86,6 +90,97 @@ def test_three_nodes_write_what_one_process_writes_even_when_one_dies(
     assert contents(hurt.shards.parent) == contents(local.shards.parent)
     assert not list(hurt.shards.rglob(".*.tmp"))
     assert hurt.manifest.shards == local.manifest.shards
+
+
+class _KillsAWorker(Progress):
+    """Kills a process that has a task, once in each stage."""
+
+    def __init__(self, cluster: Any) -> None:
+        self.cluster = cluster
+        self.stage = ""
+        self.killed: set[str] = set()
+
+    def start(self, stage: str, total: int, unit: str) -> None:
+        self.stage = stage
+
+    def advance(self, units: int, records: int = 0) -> None:
+        if self.stage not in self.killed and (found := workers(self.cluster, "ray::_call")):
+            self.killed.add(self.stage)
+            found[0].kill()
+
+
+def workers(cluster: Any, title: str) -> list[Any]:
+    """Worker processes of a cluster whose title begins with `title`."""
+    import psutil
+
+    found = []
+    for node in cluster.list_all_nodes():
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        with suppress(psutil.NoSuchProcess):
+            found += [one for one in raylet.children() if one.cmdline()[:1] and one.cmdline()[0].startswith(title)]
+    return found
+
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+from tests.pipeline.faults import Fault, Hook
+Hook(Fault(**json.loads(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]))
+sys.argv = ["energon-packed", *sys.argv[4:]]
+from energon_packed.cli.main import main
+main()
+"""
+KILLS = int(os.environ.get("ENERGON_PACKED_KILLS", "3"))
+
+
+@pytest.mark.parametrize("number", range(KILLS))
+def test_kills_change_nothing(
+    cluster: Any, demo: Any, tokenizer_dir: Path, pack_demo: Packer, tmp_path: Path, number: int
+) -> None:
+    """The driver dies, with all workers or without; it is interrupted; or a worker dies, which costs nothing."""
+    kind = ("kill", "interrupt", "kill_all", "terminate")[number % 4]
+    local = pack_demo(max_packs_per_shard=1, seq_len=512)
+    out, rng = tmp_path / "out", random.Random(number)
+    stage = (r"/measure-", r"/\.run\.json", r"/\.nv-meta")[number % 3]
+    fault = {
+        "at": 0,
+        "path": stage,
+        "kind": kind.removesuffix("_all"),
+        "delay": rng.uniform(0, 0.3) * (number % 3 < 2),
+    }
+    settings = {"seq_len": 512, "max_packs_per_shard": 1, "shard_prefix": "pack", "max_reject_rate": 0.2}
+    options = [str(one) for name, value in settings.items() for one in (f"--{name.replace('_', '-')}", value)]
+    options += ["--tokenizer", str(tokenizer_dir), "--engine", "ray", "--ray-address", cluster.address, "--quiet"]
+    given = [json.dumps(fault), str(out), str(tmp_path / "notes"), "pack", str(demo.jsonl), "-o", str(out), *options]
+    ran = subprocess.run(
+        [sys.executable, "-c", DRIVER, *given],
+        capture_output=True, text=True, cwd=ROOT, timeout=180, start_new_session=True,
+    )  # fmt: skip
+    assert (tmp_path / "notes").exists(), ran.stderr
+    if kind.startswith("kill"):
+        assert ran.returncode == -9
+    else:
+        by = " by SIGTERM" if kind == "terminate" else ""
+        lines = f"error: interrupted{by}; run the same command again to resume"
+        assert (ran.returncode, ran.stderr.strip()) == (143 if by else 130, lines)
+    if kind == "kill_all":
+        for worker in workers(cluster, "ray::"):
+            worker.kill()
+    done = len(list(out.glob(".work/write-*/[!.]*.json")))
+    measured = len(list(out.glob(".work/measure-*/[!.]*.arrow")))
+    progress = _KillsAWorker(cluster)
+    result = pack(
+        demo.jsonl, output_dir=out, tokenizer=tokenizer_dir, engine="ray", ray_address=cluster.address,
+        progress=progress, **settings,
+    )  # fmt: skip
+    assert contents(out) == contents(local.shards.parent)
+    assert not list(out.rglob(".*.tmp"))
+    counters = result.manifest.counters
+    assert counters["shards_reused"] >= done  # a task may end after its driver
+    assert counters["shards_reused"] + counters["shards_written"] == len(result.manifest.shards)
+    assert counters["measured"] + counters["reused"] == demo.records
+    assert not measured or counters["measured"] <= demo.records
+    print(number, kind, fault, done, measured, counters, progress.killed)
 
 
 def test_without_ray_the_pip_command_is_told(

@@ -30,6 +30,7 @@ class Build:
         tokenizer: its folder.
         files: content of every file of the undisturbed result.
         events: what that run did to its output folder.
+        options: of the runs.
     """
 
     command_line: CommandLine
@@ -37,17 +38,20 @@ class Build:
     tokenizer: Path
     files: dict[str, bytes]
     events: list[tuple[str, str, str]]
+    options: tuple[str, ...] = ()
 
     @classmethod
-    def made(cls, command_line: CommandLine, folder: Path, tokenizer: Path) -> "Build":
+    def made(cls, command_line: CommandLine, folder: Path, tokenizer: Path, flavor: str) -> "Build":
         """Run without a fault."""
-        build = cls(command_line=command_line, folder=folder, tokenizer=tokenizer, files={}, events=[])
-        ran = build.run(folder / "out", fault=Fault())
+        given = {"command_line": command_line, "folder": folder, "tokenizer": tokenizer}
+        build = cls(**given, files={}, events=[], options=("--sample-class", flavor))
+        out = folder / f"out-{flavor}"
+        ran = build.run(out, fault=Fault())
         assert (ran.status, ran.err, ran.orphans) == (0, "", False)
-        build.files.update(contents(folder / "out"))
+        build.files.update(contents(out))
         build.events.extend(ran.events)
         assert {stage_of(path) for _, _, path in ran.events} == set(STAGES)
-        assert len(chunks(folder / "out")) == 4
+        assert len(chunks(out)) == 4
         assert sum(name.endswith(".tar") for name in build.files) > 4
         return build
 
@@ -55,7 +59,7 @@ class Build:
         """Of the command line."""
         settings = ("--seq-len", 512, "--workers", 2, "--max-packs-per-shard", 3, "--shard-prefix", "s")
         given = self.folder / "data" / "part*.jsonl"
-        return ["pack", given, "-o", out, "--tokenizer", self.tokenizer, *settings, *more]
+        return ["pack", given, "-o", out, "--tokenizer", self.tokenizer, *settings, *self.options, *more]
 
     def run(self, out: Path, *more: Any, **settings: Any) -> Ran:
         """Pack into a folder; settings as of `CommandLine.start`."""
