@@ -82,6 +82,13 @@ class FolderLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            self._free()
+        except KeyboardInterrupt:  # it comes once: nothing may be left
+            self._free()
+            raise
+
+    def _free(self) -> None:
         own = {_LOCK} if self._lock.is_locked else set()
         if own:
             with contextlib.suppress(OSError):

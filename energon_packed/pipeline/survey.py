@@ -177,4 +177,8 @@ def _work_folder(options: LengthsOptions) -> Iterator[Workspace]:
             yield Workspace(Path(folder))
         return
     with FolderLock(options.output_dir):
-        yield Workspace(options.output_dir)
+        space = Workspace(options.output_dir)
+        try:
+            yield space
+        finally:
+            space.remove_leftovers()

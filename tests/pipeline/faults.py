@@ -187,12 +187,15 @@ class Hook:
 
 def _later(seconds: float, target: int, number: int) -> None:
     """Send a signal from another process, unless its target has ended by then."""
-    if os.fork() == 0:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    is_sender = os.fork() == 0
+    if is_sender:
         os.setsid()
         time.sleep(seconds)
         with suppress(ProcessLookupError):
             os.kill(target, number)
         os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _until_none_is_left(size: int) -> Iterator[None]:

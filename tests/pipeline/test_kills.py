@@ -83,6 +83,17 @@ def test_interrupts_end_in_order(undisturbed: Build, tmp_path: Path, number: int
     undisturbed.check_resumed(tmp_path / "out")
 
 
+def test_lengths_end_in_order(undisturbed: Build, tmp_path: Path) -> None:
+    """Another command with workers; what it measured is used by `pack`."""
+    given = ["lengths", *undisturbed.arguments(tmp_path / "out")[1:6], "--workers", 2, *undisturbed.options]
+    fault = Fault(at=2, role="worker", event="os.fsync", kind="interrupt_twice")
+    ran = undisturbed.command_line.run(*given, out=tmp_path / "out", fault=fault)
+    assert (ran.status, ran.err, ran.orphans) == (130, INTERRUPTED.format(""), False)
+    assert not leftovers(tmp_path / "out")
+    assert undisturbed.command_line.run(*given, out=tmp_path / "out").status == 0
+    undisturbed.check_resumed(tmp_path / "out")
+
+
 def test_the_command_itself_ends_by_ctrl_c(undisturbed: Build, tmp_path: Path) -> None:
     """A new interpreter, the signal to the process group, as a terminal sends it."""
     process = subprocess.Popen(

@@ -18,6 +18,8 @@ from energon_packed.cli.main import main
 from energon_packed.pipeline.progress import Progress
 from tests.conftest import Packer
 from tests.pipeline.faults import ROOT
+from tests.pipeline.undisturbed import Build, chunks, shards_done
+from tests.pipeline.undisturbed import contents as packed_files
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
@@ -134,24 +136,19 @@ KILLS = int(os.environ.get("ENERGON_PACKED_KILLS", "3"))
 
 
 @pytest.mark.parametrize("number", range(KILLS))
-def test_kills_change_nothing(
-    cluster: Any, demo: Any, tokenizer_dir: Path, pack_demo: Packer, tmp_path: Path, number: int
-) -> None:
+def test_kills_change_nothing(cluster: Any, undisturbed: Build, tmp_path: Path, number: int) -> None:
     """The driver dies, with all workers or without; it is interrupted; or a worker dies, which costs nothing."""
     kind = ("kill", "interrupt", "kill_all", "terminate")[number % 4]
-    local = pack_demo(max_packs_per_shard=1, seq_len=512)
     out, rng = tmp_path / "out", random.Random(number)
-    stage = (r"/measure-", r"/\.run\.json", r"/\.nv-meta")[number % 3]
+    stage = (r"/measure-", r"/\.run\.json", r"/\.nv-meta/\.")[number % 3]
     fault = {
         "at": 0,
         "path": stage,
         "kind": kind.removesuffix("_all"),
         "delay": rng.uniform(0, 0.3) * (number % 3 < 2),
     }
-    settings = {"seq_len": 512, "max_packs_per_shard": 1, "shard_prefix": "pack", "max_reject_rate": 0.2}
-    options = [str(one) for name, value in settings.items() for one in (f"--{name.replace('_', '-')}", value)]
-    options += ["--tokenizer", str(tokenizer_dir), "--engine", "ray", "--ray-address", cluster.address, "--quiet"]
-    given = [json.dumps(fault), str(out), str(tmp_path / "notes"), "pack", str(demo.jsonl), "-o", str(out), *options]
+    arguments = undisturbed.arguments(out, "--engine", "ray", "--ray-address", cluster.address, "--quiet")
+    given = [json.dumps(fault), str(out), str(tmp_path / "notes"), *map(str, arguments)]
     ran = subprocess.run(
         [sys.executable, "-c", DRIVER, *given],
         capture_output=True, text=True, cwd=ROOT, timeout=180, start_new_session=True,
@@ -163,24 +160,24 @@ def test_kills_change_nothing(
         by = " by SIGTERM" if kind == "terminate" else ""
         lines = f"error: interrupted{by}; run the same command again to resume"
         assert (ran.returncode, ran.stderr.strip()) == (143 if by else 130, lines)
+        assert not [path for path in out.rglob("owner.json")]
     if kind == "kill_all":
-        for worker in workers(cluster, "ray::"):
+        for worker in [*workers(cluster, "ray::_call"), *workers(cluster, "ray::IDLE")]:  # not the agents of a node
             worker.kill()
-    done = len(list(out.glob(".work/write-*/[!.]*.json")))
-    measured = len(list(out.glob(".work/measure-*/[!.]*.arrow")))
+    there, done = chunks(out), shards_done(out)
     progress = _KillsAWorker(cluster)
     result = pack(
-        demo.jsonl, output_dir=out, tokenizer=tokenizer_dir, engine="ray", ray_address=cluster.address,
-        progress=progress, **settings,
+        str(undisturbed.folder / "data" / "part*.jsonl"), output_dir=out, tokenizer=undisturbed.tokenizer, seq_len=512,
+        engine="ray", ray_address=cluster.address, workers=2, max_packs_per_shard=3, shard_prefix="s",
+        sample_class="PackedCaptioningSample", progress=progress,
     )  # fmt: skip
-    assert contents(out) == contents(local.shards.parent)
-    assert not list(out.rglob(".*.tmp"))
+    assert packed_files(out) == undisturbed.files
     counters = result.manifest.counters
-    assert counters["shards_reused"] >= done  # a task may end after its driver
+    assert counters["reused"] >= sum(there.values())  # a task may end after its driver
+    assert counters["shards_reused"] >= done
     assert counters["shards_reused"] + counters["shards_written"] == len(result.manifest.shards)
-    assert counters["measured"] + counters["reused"] == demo.records
-    assert not measured or counters["measured"] <= demo.records
-    print(number, kind, fault, done, measured, counters, progress.killed)
+    assert counters["measured"] + counters["reused"] == 48
+    print(number, kind, fault, there, done, counters, progress.killed)
 
 
 def test_without_ray_the_pip_command_is_told(
