@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 import orjson
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from energon_packed.errors import ConfigError
 from energon_packed.shards.files import named
@@ -27,7 +27,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._work = folder / ".work"
-        self._lock = FileLock(self._work / _LOCK, thread_local=False)
+        self._lock = _file_lock(self._work / _LOCK)
         self._ours = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid()})
         self._made: list[Path] = []
 
@@ -111,7 +111,7 @@ def lock_holder(folder: Path) -> str | None:
     work = folder / ".work"
     if not (work / _LOCK).is_file():
         return None
-    lock = FileLock(work / _LOCK, thread_local=False)
+    lock = _file_lock(work / _LOCK)
     try:
         with lock.acquire(timeout=0):
             return None
@@ -119,6 +119,14 @@ def lock_holder(folder: Path) -> str | None:
         return _holder(work)
     except (NotImplementedError, OSError):  # no locks here, or a folder of someone else
         return None
+
+
+def _file_lock(path: Path) -> BaseFileLock:
+    """A lock of the operating system, never a file that a killed run would leave behind as its lock."""
+    try:
+        return FileLock(path, thread_local=False, fallback_to_soft=False)
+    except TypeError:  # versions that never fall back have no such argument
+        return FileLock(path, thread_local=False)
 
 
 def _holder(work: Path) -> str:

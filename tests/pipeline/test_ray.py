@@ -94,6 +94,37 @@ def test_three_nodes_write_what_one_process_writes_even_when_one_dies(
     assert hurt.manifest.shards == local.manifest.shards
 
 
+def test_without_ray_the_pip_command_is_told(
+    demo: Any, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    arguments = ["pack", str(demo.jsonl), "-o", str(tmp_path), "--tokenizer", str(tokenizer_dir), "--seq-len", "512"]
+    monkeypatch.setattr(sys, "argv", ["energon-packed", *arguments, "--engine", "ray"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "error: --engine ray needs Ray; run pip install 'energon-packed[ray]'\n"
+
+
+def test_sources_with_adapters_of_their_own(
+    cluster: Any, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters lie in the folder where the command runs; workers find them there."""
+    rows = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(30)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "ray_adapter.py").write_text(
+        "def loud(record):\n    return {**record, 'answer': record['answer'].upper()}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    sources = [{"path": "rows.jsonl", "weight": 1.5}, {"path": "rows.jsonl", "adapter": "ray_adapter:loud"}]
+    settings: dict[str, Any] = {"sources": sources, "tokenizer": tokenizer_dir, "seq_len": 256, "shard_prefix": "p"}
+    local = pack(output_dir=tmp_path / "local", workers=1, **settings)
+    there = pack(output_dir=tmp_path / "there", engine="ray", ray_address=cluster.address, **settings)
+    assert contents(there.shards.parent) == contents(local.shards.parent)
+    assert local.manifest.packed + local.manifest.rejects["not_sampled"] == 90
+    assert [one.weight for one in there.manifest.sources] == [1.5, 1.0]
+
+
 class _KillsAWorker(Progress):
     """Kills a process that has a task, once in each stage."""
 
@@ -132,7 +163,7 @@ sys.argv = ["energon-packed", *sys.argv[4:]]
 from energon_packed.cli.main import main
 main()
 """
-KILLS = int(os.environ.get("ENERGON_PACKED_KILLS", "3"))
+KILLS = int(os.environ.get("ENERGON_PACKED_KILLS", "2"))
 
 
 @pytest.mark.parametrize("number", range(KILLS))
@@ -178,34 +209,3 @@ def test_kills_change_nothing(cluster: Any, undisturbed: Build, tmp_path: Path, 
     assert counters["shards_reused"] + counters["shards_written"] == len(result.manifest.shards)
     assert counters["measured"] + counters["reused"] == 48
     print(number, kind, fault, there, done, counters, progress.killed)
-
-
-def test_without_ray_the_pip_command_is_told(
-    demo: Any, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    arguments = ["pack", str(demo.jsonl), "-o", str(tmp_path), "--tokenizer", str(tokenizer_dir), "--seq-len", "512"]
-    monkeypatch.setattr(sys, "argv", ["energon-packed", *arguments, "--engine", "ray"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "error: --engine ray needs Ray; run pip install 'energon-packed[ray]'\n"
-
-
-def test_sources_with_adapters_of_their_own(
-    cluster: Any, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Adapters lie in the folder where the command runs; workers find them there."""
-    rows = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(30)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "ray_adapter.py").write_text(
-        "def loud(record):\n    return {**record, 'answer': record['answer'].upper()}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    sources = [{"path": "rows.jsonl", "weight": 1.5}, {"path": "rows.jsonl", "adapter": "ray_adapter:loud"}]
-    settings: dict[str, Any] = {"sources": sources, "tokenizer": tokenizer_dir, "seq_len": 256, "shard_prefix": "p"}
-    local = pack(output_dir=tmp_path / "local", workers=1, **settings)
-    there = pack(output_dir=tmp_path / "there", engine="ray", ray_address=cluster.address, **settings)
-    assert contents(there.shards.parent) == contents(local.shards.parent)
-    assert local.manifest.packed + local.manifest.rejects["not_sampled"] == 90
-    assert [one.weight for one in there.manifest.sources] == [1.5, 1.0]
