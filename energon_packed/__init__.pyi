@@ -41,6 +41,7 @@ from .encoding import VisionFamily as VisionFamily
 from .encoding import register_vision as register_vision
 from .errors import BatchError as BatchError
 from .errors import ConfigError as ConfigError
+from .errors import DataChangedError as DataChangedError
 from .errors import EnergonPackedError as EnergonPackedError
 from .errors import FormatError as FormatError
 from .errors import IsolationError as IsolationError
@@ -50,6 +51,7 @@ from .errors import Reject as Reject
 from .errors import RejectLimitError as RejectLimitError
 from .errors import SourceError as SourceError
 from .errors import TemplateError as TemplateError
+from .errors import WorkerError as WorkerError
 from .flavors import MultiMixQASample as MultiMixQASample
 from .flavors import PackedCaptioningSample as PackedCaptioningSample
 from .flavors import PackedMultiMixQASample as PackedMultiMixQASample

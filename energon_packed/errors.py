@@ -5,6 +5,8 @@ EnergonPackedError(ValueError)
   SourceError      an input file cannot be read at all                    -> exit status 1, one line
   RejectLimitError more records were rejected than the run allows         -> exit status 1, one line
   FormatError      files on disk do not follow the format
+  DataChangedError files of a dataset changed while a loader had it open
+  WorkerError      a worker process of a loader died, or does not answer; also a RuntimeError, as torch raises
   TemplateError    a chat template cannot give supervised spans
   BatchError       a batch cannot be made from these samples
   IsolationError   a model does not keep the samples of a packed row apart
@@ -40,6 +42,14 @@ class RejectLimitError(EnergonPackedError):
 
 class FormatError(EnergonPackedError):
     """A shard, index or manifest on disk does not follow the format."""
+
+
+class DataChangedError(EnergonPackedError):
+    """Files of a dataset were replaced, changed or removed since a loader opened it."""
+
+
+class WorkerError(EnergonPackedError, RuntimeError):
+    """A worker process of a loader died, or has not answered for longer than `timeout`."""
 
 
 class TemplateError(EnergonPackedError):

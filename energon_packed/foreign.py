@@ -1,12 +1,17 @@
-"""Files of strangers: YAML within bounds, names that stay inside a folder, texts that drive no terminal."""
+"""Files of strangers: regular files alone, YAML within bounds, names that stay inside a folder, texts that drive no
+terminal."""
 
+import os
 import re
+import stat
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
+
+from energon_packed.errors import FormatError
 
 _MOST_BYTES = 64 << 20  # of a YAML file
 _MOST_NODES = 5_000_000  # of its content, aliases counted each time: a few lines of aliases can stand for billions
@@ -14,6 +19,72 @@ _MOST_NAMES = 1_000_000  # that one list of brace patterns stands for
 _MOST_BRACES = 16  # in one of them
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
 _LAYOUT = "\n\t\xa0\u3000\u200c\u200d"  # white space, and the joiners of scripts and emoji
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+class IrregularFile(ValueError):
+    """What is to be read is no regular file; the message is what it is."""
+
+
+def irregular(mode: int) -> str | None:
+    """What is no regular file, such as `a FIFO`; None for a regular file.
+
+    Args:
+        mode: `st_mode` of it.
+    """
+    if stat.S_ISREG(mode):
+        return None
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), "not a file")
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading; a FIFO would be waited for indefinitely.
+
+    Raises:
+        OSError: it cannot be opened.
+        IrregularFile: it is a folder, device, socket or FIFO.
+    """
+    _refuse(os.stat(path).st_mode)  # before opening: opening some devices acts on them
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        _refuse(os.fstat(descriptor).st_mode)  # what was opened, if the path was replaced in between
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _refuse(mode: int) -> None:
+    if kind := irregular(mode):
+        raise IrregularFile(f"is {kind}, not a regular file")
+
+
+def check_regular_files(folder: Path) -> None:
+    """Refuse a folder with entries that are neither files nor folders, as reading them may block.
+
+    Links count as what they lead to; those that lead nowhere are left to who needs them.
+
+    Raises:
+        FormatError: there is a FIFO, device or socket; the message names it.
+    """
+    try:
+        entries = list(os.scandir(folder))
+    except PermissionError:  # files of a folder that cannot be listed may still be read
+        return
+    for entry in entries:
+        if not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path):
+            raise FormatError(
+                f"{entry.path} is {irregular(entry.stat().st_mode)}, not a regular file; remove it, or copy the "
+                "folder again"
+            )
 
 
 def read_yaml(file: Path) -> Any:
@@ -26,7 +97,10 @@ def read_yaml(file: Path) -> Any:
     if file.stat().st_size > _MOST_BYTES:
         raise yaml.YAMLError(f"it has {file.stat().st_size:,} bytes, and at most {_MOST_BYTES:,} are read")
     try:
-        value = yaml.safe_load(file.read_bytes())
+        with open_regular(file) as stream:
+            value = yaml.safe_load(stream.read())
+    except IrregularFile as error:
+        raise yaml.YAMLError(f"it {error}") from error
     except (RecursionError, ValueError) as error:  # nested too deeply; a date that is none
         raise yaml.YAMLError(f"it cannot be parsed: {type(error).__name__}") from error
     nodes, stack = 0, [value]

@@ -14,6 +14,7 @@ from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.failures import verify_tells
 from energon_packed.dataflow.hf_dataset import hf_dataset
 from energon_packed.dataflow.manifests import processor_for
+from energon_packed.dataflow.opened import digests_of
 from energon_packed.dataflow.resharding import refuse_dispatch
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.encoding.conversation_media import measure_media
@@ -34,7 +35,8 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         dataset = PackedDataset("out", encoder)
         trainer = transformers.Trainer(model, args, train_dataset=dataset, data_collator=PaddingFreeCollator())
 
-    Tars are memory-mapped by each process that reads; the dataset can be pickled, forked and indexed in any order.
+    Each process that reads opens the tars itself; the dataset can be pickled, forked and indexed in any order. A tar
+    that was packed again, changed or removed since raises DataChangedError.
 
     A Metadataset has an epoch of known length. With repetitions, each dataset is repeated as often; a fraction is a
     seeded choice. With weights, the epoch is as long as all datasets together, and each has its share of it: some
@@ -198,7 +200,7 @@ class _Folder:
 
     def __init__(self, found: BlendedSplit) -> None:
         manifest = found.split.manifest
-        self.reader = ShardReader(shards_in_split(found.split.path, found.split.split))
+        self.reader = ShardReader(shards_in_split(found.split.path, found.split.split), digests_of(found.split))
         self.source = SampleSource(str(found.split.path), found.subflavors)
         self._recorded_codec = codec_for(manifest.sample_class) if manifest else None
         self._lengths: list[Int64] | None = None

@@ -6,9 +6,10 @@ Counts are shared with the worker processes, so the main process sees them, and 
 import logging
 import multiprocessing
 import os
+from collections.abc import Callable
 from typing import Any
 
-from energon_packed.errors import BatchError, FormatError, Reason, RecordError
+from energon_packed.errors import BatchError, DataChangedError, FormatError, Reason, RecordError
 
 _log = logging.getLogger(__name__)
 _REASONS = (*(reason.value for reason in Reason), "bad_format", "bad_batch", "other", "drop_last")
@@ -19,10 +20,13 @@ class FailureLog:
 
     Args:
         limit: failures of one rank that are skipped; the next one raises. 0 raises the first one, with its place.
+        unchanged: raises DataChangedError for sources that are not the files of before: that is no failure of a
+            sample, and is never skipped. None does not look.
     """
 
-    def __init__(self, limit: int = 0) -> None:
+    def __init__(self, limit: int = 0, unchanged: Callable[[Any], None] | None = None) -> None:
         self.limit = limit
+        self._unchanged = unchanged
         self._last_word: Exception | None = None
         self._counts = multiprocessing.Array("q", len(_REASONS))  # of the start method that torch's workers use
         self._dropped = multiprocessing.Array("q", len(_REASONS))
@@ -43,18 +47,19 @@ class FailureLog:
 
         Raises:
             BatchError: more than `limit` failures; with a limit of 0, the error itself.
+            DataChangedError: the files of the sample are not those of before.
         """
         if error is self._last_word:  # raised below, inside the pack that Energon now reports as failed
             raise error
+        sources = sources or _field(sample, "__sources__")
+        self._refuse_changed(error, sources)
         with self._counts.get_lock():
             self._counts[_REASONS.index(_reason(error))] += 1
             total = sum(self._counts[:])
-        key, source = _key(sample), _source(sources or _field(sample, "__sources__"))
+        key, source = _key(sample), _source(sources)
         _log.error("sample %s%s failed to load: %s: %s", key, source and f" of {source}", type(error).__name__, error)
         if self.limit == 0:
-            self._last_word = error
-            if isinstance(error, FormatError | RecordError) and source:
-                self._last_word = error.at(f"{source}, pack {key}", verify_tells(os.path.dirname(source)))
+            self._last_word = placed(error, key, source)
             raise self._last_word from (error if self._last_word is not error else None)
         if total > self.limit:
             by_reason = ", ".join(f"{name} {count}" for name, count in self.counts.items())
@@ -63,6 +68,34 @@ class FailureLog:
                 f"the last is {key}: {error}; fix the data or raise `max_failures`"
             )
             raise self._last_word from error
+
+    def _refuse_changed(self, error: Exception, sources: Any) -> None:
+        if isinstance(error, DataChangedError):
+            self._last_word = error
+            raise error
+        if self._unchanged is None:
+            return
+        try:
+            self._unchanged(sources)
+        except DataChangedError as changed:
+            self._last_word = changed
+            raise changed from error
+
+
+def placed(error: Exception, key: str, source: str) -> Exception:
+    """The error with shard and pack, where it is one of their content."""
+    if isinstance(error, FormatError | RecordError) and source:
+        return error.at(f"{source}, pack {key}", verify_tells(os.path.dirname(source)))
+    return error
+
+
+def raise_placed(error: Exception, sample: Any, sources: Any = None) -> None:
+    """Energon's `global_error_handler` where nothing is skipped.
+
+    Raises:
+        Exception: the error, with its place.
+    """
+    raise placed(error, _key(sample), _source(sources or _field(sample, "__sources__"))) from error
 
 
 def verify_tells(folder: str) -> str:

@@ -22,6 +22,7 @@ from energon_packed.dataflow.state import check_state, equal_weights, states_of,
 from energon_packed.dataflow.torch_options import corrected, refuse_contradictions
 from energon_packed.dataflow.torch_workers import Start, WorkerStreams
 from energon_packed.dataflow.transport import in_turn
+from energon_packed.dataflow.worker_errors import watched
 from energon_packed.dataflow.worker_stream import Roles, Step
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import BatchError, ConfigError
@@ -182,7 +183,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
                 self._schedule.begin()
             streams: WorkerStreams = self.dataset  # type: ignore[assignment]
             with streams.begin(start):
-                self._to_come = super().__iter__()
+                self._to_come = watched(super().__iter__(), type(self).__name__)
             if self.num_workers:
                 self._to_come = in_turn(self._to_come, start.next_worker, streams.counts)
         return self._to_come

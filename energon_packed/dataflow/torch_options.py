@@ -52,7 +52,7 @@ def corrected(of_torch: dict[str, Any], num_workers: int) -> dict[str, Any]:
     if of_torch.get("persistent_workers"):
         _log.warning("`persistent_workers` needs `num_workers` of at least 1; it is set to False")
         of_torch = {**of_torch, "persistent_workers": False}
-    for name in ("prefetch_factor", "multiprocessing_context"):
-        if of_torch.get(name) is not None:
+    for name in ("prefetch_factor", "multiprocessing_context", "timeout"):
+        if of_torch.get(name) not in (None, 0):
             raise ConfigError(f"`{name}` needs worker processes; drop it, or set `num_workers` to at least 1")
     return of_torch

@@ -9,12 +9,12 @@ import base64
 import binascii
 import io
 import os
-import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import unquote, urlparse
 
 from energon_packed.errors import Reason, RecordError
+from energon_packed.foreign import IrregularFile, open_regular
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -145,29 +145,10 @@ def _open_regular(path: str) -> BinaryIO:
     Raises:
         OSError, ValueError: it cannot be opened, or is a folder, device, socket or FIFO, none of which is waited for.
     """
-    _check_regular(os.stat(path).st_mode)  # before opening: opening some devices acts on them
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
-        _check_regular(os.fstat(descriptor).st_mode)  # what was opened, if the path was replaced in between
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def _check_regular(mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "not a file")
-        raise ValueError(f"is {kind}, and media are regular files; pass the path of an image file")
-
-
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISSOCK, "a socket"),
-)
+        return open_regular(path)
+    except IrregularFile as error:
+        raise ValueError(f"{error}; pass the path of an image file") from None
 
 
 class _Window(io.RawIOBase):

@@ -1,66 +1,72 @@
-"""ShardReader: random access to packs in memory-mapped tars through their `.tar.idx`."""
+"""ShardReader: random access to packs in tars through their `.tar.idx`.
+
+Tars are read, not mapped: a mapped file that another process cuts, or a disk that fails, ends the process (SIGBUS).
+"""
 
 import io
-import mmap
 import os
 import tarfile
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.errors import FormatError
-from energon_packed.system import most_open
+from energon_packed.errors import DataChangedError, FormatError
+from energon_packed.foreign import IrregularFile, open_regular
+from energon_packed.shards.opened import OpenedFiles
+from energon_packed.shards.streams import Streams
 
 _BLOCK = tarfile.BLOCKSIZE
-_MOST_OPEN = 128  # maximum number of mapped shards; each uses a file descriptor
 
 
 class ShardReader:
     """Random access to the packs of a list of shards.
 
-    Offsets take 16 bytes of memory per pack. Each process maps a shard on first access, so a reader can be pickled and
-    used after a fork.
+    Offsets take 16 bytes of memory per pack. Each process opens a shard on first access, so a reader can be pickled
+    and used after a fork.
     """
 
-    def __init__(self, tars: Sequence[Path]) -> None:
+    def __init__(self, tars: Sequence[Path], digests: Mapping[Path, str] | None = None) -> None:
         """Read the `.tar.idx` of each shard.
+
+        Args:
+            tars: shards.
+            digests: as for `OpenedFiles`.
 
         Raises:
             FormatError: a shard or its index is missing, or the two do not match.
         """
-        self._open(list(tars), [_read_offsets(tar) for tar in tars])
+        self._open(list(tars), [_read_offsets(tar) for tar in tars], digests)
 
     @classmethod
     def from_offsets(cls, offsets: Mapping[Path, Sequence[int]]) -> "ShardReader":
         """Create a reader for tars without `.tar.idx` from the offsets that those files would hold."""
         reader = cls.__new__(cls)
-        reader._open(list(offsets), [np.asarray(index, dtype=np.int64) for index in offsets.values()])
+        reader._open(list(offsets), [np.asarray(index, dtype=np.int64) for index in offsets.values()], None)
         return reader
 
-    def _open(self, tars: list[Path], offsets: list[npt.NDArray[np.int64]]) -> None:
+    def _open(
+        self, tars: list[Path], offsets: list[npt.NDArray[np.int64]], digests: Mapping[Path, str] | None
+    ) -> None:
         self.tars = tars
+        self._opened = OpenedFiles(tars, digests)
         self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]
         self._ends = np.concatenate([[0], *(index[1:] for index in offsets)])[1:]
         self._first = np.cumsum([0, *(len(index) - 1 for index in offsets)])
-        self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
-        self._process = os.getpid()
+        self._streams = Streams()
 
     def __len__(self) -> int:
         return len(self._starts)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": OrderedDict()}
 
     def __getitem__(self, pack: int) -> dict[str, Any]:
         """All parts of a pack: `__key__`, and the bytes of each member by part name (text after the first dot).
 
         Raises:
             IndexError: `pack` is out of range.
-            FormatError: the tar does not match its index.
+            FormatError: the tar does not match its index, or cannot be read.
+            DataChangedError: the tar is not the one that was opened.
         """
         raw: dict[str, Any] = {}
         for name, content in self.members(pack):
@@ -86,10 +92,10 @@ class ShardReader:
             IndexError, FormatError: as `[i]`.
         """
         shard, start, end = self.locate(pack)
-        data = self._map(shard)
+        read = self._window(shard, start, end, whole=only is None)
         at = start
         while at < end:
-            header = data[at : at + _BLOCK]
+            header = read(at, _BLOCK)
             if header[156:157] not in (b"0", b"\0") or (header[257:263] == b"ustar\0" and header[345:346] != b"\0"):
                 yield from self._others(shard, at, end)
                 return
@@ -100,10 +106,9 @@ class ShardReader:
                 raise FormatError(
                     f"{self.tars[shard]} has an invalid tar header at byte {at}: {error}; pack it again"
                 ) from error
-            content = data[at + _BLOCK : at + _BLOCK + size] if only is None or name.endswith(f".{only}") else b""
-            if at + _BLOCK + size > len(data) or not name:
+            if size < 0 or at + _BLOCK + size > end or not name:
                 raise FormatError(f"{self.tars[shard]} is truncated or damaged at byte {at}; pack it again")
-            yield name, content
+            yield name, read(at + _BLOCK, size) if only is None or name.endswith(f".{only}") else b""
             at += _BLOCK + size + (-size % _BLOCK)
 
     def locate(self, pack: int) -> tuple[int, int, int]:
@@ -115,7 +120,7 @@ class ShardReader:
 
     def _others(self, shard: int, start: int, end: int) -> Iterator[tuple[str, bytes]]:
         """Yield members with long names or other tar extensions, as written by other tools."""
-        data = io.BytesIO(self._map(shard)[start:end] + bytes(2 * _BLOCK))
+        data = io.BytesIO(self._read(shard, start, end - start) + bytes(2 * _BLOCK))
         try:
             with tarfile.open(fileobj=data) as tar:
                 for member in tar:
@@ -125,17 +130,41 @@ class ShardReader:
         except tarfile.TarError as error:
             raise FormatError(f"{self.tars[shard]} is damaged after byte {start}: {error}") from error
 
-    def _map(self, shard: int) -> mmap.mmap:
-        if self._process != os.getpid():  # after a fork: open new maps instead of using the parent's
-            self._maps, self._process = OrderedDict(), os.getpid()
-        if shard in self._maps:
-            self._maps.move_to_end(shard)
-            return self._maps[shard]
-        with self.tars[shard].open("rb") as stream:
-            self._maps[shard] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        if len(self._maps) > most_open(_MOST_OPEN):
-            self._maps.popitem(last=False)
-        return self._maps[shard]
+    def _window(self, shard: int, start: int, end: int, *, whole: bool) -> Callable[[int, int], bytes]:
+        """A function of (start, size) that gives bytes of a pack, from one read of all of it, or read by read."""
+        if not whole:
+            return lambda at, size: self._read(shard, at, size)
+        data = self._read(shard, start, end - start)
+        return lambda at, size: data[at - start : at - start + size]
+
+    def _read(self, shard: int, start: int, size: int) -> bytes:
+        tar = self.tars[shard]
+        stream = self._stream(tar)
+        try:
+            self._opened.check(tar, os.fstat(stream.fileno()))
+            parts, missing = [], size
+            while missing and (part := os.pread(stream.fileno(), missing, start + size - missing)):
+                parts.append(part)  # the system may return less than it was asked for
+                missing -= len(part)
+        except OSError as error:
+            raise FormatError(
+                f"{tar} cannot be read at byte {start}: {error.strerror}; check the file system, or copy the shard "
+                "again"
+            ) from error
+        if missing:
+            raise FormatError(f"{tar} ends inside bytes {start}..{start + size}; copy or pack it again")
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _stream(self, tar: Path) -> BinaryIO:
+        try:
+            return self._streams.get(tar)
+        except IrregularFile as error:
+            raise DataChangedError(f"{tar} {error}, and was one when the dataset was opened; copy it again") from error
+        except OSError as error:
+            self._opened.check(tar)
+            raise FormatError(
+                f"{tar} cannot be opened: {error.strerror}; copy the complete folder, or pack it again"
+            ) from error
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -149,8 +178,12 @@ def _read_offsets(tar: Path) -> npt.NDArray[np.int64]:
     """Offset of each sample, then the end of the last sample: int64 (packs + 1,)."""
     index = tar.with_suffix(".tar.idx")
     try:
-        offsets = np.fromfile(index, dtype="<u8").astype(np.int64)
+        with open_regular(index) as stream:
+            content = stream.read()
+        offsets = np.frombuffer(content[: len(content) // 8 * 8], dtype="<u8").astype(np.int64)
         size = tar.stat().st_size
+    except IrregularFile as error:
+        raise FormatError(f"{index} {error}; remove it, and run energon-packed nv-meta to index the folder") from error
     except OSError as error:
         raise FormatError(
             f"{error.filename}: {error.strerror}; copy the complete folder, or run energon-packed nv-meta to index it"

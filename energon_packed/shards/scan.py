@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from energon_packed.errors import FormatError
+from energon_packed.foreign import IrregularFile, open_regular
 from energon_packed.formats import CODECS, READ_ONLY
 from energon_packed.shards.tar import ShardRows
 
@@ -84,8 +85,13 @@ def scan_tar(path: Path) -> TarScan:
     """Read all headers of a tar.
 
     Raises:
-        FormatError: `path` is not an uncompressed tar or cannot be read.
+        FormatError: `path` is not an uncompressed tar, or not a regular file.
+        OSError: it cannot be read.
     """
+    try:
+        open_regular(path).close()
+    except IrregularFile as error:
+        raise FormatError(f"{path} {error}; remove it, or copy the folder again") from error
     members: list[Member] = []
     problems: list[str] = []
     size = path.stat().st_size

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.foreign import inner_names, read_yaml
+from energon_packed.foreign import check_regular_files, inner_names, read_yaml
 from energon_packed.shards.nv_meta import NV_META
 
 
@@ -14,7 +14,7 @@ def dataset_folder(path: str | Path) -> Path:
     """Folder that contains `.nv-meta`: `path` or `path/webdataset`.
 
     Raises:
-        FormatError: neither folder contains it.
+        FormatError: neither folder contains it, or one of its files is a FIFO or device, which would be waited for.
     """
     root = Path(path)
     if root.is_file():
@@ -24,6 +24,8 @@ def dataset_folder(path: str | Path) -> Path:
         )
     for folder in (root, root / "webdataset"):
         if (folder / NV_META).is_dir():
+            check_regular_files(folder)
+            check_regular_files(folder / NV_META)
             return folder
     if not root.exists():
         raise FormatError(f"{root} does not exist; pass a folder written by energon-packed")

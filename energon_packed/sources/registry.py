@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import SourceError
+from energon_packed.foreign import irregular
 from energon_packed.records import Adapter, FieldMap
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source
@@ -103,6 +104,7 @@ def open_sources(
         if kind.has_sample_loader:
             options |= {"trust_sample_loader": trust_sample_loader, "for_adapter": file.reading.adapter is not None}
         with _naming(config):
+            _refuse_irregular(path)
             source = kind.open(path, **options)
         source.share, source.reading = share, file.reading
         sources.append(source)
@@ -201,6 +203,14 @@ def _kind_of(path: Path) -> type[Source] | None:
             f"{path} is a compressed tar, which cannot be read by offsets; decompress it (gunzip, zstd -d)"
         )
     raise SourceError(f"{path} has an unknown format; known formats: {known_formats()}")
+
+
+def _refuse_irregular(path: Path) -> None:
+    kind = irregular(path.stat().st_mode)
+    if kind is not None and not path.is_dir():
+        raise SourceError(
+            f"{path} is {kind}, not a regular file; write its content to a file, as it is read repeatedly"
+        )
 
 
 def _shares(paths: list[Path], part: tuple[int, int] | None) -> Iterator[tuple[int, int, int] | None]:

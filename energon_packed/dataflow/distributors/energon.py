@@ -9,11 +9,14 @@ from megatron.energon import SavableDataset, WorkerConfig, stateless
 
 from energon_packed.dataflow.distributors.base import Distributor, Item
 from energon_packed.dataflow.energon.config import LoaderConfig
+from energon_packed.dataflow.energon.faults import faults_named
 from energon_packed.dataflow.energon.fingerprint import dataset_fingerprint
 from energon_packed.dataflow.energon.plain import from_plain, to_plain
 from energon_packed.dataflow.energon.source import EnergonSource
 from energon_packed.dataflow.energon.task_encoder import PackedTaskEncoder
+from energon_packed.dataflow.failures import raise_placed
 from energon_packed.dataflow.manifests import loaded_splits
+from energon_packed.dataflow.opened import OpenedSplits
 from energon_packed.dataflow.share import Share
 from energon_packed.encoding import StoredTokens
 from energon_packed.flavors import PackSample
@@ -48,6 +51,7 @@ class EnergonDistributor(Distributor):
     ) -> None:
         folders = loaded_splits(Path(path), split, trusted=trust_sample_loader)
         self._trusted = trust_sample_loader
+        self._opened = OpenedSplits(folders)
         self.path = Path(path) if Path(path).is_file() else folders[0].path
         self._settings: dict[str, Any] = {
             "split": split,
@@ -70,7 +74,7 @@ class EnergonDistributor(Distributor):
         since = 0
         config.worker_activate(number - skip)
         try:
-            for pack in dataset:
+            for pack in self._named(dataset):
                 config.worker_deactivate()
                 since += 1
                 number += since > skip
@@ -82,6 +86,10 @@ class EnergonDistributor(Distributor):
                 config.worker_activate(number)
         finally:
             config.worker_deactivate()
+
+    def _named(self, dataset: Any) -> Iterator[PackSample]:
+        with faults_named(self.path, self._settings["split"], self._opened):
+            yield from dataset
 
     def again(self, share: Share, keys: Any) -> list[Any]:
         """By Energon's restore keys."""
@@ -111,9 +119,10 @@ class EnergonDistributor(Distributor):
         source = EnergonSource(
             path=self.path,
             config=LoaderConfig(**self._settings, seed=share.seed, trust_sample_loader=self._trusted),
-            task_encoder=_Packs(one_pass=self._settings["epochs"] is not None, **self._buffer()),
+            task_encoder=_Packs(one_pass=self._settings["epochs"] is not None, opened=self._opened, **self._buffer()),
+            opened=self._opened,
             worker_config=_OneShare(
-                rank=share.index, world_size=share.count, num_workers=1, global_error_handler=_raise
+                rank=share.index, world_size=share.count, num_workers=1, global_error_handler=raise_placed
             ),
         )
         return source.dataset(share.epoch)
@@ -130,6 +139,7 @@ class _Packs(PackedTaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: PackSample) -> PackSample:
+        self.check_opened(sample)
         return sample
 
     @stateless
@@ -146,7 +156,3 @@ class _OneShare(WorkerConfig):
 
     def assert_worker(self) -> None:
         return None
-
-
-def _raise(error: Exception, *_: Any) -> None:
-    raise error

@@ -6,6 +6,7 @@ from typing import Any
 from energon_packed.dataflow.balance import Balance, BalancedOrder, check_balance
 from energon_packed.dataflow.distributors.base import Distributor, Item
 from energon_packed.dataflow.share import Share, shuffled
+from energon_packed.errors import FormatError, RecordError
 from energon_packed.packing.balance import CostModel
 
 
@@ -50,7 +51,14 @@ class MapDistributor(Distributor):
         """Reads what is wanted."""
         order = self.order(share)
         for number in range(start, len(order)):
-            yield Item(number, self.dataset[int(order[number])] if wanted(number) else None)
+            yield Item(number, self._value(int(order[number])) if wanted(number) else None)
+
+    def _value(self, place: int) -> Any:
+        """The item, or why it cannot be read: `max_failures` decides what that costs."""
+        try:
+            return self.dataset[place]
+        except (FormatError, RecordError) as error:
+            return error
 
     def again(self, share: Share, keys: Any) -> list[Any]:
         """By numbers, in one order."""

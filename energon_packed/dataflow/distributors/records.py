@@ -11,7 +11,8 @@ from energon_packed.dataflow.share import Share, shuffled
 from energon_packed.encoding import SampleSource
 from energon_packed.errors import RecordError
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.sources import Row
+from energon_packed.shards.opened import OpenedFiles
+from energon_packed.sources import Row, Source
 
 _PARTS_PER_SHARE = 4
 
@@ -24,6 +25,9 @@ class RecordDistributor(Distributor):
         shuffle: chunks in a new seeded order every epoch, and the records of each chunk too; one chunk is held in
             memory, of at most `chunk_limits` of its source (4 MiB of JSONL, 512 rows of Parquet).
         fingerprint: of what is read, for loader states.
+
+    Raises:
+        DataChangedError: while it is read, an input was replaced, changed or removed.
     """
 
     read_ahead = 256
@@ -32,6 +36,7 @@ class RecordDistributor(Distributor):
         self.reader = reader
         self.shuffle = shuffle
         self.fingerprint = fingerprint
+        self._opened = OpenedFiles(source.data for source in reader.sources if source.data.is_file())
         self._sample_sources = [SampleSource(str(source.path), {}) for source in reader.sources]
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
@@ -40,6 +45,7 @@ class RecordDistributor(Distributor):
 
     def chosen(self, share: Share, start: Any, wanted: Callable[[int], bool]) -> Iterator[Item]:
         """Makes conversations of the rows that are wanted."""
+        self._opened.check_all()
         place, used, number = start or (0, 0, 0)
         mine = self._mine(share)
         for at in range(place, len(mine)):
@@ -54,6 +60,8 @@ class RecordDistributor(Distributor):
 
     def again(self, share: Share, keys: Sequence[Any]) -> list[Any]:
         """By source and address."""
+        for source in {source for source, _, _ in keys}:
+            self._check_unchanged(self.reader.sources[source])
         return [self._value(source, self.reader.sources[source].read(address, size)) for source, address, size in keys]
 
     def identity(self) -> dict[str, Any]:
@@ -85,8 +93,23 @@ class RecordDistributor(Distributor):
         ]
 
     def _rows(self, share: Share, part: int, source: int, start: int, stop: int) -> Iterator[Row]:
+        """Rows of a chunk; its file is looked at before and after, as one that is cut just has fewer rows."""
         of = self.reader.sources[source]
+        self._check_unchanged(of)
         if not self.shuffle:
-            return of.scan(start, stop)
+            yield from of.scan(start, stop)
+            self._check_unchanged(of)
+            return
         held = of.held(start, stop)
-        return (of.row(held[place]) for place in shuffled(len(held), share, part, 1).tolist())
+        self._check_unchanged(of)
+        for place in shuffled(len(held), share, part, 1).tolist():
+            yield of.row(held[place])
+
+    def _check_unchanged(self, source: Source) -> None:
+        """Refuse an input that is not the one of before.
+
+        Raises:
+            DataChangedError: it was replaced, changed or removed.
+        """
+        if source.data in self._opened:
+            self._opened.check(source.data)

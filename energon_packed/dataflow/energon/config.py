@@ -14,6 +14,7 @@ _MINIMUM = {
     "shuffle_buffer_size": 1,
     "packing_buffer_size": 1,
     "max_failures": 0,
+    "timeout": 0,
 }
 
 
@@ -42,6 +43,8 @@ class LoaderConfig:
         max_failures: samples of this rank that may fail to load and are skipped; 0 raises the first failure.
         trust_sample_loader: load a dataset whose dataset.yaml or sample_loader.py is not what energon-packed writes,
             and run its code; see SECURITY.md.
+        timeout: seconds to wait for a batch or a state of the worker processes; 0 waits as long as they live. With it,
+            storage that hangs raises instead of waiting.
         rank, world_size: data-parallel place of this process; by default from torch.distributed, else 0 and 1.
         seed: offset of the shuffle seed.
 
@@ -64,6 +67,7 @@ class LoaderConfig:
     check_lengths: bool = True
     max_failures: int = 0
     trust_sample_loader: bool = False
+    timeout: float = 0
     rank: int | None = None
     world_size: int | None = None
     seed: int = 0
@@ -79,6 +83,8 @@ class LoaderConfig:
             raise ConfigError("`complete_epochs` is about repeating; leave it out with `epochs=1`")
         if not self.shuffle and self.epochs is None:
             raise ConfigError("`shuffle=False` reads in order for one epoch; set `epochs=1` with it")
+        if self.timeout and not self.num_workers:
+            raise ConfigError(f"`timeout` {self.timeout:g} needs worker processes; leave it out with `num_workers=0`")
         if self.even_ranks not in EVEN_RANKS:
             raise ConfigError(f"`even_ranks` is {self.even_ranks!r}; use one of {', '.join(EVEN_RANKS)}")
         if (self.rank is None) != (self.world_size is None):

@@ -14,35 +14,54 @@ from typing import Any
 import numpy as np
 
 from energon_packed.dataflow.manifests import loaded_splits
-from energon_packed.errors import EnergonPackedError, FormatError
+from energon_packed.dataflow.opened import OpenedSplits
+from energon_packed.dataflow.worker_errors import in_one_line
+from energon_packed.errors import DataChangedError, EnergonPackedError, FormatError
 from energon_packed.foreign import read_yaml
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import scan_tar
 from energon_packed.shards.split import shards_in_split
 
+NAME = "the loader of get_packed_loader"
 _NAMES = ("sample_loader", "part_filter")
 
 
 @contextmanager
-def faults_named(path: str | Path, split: str) -> Iterator[None]:
+def faults_named(path: str | Path, split: str, opened: OpenedSplits | None = None) -> Iterator[None]:
     """Turn an error of Energon into one that names the damaged file, where there is one.
 
     Args:
         path: dataset folder, or Metadataset.
         split: `train`, `val` or `test`.
+        opened: the tars as they were when the loader was made.
 
     Raises:
         FormatError: a file is damaged; the message names it and the remedy.
+        DataChangedError: a file was replaced, changed or removed.
+        WorkerError: a worker process died, or does not answer.
     """
     try:
         yield
-    except (EnergonPackedError, ImportError):  # a package that is not installed is no damage
+    except ImportError:  # a package that is not installed is no damage
         raise
     except Exception as error:
+        if found := in_one_line(error, NAME):
+            raise found from error
+        if isinstance(error, EnergonPackedError):
+            raise
+        if opened is not None:
+            _check_unchanged(opened, error)
         if fault := _fault(Path(path), split):
             raise FormatError(f"{fault} ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
         raise
+
+
+def _check_unchanged(opened: OpenedSplits, error: Exception) -> None:
+    try:
+        opened.check_all()
+    except DataChangedError as changed:
+        raise changed from error
 
 
 def _fault(path: Path, split: str) -> str | None:

@@ -7,7 +7,8 @@ import torch
 from megatron.energon import get_savable_loader
 
 from energon_packed.dataflow.batch import PackedBatch
-from energon_packed.dataflow.energon.faults import faults_named
+from energon_packed.dataflow.energon.answers import answer_while_alive
+from energon_packed.dataflow.energon.faults import NAME, faults_named
 from energon_packed.dataflow.energon.fingerprint import dataset_fingerprint
 from energon_packed.dataflow.energon.plain import from_plain, to_plain
 from energon_packed.dataflow.energon.redist import redistribute
@@ -17,6 +18,8 @@ from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.resharding import refuse_second_split
 from energon_packed.dataflow.share import check_place
 from energon_packed.dataflow.state import LOADER_VERSION, check_state, states_of
+from energon_packed.dataflow.worker_errors import end_workers, in_one_line
+from energon_packed.errors import DataChangedError, WorkerError
 
 
 class PackedLoader:
@@ -46,17 +49,25 @@ class PackedLoader:
         self._loader: Any = None
         self._stream: Iterator[Any] | None = None
         self._fingerprint: str | None = None
+        self._failed: Exception | None = None
 
     @property
     def energon_loader(self) -> Any:
         """The Energon loader of the current epoch, made when it is first needed."""
         if self._loader is None:
             dataset = self._source.dataset(self._epoch)
-            if self._fingerprint is None:
-                self._fingerprint = dataset_fingerprint(dataset.config())
+            found = dataset_fingerprint(dataset.config())
+            if self._fingerprint not in (None, found):
+                raise DataChangedError(
+                    f"{self._source.path} holds other packs than when the loader was made: it was packed or indexed "
+                    "again; make a new loader, as states that were saved before belong to what it held then"
+                )
+            self._fingerprint = found
             self._loader = get_savable_loader(dataset)
             # Energon always asks for pinned memory; without a GPU torch only warns.
             self._loader.pin_memory = torch.cuda.is_available()
+            self._loader.timeout = self._source.config.timeout
+            answer_while_alive(self._loader, self._source.config.timeout)
         return self._loader
 
     def __iter__(self) -> "PackedIterator":
@@ -98,13 +109,30 @@ class PackedLoader:
             returned = yield from self._rest()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this rank after the last batch returned: nested dicts and lists of numbers and strings."""
+        """State of this rank after the last batch returned: nested dicts and lists of numbers and strings.
+
+        Raises:
+            WorkerError: the loader failed, a worker process died, or does not answer within `timeout`.
+        """
+        self._refuse_failed()
         return self._identity() | {
             "epoch": self._epoch,
             "steps": self._steps,
             "last_restore_key": to_plain(self._last_restore_key),
-            "energon": to_plain(self.energon_loader.save_state_rank()),
+            "energon": to_plain(self._energon_state()),
         }
+
+    def _energon_state(self) -> Any:
+        loader = self.energon_loader
+        try:
+            return loader.save_state_rank()
+        except RuntimeError as error:  # torch raises wherever the main process is when a worker dies
+            found = error if isinstance(error, WorkerError) else in_one_line(error, NAME)
+            if found is None:
+                raise
+            self._failed = found
+            end_workers(loader._iterator)
+            raise found from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch at which `state` was saved; call it before iterating.
@@ -160,6 +188,7 @@ class PackedLoader:
 
     def _rest(self) -> Generator[PackedBatch, None, int]:
         """Batches of one epoch that were not returned yet, as many as `epoch_steps` says in all; and their number."""
+        self._refuse_failed()
         limit, before = self.epoch_steps, self._steps
         if self._stream is None:
             self._stream = self._read()
@@ -177,8 +206,20 @@ class PackedLoader:
         return returned
 
     def _read(self) -> Iterator[PackedBatch]:
-        with faults_named(self._source.path, self._source.config.split):
-            yield from self.energon_loader
+        try:
+            with faults_named(self._source.path, self._source.config.split, self._source.opened):
+                yield from self.energon_loader
+        except Exception as error:  # what comes next of a failed loader would be another place of the data
+            self._failed = error
+            if isinstance(error, WorkerError):
+                end_workers(self._loader._iterator)
+            raise
+
+    def _refuse_failed(self) -> None:
+        if self._failed is not None:
+            raise WorkerError(
+                f"the loader failed before ({self._failed}); make a new one, and load the state that was saved last"
+            ) from self._failed
 
     def _count(self, batch: PackedBatch) -> None:
         self._steps += 1

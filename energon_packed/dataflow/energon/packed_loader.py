@@ -13,6 +13,7 @@ from energon_packed.dataflow.energon.source import EnergonSource, worker_config_
 from energon_packed.dataflow.energon.task_encoder import PackedTaskEncoder
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.manifests import LoadedSplit, common_seq_len, loaded_splits, processor_for
+from energon_packed.dataflow.opened import OpenedSplits
 from energon_packed.dataflow.packers import BalancedPoolPacker, Packer, PoolPacker
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
@@ -59,7 +60,8 @@ def get_packed_loader(
     if isinstance(collator, PaddingFreeCollator):
         _warn_about_padding(collator, splits)
     packer = _packer_of(packer, config, seq_len)
-    failures = FailureLog(config.max_failures)
+    opened = OpenedSplits(splits)
+    failures = FailureLog(config.max_failures, unchanged=opened.check)
     worker_config = worker_config_of(config, failures.handle)
     task_encoder = PackedTaskEncoder(
         processor,
@@ -69,17 +71,29 @@ def get_packed_loader(
         on_failure=failures.handle,
         shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle else 1,
         check_lengths=config.check_lengths,
+        opened=opened,
     )
     folder = path if Path(path).is_file() else splits[0].path
-    source = EnergonSource(path=folder, config=config, task_encoder=task_encoder, worker_config=worker_config)
+    source = EnergonSource(
+        path=folder, config=config, task_encoder=task_encoder, worker_config=worker_config, opened=opened
+    )
     loader = PackedLoader(source, failures)
-    if config.complete_epochs and Path(folder).is_file():
+    _check_epochs(loader, source, splits)
+    return loader
+
+
+def _check_epochs(loader: PackedLoader, source: EnergonSource, splits: Sequence[LoadedSplit]) -> None:
+    """Refuse epochs that the data cannot give.
+
+    Raises:
+        ConfigError: as `_limit_epoch`, or a worker without packs in a loader that repeats.
+    """
+    if source.config.complete_epochs and Path(source.path).is_file():
         assert loader.energon_loader is not None  # raises for a blend that draws by weight: it has no epoch
-    if config.epochs is None:
-        check_every_worker_has_packs(splits, worker_config)
+    if source.config.epochs is None:
+        check_every_worker_has_packs(splits, source.worker_config)
     else:
         _limit_epoch(loader, source, splits)
-    return loader
 
 
 def _limit_epoch(loader: PackedLoader, source: EnergonSource, splits: Sequence[LoadedSplit]) -> None:

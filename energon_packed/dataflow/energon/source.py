@@ -10,6 +10,7 @@ from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.energon.config import LoaderConfig
 from energon_packed.dataflow.energon.faults import faults_named
 from energon_packed.dataflow.energon.task_encoder import PackedTaskEncoder
+from energon_packed.dataflow.opened import OpenedSplits
 from energon_packed.dataflow.share import place_of
 from energon_packed.dataflow.trust import check_trusted
 from energon_packed.errors import ConfigError, FormatError
@@ -28,12 +29,14 @@ class EnergonSource:
         config: of the loader.
         task_encoder: encodes packs and makes batches.
         worker_config: place of this process among the ranks.
+        opened: the tars as they are now; every epoch must find the same.
     """
 
     path: str | Path
     config: LoaderConfig
     task_encoder: PackedTaskEncoder
     worker_config: WorkerConfig
+    opened: OpenedSplits
 
     def dataset(self, epoch: int) -> "SavableDataset[PackedBatch]":
         """Batches of this rank for one epoch, or without end where `epochs` is None.
@@ -42,12 +45,14 @@ class EnergonSource:
             ConfigError: one epoch of a blend that draws by weight, a sample class that cannot be imported, or code of
                 a dataset that is not trusted.
             FormatError: a folder that is not indexed.
+            DataChangedError: a tar is not the one of before.
         """
+        self.opened.check_all()
         self._check_indexed()
         if not self.config.trust_sample_loader:
             check_trusted(self.path, dataset_config=CRUDE if self._needs_crude() else None)
         try:
-            with faults_named(self.path, self.config.split):
+            with faults_named(self.path, self.config.split, self.opened):
                 return self._dataset(epoch)
         except ImportError as error:
             raise ConfigError(

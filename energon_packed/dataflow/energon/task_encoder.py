@@ -21,6 +21,7 @@ from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.energon.cookers import cook_pack
 from energon_packed.dataflow.energon.one_pass import OnePass
+from energon_packed.dataflow.opened import OpenedSplits
 from energon_packed.dataflow.packers import Packer, Sizes
 from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.errors import EnergonPackedError
@@ -50,6 +51,7 @@ class PackedTaskEncoder(TaskEncoder):
         shuffle_buffer_size: packs in the shuffle buffer of `one_pass`.
         on_failure: called with the error and the pack when one of its samples cannot be encoded; when it returns,
             that sample is skipped and the others of the pack stay. None raises.
+        opened: the tars that may be read; one that was replaced or changed since raises. None does not look.
         check_lengths: a sample whose length differs from the recorded one raises, since its tokenizer, template or
             image settings are not those that it was packed with.
     """
@@ -67,6 +69,7 @@ class PackedTaskEncoder(TaskEncoder):
         shuffle_buffer_size: int = 1,
         on_failure: Callable[[Exception, Any], None] | None = None,
         check_lengths: bool = True,
+        opened: OpenedSplits | None = None,
     ) -> None:
         self.encoder = encoder
         self.collator = collator or PaddingFreeCollator()
@@ -75,6 +78,7 @@ class PackedTaskEncoder(TaskEncoder):
         self.shuffle_buffer_size = shuffle_buffer_size
         self.on_failure = on_failure
         self.check_lengths = check_lengths
+        self.opened = opened
 
     def build_encode_sample(
         self, dataset: "SavableDataset[PackSample]", *, worker_config: WorkerConfig
@@ -91,11 +95,21 @@ class PackedTaskEncoder(TaskEncoder):
     @stateless
     def postencode_sample(self, sample: PackSample) -> EncodedPack:
         """Encode every sub-sample; with packing on the fly, after the samples of a row are chosen."""
+        self.check_opened(sample)
         encoded = encode_pack(sample, self.encoder, check_lengths=self.check_lengths, on_failure=self.on_failure)
         if not encoded:
             raise SkipSample
         pack: EncodedPack = EncodedPack.derive_from(sample, samples=encoded)
         return pack
+
+    def check_opened(self, sample: Sample) -> None:
+        """Refuse a sample of a tar that is not the one that was opened.
+
+        Raises:
+            DataChangedError: it was replaced, changed or removed.
+        """
+        if self.opened is not None:
+            self.opened.check(sample.__sources__)
 
     def select_samples_to_pack(self, samples: list[PackSample]) -> list[list[PackSample]]:
         """Group a buffer of samples by the packer; one that cannot be measured or fits no row fails alone."""

@@ -1,0 +1,65 @@
+"""What a loader opened, so that it notices when a dataset is packed again, changed or removed under it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from energon_packed.dataflow.manifests import LoadedSplit
+from energon_packed.shards.opened import OpenedFiles
+from energon_packed.shards.split import shard_names
+
+
+def digests_of(one: LoadedSplit) -> Mapping[Path, str]:
+    """SHA-256 of each tar that packing.json lists."""
+    shards = one.manifest.shards if one.manifest is not None else ()
+    return {one.path / shard.name: shard.sha256 for shard in shards}
+
+
+class OpenedSplits:
+    """The tars that Energon reads, by the sources that it names.
+
+    Args:
+        splits: of the loader.
+
+    Raises:
+        FormatError: a tar is missing.
+    """
+
+    def __init__(self, splits: Sequence[LoadedSplit]) -> None:
+        digests: dict[Path, str] = {}
+        tars: dict[Path, None] = {}
+        for one in splits:
+            folder = one.path.resolve()
+            digests |= {folder / tar.name: digest for tar, digest in digests_of(one).items()}
+            tars |= dict.fromkeys(folder / name for name in shard_names(one.path).get(one.split, []))
+        self._shards = OpenedFiles(tars, digests)
+        self._found: dict[tuple[str, str], Path | None] = {}
+
+    def check(self, sources: Iterable[Any] | None) -> None:
+        """Refuse a sample whose tar is not the one of before.
+
+        Args:
+            sources: `__sources__` of a sample of Energon, or none.
+
+        Raises:
+            DataChangedError: a tar was replaced, changed or removed.
+        """
+        for source in sources or ():
+            if (tar := self._tar(str(source.dataset_path), str(getattr(source, "shard_name", "")))) is not None:
+                self._shards.check(tar)
+
+    def check_all(self) -> None:
+        """`check` for every tar.
+
+        Raises:
+            DataChangedError: as `check`.
+        """
+        self._shards.check_all()
+
+    def _tar(self, folder: str, name: str) -> Path | None:
+        """The tar of a source; None for what is none of ours, such as an auxiliary file."""
+        key = (folder, name)
+        if key not in self._found:
+            tar = Path(folder).resolve() / name
+            self._found[key] = tar if tar in self._shards else None
+        return self._found[key]
