@@ -12,6 +12,7 @@ LOADER_VERSION = 3
 """Version of the states of `PackedLoader`; 1 and 2 were objects."""
 GATHERED = "ranks"
 """Name of the states of all ranks, in what `gather_state` returns."""
+_OF_DATA = ("dataset ", "distributor_dataset ", "distributor_content ")
 
 
 def gather_state(loader: Any, group: Any = None) -> dict[str, Any]:
@@ -78,6 +79,11 @@ def check_state(state: Any, version: int, identity: dict[str, Any] | None = None
             raise BatchError(
                 f"{'; '.join(differ)}: pass `allow_changed_weights=True` to the loader to go on with the new ones "
                 "from where each data set is, or restore the old ones"
+            )
+        if all(one.startswith(_OF_DATA) for one in differ):
+            raise BatchError(
+                f"the saved state is of other data ({'; '.join(differ)}): it was packed again or changed since; "
+                "restore the data of then, or start without the state"
             )
         ranks = any(one.startswith("world_size ") for one in differ)
         redist = "redistribute it with `energon-packed state redist`, " if ranks else ""

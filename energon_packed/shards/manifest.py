@@ -12,6 +12,7 @@ import orjson
 
 from energon_packed.errors import FormatError
 from energon_packed.foreign import check_inner, visible
+from energon_packed.formats import CODECS
 from energon_packed.shards.files import write_whole
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.typed import typed
@@ -194,6 +195,11 @@ class PackingManifest:
             if isinstance(error, FormatError):
                 raise
             raise FormatError(f"{file} is not a packing manifest: {visible(str(error))}") from error
+        if manifest.sample_class not in CODECS:
+            raise FormatError(
+                f"{file} names the unknown sample class {visible(manifest.sample_class)!r}, and not one of "
+                f"{', '.join(CODECS)}; copy it again or pack the data again"
+            )
         for name, value in (("seq_len", manifest.seq_len), ("pad_multiple", manifest.pad_multiple)):
             if not 1 <= value <= _LONGEST:
                 raise FormatError(f"{file} has {name} {value}; it must be from 1 to {_LONGEST}; pack the data again")

@@ -5,6 +5,7 @@ Tars are read, not mapped: a mapped file that another process cuts, or a disk th
 
 import io
 import os
+import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from energon_packed.foreign import IrregularFile, open_regular
 from energon_packed.shards.opened import OpenedFiles
 from energon_packed.shards.streams import Streams
 
+META = re.compile(r"__[^/]*__($|/)")
+"""Names of WebDataset's metadata members, which belong to no pack."""
 _BLOCK = tarfile.BLOCKSIZE
 
 
@@ -70,8 +73,15 @@ class ShardReader:
         """
         raw: dict[str, Any] = {}
         for name, content in self.members(pack):
+            if META.match(name):
+                continue
             key, part = split_name(name)
-            raw.setdefault("__key__", key)
+            if raw.setdefault("__key__", key) != key:
+                tar = self.tars[self.locate(pack)[0]]
+                raise FormatError(
+                    f"{tar.with_suffix('.tar.idx')} does not match {tar.name}: pack {pack} has members of {key} and "
+                    f"{raw['__key__']}; run energon-packed nv-meta, or pack again"
+                )
             raw[part] = content
         return raw
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from energon_packed.errors import FormatError
 from energon_packed.foreign import IrregularFile, open_regular
 from energon_packed.formats import CODECS, READ_ONLY
+from energon_packed.shards.reader import META
 from energon_packed.shards.tar import ShardRows
 
 _SPLIT = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
-_META = re.compile(r"__[^/]*__($|/)")  # WebDataset's metadata members
 _MOST_PROBLEMS = 20
 NOT_FOLLOWED = ", which is never followed; store files only"
 """End of the problem of a member that is a link or a device."""
@@ -108,7 +108,7 @@ def scan_tar(path: Path) -> TarScan:
                 if not (info.isreg() or info.isdir()):
                     what = "link" if info.issym() or info.islnk() else "device"
                     problems.append(f"{info.name} is a {what}{NOT_FOLLOWED}")
-                if info.isreg() and not _META.match(info.name):
+                if info.isreg() and not META.match(info.name):
                     found = _SPLIT.fullmatch(info.name)
                     key, part = found.groups() if found else ("", "")
                     members.append(Member(info.name, key, part, info.offset, info.offset_data, info.size))

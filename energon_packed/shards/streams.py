@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from energon_packed.foreign import open_regular
+from energon_packed.system import most_open
 
 _MOST_OPEN = 128  # tars; the usual limit of descriptors is 1024
 _numbers = itertools.count()
@@ -42,7 +43,7 @@ class Streams:
         stream = _open.get(key)
         if stream is None:
             stream = _open[key] = open_regular(tar)
-            if len(_open) > _MOST_OPEN:
+            while len(_open) > most_open(_MOST_OPEN):
                 _open.popitem(last=False)  # closed when no thread reads it any more
             return stream
         _open.move_to_end(key)

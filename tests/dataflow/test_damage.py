@@ -70,7 +70,8 @@ def test_a_damaged_file_is_named_or_harmless(
     assert len(whole) == SAMPLES
     files = sorted(path.relative_to(packed) for path in packed.rglob("*") if path.is_file())
     chosen = [name for name in files if name.suffix == "" or not name.name.endswith(("01.tar", "02.tar"))]
-    silent = []
+    silent: list[str] = []
+    named = equal = differ = 0
     for name in chosen:
         for number in range(1 if damage is delete else DAMAGES):
             rng = random.Random(f"{name} {damage.__name__} {number}")
@@ -81,13 +82,20 @@ def test_a_damaged_file_is_named_or_harmless(
             try:
                 found = sorted(read(copy, text_encoder))
             except EnergonPackedError as error:
+                named += 1
                 if str(copy) not in str(error):
                     silent.append(f"{damage.__name__} {number} of {name} is not named: {error}")
             except Exception as error:
                 silent.append(f"{damage.__name__} {number} of {name}: {type(error).__name__} {error}")
             else:
+                equal += found == whole
+                differ += found != whole
                 content_may_differ = name.suffix == ".tar" and damage is flip  # what only `verify` notices
                 if len(found) < SAMPLES or (found != whole and not content_may_differ):
                     silent.append(f"{damage.__name__} {number} of {name}: {len(found)} samples of {SAMPLES}")
             shutil.rmtree(copy)
+    print(
+        f"\n{damage.__name__} {read.__name__}: {len(chosen)} files, {named + equal + differ} damages: {named} named, "
+        f"{equal} harmless, {differ} of content that only verify tells"
+    )
     assert not silent, "\n".join(silent)

@@ -19,7 +19,7 @@ from energon_packed import (
     pack,
 )
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.shards import reader
+from energon_packed.shards import streams
 from tests.conftest import FLAVORS
 
 
@@ -67,7 +67,7 @@ def test_any_order_negative_numbers_and_the_end(pack_demo: Any, encoder: ChatEnc
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_data_loader_workers(pack_demo: Any, encoder: ChatEncoder, method: str) -> None:
     dataset = PackedDataset(pack_demo(max_packs_per_shard=3).shards, encoder)
-    expected = [dataset[index] for index in range(len(dataset))]  # the parent has its shards mapped
+    expected = [dataset[index] for index in range(len(dataset))]  # the parent has its shards open
     workers = 2 if method == "fork" else 1  # a spawned one imports everything anew
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=2, num_workers=workers, multiprocessing_context=method, collate_fn=PaddingFreeCollator()
@@ -82,13 +82,12 @@ def test_data_loader_workers(pack_demo: Any, encoder: ChatEncoder, method: str) 
 def test_it_can_be_pickled_and_few_shards_are_open(
     pack_demo: Any, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_MOST_OPEN", 2)
+    monkeypatch.setattr(streams, "_MOST_OPEN", 2)
     dataset = PackedDataset(pack_demo(max_packs_per_shard=1).shards, encoder)
     assert len(dataset.reader.tars) > 3
     expected = [dataset[index] for index in range(len(dataset))]
-    assert len(dataset.reader._maps) == 2
+    assert len(streams._open) == 2
     copied = pickle.loads(pickle.dumps(dataset.reader))
-    assert not copied._maps
     assert [copied[i]["__key__"] for i in range(len(copied))] == [f"pack_{i:08d}" for i in range(len(dataset))]
     assert same(dataset[0], expected[0])
 

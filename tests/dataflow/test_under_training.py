@@ -179,7 +179,7 @@ def replace_by_fifo(folder: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("reader", READERS)
 def test_damage_between_epochs_is_named(tmp_path: Path, reader: Reader, workers: int) -> None:
-    for number, damage in enumerate([remove, cut, zero, replace_by_fifo]):
+    for number, damage in enumerate([remove, zero] if workers else [remove, cut, zero, replace_by_fifo]):
         folder = tmp_path / str(number)
         folder.mkdir()
         path = packed(folder)
@@ -222,7 +222,9 @@ def test_packing_again_under_a_job_mixes_nothing(tmp_path: Path, reader: Reader,
         assert seen == WHOLE
         assert reader in (by_dataflow, by_distributor)  # they read ahead: all files are open already
     if state is not None:
-        with pytest.raises(BatchError, match="saved, .* now"):
+        with pytest.raises(
+            BatchError, match=r"the saved state is of other data \(.* saved, .* now\): it was packed again"
+        ):
             reader(path, workers).load_state_dict(state)
     assert min(read_all(reader(path, workers)).values()) >= NEW
 
@@ -321,12 +323,12 @@ def test_a_killed_worker_is_one_error_and_the_state_is_good(tmp_path: Path, read
         assert [tokens(batch) for batch in batches] == whole[len(read) :]
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", [by_energon, by_dataset, by_dataflow])
 def test_storage_that_hangs_is_one_error_after_the_timeout(tmp_path: Path, reader: Reader) -> None:
     path, encoder = packed(tmp_path), Faulty(tmp_path, hangs=True)
     encoder.flag.touch()
-    batches = reader(path, 2, encoder, timeout=10)
-    with pytest.raises(RuntimeError, match="timed out after 10|no batch for 10.* seconds, its `timeout`") as caught:
+    batches = reader(path, 2, encoder, timeout=4)
+    with pytest.raises(RuntimeError, match="timed out after 4|no batch for 4.* seconds, its `timeout`") as caught:
         read_all(batches)
     if reader is by_dataset:
         return
