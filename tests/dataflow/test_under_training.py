@@ -71,6 +71,7 @@ class Faulty(StoredTokens):
     def encode_row(self, ids: Any, input_ids: Any, labels: Any, cu_seqlens: Any) -> Any:
         if "r13" in ids and self.flag.exists():
             if self.hangs:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what waits for a disk is deaf to it
                 os.open(self.fifo, os.O_RDONLY)  # nobody ever writes to it
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode_row(ids, input_ids, labels, cu_seqlens)
@@ -323,16 +324,13 @@ def test_a_killed_worker_is_one_error_and_the_state_is_good(tmp_path: Path, read
         assert [tokens(batch) for batch in batches] == whole[len(read) :]
 
 
-@pytest.mark.parametrize("reader", [by_energon, by_dataset, by_dataflow])
+@pytest.mark.parametrize("reader", [by_energon, by_dataflow])
 def test_storage_that_hangs_is_one_error_after_the_timeout(tmp_path: Path, reader: Reader) -> None:
     path, encoder = packed(tmp_path), Faulty(tmp_path, hangs=True)
     encoder.flag.touch()
     batches = reader(path, 2, encoder, timeout=4)
-    with pytest.raises(RuntimeError, match="timed out after 4|no batch for 4.* seconds, its `timeout`") as caught:
+    with pytest.raises(WorkerError, match="got no batch for 4.* seconds, its `timeout`: a file system that hangs"):
         read_all(batches)
-    if reader is by_dataset:
-        return
-    assert isinstance(caught.value, WorkerError)
     assert not multiprocessing.active_children()  # or Python would wait for them when it exits
 
 
