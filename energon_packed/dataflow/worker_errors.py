@@ -7,6 +7,7 @@ turns an error of a worker into its whole traceback.
 import contextlib
 import re
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch.utils.data._utils import signal_handling
@@ -25,7 +26,7 @@ _SIGNALS = {
     "Bus error": "shared memory is full, or an input file was truncated while it was read: enlarge /dev/shm, or use "
     "fewer workers",
 }
-_CRASHED = "set `num_workers=0` to see why"
+_CRASHED = "too little memory, or a crash: use fewer workers, or `num_workers=0` to see why"
 _RESUME = "the state that was saved last is good: load it in a new loader"
 
 
@@ -53,6 +54,21 @@ def in_one_line(error: BaseException, loader: str) -> EnergonPackedError | None:
     return None
 
 
+def lost_worker(error: BaseException, loader: str, batches: Any) -> WorkerError | None:
+    """The error of a connection to a worker that died, as which torch may notice it first; None for what is none."""
+    workers = getattr(batches, "_workers", None)
+    if not workers or not isinstance(error, OSError | EOFError):
+        return None
+    wait([worker.sentinel for worker in workers], timeout=1)  # its connections close before it is gone
+    dead = dead_workers(batches)
+    if not dead:
+        return None
+    return WorkerError(
+        f"a worker process of {loader} (pid {dead[0]}) exited unexpectedly ({type(error).__name__}): "
+        f"{_CRASHED}; {_RESUME}"
+    )
+
+
 def watched(batches: Iterator[Any], loader: str) -> Iterator[Any]:
     """What an iterator of torch's DataLoader gives; after the death of a worker, the others are ended.
 
@@ -63,7 +79,7 @@ def watched(batches: Iterator[Any], loader: str) -> Iterator[Any]:
     try:
         yield from batches
     except Exception as error:
-        found = in_one_line(error, loader)
+        found = in_one_line(error, loader) or lost_worker(error, loader, batches)
         if found is None:
             raise
         if isinstance(found, WorkerError):

@@ -37,6 +37,7 @@ from energon_packed import (
     pack,
 )
 from energon_packed.cli.main import cli
+from energon_packed.dataflow.worker_errors import end_workers, lost_worker, watched
 from energon_packed.encoding import StoredTokens
 
 RECORDS, NEW = 24, 5000  # tokens of records that replace others begin at NEW
@@ -288,7 +289,7 @@ def test_a_corrupt_sample_is_named_or_counted(tmp_path: Path, reader: Reader, wo
     assert sum(batches.failures.counts.values()) == 1
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", RESUMING)
 def test_a_killed_worker_is_one_error_and_the_state_is_good(tmp_path: Path, reader: Reader) -> None:
     path, encoder = packed(tmp_path), Faulty(tmp_path)
     whole = [tokens(batch) for batch in reader(path, 2, encoder)]
@@ -299,14 +300,11 @@ def test_a_killed_worker_is_one_error_and_the_state_is_good(tmp_path: Path, read
         with pytest.raises(RuntimeError, match="pid.*killed by signal: Killed|exited unexpectedly") as caught:
             for batch in batches:
                 read.append(tokens(batch))
-                if reader is not by_dataset:
-                    states.append(batches.state_dict())
-        if isinstance(caught.value, WorkerError) or reader is by_dataset:
+                states.append(batches.state_dict())
+        if isinstance(caught.value, WorkerError):
             break
     assert read == whole[: len(read)]
     assert len(read) < len(whole)
-    if reader is by_dataset:  # torch raises it itself
-        return
     assert isinstance(caught.value, WorkerError)
     assert "\n" not in str(caught.value)
     assert "the state that was saved last is good" in str(caught.value)
@@ -322,6 +320,36 @@ def test_a_killed_worker_is_one_error_and_the_state_is_good(tmp_path: Path, read
             batches.state_dict()
     else:
         assert [tokens(batch) for batch in batches] == whole[len(read) :]
+
+
+def test_a_killed_worker_of_stock_torch_is_an_error_too(tmp_path: Path) -> None:
+    path, encoder = packed(tmp_path), Faulty(tmp_path)
+    encoder.flag.touch()
+    iterator = iter(by_dataset(path, 2, encoder))
+    of_torch = signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # it raises anywhere: not here
+    with pytest.raises((RuntimeError, OSError, EOFError)):
+        read_all(iterator)
+    end_workers(iterator)
+    signal.signal(signal.SIGCHLD, of_torch)
+
+
+def test_a_connection_to_a_dead_worker_is_its_death() -> None:
+    """As torch notices it where a tensor comes in shared memory: ConnectionResetError, before the signal."""
+    context = multiprocessing.get_context("fork")
+    worker = context.Process(target=os.abort)
+    batches = type("Batches", (), {"_workers": [worker], "_shutdown_workers": lambda self: None})()
+
+    def lost() -> Iterator[Any]:
+        worker.start()
+        yield from ()
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    found = lost_worker(next(watched(lost(), "X")), "X", batches)
+    assert isinstance(found, WorkerError)
+    assert re.search(r"worker process of X \(pid \d+\) exited unexpectedly \(ConnectionResetError\)", str(found))
+    assert lost_worker(ValueError("other"), "X", batches) is None
 
 
 @pytest.mark.parametrize("reader", [by_energon, by_dataflow])

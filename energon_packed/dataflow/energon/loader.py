@@ -18,7 +18,7 @@ from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.resharding import refuse_second_split
 from energon_packed.dataflow.share import check_place
 from energon_packed.dataflow.state import LOADER_VERSION, check_state, states_of
-from energon_packed.dataflow.worker_errors import end_workers, in_one_line
+from energon_packed.dataflow.worker_errors import end_workers, in_one_line, lost_worker
 from energon_packed.errors import DataChangedError, WorkerError
 
 
@@ -208,11 +208,19 @@ class PackedLoader:
     def _read(self) -> Iterator[PackedBatch]:
         try:
             with faults_named(self._source.path, self._source.config.split, self._source.opened):
-                yield from self.energon_loader
+                yield from self._connected()
         except Exception as error:  # what comes next of a failed loader would be another place of the data
             self._failed = error
             if isinstance(error, WorkerError):
                 end_workers(self._loader._iterator)
+            raise
+
+    def _connected(self) -> Iterator[PackedBatch]:
+        try:
+            yield from self.energon_loader
+        except (OSError, EOFError) as error:
+            if (found := lost_worker(error, NAME, self._loader._iterator)) is not None:
+                raise found from error
             raise
 
     def _refuse_failed(self) -> None:
