@@ -326,9 +326,7 @@ def test_a_killed_worker_of_stock_torch_is_an_error_too(tmp_path: Path) -> None:
     path, encoder = packed(tmp_path), Faulty(tmp_path)
     encoder.flag.touch()
     iterator = iter(by_dataset(path, 2, encoder))
-    of_torch = signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # it raises anywhere: not here
+    of_torch = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it raises anywhere: not here
     with pytest.raises((RuntimeError, OSError, EOFError)):
         read_all(iterator)
     end_workers(iterator)
