@@ -86,7 +86,8 @@ class LoadedSplit:
         if not encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
             raise ConfigError(
                 f"{self.path} was packed with another tokenizer, chat template, image settings or loss_on than this "
-                f"encoder; packing.json names {self.manifest.encoder}; use those, or set `check_encoder=False` if the "
+                f"encoder, or by an earlier release that encoded differently; packing.json names "
+                f"{self.manifest.encoder}; use those, pack the data again, or set `check_encoder=False` if the "
                 "difference is intended"
             )
 

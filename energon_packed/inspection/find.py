@@ -11,6 +11,7 @@ from typing import Any
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.index import open_sqlite_index
+from energon_packed.shards.manifest import NewerFormatError
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.scan import NOT_FOLLOWED, TarScan, scan_tar
 from energon_packed.shards.split import dataset_folder
@@ -47,6 +48,8 @@ class PackFinder:
         """packing.json, where there is one."""
         try:
             return PackingManifest.load(self.folder) if self.folder else None
+        except NewerFormatError:
+            raise
         except FormatError:
             return None
 

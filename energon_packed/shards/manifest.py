@@ -22,6 +22,10 @@ FILE_NAME = "packing.json"
 _LONGEST = 2**31 - 1  # tokens in a row: cu_seqlens are int32
 
 
+class NewerFormatError(FormatError):
+    """A newer release wrote the manifest: nothing is known of the dataset, and nothing of it may be replaced."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
     """Manifest entry of one shard.
@@ -186,8 +190,9 @@ class PackingManifest:
             value = orjson.loads(file.read_bytes())
             found = value["format_version"]
             if found > FORMAT_VERSION:
-                raise FormatError(
-                    f"{file} has format version {found}, but this version reads at most {FORMAT_VERSION}; upgrade it"
+                raise NewerFormatError(
+                    f"{file} has format version {found}, and this release reads up to {FORMAT_VERSION}; upgrade "
+                    "energon-packed, or pack the data again"
                 )
             manifest = typed(cls, value)
             check_inner(shard.name for shard in manifest.shards)

@@ -8,7 +8,7 @@ from typing import Any
 from energon_packed.errors import FormatError
 from energon_packed.formats import codec_for, codec_of
 from energon_packed.shards.index import write_tar_index
-from energon_packed.shards.manifest import FILE_NAME, PackingManifest
+from energon_packed.shards.manifest import FILE_NAME, NewerFormatError, PackingManifest
 from energon_packed.shards.nv_meta import NV_META, SPLITS, write_nv_meta
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import scan_tar
@@ -50,7 +50,8 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
 
     Raises:
         FormatError: there is no tar, a tar has faulty members, a key is in two tars, or a pack is not of the flavor.
-            split.yaml is broken or has splits of other names. Nothing is written then.
+            split.yaml is broken or has splits of other names, or packing.json is of a newer release. Nothing is
+            written then.
         ConfigError: an unknown flavor.
     """
     if not any(folder.glob("*.tar")) and any((folder / "webdataset").glob("*.tar")):
@@ -148,6 +149,8 @@ def _stale_manifest(folder: Path, summaries: list[ShardSummary], splits: dict[st
         return False
     try:
         entries = PackingManifest.load(folder).shards
+    except NewerFormatError:
+        raise
     except FormatError:
         return True
     split_of = {name: split for split, names in splits.items() for name in names}

@@ -1,0 +1,168 @@
+"""Files of another version: an earlier release's go on or are refused with the remedy, a newer one's are refused."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from energon_packed import (
+    BatchError,
+    ChatEncoder,
+    ConfigError,
+    DataflowLoader,
+    FormatError,
+    JointLoader,
+    MapDistributor,
+    PackedDataset,
+    get_packed_loader,
+    pack,
+    steps_per_epoch,
+)
+from energon_packed.cli.main import cli
+from energon_packed.dataflow.energon.redist import redistribute
+from energon_packed.integrations.gathered import gathered, of_this_rank
+from energon_packed.integrations.rows import Rows
+from energon_packed.metadataset import make_blend
+from energon_packed.pipeline import keys
+from energon_packed.version import FORMAT_VERSION
+
+HERE = Path(__file__).parent
+ITEMS = [{"id": f"s{n}", "input_ids": [n] * 3} for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the dataset that the states are of."""
+    return shutil.copytree(HERE / "identity-6" / "captions-text", tmp_path_factory.mktemp("states") / "texts")
+
+
+@pytest.fixture(scope="module")
+def golden_encoder() -> ChatEncoder:
+    return ChatEncoder.from_pretrained(HERE / "tokenizer")
+
+
+def torch_loader() -> DataflowLoader:
+    return DataflowLoader(MapDistributor(ITEMS), seed=3)
+
+
+def test_states_of_an_earlier_release_go_on(texts: Path, golden_encoder: ChatEncoder) -> None:
+    saved = json.loads((HERE / "states" / "loader-3.json").read_text())
+    loaders: dict[str, Any] = {
+        "get_packed_loader": get_packed_loader(texts, golden_encoder, num_workers=0, seed=3),
+        "DataflowLoader": DataflowLoader(MapDistributor(PackedDataset(texts, golden_encoder)), seed=3),
+    }
+    for name, loader in loaders.items():
+        loader.load_state_dict(saved[name]["state"])
+        found = [batch.ids for batch in islice(loader, 2)]
+        assert found[0] == saved[name]["next"], name
+        assert found[1] != found[0]  # otherwise the state would prove nothing
+
+
+def test_a_state_that_was_an_object_is_refused(texts: Path, golden_encoder: ChatEncoder) -> None:
+    loader = get_packed_loader(texts, golden_encoder, num_workers=0, seed=3)
+    state = torch.load(HERE / "states" / "loader-2.pt", weights_only=True)
+    with pytest.raises(
+        BatchError, match="has version 2, and this release reads version 3; finish the run with the rele"
+    ):
+        loader.load_state_dict(state)
+
+
+def joint() -> JointLoader:
+    return JointLoader({"a": torch_loader(), "b": torch_loader()}, {"a": 1, "b": 2})
+
+
+STATES: dict[str, Callable[[], tuple[Callable[[Any], object], dict[str, Any]]]] = {
+    "torch": lambda: (torch_loader().load_state_dict, torch_loader().state_dict()),
+    "joint": lambda: (joint().load_state_dict, joint().state_dict()),
+    "rows": lambda: (Rows(torch_loader()).restore, Rows(torch_loader()).state_after(0)),
+    "gathered": lambda: (of_this_rank, gathered(torch_loader().state_dict())),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("step", [-1, 1])
+def test_states_of_every_other_version_are_refused(name: str, step: int) -> None:
+    load, state = STATES[name]()
+    load(state)
+    other = state["version"] + step
+    message = (
+        f"has version {other}, and this release reads version {state['version']}; finish the run with the release"
+    )
+    with pytest.raises(BatchError, match=message):
+        load(state | {"version": other})
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_states_of_energon_of_every_other_version_are_refused(
+    texts: Path, golden_encoder: ChatEncoder, step: int
+) -> None:
+    loader = get_packed_loader(texts, golden_encoder, num_workers=0)
+    state = loader.state_dict() | {"version": 3 + step}
+    for load in (loader.load_state_dict, lambda one: redistribute([one], 2)):
+        with pytest.raises(
+            BatchError, match=f"has version {3 + step}, and this release reads version 3; finish the run"
+        ):
+            load(state)
+
+
+@pytest.fixture
+def newer(texts: Path, tmp_path: Path) -> Path:
+    """A dataset that says that it has the next format version."""
+    out = shutil.copytree(texts, tmp_path / "newer")
+    file = out / "webdataset" / ".nv-meta" / "packing.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": FORMAT_VERSION + 1}))
+    return out
+
+
+def test_python_refuses_a_newer_format(newer: Path, golden_encoder: ChatEncoder) -> None:
+    for use in (
+        lambda: PackedDataset(newer, golden_encoder),
+        lambda: get_packed_loader(newer, golden_encoder),
+        lambda: steps_per_epoch(newer),
+        lambda: make_blend([(newer, None)]),
+    ):
+        with pytest.raises(
+            FormatError, match=r"format version 2, and this release reads up to 1; upgrade energon-packed"
+        ):
+            use()
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "report", "metadataset", "nv-meta"])
+def test_commands_refuse_a_newer_format(newer: Path, tmp_path: Path, command: str) -> None:
+    before = {file: file.read_bytes() for file in newer.rglob("*") if file.is_file()}
+    place = {"nv-meta": [newer / "webdataset"], "metadataset": [tmp_path / "mix.yaml", newer]}.get(command, [newer])
+    done = CliRunner().invoke(cli, [command, *map(str, place)])
+    assert isinstance(done.exception, FormatError), done.output
+    assert re.search("has format version 2, and this release reads up to 1; upgrade energon", str(done.exception))
+    assert before == {file: file.read_bytes() for file in newer.rglob("*") if file.is_file()}
+
+
+def test_restart_files_of_another_release_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"seq_len": 160, "workers": 1, "sample_class": "PackedTokensSample"}
+    inputs, tokenizer = HERE / "inputs" / "texts.jsonl", HERE / "tokenizer"
+
+    def run(**more: Any) -> tuple[dict[str, int], bytes]:
+        result = pack(inputs, output_dir=tmp_path / "out", tokenizer=tokenizer, **{**options, **more})
+        return result.manifest.counters, next(result.shards.glob("*.tar")).read_bytes()
+
+    first, content = run()
+    assert first == {"measured": 5, "tokenized": 5, "reused": 0}
+    assert run(seq_len=150, overwrite=True)[0] == {"measured": 0, "tokenized": 0, "reused": 5}
+    monkeypatch.setattr(keys, "_MEASURE_VERSION", keys._MEASURE_VERSION + 1)
+    with pytest.raises(
+        ConfigError, match=r"holds shards of another run .*; set `overwrite` to replace them, or use an"
+    ):
+        run()
+    assert run(overwrite=True) == (first, content)
+
+
+def test_the_states_are_of_different_batches() -> None:
+    ids = [batch.ids for batch in islice(torch_loader(), 6)]
+    assert len(set(map(str, ids))) == 6
