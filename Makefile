@@ -2,15 +2,24 @@
 # make test   set up if needed, all checks and all tests
 # make lint   checks only          make docs   the pages, into site/          make bench   benchmarks
 # make test-trainers   the tests of Lightning, Fabric and DeepSpeed, in an environment of their own
+# make test-lowest   all tests with the oldest versions that pyproject.toml allows, in an environment of their own
+# make hard     the tests that have a long form, in that form: hours
+# make coverage   all tests with line coverage of every process; fails below the limit in pyproject.toml
 PYTHON ?= python3
 VENV ?= .venv
 TRAINERS_VENV ?= .venv-trainers
+LOWEST_VENV ?= .venv-lowest
 BIN := $(VENV)/bin
 DEMO_OUT ?= demo-out
+TESTS ?= tests
+
+# What the long form of each test counts; tests/test_make.py compares the names with those that the tests read.
+HARD := ENERGON_PACKED_FUZZ=20000 ENERGON_PACKED_DAMAGES=200 ENERGON_PACKED_KILLS=40 ENERGON_PACKED_SOAK=200
+HARD_TESTS ?= $(shell grep -rlE --include='test_*.py' '"ENERGON_PACKED_(FUZZ|DAMAGES|KILLS|SOAK)"' tests)
 
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test test-trainers lint docs unit bench setup clean
+.PHONY: demo test test-trainers test-lowest hard coverage lint docs unit bench setup clean
 
 setup: $(VENV)/.installed
 
@@ -49,8 +58,30 @@ $(TRAINERS_VENV)/.installed: pyproject.toml constraints.txt tests/trainers/requi
 test-trainers: $(TRAINERS_VENV)/.installed
 	$(TRAINERS_VENV)/bin/python -m pytest tests/trainers
 
+# trl requires newer versions than these; the tests read the chat templates in it.
+$(LOWEST_VENV)/.installed: pyproject.toml constraints-lowest.txt
+	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt \
+	  -e '.[ray,megatron,transformers-train,report]' hatchling hypothesis pytest pytest-xdist torchdata
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt trl
+	touch $@
+
+test-lowest: $(LOWEST_VENV)/.installed
+	$(LOWEST_VENV)/bin/python -m pytest -n 2 $(TESTS)
+
+hard: setup
+	$(HARD) $(BIN)/python -m pytest -n 2 $(HARD_TESTS)
+
+coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
+coverage: setup
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n 2 $(TESTS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
 bench: setup
 	for script in tools/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(TRAINERS_VENV) $(DEMO_OUT) site
+	rm -rf $(VENV) $(TRAINERS_VENV) $(LOWEST_VENV) $(DEMO_OUT) site .coverage .coverage.*

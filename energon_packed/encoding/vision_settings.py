@@ -210,7 +210,8 @@ def _installed(folder: Path, values: dict[str, int], named: str | None) -> Any:
     Raises:
         ConfigError: Transformers cannot load it.
     """
-    from transformers import AutoImageProcessor
+    # Transformers before 5.12 exports the name only where torchvision is installed.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     try:
         return AutoImageProcessor.from_pretrained(str(folder), trust_remote_code=False, **values)

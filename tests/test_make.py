@@ -1,0 +1,76 @@
+"""What make, pyproject.toml and the files of versions say of each other."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NOT_LOWEST = {"torch"}
+"""Kept at the tested version: PyPI has no older build of it without CUDA packages."""
+
+
+def pins(name: str) -> dict[str, Version]:
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    return {canonicalize_name(package): Version(version) for package, version in (line.split("==") for line in lines)}
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    lists = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] for extra in extras)]
+    return [Requirement(one) for group in lists for one in group]
+
+
+def test_the_tested_versions_are_allowed_and_complete() -> None:
+    tested = pins("constraints.txt")
+    for one in requirements(*PROJECT["optional-dependencies"]):
+        name = canonicalize_name(one.name)
+        assert name in tested, f"constraints.txt has no {name}"
+        assert one.specifier.contains(tested[name]), one
+
+
+def test_the_lowest_versions_are_those_of_pyproject() -> None:
+    lowest, tested = pins("constraints-lowest.txt"), pins("constraints.txt")
+    floors: dict[str, Version] = {}
+    for one in requirements("ray", "megatron", "transformers-train", "report", "dev"):
+        (floor,) = [Version(s.version) for s in one.specifier if s.operator == ">="] or [None]
+        name = canonicalize_name(one.name)
+        assert floor is None or floors.setdefault(name, floor) == floor, f"{name} has two floors"
+    for name, version in lowest.items():
+        if name in NOT_LOWEST:
+            assert version == tested[name]
+        else:  # the first release of 3.2 may be 3.2.0.post0
+            assert version.release[: len(floors[name].release)] == floors[name].release, name
+    needed = {canonicalize_name(one.name) for one in requirements("ray", "megatron", "transformers-train", "report")}
+    assert needed <= set(lowest)
+
+
+def test_make_hard_sets_what_the_tests_read() -> None:
+    settings = re.search(r"^HARD := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert settings is not None
+    known = {one.partition("=")[0]: int(one.partition("=")[2]) for one in settings[1].split()}
+    reading = {}
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        for name, short in re.findall(r'environ\.get\("(ENERGON_PACKED_\w+)", "(\d+)"\)', file.read_text()):
+            if not name.endswith("_SEED"):
+                reading[file.relative_to(ROOT)] = name
+                assert int(short) < known[name], f"{file} reads {name}: make hard sets no larger value"
+    assert len(reading) >= 4
+    shown = subprocess.run(["make", "-pnq", "hard"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    run = re.search(r"^HARD_TESTS \??:?= (.*)$", shown, re.MULTILINE)
+    assert run is not None
+    command = run[1].removeprefix("$(shell ").removesuffix(")")
+    files = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert set(files.split()) == {str(file) for file in reading}
+
+
+@pytest.mark.parametrize("target", ["hard", "coverage", "test-lowest"])
+def test_make_knows_its_targets(target: str) -> None:
+    shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert "-m pytest" in shown.stdout
