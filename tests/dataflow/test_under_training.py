@@ -344,7 +344,9 @@ def test_a_connection_to_a_dead_worker_is_its_death() -> None:
         yield from ()
         raise ConnectionResetError(104, "Connection reset by peer")
 
-    found = lost_worker(next(watched(lost(), "X")), "X", batches)
+    with pytest.raises(ConnectionResetError) as raised:
+        next(watched(lost(), "X"))
+    found = lost_worker(raised.value, "X", batches)
     assert isinstance(found, WorkerError)
     assert re.search(r"worker process of X \(pid \d+\) exited unexpectedly \(ConnectionResetError\)", str(found))
     assert lost_worker(ValueError("other"), "X", batches) is None
