@@ -14,8 +14,8 @@ DEMO_OUT ?= demo-out
 TESTS ?= tests
 
 # What the long form of each test counts; tests/test_make.py compares the names with those that the tests read.
-HARD := ENERGON_PACKED_FUZZ=20000 ENERGON_PACKED_DAMAGES=200 ENERGON_PACKED_KILLS=40 ENERGON_PACKED_SOAK=200
-HARD_TESTS ?= $(shell grep -rlE --include='test_*.py' '"ENERGON_PACKED_(FUZZ|DAMAGES|KILLS|SOAK)"' tests)
+HARD := ENERGON_PACKED_FUZZ=20000 ENERGON_PACKED_DAMAGES=200 ENERGON_PACKED_KILLS=40 ENERGON_PACKED_FAULTS=500 ENERGON_PACKED_SOAK=200
+HARD_TESTS ?= $(shell grep -rlE --include='test_*.py' '"ENERGON_PACKED_(FUZZ|DAMAGES|KILLS|FAULTS|SOAK)"' tests)
 
 export HF_HUB_OFFLINE = 1
 
