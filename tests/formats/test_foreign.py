@@ -22,7 +22,7 @@ from energon_packed import (
     steps_per_epoch,
 )
 from energon_packed.errors import FormatError
-from energon_packed.formats import codec_of
+from energon_packed.formats import READ_ONLY, codec_of
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import render_report
 from energon_packed.inspection.report_data import gather
@@ -186,6 +186,22 @@ def test_names_that_no_member_has_are_positions(value: dict[str, Any], members: 
         broken = {part: content for part, content in raw.items() if part != f"{one}.jpg"}
         with pytest.raises(FormatError, match="k names .*, which is not in the tar"):
             codec_of(broken).read(broken)
+
+
+def test_frames_per_second_are_a_list_a_number_or_nothing() -> None:
+    value = {"images": [["a.jpg"]] * 4, "prompts": [["<image>"]] * 4, "captions": [["A."]] * 4}
+    raw = {"__key__": "k", "json": {**value, "fps": [[30], 24, None, []]}, "a.jpg": JPEG}
+    assert [sample.conversation.fps for sample in codec_of(raw).read(raw)] == [30, 24, None, None]
+
+
+def test_members_of_loongforge_are_told_by_their_names() -> None:
+    codec = READ_ONLY["LoongForge.PackedMultiMixQASample"]
+    assert [codec.part_filter(part) for part in ("json", "s000_cat.jpg", "txt", "img0_0.jpg")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,15 @@ def test_a_long_tail_is_balanced_and_mixed(rows: int) -> None:
 
 
 def test_costs_of_any_type_are_dealt_alike() -> None:
-    costs = np.array([7, 1, 5, 3, 3, 9, 2, 8])
+    costs = np.array([7, 1, 5, 3, 0, 9, 2, 8])
     for rows in (1, 2):
         steps = [steps_of(costs.astype(kind), 2, rows)[1].tolist() for kind in (np.float64, np.uint8, np.int64)]
         assert steps[0] == steps[1] == steps[2]
+    order, rng = np.random.default_rng(3).permutation(200), np.random.default_rng(4)
+    alike, _ = balanced_steps(np.ones(200), order, ranks=2, rows=1, window=100, rng=rng)
+    assert {tuple(sorted(step)) for step in alike[:, :, 0].tolist()} == {  # equal costs stay in the order of the seed
+        tuple(sorted(pair)) for pair in order.reshape(100, 2).tolist()
+    }
     sizes = RowSizes(tokens=np.array([4]), squares=np.array([16]), patches=np.array([0]))
     assert CostModel(token=1, square=0, patch=0).costs(sizes).dtype == np.float64
 

@@ -125,6 +125,15 @@ def test_no_plan_has_fewer_packs_than_the_bound(lengths: list[int], limit: int, 
     assert search._lower_bound(np.array(lengths, dtype=np.int32), 100, limit) == bound
 
 
+def test_neighbours_at_the_ends_of_words() -> None:
+    levels = bitset.bitset_levels(300)
+    words = np.zeros(levels[-1], dtype=np.uint64)
+    for member in (0, 128, 191):
+        bitset.bitset_add(words, levels, member)
+    found = {key: bitset.bitset_previous(words, levels, key) for key in (0, 63, 64, 127, 128, 190, 191, 192, 299)}
+    assert found == {0: 0, 63: 0, 64: 0, 127: 0, 128: 128, 190: 128, 191: 191, 192: 191, 299: 191}
+
+
 @pytest.mark.parametrize("size", [1, 64, 65, 300, 4097])
 def test_neighbours_of_every_key(size: int) -> None:
     rng = np.random.default_rng(size)
