@@ -59,7 +59,7 @@ def lost_worker(error: BaseException, loader: str, batches: Any) -> WorkerError 
     workers = getattr(batches, "_workers", None)
     if not workers or not isinstance(error, OSError | EOFError):
         return None
-    wait([worker.sentinel for worker in workers], timeout=1)  # its connections close before it is gone
+    wait([worker.sentinel for worker in workers], timeout=5)  # connections close before it is gone
     dead = dead_workers(batches)
     if not dead:
         return None

@@ -336,7 +336,7 @@ def test_a_killed_worker_of_stock_torch_is_an_error_too(tmp_path: Path) -> None:
 def test_a_connection_to_a_dead_worker_is_its_death() -> None:
     """As torch notices it where a tensor comes in shared memory: ConnectionResetError, before the signal."""
     context = multiprocessing.get_context("fork")
-    worker = context.Process(target=os.abort)
+    worker = context.Process(target=os._exit, args=(1,))
     batches = type("Batches", (), {"_workers": [worker], "_shutdown_workers": lambda self: None})()
 
     def lost() -> Iterator[Any]:
