@@ -114,8 +114,8 @@ def slope(values: list[int]) -> float:
 
 @pytest.mark.parametrize("loader", [by_energon, by_dataset, by_dataflow, by_stream])
 def test_memory_and_descriptors_are_flat(tmp_path: Path, loader: Callable[..., Any]) -> None:
-    records = 24
-    batches = loader(packed(tmp_path, records, 4), 2)
+    records = 1600 if loader is by_stream else 24  # its workers must not have sent all and ended at the third step
+    batches = loader(packed(tmp_path, records, records // 6), 2)
     memory, files, at_rest = [], [], []
     for _ in range(EPOCHS):
         steps = 0
@@ -137,7 +137,7 @@ def test_memory_and_descriptors_are_flat(tmp_path: Path, loader: Callable[..., A
         f"{memory[-1] / 1024:.1f} MiB, {per_epoch:+.2f} KiB an epoch; descriptors {min(files[warm:])} to "
         f"{max(files[warm:])}, at rest {min(at_rest[warm:])} to {max(at_rest[warm:])}"
     )
-    assert abs(slope(at_rest[warm:])) < 0.01 or max(at_rest[warm:]) - min(at_rest[warm:]) <= 1
+    assert slope(at_rest[warm:]) < 0.01 or max(at_rest[warm:]) - min(at_rest[warm:]) <= 1  # those of other tests end
     assert max(files[warm:]) - min(files[warm:]) <= 6  # a queue is closed a moment later or not
     assert per_epoch < MOST_KIB
 

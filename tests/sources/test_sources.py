@@ -193,7 +193,9 @@ def test_batches_that_cannot_be_joined_are_read_in_smaller_ones() -> None:
         """Refuses batches of more than seven rows, after some that were fine."""
 
         num_row_groups = 2
-        metadata = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=50, total_byte_size=1 << 20))
+        metadata = SimpleNamespace(
+            num_rows=100, row_group=lambda group: SimpleNamespace(num_rows=50, total_byte_size=1 << 20)
+        )
 
         def iter_batches(self, batch_size: int, row_groups: list[int]) -> Iterator[Any]:
             (group,) = row_groups
