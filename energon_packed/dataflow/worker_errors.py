@@ -59,7 +59,10 @@ def lost_worker(error: BaseException, loader: str, batches: Any) -> WorkerError 
     workers = getattr(batches, "_workers", None)
     if not workers or not isinstance(error, OSError | EOFError):
         return None
-    wait([worker.sentinel for worker in workers], timeout=5)  # connections close before it is gone
+    ending = wait([worker.sentinel for worker in workers], timeout=5)
+    for worker in workers:
+        if worker.sentinel in ending:
+            worker.join(timeout=5)  # the kernel closes connections and sentinel before the process has ended
     dead = dead_workers(batches)
     if not dead:
         return None
