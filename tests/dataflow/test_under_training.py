@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,7 @@ def test_a_connection_to_a_dead_worker_is_its_death() -> None:
 
     def lost() -> Iterator[Any]:
         worker.start()
+        wait([worker.sentinel], timeout=60)
         yield from ()
         raise ConnectionResetError(104, "Connection reset by peer")
 
