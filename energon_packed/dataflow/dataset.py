@@ -1,5 +1,6 @@
 """PackedDataset: finished shards as a map-style dataset, for samplers, epochs and stock trainers."""
 
+from bisect import bisect_right
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -85,7 +86,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         refuse_dispatch()
         numbers = self.packs_of_members(epoch, self.weights)
         self._packs: Int64 = np.concatenate(numbers)
-        self._ends = np.cumsum([len(one) for one in numbers])
+        self._ends = np.cumsum([len(one) for one in numbers]).tolist()
 
     @property
     def weights(self) -> list[float] | None:
@@ -169,7 +170,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     @property
     def lengths(self) -> Int64:
         """Tokens of each pack, int64 (P,); the first use reads what every pack recorded, and no image."""
-        starts = np.concatenate([[0], self._ends[:-1]])
+        starts = [0, *self._ends[:-1]]
         parts = [
             folder.lengths(self.encoder)[self._packs[start:end]]
             for folder, start, end in zip(self._folders, starts, self._ends, strict=True)
@@ -181,7 +182,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
         The first use reads what every pack recorded, and the headers of its images.
         """
-        starts = np.concatenate([[0], self._ends[:-1]])
+        starts = [0, *self._ends[:-1]]
         parts = [
             folder.sizes(self.encoder)[self._packs[start:end]]
             for folder, start, end in zip(self._folders, starts, self._ends, strict=True)
@@ -192,7 +193,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     def _place(self, index: int) -> tuple[int, int]:
         """(dataset of the blend, number of the pack in it)."""
         number = index % len(self)
-        return int(np.searchsorted(self._ends, number, side="right")), int(self._packs[number])
+        return bisect_right(self._ends, number), int(self._packs[number])
 
 
 class _Folder:

@@ -48,9 +48,11 @@ class DummyImages:
         Raises:
             BatchError: `always`, and no sample is of a vision encoder.
         """
-        if self._choice == "never" or (self._choice == "auto" and not (self._several or several_ranks())):
+        if self._choice == "never":
             return None
         dummy = self._given or next((one.dummy for one in samples if one.dummy is not None), None)
+        if dummy is not None and self._choice == "auto" and not (self._several or several_ranks()):
+            return None
         if dummy is None and self._choice == "always":
             raise BatchError(
                 "`dummy_images` is 'always', but the samples do not come from an encoder with a vision family; "

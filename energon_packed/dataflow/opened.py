@@ -33,7 +33,7 @@ class OpenedSplits:
             digests |= {folder / tar.name: digest for tar, digest in digests_of(one).items()}
             tars |= dict.fromkeys(folder / name for name in shard_names(one.path).get(one.split, []))
         self._shards = OpenedFiles(tars, digests)
-        self._found: dict[tuple[str, str], Path | None] = {}
+        self._found: dict[tuple[Any, str], Path | None] = {}
 
     def check(self, sources: Iterable[Any] | None) -> None:
         """Refuse a sample whose tar is not the one of before.
@@ -45,7 +45,7 @@ class OpenedSplits:
             DataChangedError: a tar was replaced, changed or removed.
         """
         for source in sources or ():
-            if (tar := self._tar(str(source.dataset_path), str(getattr(source, "shard_name", "")))) is not None:
+            if (tar := self._tar(source.dataset_path, getattr(source, "shard_name", ""))) is not None:
                 self._shards.check(tar)
 
     def check_all(self) -> None:
@@ -56,10 +56,10 @@ class OpenedSplits:
         """
         self._shards.check_all()
 
-    def _tar(self, folder: str, name: str) -> Path | None:
-        """The tar of a source; None for what is none of ours, such as an auxiliary file."""
+    def _tar(self, folder: Any, name: str) -> Path | None:
+        """The tar of a source, a name in an EPath; None for what is none of ours, such as an auxiliary file."""
         key = (folder, name)
         if key not in self._found:
-            tar = Path(folder).resolve() / name
+            tar = Path(str(folder)).resolve() / str(name)
             self._found[key] = tar if tar in self._shards else None
         return self._found[key]

@@ -20,15 +20,6 @@ IGNORE_INDEX = -100
 
 
 _PIXEL_VALUES = PixelValues()
-_IMAGES = (
-    "pixel_values",
-    "image_grid_thw",
-    "position_ids",
-    "patch_positions",
-    "vision_inputs",
-    "token_type_ids",
-    "source",
-)
 
 
 class SampleSource(NamedTuple):
@@ -113,13 +104,12 @@ class EncodedSample:
             image_token_id: of all samples.
             dummy: of all samples.
         """
-        nothing = dict.fromkeys(_IMAGES)
+        shared = {"pixel_values": None, "image_token_id": image_token_id, "dummy": dummy}  # else the class's defaults
         made = []
         for ident, (start, end) in zip(ids, pairwise(cu_seqlens), strict=True):
             one = object.__new__(cls)
             fields = vars(one)
-            fields.update(nothing, id=ident, image_token_id=image_token_id, dummy=dummy)
-            fields["input_ids"], fields["labels"] = input_ids[start:end], labels[start:end]
+            fields.update(shared, id=ident, input_ids=input_ids[start:end], labels=labels[start:end])
             if position_ids is not None:
                 fields["position_ids"] = position_ids[:, start:end]
             made.append(one)

@@ -10,7 +10,8 @@ Every flavor returns its samples as `stored_samples()`, which is all that encodi
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from energon_packed.flavors.base import PackSample, TokenRow
@@ -24,9 +25,7 @@ from energon_packed.formats import Codec
 
 def flavor_class(codec: Codec) -> type[PackSample]:
     """The Energon dataclass of a codec."""
-    module = importlib.import_module(codec.flavor_module)
-    found: type[PackSample] = getattr(module, codec.flavor_class)
-    return found
+    return _flavor(codec.flavor_module, codec.flavor_class)[1]
 
 
 def load_pack(codec: Codec, raw: Mapping[str, Any], **sample_keys: Any) -> PackSample:
@@ -40,9 +39,15 @@ def load_pack(codec: Codec, raw: Mapping[str, Any], **sample_keys: Any) -> PackS
     Raises:
         FormatError: a part is missing or damaged.
     """
-    fields = importlib.import_module(codec.flavor_module).sample_loader(raw)
+    sample_loader, flavor = _flavor(codec.flavor_module, codec.flavor_class)
     keys = sample_keys or {"__key__": raw["__key__"], "__restore_key__": (), "__subflavors__": {}}
-    return flavor_class(codec)(**keys, **fields)
+    return flavor(**keys, **sample_loader(raw))
+
+
+@cache
+def _flavor(module: str, name: str) -> tuple[Callable[[Mapping[str, Any]], dict[str, Any]], type[PackSample]]:
+    found = importlib.import_module(module)
+    return found.sample_loader, getattr(found, name)
 
 
 __all__ = [

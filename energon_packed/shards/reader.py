@@ -7,6 +7,7 @@ import io
 import os
 import re
 import tarfile
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -57,7 +58,7 @@ class ShardReader:
         self._opened = OpenedFiles(tars, digests)
         self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]
         self._ends = np.concatenate([[0], *(index[1:] for index in offsets)])[1:]
-        self._first = np.cumsum([0, *(len(index) - 1 for index in offsets)])
+        self._first = np.cumsum([0, *(len(index) - 1 for index in offsets)]).tolist()
         self._streams = Streams()
 
     def __len__(self) -> int:
@@ -125,7 +126,7 @@ class ShardReader:
         """(shard number, start byte, end byte) of a pack."""
         if not 0 <= pack < len(self):
             raise IndexError(f"pack {pack} is out of range for {len(self)} packs")
-        shard = int(np.searchsorted(self._first, pack, side="right")) - 1
+        shard = bisect_right(self._first, pack) - 1
         return shard, int(self._starts[pack]), int(self._ends[pack])
 
     def _others(self, shard: int, start: int, end: int) -> Iterator[tuple[str, bytes]]:
