@@ -20,7 +20,7 @@ from energon_packed.system import most_open
 
 _MOST_OPEN = 128
 _in_use: "WeakKeyDictionary[JsonlSource, None]" = WeakKeyDictionary()
-"""Sources with an open file, the one that was read last at the end."""
+"""Sources with an open file, the one that was opened last at the end."""
 
 
 class JsonlSource(Source):
@@ -81,9 +81,7 @@ class JsonlSource(Source):
             if len(_in_use) >= most_open(_MOST_OPEN) and (oldest := next(iter(_in_use), None)) is not None:
                 oldest._stream = None
                 _in_use.pop(oldest, None)
-        else:
-            _in_use.pop(self, None)
-        _in_use[self] = None
+            _in_use[self] = None
         return stream
 
 
