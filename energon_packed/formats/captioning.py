@@ -77,8 +77,11 @@ class CaptioningCodec(Codec):
         conversations = [sample.conversation for sample in samples]
         value: dict[str, Any] = {
             "images": images,
-            "prompts": [_contents(c, "user") for c in conversations],
-            "captions": [_contents(c, "assistant") if c.text is None else [c.text] for c in conversations],
+            "prompts": [[text for role, text, _, _ in c.messages if role == "user"] for c in conversations],
+            "captions": [
+                [text for role, text, _, _ in c.messages if role == "assistant"] if c.text is None else [c.text]
+                for c in conversations
+            ],
             "sample_count": len(samples),
             "ids": [c.id for c in conversations],
             "systems": [
@@ -215,10 +218,6 @@ def _weights(conversation: Conversation) -> list[float] | None:
     """Weight of each message; None where all are 1."""
     weights = [message.weight for message in conversation.messages]
     return weights if weights.count(1) < len(weights) else None
-
-
-def _contents(conversation: Conversation, role: str) -> list[str]:
-    return [message.content for message in conversation.messages if message.role == role]
 
 
 def _turns(value: Any) -> list[str]:

@@ -1,6 +1,7 @@
 """StoredSample: one sample as a codec writes it into a pack and reads it back."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from energon_packed.records import Conversation, MediaReference
 
@@ -20,8 +21,7 @@ class StoredImage:
     part: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredSample:
+class StoredSample(NamedTuple):
     """One sample of a pack; what `Codec.write` takes and `Codec.read` returns.
 
     Attributes:

@@ -44,7 +44,7 @@ class Message(NamedTuple):
         return {"role": self.role, "content": self.content, **self.extra}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Conversation:
     """One sample, before encoding. Exactly one of `messages`, `text` and `input_ids` is given.
 
@@ -104,24 +104,19 @@ class Conversation:
     def of_checked(cls, ident: str | None, messages: tuple[Message, ...]) -> "Conversation":
         """A conversation of these messages and nothing else, not checked: for callers that have done it."""
         new = object.__new__(cls)
-        _SET["id"](new, ident)
-        _SET["messages"](new, messages)
-        for set_value, value in _REST:
-            set_value(new, value)
+        vars(new).update(id=ident, messages=messages)  # the class has the default of every other attribute
         return new
 
     def named(self, ident: str) -> "Conversation":
         """The same with another id."""
         new = object.__new__(Conversation)
-        for name, set_value in _SET.items():
-            set_value(new, getattr(self, name))
-        _SET["id"](new, ident)
+        vars(new).update(vars(self), id=ident)
         return new
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Conversation):
             return NotImplemented
-        names = (name for name in self.__slots__ if name not in ("unused_fields", "notes"))
+        names = [one.name for one in fields(self) if one.name not in ("unused_fields", "notes")]
         return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     __hash__ = None  # type: ignore[assignment]  # arrays have none
@@ -148,10 +143,6 @@ class Conversation:
             if says and (role == "assistant" or not has_answers):
                 return
         raise RecordError(Reason.EMPTY, "every assistant turn is empty" if has_answers else "every turn is empty")
-
-
-_SET = {one.name: getattr(Conversation, one.name).__set__ for one in fields(Conversation)}
-_REST = tuple((_SET[one.name], one.default) for one in fields(Conversation) if one.name not in ("id", "messages"))
 
 
 def plain_messages(roles: Iterable[str], contents: Iterable[str]) -> tuple[Message, ...]:

@@ -70,18 +70,16 @@ class JsonlSource(Source):
 
     def read(self, address: int, size: int) -> Row:
         """The record in bytes [address, address + size)."""
-        stream = self._opened()  # another thread may take it out of use, and this name keeps it open
+        stream = self._stream or self._opened()  # another thread may take it out of use; this name keeps it open
         return self.row((address, os.pread(stream.fileno(), size, address)))
 
     def _opened(self) -> BinaryIO:
-        """The file, which stays open while few others are read."""
-        stream = self._stream
-        if stream is None:
-            stream = self._stream = self.data.open("rb", buffering=0)
-            if len(_in_use) >= most_open(_MOST_OPEN) and (oldest := next(iter(_in_use), None)) is not None:
-                oldest._stream = None
-                _in_use.pop(oldest, None)
-            _in_use[self] = None
+        """The file, now opened; it stays open while few others are read."""
+        stream = self._stream = self.data.open("rb", buffering=0)
+        if len(_in_use) >= most_open(_MOST_OPEN) and (oldest := next(iter(_in_use), None)) is not None:
+            oldest._stream = None
+            _in_use.pop(oldest, None)
+        _in_use[self] = None
         return stream
 
 
