@@ -11,6 +11,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,6 +141,16 @@ def test_memory_and_descriptors_are_flat(tmp_path: Path, loader: Callable[..., A
     assert slope(at_rest[warm:]) < 0.01 or max(at_rest[warm:]) - min(at_rest[warm:]) <= 1  # those of other tests end
     assert max(files[warm:]) - min(files[warm:]) <= 6  # a queue is closed a moment later or not
     assert per_epoch < MOST_KIB
+
+
+@pytest.mark.parametrize("loader", [by_energon, by_dataset, by_dataflow, by_stream])
+def test_epochs_in_one_process_leave_no_thread(tmp_path: Path, loader: Callable[..., Any]) -> None:
+    batches = loader(packed(tmp_path, 24, 4), 0)
+    assert next(iter(batches)) is not None
+    before = threading.active_count()
+    for _ in range(EPOCHS):
+        assert sum(len(batch.ids) for batch in batches) > 0
+    assert threading.active_count() <= before
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,9 @@ class PackedLoader:
                     "again; make a new loader, as states that were saved before belong to what it held then"
                 )
             self._fingerprint = found
-            self._loader = get_savable_loader(dataset)
+            # The thread of Energon's watchdog never ends, and keeps its dataset: one an epoch, without workers.
+            watchdog = {} if self._source.worker_config.num_workers else {"watchdog_timeout_seconds": None}
+            self._loader = get_savable_loader(dataset, **watchdog)
             # Energon always asks for pinned memory; without a GPU torch only warns.
             self._loader.pin_memory = torch.cuda.is_available()
             self._loader.timeout = self._source.config.timeout

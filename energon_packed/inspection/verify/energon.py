@@ -62,7 +62,7 @@ def energon_loads(folder: PackedFolder) -> Check:
             )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # on pinned memory, where there is no GPU
-                next(iter(get_loader(dataset)))
+                next(iter(get_loader(dataset, watchdog_timeout_seconds=None)))  # its thread never ends
         except (Exception, StopIteration) as error:  # Energon raises what its parts raise
             check.fail(f"split {split}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return check
