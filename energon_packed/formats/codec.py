@@ -2,17 +2,40 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ClassVar, TypeVar
 
+from energon_packed.errors import FormatError
 from energon_packed.formats.sample import StoredSample
 from energon_packed.records import Conversation
 
 _MEDIA = re.compile(r"img\w*\.\w+")
+T = TypeVar("T")
 Part = tuple[str, bytes]
 """(part name, content): `("json", b"...")` becomes the member `{key}.json`."""
 RawPack = Mapping[str, Any]
 """`__key__` and the content of each member by what follows the first dot of its name."""
+
+
+def damage_named(read: Callable[[Any, Mapping[str, Any]], T]) -> Callable[[Any, Mapping[str, Any]], T]:
+    """Decorates a method that reads the parts of a pack, or the columns in them.
+
+    What it raises over parts that do not fit, such as a missing column, becomes a FormatError.
+    """
+
+    @wraps(read)
+    def named(codec: Any, parts: Mapping[str, Any]) -> T:
+        try:
+            return read(codec, parts)
+        except FormatError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            pack = parts.get("__key__") or "the pack"
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise FormatError(f"{pack} is damaged, or no {codec.sample_class} ({what})") from error
+
+    return named
 
 
 class Codec(ABC):

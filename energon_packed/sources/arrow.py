@@ -90,7 +90,7 @@ def _as_bytes(kind: Any) -> Any:
     if pa.types.is_large_string(kind):
         return pa.large_binary()
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind.fields])
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in map(kind.field, range(kind.num_fields))])
     if pa.types.is_list(kind):
         return pa.list_(kind.value_field.with_type(_as_bytes(kind.value_type)))
     if pa.types.is_large_list(kind):

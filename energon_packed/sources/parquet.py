@@ -70,7 +70,7 @@ def _plain(kind: Any) -> Any:
     if pa.types.is_dictionary(kind):
         return kind.value_type
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_plain(field.type)) for field in kind.fields])
+        return pa.struct([field.with_type(_plain(field.type)) for field in map(kind.field, range(kind.num_fields))])
     if pa.types.is_large_list(kind):
         return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
     if pa.types.is_list(kind):

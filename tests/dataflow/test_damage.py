@@ -4,9 +4,11 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,3 +101,35 @@ def test_a_damaged_file_is_named_or_harmless(
         f"{equal} harmless, {differ} of content that only verify tells"
     )
     assert not silent, "\n".join(silent)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        (".nv-meta/.info.json", "energon_version", "energol_version"),
+        (".nv-meta/split.yaml", "exclude", "excludg"),
+        (".nv-meta/split.yaml", "val: []", "val:"),
+        ("out-000000.tar", '"captions"', '"caption3"'),
+        ("out-000000.tar", '"lengths":[', '"lengths":{'),
+    ],
+)
+@pytest.mark.parametrize("read", [by_dataset, by_loader])
+def test_what_only_the_reader_finds_wrong_is_named(
+    packed: Path, text_encoder: ChatEncoder, tmp_path: Path, name: str, old: str, new: str, read: Callable[..., Any]
+) -> None:
+    """JSON, YAML and tar are whole; Energon or a codec misses something in them."""
+    copy = tmp_path / "copy"
+    shutil.copytree(packed, copy)
+    content = (copy / name).read_bytes()
+    assert old.encode() in content
+    (copy / name).write_bytes(content.replace(old.encode(), new.encode(), 1))
+    try:
+        found = sorted(read(copy, text_encoder))
+    except EnergonPackedError as error:
+        assert str(copy) in str(error)
+        assert "\n" not in str(error)
+        assert re.search("; (run|copy|pack|energon-packed) ", str(error))
+    else:
+        assert found == sorted(read(packed, text_encoder))
+        assert read is by_dataset  # Energon's own files
+        assert ".nv-meta" in name

@@ -145,3 +145,27 @@ def saved(array: npt.NDArray[Any]) -> bytes:
     out = io.BytesIO()
     np.save(out, array)
     return out.getvalue()
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+def test_a_json_of_another_form_is_one_error(name: str) -> None:
+    """A key that is missing, or holds something else, as one flipped bit makes it."""
+    codec = codec_for(name)
+    ids = np.array([1, 2, 3])
+    turns = (Message("user", "<image>What?"), Message("assistant", "That."))
+    fields: dict[str, Any] = {"input_ids": ids, "labels": ids} if codec.stores_tokens else {"messages": turns}
+    image = (MediaReference(data=b"x"),)
+    conversation = Conversation(id="a", images=image, **fields)
+    raw = dict(codec.write([StoredSample(conversation=conversation, length=3, images=(StoredImage("jpg", b"x"),))]))
+    value, named = json.loads(raw["json"]), 0
+    for key in value:
+        for other in (..., None, 5, "x", [], {}, [5], [None], [[]], [{}]):
+            others = {name: one for name, one in value.items() if name != key}
+            parts = {"__key__": "k", **raw, "json": json.dumps(others if other is ... else {**others, key: other})}
+            for read in (codec.read, codec.lengths):
+                try:
+                    assert isinstance(read(parts), list)
+                except FormatError as error:
+                    named += 1
+                    assert "\n" not in str(error)
+    assert named > len(value)

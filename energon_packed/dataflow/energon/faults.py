@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta, get_info_shard_files
 
 from energon_packed.dataflow.manifests import loaded_splits
 from energon_packed.dataflow.opened import OpenedSplits
@@ -87,6 +89,14 @@ def _fault_in(folder: Path, split: str) -> str | None:
         ShardReader(shards)
     except EnergonPackedError as error:
         return str(error)
+    file = meta / ".info.json"
+    try:  # as Energon reads them, which takes less than JSON and YAML are
+        get_info_shard_files(EPath(folder))
+        file = meta / "split.yaml"
+        WebdatasetMeta.from_config(EPath(folder), split_part=split)
+    except Exception as error:
+        what = f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
+        return f"Energon cannot read {file}: {what}; run energon-packed nv-meta {folder}, or copy the file again"
     for tar in shards:
         try:
             expected = np.array(scan_tar(tar).rows().offsets, dtype="<u8").tobytes()
