@@ -72,7 +72,10 @@ PROCESSORS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], Any]] = {
 }
 
 
-NEED_TORCHVISION = ("pixtral", "internvl", "llava_onevision")  # their processors do not load without it
+NEED_TORCHVISION = (  # their processors do not load without it; Idefics3's since a release after 5.16 does
+    *("pixtral", "internvl", "llava_onevision"),
+    *(("idefics3",) if hasattr(transformers.Idefics3ImageProcessorPil, "_backends") else ()),
+)
 
 
 def write_processor(folder: Path, name: str, text_tokenizer: Path) -> Path:
