@@ -139,7 +139,7 @@ def test_memory_and_descriptors_are_flat(tmp_path: Path, loader: Callable[..., A
         f"{max(files[warm:])}, at rest {min(at_rest[warm:])} to {max(at_rest[warm:])}"
     )
     assert slope(at_rest[warm:]) < 0.01 or max(at_rest[warm:]) - min(at_rest[warm:]) <= 1  # those of other tests end
-    assert max(files[warm:]) - min(files[warm:]) <= 6  # a queue is closed a moment later or not
+    assert slope(files[warm:]) < 0.05 or max(files[warm:]) - min(files[warm:]) <= 6  # queues close a moment later
     assert per_epoch < MOST_KIB
 
 
