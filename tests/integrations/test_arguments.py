@@ -1,5 +1,6 @@
 """packed_training_arguments and check_training_arguments: each thing that is wrong, by name, with what to write."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ from energon_packed import (
     packed_training_arguments,
 )
 from tests.integrations.launched import tiny_qwen2
+
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in signature(TrainingArguments).parameters
+)  # its name, new and old
 
 
 def made(tmp_path: Path, **arguments: Any) -> TrainingArguments:
@@ -64,8 +71,7 @@ def test_what_several_processes_need(image_packs: Path, encoder: ChatEncoder, tm
         use_cpu=True,
         average_tokens_across_devices=True,
         ddp_find_unused_parameters=False,
-        activation_checkpointing=True,
-        activation_checkpointing_kwargs={"use_reentrant": True},
+        **{CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
         accelerator_config={"split_batches": True},
         per_device_train_batch_size=3,
     )
@@ -76,7 +82,7 @@ def test_what_several_processes_need(image_packs: Path, encoder: ChatEncoder, tm
     expected = ["split_batches", "DataParallel", "average_tokens_across_devices", "ddp_find_unused_parameters"]
     assert len(lines) == 5
     assert all(name in line for name, line in zip([*expected, "use_reentrant"], lines, strict=True))
-    right = packed_training_arguments(str(tmp_path), data, use_cpu=True, activation_checkpointing=True)
+    right = packed_training_arguments(str(tmp_path), data, use_cpu=True, **{CHECKPOINTING: True})
     assert right.ddp_find_unused_parameters is True
     assert right.activation_checkpointing_kwargs == {"use_reentrant": False}
 
