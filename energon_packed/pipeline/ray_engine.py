@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from energon_packed.pipeline.worker import ONE_THREAD, WorkerDied, label, out_of
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 _AHEAD = 2  # tasks per core that wait or run
+_PATIENCE = 0.5  # seconds until an interrupted driver stops to wait for a task
 
 
 class RayEngine(Engine):
@@ -42,6 +44,7 @@ class RayEngine(Engine):
         lost = ray.exceptions
         self._lost = (lost.WorkerCrashedError, lost.NodeDiedError, lost.OutOfMemoryError, lost.ObjectLostError)
         self._tasks = tasks
+        self._thread = ThreadPoolExecutor(1, "ray")
         self._connect(address)
 
     def _connect(self, address: str | None) -> None:
@@ -66,17 +69,19 @@ class RayEngine(Engine):
         Raises:
             WorkerDied: a task was lost with its process or node repeatedly.
         """
-        ray = self._ray
-        remote = ray.remote(num_cpus=1, max_retries=5)(_call)
-        shared, folder = ray.put(function), os.getcwd()
+        ray, folder = self._ray, os.getcwd()
+        remote = self._apart(ray.remote(num_cpus=1, max_retries=5), _call)
+        shared = self._apart(ray.put, function)
         waiting = iter(tasks)
-        running: list[Any] = [remote.remote(shared, task, folder) for task in islice(waiting, self._limit())]
+        running: list[Any] = []
         try:
-            while running:
-                done, running = ray.wait(running)
-                room = max(0, self._limit() - len(running))
-                running += [remote.remote(shared, task, folder) for task in islice(waiting, room)]
-                for result, error in ray.get(done):
+            while True:
+                room = max(0, self._apart(self._limit) - len(running))
+                running += [self._apart(remote.remote, shared, task, folder) for task in islice(waiting, room)]
+                if not running:
+                    return
+                done, running = self._apart(ray.wait, running, timeout=_PATIENCE)
+                for result, error in self._apart(ray.get, done):
                     if error is not None:
                         raise error
                     yield result
@@ -87,7 +92,11 @@ class RayEngine(Engine):
             ) from error
         finally:
             for task in running:
-                ray.cancel(task, force=True)
+                self._apart(ray.cancel, task, force=True)
+
+    def _apart(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call Ray in a thread of its own: a signal that is raised inside its compiled code can abort the process."""
+        return self._thread.submit(call, *arguments, **options).result()
 
     def _limit(self) -> int:
         """Tasks to hand out, from the cores that the cluster has now."""
