@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM and SIGHUP: the first one ends a command in order, later ones do not disturb that."""
 
+import atexit
 import os
 import signal
 import threading
@@ -49,6 +50,8 @@ class Interrupts:
         if self._since is None:
             for number, before in self._before.items():
                 signal.signal(number, before)
+        if self._before:
+            atexit.register(_ignore)  # what is done is done; before the exit functions of libraries, such as Ray's
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -57,3 +60,8 @@ class Interrupts:
             raise KeyboardInterrupt
         if now - self._since > _PATIENCE:
             os._exit(self.status)
+
+
+def _ignore() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

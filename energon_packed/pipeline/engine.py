@@ -23,6 +23,9 @@ class Engine(ABC):
         generator (`contextlib.closing`), which ends the tasks that still run.
         """
 
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Release what the engine holds; the tasks that still run end."""
+
 
 class LocalEngine(Engine):
     """Processes on this machine.

@@ -45,12 +45,12 @@ class RayEngine(Engine):
         self._lost = (lost.WorkerCrashedError, lost.NodeDiedError, lost.OutOfMemoryError, lost.ObjectLostError)
         self._tasks = tasks
         self._thread = ThreadPoolExecutor(1, "ray")
-        self._connect(address)
+        self._is_ours = not ray.is_initialized()
+        if self._is_ours:
+            self._connect(address)
 
     def _connect(self, address: str | None) -> None:
         ray = self._ray
-        if ray.is_initialized():
-            return
         options = {"log_to_driver": False, "logging_level": "warning", "configure_logging": False}
         with _own_sigterm():
             try:
@@ -91,8 +91,15 @@ class RayEngine(Engine):
                 "`workers` and run again, completed work is reused"
             ) from error
         finally:
-            for task in running:
-                self._apart(ray.cancel, task, force=True)
+            if not self._is_ours:  # ours end with the connection; cancelling them can abort the driver
+                for task in running:
+                    self._apart(ray.cancel, task)
+
+    def close(self) -> None:
+        """Leave the cluster, unless the caller had joined it; it ends our tasks, or itself where it is ours."""
+        if self._is_ours:
+            self._apart(self._ray.shutdown)
+        self._thread.shutdown()
 
     def _apart(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call Ray in a thread of its own: a signal that is raised inside its compiled code can abort the process."""

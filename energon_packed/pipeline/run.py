@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,13 @@ def _run(options: PackOptions, space: Workspace, lock: FolderLock, progress: Pro
     if not options.resume:
         space.forget(keys.measure, keys.write)
     space.open_for(keys.write, overwrite=options.overwrite)
-    state = RunState(options=options, progress=progress, engine=make_engine(options), space=space, reader=reader)
+    with closing(make_engine(options)) as engine:
+        state = RunState(options=options, progress=progress, engine=engine, space=space, reader=reader)
+        return _stages(state, inputs, keys, lock)
 
+
+def _stages(state: RunState, inputs: InputState, keys: Keys, lock: FolderLock) -> PackResult:
+    options, progress, space, reader = state.options, state.progress, state.space, state.reader
     for source in reader.sources:
         _log.info("reads %s", source.path)
     _log.info("restart state: %s", space.measure_folder(keys.measure))
