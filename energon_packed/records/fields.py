@@ -126,4 +126,5 @@ def read_number(value: Any, what: str, kind: type[Any]) -> Any:
 
 def key_names(record: Record) -> str:
     """The first keys that have a value, for messages."""
-    return ", ".join([str(key) for key in record if record[key] is not None][:8])
+    names = [str(key)[:60] for key in record if record[key] is not None][:8]
+    return ", ".join([name if name.isprintable() else repr(name) for name in names])

@@ -84,7 +84,7 @@ def test_what_several_processes_need(image_packs: Path, encoder: ChatEncoder, tm
     assert all(name in line for name, line in zip([*expected, "use_reentrant"], lines, strict=True))
     right = packed_training_arguments(str(tmp_path), data, use_cpu=True, **{CHECKPOINTING: True})
     assert right.ddp_find_unused_parameters is True
-    assert right.activation_checkpointing_kwargs == {"use_reentrant": False}
+    assert getattr(right, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": False}
 
 
 def test_a_stream_says_all_that_it_needs(text_packs: list[Path], tmp_path: Path) -> None:

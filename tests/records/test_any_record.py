@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from energon_packed.errors import RecordError
@@ -32,6 +32,7 @@ VALUES = st.recursive(
     more=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4),
     alone=st.booleans(),
 )
+@example(record={}, more={"conversations": [{"\n": False}]}, alone=True)
 @settings(max_examples=EXAMPLES)
 def test_any_value_is_read_or_rejected(record: dict[str, Any], more: dict[str, Any], alone: bool) -> None:
     try:
