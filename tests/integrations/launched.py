@@ -42,7 +42,8 @@ def launch(
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **_ENVIRONMENT}, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr[max(0, done.stderr.find("Traceback")) :][:3000]
+    told = done.stderr[max(0, done.stderr.find("Traceback")) :]
+    assert done.returncode == 0, told if len(told) < 6000 else f"{told[:2000]}\n...\n{told[-4000:]}"
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
