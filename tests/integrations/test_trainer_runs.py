@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from energon_packed import ChatEncoder, PackedDataset, PaddingFreeCollator, steps_per_epoch
 from tests.integrations.launched import launch, tiny_qwen2
@@ -20,7 +21,7 @@ def ranks(
     try:
         return launch("trainer_runs", *data, port=29521, out=out)
     except AssertionError as error:
-        if "don't know how to restore data location" in str(error) and "cpu:0" in str(error):
+        if transformers.__version__.startswith("5.16.") and "don't know how to restore data location" in str(error):
             pytest.skip("Transformers 5.16 cannot resume on several CPUs with torch 2.13")
         raise
 
