@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from energon_packed import (
     pack,
 )
 from energon_packed.cli.main import cli
+from energon_packed.dataflow.energon.answers import Answers
 from energon_packed.dataflow.worker_errors import end_workers, lost_worker, watched
 from energon_packed.encoding import StoredTokens
 
@@ -55,11 +57,20 @@ def _no_hang() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-    of_torch = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it raises wherever the main process is
-    for child in multiprocessing.active_children():
-        child.kill()
-        child.join()
-    signal.signal(signal.SIGCHLD, of_torch)
+    with torch_notices_no_death():
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
+
+
+@contextmanager
+def torch_notices_no_death() -> Iterator[None]:
+    """Without its SIGCHLD handler, which raises wherever the main process is."""
+    of_torch = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, of_torch)
 
 
 class Faulty(StoredTokens):
@@ -220,7 +231,7 @@ def test_packing_again_under_a_job_mixes_nothing(tmp_path: Path, reader: Reader,
         raised = str(error)
     assert seen.items() <= WHOLE.items()
     if raised:
-        assert re.search(f"{tmp_path}.* was replaced or changed while it was in use", raised)
+        assert re.search(f"{tmp_path}.* was (replaced or changed|removed or replaced) while it was in use", raised)
     else:
         assert seen == WHOLE
         assert reader in (by_dataflow, by_distributor)  # they read ahead: all files are open already
@@ -327,11 +338,10 @@ def test_a_killed_worker_of_stock_torch_is_an_error_too(tmp_path: Path) -> None:
     path, encoder = packed(tmp_path), Faulty(tmp_path)
     encoder.flag.touch()
     iterator = iter(by_dataset(path, 2, encoder))
-    of_torch = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it raises anywhere: not here
-    with pytest.raises((RuntimeError, OSError, EOFError)):
-        read_all(iterator)
-    end_workers(iterator)
-    signal.signal(signal.SIGCHLD, of_torch)
+    with torch_notices_no_death():
+        with pytest.raises((RuntimeError, OSError, EOFError)):
+            read_all(iterator)
+        end_workers(iterator)
 
 
 def test_a_connection_to_a_dead_worker_is_its_death() -> None:
@@ -373,6 +383,28 @@ def test_a_stopped_worker_keeps_no_state_waiting(tmp_path: Path) -> None:
         os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match="did not tell its state for 5 seconds"):
         loader.state_dict()
+
+
+def test_a_worker_that_dies_while_it_tells_its_state_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer holds tensors, which are fetched from its memory."""
+    loader = get_packed_loader(packed(tmp_path), num_workers=2)
+    iterator = iter(loader)
+    next(iterator)
+    children = multiprocessing.active_children()
+
+    def cut_off(answers: Answers) -> Any:
+        for child in children:
+            child.kill()
+        raise EOFError
+
+    monkeypatch.setattr(Answers, "get", cut_off)
+    message = r"worker process of .* exited unexpectedly \(EOFError\).*saved last is good"
+    with torch_notices_no_death(), pytest.raises(WorkerError, match=message):
+        loader.state_dict()
+    with pytest.raises(WorkerError, match="the loader failed before"):
+        next(iterator)
 
 
 def test_a_worker_that_died_keeps_no_state_waiting(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from energon_packed.dataflow.resharding import refuse_second_split
 from energon_packed.dataflow.share import check_place
 from energon_packed.dataflow.state import LOADER_VERSION, check_state, states_of
 from energon_packed.dataflow.worker_errors import end_workers, in_one_line, lost_worker
-from energon_packed.errors import DataChangedError, WorkerError
+from energon_packed.errors import DataChangedError, EnergonPackedError, WorkerError
 
 
 class PackedLoader:
@@ -128,8 +128,8 @@ class PackedLoader:
         loader = self.energon_loader
         try:
             return loader.save_state_rank()
-        except RuntimeError as error:  # torch raises wherever the main process is when a worker dies
-            found = error if isinstance(error, WorkerError) else in_one_line(error, NAME)
+        except (RuntimeError, OSError, EOFError) as error:  # torch raises wherever the process is when a worker dies
+            found = error if isinstance(error, WorkerError) else self._of_worker(error)
             if found is None:
                 raise
             self._failed = found
@@ -199,6 +199,7 @@ class PackedLoader:
                 break
             self._count(batch)
             yield batch
+            self._refuse_failed()  # a state that could not be saved ended the workers
         while limit is not None and self._steps < limit and self._last_restore_key is not None:
             batch = self.energon_loader.restore_sample(self._last_restore_key)
             self._count(batch)
@@ -221,9 +222,12 @@ class PackedLoader:
         try:
             yield from self.energon_loader
         except (OSError, EOFError) as error:
-            if (found := lost_worker(error, NAME, self._loader._iterator)) is not None:
+            if (found := self._of_worker(error)) is not None:
                 raise found from error
             raise
+
+    def _of_worker(self, error: Exception) -> EnergonPackedError | None:
+        return in_one_line(error, NAME) or lost_worker(error, NAME, self._loader._iterator)
 
     def _refuse_failed(self) -> None:
         if self._failed is not None:
