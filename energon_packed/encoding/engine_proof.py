@@ -73,7 +73,8 @@ def prove(serialized: str) -> Proof:
     file = _cache_file(serialized)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        lock: AbstractContextManager[object] = FileLock(f"{file}.lock")  # one process proves, the others wait for it
+        # One process proves, the others wait for it.
+        lock: AbstractContextManager[object] = FileLock(f"{file}.lock", fallback_to_soft=False)
     except OSError:
         lock = nullcontext()
     try:

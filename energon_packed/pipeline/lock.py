@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-from inspect import signature
 from pathlib import Path
 from types import TracebackType
 
@@ -124,9 +123,7 @@ def lock_holder(folder: Path) -> str | None:
 
 def _file_lock(path: Path) -> BaseFileLock:
     """A lock of the operating system, never a file that a killed run would leave behind as its lock."""
-    if "fallback_to_soft" in signature(BaseFileLock.__init__).parameters:
-        return FileLock(path, thread_local=False, fallback_to_soft=False)
-    return FileLock(path, thread_local=False)  # a version that never falls back
+    return FileLock(path, thread_local=False, fallback_to_soft=False)
 
 
 def _holder(work: Path) -> str:
