@@ -33,6 +33,13 @@ def test_lengths_and_positions_are_int64_whatever_the_boundaries_are() -> None:
         assert [one.dtype for one in found] == [np.int64] * 4
 
 
+def test_any_integer_dtype_and_the_longest_row() -> None:
+    assert seqlens.cu_seqlens_from_lengths([2**31 - 2, 1])[-1] == 2**31 - 1
+    for dtype in (np.uint8, np.int32, np.uint64):
+        lengths = np.array([200, 3], dtype=dtype)
+        assert seqlens.cu_seqlens_from_lengths(lengths).tolist() == [0, 200, 203]
+
+
 def test_errors_name_the_value() -> None:
     with pytest.raises(ValueError, match="has 0 tokens"):
         seqlens.cu_seqlens_from_lengths([1, 0])

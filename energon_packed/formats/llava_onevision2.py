@@ -51,8 +51,6 @@ class LlavaOnevision2Codec(CaptioningCodec):
             raise RecordError(
                 Reason.BAD_ROLE, f"{_READER} takes pairs of prompt and caption only; the last prompt has no caption"
             )
-        if not turns:
-            raise RecordError(Reason.EMPTY, f"{_READER} takes pairs of prompt and caption only; there is none")
         if any(message.weight != 1 for message in turns if message.role == "assistant"):
             raise RecordError(
                 Reason.UNSUPPORTED_FIELD,

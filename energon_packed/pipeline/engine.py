@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class Engine(ABC):
-    """Where tasks run. One required method."""
+    """Where tasks run. Two required methods."""
 
     @abstractmethod
     def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Generator[Result, None, None]:
@@ -23,7 +23,8 @@ class Engine(ABC):
         generator (`contextlib.closing`), which ends the tasks that still run.
         """
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing
+    @abstractmethod
+    def close(self) -> None:
         """Release what the engine holds; the tasks that still run end."""
 
 
@@ -55,3 +56,6 @@ class LocalEngine(Engine):
                 yield function(task)
             except MemoryError as error:
                 raise WorkerDied(out_of_memory("this process", label(task))) from error
+
+    def close(self) -> None:
+        """Nothing is held: each run ends its own processes."""

@@ -74,7 +74,7 @@ def _expect_packs(folder: Path, counts: Mapping[str, int], name: str, packs: int
 def _expect_index(tar: Path, packs: int) -> None:
     index = tar.with_suffix(".tar.idx")
     if index.is_file():  # Energon says so where it is missing
-        _expect(index, _OFFSET * (packs + 1), "bytes", f".info.json, which counts {packs} packs,")
+        _expect(index, _OFFSET * (packs + 1), "bytes", f"the {packs} packs of .info.json")
 
 
 def _expect(file: Path, size: int, unit: str, by: str) -> None:

@@ -27,6 +27,7 @@ from energon_packed.cli.order import command
 from energon_packed.dataflow.order_log import check_order
 from energon_packed.demo import DemoDataset
 from tests.dataflow.flows import FEATURES, energon_folder, feature, signature
+from tests.printed import printed_json
 
 DATA = [feature(number % 13, number) for number in range(150)]
 
@@ -94,8 +95,8 @@ def test_replay_tells_what_a_step_holds(tmp_path: Path, num_workers: int) -> Non
         )
         for step, batch in enumerate(loader, 1):
             options = ["--step", step, "--world-size", 2, "--batch-size", 2, "--num-workers", num_workers, "--seed", 4]
-            done = CliRunner().invoke(command, ["replay", str(folder), "--json", *map(str, options)])
-            assert json.loads(done.stdout)["ranks"][rank]["ids"] == batch.ids
+            replayed = printed_json(command, ["replay", str(folder), "--json", *map(str, options)])
+            assert replayed["ranks"][rank]["ids"] == batch.ids
     with pytest.raises(ConfigError, match="`step` is 9, and the epoch has [34] steps"):
         CliRunner().invoke(
             command, ["replay", str(folder), "--step", "9", "--batch-size", "4"], catch_exceptions=False
@@ -120,8 +121,7 @@ def test_replay_of_a_config_tells_what_a_step_holds(
     assert min(map(len, ids)) > 8
     for step in {1, 7, min(map(len, ids)), max(map(len, ids))}:
         arguments = ["replay", str(file), "--json", "--world-size", "2", "--num-workers", str(num_workers)]
-        done = CliRunner().invoke(command, [*arguments, "--step", str(step)], catch_exceptions=False)
-        ranks = json.loads(done.stdout)["ranks"]
+        ranks = printed_json(command, [*arguments, "--step", str(step)])["ranks"]
         assert [one["ids"] for one in ranks] == [(of_rank[step - 1 :] or [[]])[0] for of_rank in ids]
     with pytest.raises(ConfigError, match=f"`step` is 999, and the epoch has {max(map(len, ids))} steps"):
         CliRunner().invoke(command, [*arguments, "--step", "999"], catch_exceptions=False)

@@ -188,6 +188,51 @@ def test_names_that_no_member_has_are_positions(value: dict[str, Any], members: 
             codec_of(broken).read(broken)
 
 
+def test_placeholders_that_do_not_match_go_before_the_first_turn() -> None:
+    value = {"images": [["a.jpg", "a.jpg"]], "prompts": [["<image>\n\np", "q"]], "captions": [["a\n", "b"]]}
+    raw = {"__key__": "k", "json": {**value, "timestamp_decimal": [2]}, "a.jpg": JPEG}
+    (sample,) = codec_of(raw).read(raw)
+    said = [message.content.replace("<image>", "") for message in sample.conversation.messages]
+    assert [one.strip("\n") for one in said] == ["p", "a", "q", "b"]
+    assert said[1] == "a\n"
+    assert sample.conversation.messages[0].content == "<image><image>p"
+    assert sample.conversation.timestamp_decimal == 2
+
+
+def test_texts_and_names_alone_are_one_each() -> None:
+    """A text is no list of characters, a name no list of files; a name may have dots, and an image its positions."""
+    value = {
+        "images": ["cat.v2.jpg", ["x.jpg"], None], "prompts": ["What is it?", ["And it?"], None],
+        "captions": ["A cat.", ["Two cats."], "A text."], "patch_positions": [["p.npy"], [""], None],
+    }  # fmt: skip
+    raw = {"__key__": "k", "json": value, "cat.v2.jpg": JPEG, "img1_0.jpg": JPEG, "p.npy": b"positions", "a.txt": b"-"}
+    samples = codec_of(raw).read(raw)
+    assert [[image.part for image in sample.images] for sample in samples] == [["cat.v2.jpg"], ["img1_0.jpg"], []]
+    assert [image.extension for sample in samples for image in sample.images] == ["jpg", "jpg"]
+    assert [sample.patch_positions for sample in samples] == [(b"positions",), (), ()]
+    assert [[message.content for message in sample.conversation.messages] for sample in samples[:2]] == [
+        ["<image>What is it?", "A cat."],
+        ["<image>And it?", "Two cats."],
+    ]
+    raw["cat.v2.jpg"] = Image.new("RGB", (2, 2))
+    with pytest.raises(FormatError, match=r"k\.cat\.v2\.jpg came as Image; set `decoder: null` in dataset\.yaml"):
+        codec_of(raw).read(raw)
+
+
+def test_only_conversations_beside_media_files_are_loongforge() -> None:
+    chat = READ_ONLY["LoongForge.PackedChatMixSample"]
+    assert chat.matches({"json": {"media_files": [[]], "messages": [{"conversations": []}, {"messages": []}]}})
+    for other in (
+        {"messages": [{"messages": []}]},
+        {"media_files": [[]], "messages": [{"role": "user", "content": "?"}]},
+        {"media_files": [[]], "messages": ["messages"]},
+        {"media_files": [[]]},
+    ):
+        assert not chat.matches({"json": other})
+    with pytest.raises(FormatError, match=r"PackedChatMixSample is read, not written; write PackedMultiMixQASample"):
+        chat.write([])
+
+
 def test_frames_per_second_are_a_list_a_number_or_nothing() -> None:
     value = {"images": [["a.jpg"]] * 4, "prompts": [["<image>"]] * 4, "captions": [["A."]] * 4}
     raw = {"__key__": "k", "json": {**value, "fps": [[30], 24, None, []]}, "a.jpg": JPEG}

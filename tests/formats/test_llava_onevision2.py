@@ -15,9 +15,10 @@ import yaml
 from megatron.energon import DefaultTaskEncoder, Sample, SampleDecoder, WorkerConfig, get_loader, get_val_dataset
 from PIL import Image
 
-from energon_packed import ChatEncoder, PackOptions, PackResult, get_packed_loader, pack
+from energon_packed import ChatEncoder, Conversation, Message, PackOptions, PackResult, get_packed_loader, pack
 from energon_packed.encoding.images import load_image
 from energon_packed.errors import ConfigError
+from energon_packed.formats import codec_for
 from energon_packed.formats.llava_onevision2 import TIMESTAMPS_ADDED
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import verify
@@ -241,6 +242,13 @@ def test_our_readers_take_the_same_folder(written: PackResult, vision_encoder: C
     (copy / ".nv-meta" / ".info.yaml").write_text("stale")
     make_nv_meta(copy)
     assert {name: (copy / ".nv-meta" / name).read_bytes() for name in names} == before
+
+
+def test_an_empty_system_prompt_is_none() -> None:
+    codec = codec_for("PackedCaptioningSample", LAYOUT)
+    said = (Message("user", "p"), Message("assistant", "a"))
+    fitted = codec.fitted(Conversation(id="a", messages=(Message("system", ""), *said)))
+    assert (fitted.messages, fitted.notes) == (said, ())
 
 
 @pytest.mark.parametrize(

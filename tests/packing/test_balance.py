@@ -47,6 +47,14 @@ def test_a_long_tail_is_balanced_and_mixed(rows: int) -> None:
     assert imbalance(costs, after[:0]) == 1.0
 
 
+def test_the_rows_of_a_step_are_dealt_from_the_largest_to_the_least_loaded_rank() -> None:
+    costs = np.array([3.0, 8.0, 5.0, 4.0])
+    steps, _ = balanced_steps(costs, np.arange(4), ranks=2, rows=2, window=1, rng=np.random.default_rng(0))
+    assert sorted(map(sorted, costs[steps[0]].tolist())) == [[3, 8], [4, 5]]
+    assert imbalance(costs, steps) == 1.1
+    assert imbalance(costs / 100, steps) == pytest.approx(1.1)
+
+
 def test_costs_of_any_type_are_dealt_alike() -> None:
     costs = np.array([7, 1, 5, 3, 0, 9, 2, 8])
     for rows in (1, 2):
@@ -73,6 +81,12 @@ def test_constants_are_measured() -> None:
     assert (alone.token, alone.square, alone.patch) == pytest.approx((1e-6, 0, 0), abs=1e-12)
     with pytest.raises(ConfigError, match=r"`seconds` has shape \(2,\); pass a time above 0 for each of 3"):
         CostModel.fit(sizes, [1.0, 2.0])
+    for wrong in ([1.0, 2.0, 0.0], [1.0, 2.0, 3.0, 4.0]):
+        with pytest.raises(ConfigError, match="pass a time above 0 for each of 3 or more rows"):
+            CostModel.fit(sizes[np.arange(3)], wrong)
+    assert CostModel.fit(sizes[np.arange(3)], 1e-6 * tokens[:3]).token == pytest.approx(1e-6)
+    with pytest.raises(ConfigError, match="`patch` of the cost is -1"):
+        CostModel(patch=-1)
     with pytest.raises(ConfigError, match="`square` of the cost is -1"):
         CostModel(square=-1)
     with pytest.raises(ConfigError, match="`token` of the cost is nan; it must be at least 0"):

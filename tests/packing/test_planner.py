@@ -119,19 +119,30 @@ def test_seed_shuffles_packs_and_nothing_else() -> None:
     ("lengths", "options", "message"),
     [
         ([1], {"capacity": 0}, "`capacity` is 0; it must be an integer >= 1"),
+        ([1], {"capacity": 2**31}, r"`capacity` is 2147483648; it must be at most 2147483647 \(int32\)"),
+        ([1], {"capacity": 8, "multiple": 0}, "`multiple` is 0; it must be an integer >= 1"),
         ([1], {"capacity": 8, "max_samples": 0}, "`max_samples` is 0; it must be an integer >= 1"),
-        ([1], {"capacity": 8, "algorithm": "magic"}, "unknown algorithm 'magic'; use one of bfd, ffd, sequential"),
+        (
+            [1],
+            {"capacity": 8, "algorithm": "magic"},
+            "unknown algorithm 'magic'; .* sequential, best, window_N$",
+        ),
         ([1], {"capacity": 8, "algorithm": "window_0"}, "unknown algorithm"),
         ([3, 0], {"capacity": 8}, r"`lengths\[1\]` is 0; it must be at least 1"),
         ([3, -2], {"capacity": 8}, r"`lengths\[1\]` is -2"),
         ([1.5], {"capacity": 8}, "`lengths` has dtype float64; it must be integer"),
         ([[1, 2]], {"capacity": 8}, "one dimension"),
-        ([2**31], {"capacity": 8}, r"is 2147483648; it must be at most 2147483647 \(int32\)"),
+        ([1, 2**31], {"capacity": 8}, r"`lengths\[1\]` is 2147483648; it must be at most 2147483647 \(int32\)"),
     ],
 )
 def test_bad_input_names_the_value(lengths: object, options: dict[str, object], message: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=message):
         pack_lengths(lengths, **options)  # type: ignore[arg-type]
+
+
+def test_the_longest_lengths_are_overlong_and_nothing_overflows() -> None:
+    plan = pack_lengths([2**31 - 1, 5, 2**31 - 8], 64, multiple=16)
+    assert ([pack.tolist() for pack in plan], plan.overlong.tolist(), plan.tokens) == ([[1]], [0, 2], 5)
 
 
 def test_empty_input_gives_an_empty_plan() -> None:
@@ -142,6 +153,7 @@ def test_empty_input_gives_an_empty_plan() -> None:
 def test_packs_by_number() -> None:
     plan = pack_lengths([5, 3, 3, 2], 8)
     assert plan[-1].tolist() == plan[1].tolist()
+    assert plan[-2].tolist() == plan[0].tolist()
     with pytest.raises(IndexError, match="pack 2 is out of range for a plan of 2 packs"):
         plan[2]
 

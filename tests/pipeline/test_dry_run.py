@@ -16,6 +16,7 @@ from energon_packed.demo import DemoDataset
 from energon_packed.errors import ConfigError, RejectLimitError
 from energon_packed.pipeline import dry_run
 from tests.conftest import FLAVORS
+from tests.printed import printed_json
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
 
@@ -69,7 +70,7 @@ def test_the_command_prints_a_table_or_json_and_writes_nothing(
     assert shown.exit_code == 0, shown.output
     assert "dry run: nothing is written" in shown.output
     assert "free disk space" in shown.output
-    value = json.loads(CliRunner().invoke(pack_command, [*given, "--dry-run", "--json"]).stdout)
+    value = printed_json(pack_command, [*given, "--dry-run", "--json"])
     assert value["records"] == demo.records
     assert not (tmp_path / "out").exists()
 

@@ -46,6 +46,12 @@ def test_a_nested_schema_of_a_tool_is_kept(text_tokenizer_dir: Path, tmp_path: P
     template = tokenizer / "chat_template.jinja"
     template.write_text("{{ tools | tojson if tools }}" + template.read_text())
     schema = f'[{{"type":"function","function":{{"name":"f","parameters":{deep(60)}}}}}]'
-    (tmp_path / "d.jsonl").write_text(f'{{{TALK % ""},"tools":{schema}}}\n')
-    result = pack(tmp_path / "d.jsonl", output_dir=tmp_path / "out", tokenizer=tokenizer, seq_len=2048, workers=1)
+    too_deep = schema.replace(deep(60), deep(300))  # orjson reads 1,024 levels, and writes 254
+    records = [f'{{{TALK % ""},"tools":{tools}}}\n' for tools in (schema, too_deep)]
+    (tmp_path / "d.jsonl").write_text("".join(records))
+    options = {"tokenizer": tokenizer, "seq_len": 4096, "workers": 1, "max_reject_rate": 1.0}
+    result = pack(tmp_path / "d.jsonl", output_dir=tmp_path / "out", **options)
     assert (result.manifest.packed, result.manifest.sample_class) == (1, "PackedMultiMixQASample")
+    (reject,) = map(json.loads, result.rejects.read_text().splitlines())
+    assert (reject["row"], reject["reason"]) == (1, "bad_json")
+    assert reject["detail"] == "tools is nested more than 100 levels deep"

@@ -1,0 +1,151 @@
+"""The json of a pack, key by key: what is always there, and what only a sample that has it brings."""
+
+import io
+import json
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from energon_packed import Conversation, MediaReference, Message, StoredImage, StoredSample
+from energon_packed.errors import ConfigError, FormatError, RecordError
+from energon_packed.formats import codec_for, codec_of
+
+PLAIN = StoredSample(
+    conversation=Conversation(id="a", messages=(Message("user", "Hi?"), Message("assistant", "Yes."))), length=9
+)
+FULL = StoredSample(
+    conversation=Conversation(
+        id="b",
+        messages=(
+            Message("system", "Be brief."),
+            Message("user", "<image>?"),
+            Message("assistant", "No.", weight=0),
+            Message("user", "And?"),
+            Message("assistant", "It is."),
+        ),
+        images=(MediaReference(data=b"x"),),
+        patch_positions=(MediaReference(data=b"y"),),
+        video=True,
+        fps=2.0,
+        timestamp_decimal=1,
+    ),
+    length=30,
+    images=(StoredImage("png", b"x"),),
+    patch_positions=(b"y",),
+)
+
+
+def written(name: str, *samples: StoredSample, layout: str = "") -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(dict(codec_for(name, layout).write(samples))["json"])
+    return value
+
+
+def test_captions() -> None:
+    assert written("PackedCaptioningSample", PLAIN) == {
+        "images": [[]], "prompts": [["Hi?"]], "captions": [["Yes."]],
+        "sample_count": 1, "ids": ["a"], "systems": [None], "lengths": [9],
+    }  # fmt: skip
+    assert written("PackedCaptioningSample", PLAIN, FULL) == {
+        "images": [[], ["img1_0.png"]], "prompts": [["Hi?"], ["<image>?", "And?"]],
+        "captions": [["Yes."], ["No.", "It is."]],
+        "sample_count": 2, "ids": ["a", "b"], "systems": [None, "Be brief."], "lengths": [9, 30],
+        "patch_positions": [[], ["img1_0.npy"]], "timestamp_decimal": [None, 1], "fps": [None, 2.0],
+        "videos": [False, True], "weights": [None, [1, 1, 0, 1, 1]],
+    }  # fmt: skip
+
+
+def test_messages() -> None:
+    plain = {
+        "id": "a", "length": 9, "images": [],
+        "messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}],
+    }  # fmt: skip
+    full = written("PackedMultiMixQASample", PLAIN, FULL)
+    assert full.keys() == {"sample_count", "samples"}
+    assert (full["sample_count"], full["samples"][0]) == (2, plain)
+    assert {key: value for key, value in full["samples"][1].items() if key != "messages"} == {
+        "id": "b", "length": 30, "images": ["img1_0.png"], "patch_positions": ["img1_0.npy"], "video": True,
+        "fps": 2.0, "timestamp_decimal": 1,
+    }  # fmt: skip
+    assert [message.get("weight") for message in full["samples"][1]["messages"]] == [None, None, 0, None, None]
+    assert written("MultiMixQASample", PLAIN) == plain
+
+
+def test_tokens_are_arrays_of_format_version_1_0() -> None:
+    ids = np.array([5, 6, 7])
+    samples = [
+        StoredSample(conversation=Conversation(id=name, input_ids=ids, labels=ids), length=3, images=images)
+        for name, images in (("a", ()), ("b", (StoredImage("jpg", b"x"),)))
+    ]
+    parts = dict(codec_for("PackedTokensSample").write(samples))
+    assert json.loads(parts["json"]) == {"ids": ["a", "b"], "images": [[], ["img1_0.jpg"]], "sample_count": 2}
+    for name, expected in (("input_ids", [5, 6, 7] * 2), ("cu_seqlens", [0, 3, 6]), ("loss_spans", [[0, 6]])):
+        content = parts[f"{name}.npy"]
+        assert content[:8] == b"\x93NUMPY\x01\x00"
+        array = np.load(io.BytesIO(content))
+        assert (array.tolist(), array.dtype.str) == (expected, "<i4")
+
+
+def test_the_layout_of_llava_onevision2() -> None:
+    talk = (Message("user", "<image>?"), Message("assistant", "A"))
+    sample = FULL._replace(conversation=replace(FULL.conversation, messages=talk))
+    assert written("PackedCaptioningSample", sample, layout="llava-onevision2") == {
+        "images": [["img0_0.png"]], "prompts": [["<image>?"]], "captions": [["A"]], "sample_count": 1,
+        "patch_positions": [["img0_0.npy"]], "timestamp_decimal": [1], "fps": [2.0], "videos": [True],
+        "ids": ["b"], "lengths": [30],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"json": b'{"a":1,"b":2}'}, r"k matches no known flavor: its json has the keys a, b$"),
+        ({"jpg": b"x"}, r"k matches no known flavor: it has no json part$"),
+    ],
+)
+def test_a_pack_of_no_flavor_is_described(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        codec_of({"__key__": "k", **raw})
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"json": b'{"a":'}, r"k: the json part is damaged: unexpected end of data"),
+        ({"json": b"[1]"}, r"k: the json part is a list, not an object"),
+        ({}, r"k has no json part; is this a packed dataset\?"),
+    ],
+)
+def test_a_json_that_cannot_be_read_is_named(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        codec_for("PackedCaptioningSample").read({"__key__": "k", **raw})
+
+
+def test_unknown_names_are_told_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown sample class 'Packed'; use one of PackedCaptioningSample, .*"):
+        codec_for("Packed")
+    with pytest.raises(ConfigError, match="unknown layout 'llava'; use one of llava-onevision2"):
+        codec_for("PackedCaptioningSample", "llava")
+    assert codec_for("LoongForge.PackedChatMixSample").sample_class == "LoongForge.PackedChatMixSample"
+
+
+def test_a_type_that_json_does_not_have_is_text() -> None:
+    conversation = replace(FULL.conversation, tools=[{"name": "f", "limit": Decimal("1.50")}])
+    value = written("MultiMixQASample", FULL._replace(conversation=conversation))
+    assert value["tools"] == [{"name": "f", "limit": "1.50"}]
+
+
+def test_what_captions_cannot_hold_is_told() -> None:
+    codec = codec_for("PackedCaptioningSample")
+    call = Message("assistant", "It.", {"tool_calls": [], "name": "f"})
+    tools = [{"name": "f"}]
+    for fields, message in (
+        ({"input_ids": np.array([1]), "labels": np.array([1])}, "stores text, not input_ids; set `sample_class` to"),
+        ({"messages": PLAIN.conversation.messages, "tools": tools}, "PackedCaptioningSample cannot hold tools; set"),
+        ({"messages": (Message("user", "?"), call)}, "turn 1 is assistant with tool_calls, name; Packed"),
+        ({"messages": (Message("assistant", "!"),)}, "turn 0 is assistant; PackedCaptioningSample holds alternating"),
+    ):
+        with pytest.raises(RecordError, match=message):
+            codec.check(Conversation(id="a", **fields))  # type: ignore[arg-type]
