@@ -1,6 +1,7 @@
 """Data that many tests share: the demo dataset, its tokenizer, and packed outputs of each flavor."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.frozen import freeze
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # tests run side by side
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores Ctrl-C for what it runs in the background
 settings.register_profile("compiled", deadline=None)  # the first example may load compiled code
 settings.load_profile("compiled")
 

@@ -113,10 +113,11 @@ def make_demo(folder: Path) -> None:
 
 
 def normalized(text: str) -> str:
-    """Without times, rates and the size of compressed pictures, which differ between machines."""
+    """Without times, rates, the size of compressed pictures and versions, which differ between machines."""
     text = re.sub(r"(\d+ \w+) +[\d.]+ s(?: +[\d,]+/s)?", r"\1", text)
     text = re.sub(r"│ (\w+ seconds|size) .*", r"│ \1", text)
     text = re.sub(r"[\d.]+ [KMG]iB", "SIZE", text)
+    text = re.sub(r" in Transformers [\d.]+", "", text)
     text = re.sub(
         r"'(train_runtime|train_\w+_per_second|train_loss|entropy|mean_token_accuracy)': '?[^',}]+'?", r"\1", text
     )

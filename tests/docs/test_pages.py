@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from tests import oldest
 from tests.docs.pages import PAGES, ROOT, make_demo, needs_demo, normalized, run_page, steps
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -41,6 +42,8 @@ def demo_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_blocks_print_what_the_page_says(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if needs_demo(page):
         shutil.copytree(request.getfixturevalue("demo_out"), tmp_path, dirs_exist_ok=True)
+    if page.stem == "trainers" and oldest.ACCELERATE:
+        pytest.skip("TRL needs a newer accelerate than we do")
     for step, printed in run_page(page, tmp_path):
         assert normalized(printed) == normalized(step.shown), step.code
 

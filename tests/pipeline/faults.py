@@ -165,9 +165,9 @@ class Hook:
         if kind in signals:
             target, number = signals[kind]
             if kind == "interrupt_twice":
-                _later(fault.delay + 0.03, target, number)
+                _later(fault.delay + 0.03, target, number, self.notes)
             if fault.delay:
-                _later(fault.delay, target, number)
+                _later(fault.delay, target, number, self.notes)
             else:
                 os.kill(target, number)
         elif kind == "no_space":
@@ -185,13 +185,14 @@ class Hook:
             raise OSError(self.fault.errno, os.strerror(self.fault.errno), *named)
 
 
-def _later(seconds: float, target: int, number: int) -> None:
-    """Send a signal from another process, unless its target has ended by then."""
+def _later(seconds: float, target: int, number: int, notes: Path) -> None:
+    """Send a signal from another process, unless its target has ended by then; the time of it is noted."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     is_sender = os.fork() == 0
     if is_sender:
         os.setsid()
         time.sleep(seconds)
+        notes.write_text(repr(time.time()))
         with suppress(ProcessLookupError):
             os.kill(target, number)
         os._exit(0)
