@@ -12,6 +12,7 @@ import pytest
 from energon_packed import Conversation, MediaReference, Message, StoredImage, StoredSample
 from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.formats import codec_for, codec_of
+from energon_packed.formats.parts import image_count
 
 PLAIN = StoredSample(
     conversation=Conversation(id="a", messages=(Message("user", "Hi?"), Message("assistant", "Yes."))), length=9
@@ -86,6 +87,18 @@ def test_tokens_are_arrays_of_format_version_1_0() -> None:
         assert content[:8] == b"\x93NUMPY\x01\x00"
         array = np.load(io.BytesIO(content))
         assert (array.tolist(), array.dtype.str) == (expected, "<i4")
+
+
+def test_tokens_without_labels_are_all_targets() -> None:
+    codec = codec_for("PackedTokensSample")
+    parts = dict(codec.write([StoredSample(conversation=Conversation(id="a", input_ids=np.array([5, 6])), length=2)]))
+    assert np.load(io.BytesIO(parts["loss_spans.npy"])).tolist() == [[0, 2]]
+    (read,) = codec.read({"__key__": "k", **parts})
+    assert [read.conversation.input_ids.tolist(), read.conversation.labels.tolist()] == [[5, 6], [5, 6]]
+
+
+def test_images_are_what_is_neither_json_nor_array_nor_text() -> None:
+    assert image_count(["json", "img0_0.jpg", "img0_0.npy", "input_ids.npy", "note.TXT", "img1_0.PNG"]) == 2
 
 
 def test_the_layout_of_llava_onevision2() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from energon_packed import pack_lengths
 from energon_packed.errors import ConfigError
-from energon_packed.packing import bitset
+from energon_packed.packing import bitset, planner
 
 ALGORITHMS = ["bfd", "ffd", "sequential", "window_7", "best"]
 
@@ -143,6 +143,19 @@ def test_bad_input_names_the_value(lengths: object, options: dict[str, object], 
 def test_the_longest_lengths_are_overlong_and_nothing_overflows() -> None:
     plan = pack_lengths([2**31 - 1, 5, 2**31 - 8], 64, multiple=16)
     assert ([pack.tolist() for pack in plan], plan.overlong.tolist(), plan.tokens) == ([[1]], [0, 2], 5)
+
+
+def test_lengths_are_rounded_up_to_a_multiple() -> None:
+    plan = pack_lengths([3, 3, 2, 7], 7, multiple=2)
+    assert ([pack.tolist() for pack in plan], plan.overlong.tolist()) == ([[0], [1, 2]], [3])
+    assert [pack.tolist() for pack in pack_lengths([3, 3, 1], 7)] == [[0, 1, 2]]
+
+
+def test_more_samples_than_int32_can_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "_MOST_SAMPLES", 3)
+    assert pack_lengths([1, 1, 1], 8).num_packs == 1
+    with pytest.raises(ValueError, match="`lengths` has 4 entries, more than 3; plan them in several parts"):
+        pack_lengths([1, 1, 1, 1], 8)
 
 
 def test_empty_input_gives_an_empty_plan() -> None:

@@ -14,10 +14,11 @@ CASES = [(seed, limit) for seed in range(8) for limit in (None, 1, 2, 5)]
 
 
 def problem(seed: int) -> tuple[list[int], int]:
-    """Lengths of a kind of their own for each seed, many of them equal, and a capacity that some exceed."""
+    """Lengths of a kind of their own for each seed, many of them equal, and a capacity that some exceed or fill."""
     rng = np.random.default_rng(seed)
     capacity = int(rng.integers(20, 200))
-    return rng.integers(1, rng.integers(capacity // 4, capacity + 3), int(rng.integers(1, 160))).tolist(), capacity
+    lengths = rng.integers(1, rng.integers(capacity // 4, capacity + 3), int(rng.integers(1, 160))).tolist()
+    return [*lengths, *[capacity, capacity - 1] * (seed % 2)], capacity
 
 
 def descending(lengths: list[int], capacity: int) -> list[int]:
