@@ -2,12 +2,14 @@
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from energon_packed import pack_lengths
 from energon_packed.packing import bitset, kernels, search
+from energon_packed.packing.placement import Placement
 
 Packs = list[list[int]]
 CASES = [(seed, limit) for seed in range(8) for limit in (None, 1, 2, 5)]
@@ -149,3 +151,30 @@ def test_neighbours_of_every_key(size: int) -> None:
         for key in [*range(min(size, 200)), *range(max(0, size - 80), size)]:
             assert bitset.bitset_next(words, levels, key) == min((m for m in members if m >= key), default=-1)
             assert bitset.bitset_previous(words, levels, key) == max((m for m in members if m <= key), default=-1)
+
+
+@pytest.mark.parametrize(
+    ("packs", "budget", "tried", "chosen"),
+    [
+        ([2, 2, 2], 99, 1, 0),  # as few as the bound
+        ([4, 3, 2, 2], 99, 3, 2),
+        ([3, 3, 4, 3], 99, 4, 0),  # of equal ones the first
+        ([4, 3, 3, 2], 12, 3, 1),  # 4 samples each
+        ([4, 3, 3, 2], 13, 4, 3),
+    ],
+)
+def test_the_search_ends_at_the_bound_or_the_budget(
+    monkeypatch: pytest.MonkeyPatch, packs: list[int], budget: int, tried: int, chosen: int
+) -> None:
+    plans = [Placement(np.arange(4, dtype=np.int32), np.zeros(4, dtype=np.int32), number) for number in packs]
+    seen: list[Placement] = []
+
+    def candidates(*_: object) -> Iterator[Placement]:
+        for plan in plans:
+            seen.append(plan)
+            yield plan
+
+    monkeypatch.setattr(search, "_candidates", candidates)
+    monkeypatch.setattr(search, "BUDGET", budget)
+    found = search.best(np.full(4, 50, dtype=np.int32), 100, 9)
+    assert (found is plans[chosen], len(seen)) == (True, tried)
