@@ -87,8 +87,26 @@ def check_regular_files(folder: Path) -> None:
             )
 
 
-def read_yaml(file: Path) -> Any:
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, where YAML loaders take the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As of the base class."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.YAMLError(f"line {key.start_mark.line + 1} gives {key.value!r} a second time")
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(file: Path, *, unique_keys: bool = False) -> Any:
     """The content of a YAML file of plain types: no tag makes an object, and no file takes all memory.
+
+    Args:
+        file: the file.
+        unique_keys: refuse a key that a mapping has twice.
 
     Raises:
         OSError: the file cannot be read.
@@ -98,10 +116,10 @@ def read_yaml(file: Path) -> Any:
         raise yaml.YAMLError(f"it has {file.stat().st_size:,} bytes, and at most {_MOST_BYTES:,} are read")
     try:
         with open_regular(file) as stream:
-            value = yaml.safe_load(stream.read())
+            value = yaml.load(stream.read(), _UniqueKeys if unique_keys else yaml.SafeLoader)
     except IrregularFile as error:
         raise yaml.YAMLError(f"it {error}") from error
-    except (RecursionError, ValueError) as error:  # nested too deeply; a date that is none
+    except (RecursionError, ValueError, TypeError, AttributeError) as error:  # nested too deeply; a date that is none
         raise yaml.YAMLError(f"it cannot be parsed: {type(error).__name__}") from error
     nodes, stack = 0, [value]
     while stack:
@@ -146,9 +164,10 @@ def check_inner(names: Iterable[str]) -> None:
     """Refuse names of files that are not in the folder that names them.
 
     Raises:
-        ValueError: a name is empty, absolute, has `..` or a NUL.
+        ValueError: a name is empty, absolute, has `..` or a NUL, or is not UTF-8.
     """
     for name in names:
+        name.encode()
         if not name or name.startswith("/") or "\0" in name or ".." in PurePosixPath(name).parts:
             raise ValueError(f"{name[:200]!r} leads out of the folder; a dataset may only name files inside it")
 

@@ -118,6 +118,23 @@ def _check_footer(source: Any, batches: int) -> None:
         raise pa.ArrowInvalid(f"its footer names {batches} of {found} record batches")
 
 
+def _check_end(source: Any) -> None:
+    """Refuse a stream that does not end, and one that something follows; the reader has read to its end.
+
+    A writer that is closed writes an end: a length of 0, after a continuation marker since format version 5 (Arrow
+    columnar format, "IPC Streaming Format"). The format allows a stream without one, which no reader can tell from
+    one that was cut between two batches.
+
+    Raises:
+        ArrowInvalid: it does not end as it should.
+    """
+    end, size = source.tell(), source.size()
+    if end < size:
+        raise pa.ArrowInvalid(f"its stream ends at byte {end} of {size}, and more follows: write one stream to a file")
+    if source.read_at(4, size - 4) != bytes(4):
+        raise pa.ArrowInvalid("its stream has no end, so batches may be missing: close its writer, or copy it again")
+
+
 class _Batches:
     """Record batches of one file, with random access by row."""
 
@@ -134,6 +151,7 @@ class _Batches:
                     raise
                 source.seek(0)
                 batches = pa.ipc.open_stream(source).read_all().to_batches()
+                _check_end(source)
                 counts = [batch.num_rows for batch in batches]
                 read = batches.__getitem__
         except ARROW_ERRORS as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError, Reason, RecordError
-from energon_packed.options import check, declared, make, option, plain_values, refuse_remote
+from energon_packed.options import check, declared, make, option, plain_values, refuse_remote, short
 from energon_packed.records import Adapter, FieldMap
 
 _MOST = 1000  # of a weight: each repetition is measured
@@ -83,14 +83,11 @@ class SourceConfig:
     def __post_init__(self) -> None:
         paths = [self.path] if isinstance(self.path, str | Path) else self.path
         if not isinstance(paths, list | tuple) or not paths or not all(isinstance(one, str | Path) for one in paths):
-            raise ConfigError(f"path is {self.path!r}; it must be a path or a list of paths")
+            raise ConfigError(f"path is {short(self.path)}; it must be a path or a list of paths")
         object.__setattr__(self, "path", tuple(map(str, paths)))
-        check(self)
-        for name in ("adapter", "source_split"):
-            if not isinstance(getattr(self, name), str | None):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be text")
         if self.map is not None:
             object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
+        check(self)
         if self.adapter is not None:
             _ = Adapter(self.adapter).source  # a wrong one is an error now, not in the first worker
         if self.image_root is not None:
@@ -122,7 +119,7 @@ class SourceConfig:
         elif isinstance(value, str | Path):
             given = {"path": value}
         else:
-            raise ConfigError(f"sources[{number}] is {value!r}; it must be a path or a mapping with a path")
+            raise ConfigError(f"sources[{number}] is {short(value)}; it must be a path or a mapping with a path")
         label = _label(number, given.get("path"))
         try:
             if "label" in given:

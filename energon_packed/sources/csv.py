@@ -1,5 +1,6 @@
 """CSV and TSV with a header line, rewritten once as an Arrow file of texts; JSON in cells becomes lists."""
 
+import csv as python_csv
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -13,6 +14,7 @@ from energon_packed.sources.base import Source
 from energon_packed.sources.convert import ARROW_ERRORS, converted, one_line, write_batches
 
 _BLOCK = 64 << 20  # bytes; a row must fit
+_LARGEST_CELL = 2**31 - 1
 _TURN_COLUMNS = ("prompts", "captions")
 
 
@@ -50,12 +52,11 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
     from pyarrow import csv
 
     try:
-        _check_end(path)
+        delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+        _check_quotes(path, delimiter)
         options = {
             "read_options": csv.ReadOptions(block_size=_BLOCK),
-            "parse_options": csv.ParseOptions(
-                newlines_in_values=True, delimiter="\t" if path.suffix.lower() == ".tsv" else ","
-            ),
+            "parse_options": csv.ParseOptions(newlines_in_values=True, delimiter=delimiter),
         }
         names = csv.open_csv(path, **options).schema.names
         reader = csv.open_csv(
@@ -68,16 +69,28 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
         raise SourceError(f"{path} cannot be read as CSV in UTF-8 with a header line: {one_line(error)}") from error
 
 
-def _check_end(path: Path) -> None:
-    """Refuse a file that ends inside quotes: the reader takes what is there of the cell."""
-    quotes, last = 0, b""
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            quotes, last = quotes + block.count(b'"'), block[-1:]
-    if quotes % 2 and last not in (b"\n", b"\r"):
-        raise ValueError(
-            "it ends inside a quoted cell; copy it again, or, if it is complete, end it with a line break"
-        )
+def _check_quotes(path: Path, delimiter: str) -> None:
+    """Refuse a quote that opens a cell and is no part of the format: all up to the next one would be one cell.
+
+    Arrow's reader takes it as the start of a quoted cell, whatever follows the next quote, and ends such a cell with
+    the file. The rule is that of RFC 4180: a delimiter or the end of the line follows a closing quote.
+    """
+    with path.open(encoding="utf-8", errors="replace", newline="") as stream:
+        before = python_csv.field_size_limit(_LARGEST_CELL)
+        rows = python_csv.reader(stream, delimiter=delimiter, strict=True)
+        begin = 1
+        try:
+            for _ in rows:
+                begin = rows.line_num + 1
+        except python_csv.Error as error:
+            ends = "end of data" in str(error)
+            what = "the file ends inside a quoted cell" if ends else "text follows the closing quote of a cell"
+            raise ValueError(
+                f"in the row that begins at line {begin}: {what}; a cell that begins with a quote must end with one, "
+                'and hold "" for each inside: write it so, or convert the file to JSONL'
+            ) from error
+        finally:
+            python_csv.field_size_limit(before)
 
 
 def _json_cell(value: Any) -> Any:

@@ -7,6 +7,7 @@
 Where file or folder names say train, validation or test, one split is read.
 """
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -14,16 +15,18 @@ from pathlib import Path
 
 from energon_packed.errors import SourceError
 
+_log = logging.getLogger(__name__)
 _METADATA = ("metadata.jsonl", "metadata.csv")
 _FORMATS = {
     ".tar": (".tar", ".tar.gz", ".tgz"),
     ".parquet": (".parquet",),
     ".arrow": (".arrow", ".feather"),
-    ".jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".json.gz", ".json.zst"),
+    ".jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst", ".json.gz", ".json.zst"),
     ".csv": (".csv", ".tsv"),
 }
 _LAST_RESORT = (".json",)  # among other files it describes them
 _NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
+_MAY_BE_DATA = re.compile(r"\.(jsonl?|ndjson|csv|tsv)(\.\w+)?$", re.IGNORECASE)
 _SPLIT = re.compile(r"(?:^|[-_./])(train|training|validation|valid|val|dev|test|testing|eval)(?=[-_./\d]|$)")
 _SAME = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "testing": "test"}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -56,7 +59,16 @@ def folder_files(folder: Path, split: str | None) -> list[Path]:
             f"{folder} is a folder without a Hugging Face state.json, an Energon .nv-meta, or files of "
             f"{', '.join(_FORMATS)}; pass files or a glob"
         )
+    _warn_of_others(folder, [name for name in others if name not in set(files)])
     return _in_split(folder, files, split)
+
+
+def _warn_of_others(folder: Path, names: Sequence[str]) -> None:
+    """Tell of files that may hold records and are not read."""
+    left = [name for name in names if _MAY_BE_DATA.search(name) and name.rpartition("/")[2] not in _NOT_DATA]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        _log.warning("%s: %s%s not read; pass data files of several formats by name", folder, left[0], more)
 
 
 def hub_folder(name: str) -> Path | None:

@@ -36,6 +36,8 @@ class HuggingFaceSource(ArrowSource):
             files = [path / name for name in names]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SourceError(f"{path / 'state.json'} is not that of a Hugging Face dataset: {error!r}") from error
+        if not files:
+            raise SourceError(f"{path / 'state.json'} lists no data files; save the dataset again")
         if state.get("_indices_data_files"):
             raise SourceError(f"{path} has an indices mapping; save it again after dataset.flatten_indices()")
         return files
@@ -43,8 +45,10 @@ class HuggingFaceSource(ArrowSource):
 
 def _splits(file: Path) -> list[str]:
     try:
-        names = [str(name) for name in json.loads(file.read_text(encoding="utf-8"))["splits"]]
+        names = json.loads(file.read_text(encoding="utf-8"))["splits"]
+        if not isinstance(names, list):
+            raise TypeError("splits is not a list")
         check_inner(names)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError(f"{file} is not that of a Hugging Face DatasetDict: {error!r}") from error
-    return names
+    return list(names)

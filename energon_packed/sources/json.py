@@ -17,12 +17,15 @@ import orjson
 from energon_packed.errors import SourceError
 from energon_packed.sources.base import Source
 from energon_packed.sources.convert import converted
-from energon_packed.sources.jsonl import JsonlSource
+from energon_packed.sources.jsonl import JsonlSource, check_line_ends, decompressed
 
 _BLOCK = 1 << 20
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["\[\]{},]', re.DOTALL)  # a text, the start of one, or structure
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL)
 _SPACE = b" \t\r\n"
+_OBJECT_OF_RECORDS = re.compile(
+    rb'\{\s*"(data|annotations|samples|records|rows|items|examples|instances)"\s*:\s*\[\s*\{'
+)
 
 
 class JsonSource(JsonlSource):
@@ -33,24 +36,57 @@ class JsonSource(JsonlSource):
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
         """Rewrite an array as JSONL in `work_dir`."""
-        with path.open("rb") as stream:
-            head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
-        is_array = head[:1] == b"["
-        if head[:1] == b"{" and head[1:].lstrip(b" \t\r")[:1] == b"\n":  # JSON lines never break after the brace
-            raise SourceError(
-                f"{path} is one JSON object over several lines; write the list of records in it alone to a file, such "
-                f"as jq .annotations {path.name}"
-            )
-        return cls(
-            path,
-            data=converted(path, work_dir, ".lines.jsonl", _to_jsonl) if is_array else None,
-            image_root=image_root,
+        return cls(path, data=_in_lines(path, path, work_dir), image_root=image_root)
+
+
+class CompressedJsonSource(JsonlSource):
+    """A .json.gz or .json.zst file: an array or lines, decompressed once."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".json.gz", ".json.zst")
+
+    @classmethod
+    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
+        """Decompress into `work_dir`, and rewrite an array as JSONL."""
+        data = decompressed(path, work_dir)
+        return cls(path, data=_in_lines(path, data, work_dir), image_root=image_root)
+
+
+def _in_lines(path: Path, data: Path, work_dir: Path) -> Path:
+    """The records of a JSON file in lines: the file itself, or a copy where it is an array.
+
+    Args:
+        path: the input, for messages.
+        data: its content.
+        work_dir: folder of the copy.
+
+    Raises:
+        SourceError: it is one object, or an array that cannot be read.
+    """
+    with data.open("rb") as stream:
+        head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+    if head[:1] == b"[":
+        return converted(data, work_dir, ".lines.jsonl", lambda array, out: _to_jsonl(array, out, path))
+    if head[:1] == b"{" and head[1:].lstrip(b" \t\r")[:1] == b"\n":  # JSON lines never break after the brace
+        raise SourceError(
+            f"{path} is one JSON object over several lines; write the list of records in it alone to a file, such "
+            f"as jq .annotations {path.name}"
         )
+    if (found := _OBJECT_OF_RECORDS.match(head)) and _is_one_line(data):
+        name = found[1].decode(errors="replace")
+        raise SourceError(f"{path} is one JSON object; write its list {name} alone to a file: jq .{name} {path.name}")
+    check_line_ends(path, data)
+    return data
 
 
-def _to_jsonl(path: Path, out: BinaryIO) -> None:
-    """One line per element of a JSON array."""
-    with path.open("rb") as stream:
+def _is_one_line(file: Path) -> bool:
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        end = data.find(b"\n")
+        return end < 0 or not data[end : end + 4096].strip()
+
+
+def _to_jsonl(data: Path, out: BinaryIO, path: Path) -> None:
+    """One line per element of the JSON array in `data`, which is the content of `path`."""
+    with data.open("rb") as stream:
         if not _has_lone_surrogate(stream) and _parsed(_after_mark(stream), out):
             return
         out.seek(0)

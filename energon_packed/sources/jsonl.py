@@ -3,6 +3,7 @@
 import codecs
 import gzip
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from energon_packed.sources.convert import converted
 from energon_packed.system import most_open
 
 _MOST_OPEN = 128
+_HEAD = 1 << 20  # bytes in which lines should end
+_CR_ENDS = re.compile(rb"[}\]]\s*\r\s*[{\[]")
 _in_use: "WeakKeyDictionary[JsonlSource, None]" = WeakKeyDictionary()
 """Sources with an open file, the one that was opened last at the end."""
 
@@ -35,6 +38,12 @@ class JsonlSource(Source):
     def __init__(self, path: Path, *, data: Path | None = None, image_root: Path | None = None) -> None:
         super().__init__(path, data=data, image_root=image_root)
         self._stream: BinaryIO | None = None
+
+    @classmethod
+    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
+        """Nothing is converted."""
+        check_line_ends(path, path)
+        return cls(path, image_root=image_root)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stream": None}
@@ -86,12 +95,37 @@ class JsonlSource(Source):
 class CompressedJsonlSource(JsonlSource):
     """A .gz or .zst file of JSONL, decompressed once."""
 
-    suffixes: ClassVar[tuple[str, ...]] = (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson.gz")
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst")
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> "Source":
         """Decompress into `work_dir`."""
-        return cls(path, data=converted(path, work_dir, ".jsonl", _decompress), image_root=image_root)
+        return cls(path, data=decompressed(path, work_dir), image_root=image_root)
+
+
+def decompressed(path: Path, work_dir: Path) -> Path:
+    """The decompressed copy of a .gz or .zst file.
+
+    Raises:
+        SourceError: it is empty, truncated or damaged.
+    """
+    return converted(path, work_dir, ".jsonl", _decompress)
+
+
+def check_line_ends(path: Path, data: Path) -> None:
+    """Refuse lines that end in a carriage return alone, as of old Macs: they would be one line.
+
+    Args:
+        path: the input, for the message.
+        data: its content.
+
+    Raises:
+        SourceError: they do.
+    """
+    with data.open("rb") as stream:
+        head = stream.read(_HEAD)
+    if b"\n" not in head and _CR_ENDS.search(head):
+        raise SourceError(f"the lines of {path} end in CR alone; write it with LF: tr '\\r' '\\n'")
 
 
 def _row(offset: int, line: bytes) -> Row:
@@ -104,13 +138,17 @@ def _row(offset: int, line: bytes) -> Row:
 def _decompress(path: Path, out: BinaryIO) -> None:
     import zstandard
 
+    if path.stat().st_size == 0:
+        raise SourceError(f"{path} is empty (0 bytes), which is no compressed file; copy it again")
     try:
-        if path.suffix == ".gz":
+        if path.suffix.lower() == ".gz":
             with gzip.open(path, "rb") as stream:
                 shutil.copyfileobj(stream, out, 1 << 20)
         else:
             _decompress_zstd(path, out)
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        if "too much memory" in str(error):
+            raise SourceError(f"{path} was compressed with --long; decompress it: zstd -d --long=31") from error
         raise SourceError(f"{path} cannot be decompressed: {error}; is the file complete?") from error
 
 

@@ -1,6 +1,7 @@
 """From what a user names (files, folders, globs) to Sources: the container classes, tried in order."""
 
 import glob
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from energon_packed.sources.energon import EnergonSource, is_metadataset, metada
 from energon_packed.sources.folders import folder_files, hub_folder
 from energon_packed.sources.hugging_face import HuggingFaceSource
 from energon_packed.sources.imagefolder import ImageFolderCsvSource, ImageFolderSource
-from energon_packed.sources.json import JsonSource
+from energon_packed.sources.json import CompressedJsonSource, JsonSource
 from energon_packed.sources.jsonl import CompressedJsonlSource, JsonlSource
 from energon_packed.sources.parquet import ParquetSource
 from energon_packed.sources.webdataset import WebDatasetSource
@@ -30,6 +31,7 @@ SOURCES: list[type[Source]] = [
     JsonlSource,
     CompressedJsonlSource,
     JsonSource,
+    CompressedJsonSource,
     ParquetSource,
     ArrowSource,
     CsvSource,
@@ -146,9 +148,9 @@ def _files(number: int, config: SourceConfig, split: str | None, seed: int) -> I
 
 def _refuse_twice(files: list[_File]) -> None:
     """Refuse a file that is named twice, unless its records are read in two ways."""
-    seen: set[tuple[Path, FieldMap | None, Adapter | None]] = set()
+    seen: set[tuple[str, FieldMap | None, Adapter | None]] = set()
     for file in files:
-        key = (file.found[1].resolve(), file.reading.field_map, file.reading.adapter)
+        key = (os.path.realpath(file.found[1]), file.reading.field_map, file.reading.adapter)
         if file.reading.copy == 0 and key in seen:
             raise SourceError(
                 f"{file.found[1]} is named twice; every record would be packed twice: name it once, with a weight in "
@@ -206,6 +208,10 @@ def _kind_of(path: Path) -> type[Source] | None:
 
 
 def _refuse_irregular(path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise SourceError(f"{str(path)!r} is not UTF-8; rename it, as the files that we write name it") from error
     kind = irregular(path.stat().st_mode)
     if kind is not None and not path.is_dir():
         raise SourceError(
@@ -228,6 +234,8 @@ def _shares(paths: list[Path], part: tuple[int, int] | None) -> Iterator[tuple[i
 def _expand(pattern: str) -> list[Path]:
     if _REMOTE.match(pattern):
         raise SourceError(f"{pattern} is remote; only local files are read: download or mount it, and pass its path")
+    if pattern.startswith("~/") and not Path(pattern).exists():  # a config file is read by no shell
+        pattern = os.path.expanduser(pattern)
     if Path(pattern).exists():
         return [Path(pattern)]
     matches = sorted(Path(name) for name in glob.glob(pattern, recursive=True))

@@ -192,6 +192,8 @@ def _members(path: Path, stream: io.FileIO, stop: int, *, is_whole: bool = True)
     try:
         with tarfile.open(fileobj=stream, mode="r:") as tar:
             while end < stop and (info := tar.next()) is not None:
+                if info.offset >= stop:  # behind a header of the whole tar that follows our last member
+                    break
                 tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
                 if info.issparse():
                     raise SourceError(f"{path} holds the sparse file {info.name}; write it again without --sparse")
@@ -237,6 +239,8 @@ def _is_ignored(name: str) -> bool:
 
 
 def _split(name: str) -> tuple[str, str]:
+    if not name.isascii():  # bytes that are not UTF-8, as of old archives, stay visible: caf\\xe9
+        name = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     found = _NAME.fullmatch(name)
     return (found[1], found[2]) if found else (name, "")
 

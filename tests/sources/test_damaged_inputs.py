@@ -197,7 +197,7 @@ def test_columns_of_any_type_cost_their_rows(tmp_path: Path, name: str) -> None:
 
 def test_a_table_that_ends_inside_quotes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text\n"One."\n"Two, of wh')
-    with pytest.raises(SourceError, match="a.csv cannot be read .* it ends inside a quoted cell"):
+    with pytest.raises(SourceError, match="a.csv cannot be read .* line 3: the file ends inside a quoted cell"):
         open_sources([tmp_path / "a.csv"], work_dir=tmp_path / "work")
 
 

@@ -1,0 +1,170 @@
+"""Inputs that other readers take for shorter than they are: refused, or read whole."""
+
+import gzip
+import io
+import json
+import logging
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import zstandard
+
+from energon_packed.errors import SourceError
+from energon_packed.sources import open_sources
+
+ROWS = [{"id": f"r{n}", "text": f"Text {n}."} for n in range(60)]
+LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
+
+
+def records(path: Path) -> list[Any]:
+    sources = open_sources([path], work_dir=path.parent / "work")
+    return [row.record for source in sources for start, stop in source.chunks() for row in source.scan(start, stop)]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "message"),
+    [
+        ("a.tsv", ["id\ttext", *(f'{n}\t"Well," she said {n}.' for n in range(9))],
+         "begins at line 2: text follows the closing quote"),
+        ("a.tsv", ["text", "one", '"two', "three", '"four" and more', "five"],
+         "begins at line 3: text follows the closing quote"),
+        ("a.csv", ["text", "one", '"two', "three"], "begins at line 3: the file ends inside a quoted cell"),
+        ("a.csv", ["text", '"a ""good"" one"', '"two\nlines"', '"x"y'], "begins at line 5: text follows"),
+    ],
+)  # fmt: skip
+def test_a_stray_quote_takes_no_rows_with_it(tmp_path: Path, name: str, lines: list[str], message: str) -> None:
+    (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(SourceError, match=f"{name} cannot be read as CSV.*{message}"):
+        records(tmp_path / name)
+
+
+def test_quotes_that_are_part_of_the_format_or_of_a_text_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('id\ttext\n1\t"two\nlines and a ""quote"""\n2\tSay "hi" now\n3\t5" wide\n4\t""\n')
+    found = [record.get("text") for record in records(tmp_path / "a.tsv")]
+    assert found == ['two\nlines and a "quote"', 'Say "hi" now', '5" wide', None]
+
+
+def streams(batches: int) -> bytes:
+    out = io.BytesIO()
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_stream(out, table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=len(ROWS) // batches):
+            writer.write_batch(batch)
+    return out.getvalue()
+
+
+def test_an_arrow_stream_must_end_and_be_alone(tmp_path: Path) -> None:
+    whole = streams(4)
+    file = tmp_path / "a.arrow"
+    file.write_bytes(whole)
+    assert records(file) == ROWS
+    for content in (whole[:-8], whole[: len(whole) // 2], whole + whole, whole + bytes(8)):
+        file.write_bytes(content)
+        with pytest.raises(SourceError, match=r"a\.arrow is not an Arrow file or stream, or is cut"):
+            records(file)
+
+
+@pytest.mark.parametrize("name", ["a.json.gz", "a.json.zst", "A.JSON.GZ"])
+@pytest.mark.parametrize("content", [json.dumps(ROWS).encode(), json.dumps(ROWS, indent=1).encode(), LINES])
+def test_compressed_json_is_an_array_or_lines(tmp_path: Path, name: str, content: bytes) -> None:
+    compress = gzip.compress if name.lower().endswith("gz") else zstandard.ZstdCompressor().compress
+    (tmp_path / name).write_bytes(compress(content))
+    assert records(tmp_path / name) == ROWS
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.ndjson.zst", "a.json.gz"])
+def test_an_empty_file_is_no_compressed_one(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(SourceError, match=rf"{name} is empty \(0 bytes\)"):
+        records(tmp_path / name)
+
+
+def test_a_file_that_needs_a_larger_window_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+    settings = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    with (tmp_path / "a.jsonl.zst").open("wb") as out:
+        zstandard.ZstdCompressor(compression_params=settings).copy_stream(io.BytesIO(LINES), out)
+    with pytest.raises(SourceError, match=r"was compressed with --long; decompress it: zstd -d --long=31"):
+        records(tmp_path / "a.jsonl.zst")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", json.dumps({"data": ROWS}), r"one JSON object; write its list data alone to .*: jq \.data a"),
+        ("a.jsonl", LINES.decode().replace("\n", "\r"), r"the lines of .*a\.jsonl end in CR alone"),
+        ("a.json", LINES.decode().replace("\n", "\r"), r"the lines of .*a\.json end in CR alone"),
+    ],
+)  # fmt: skip
+def test_what_would_be_one_record_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content, newline="")
+    with pytest.raises(SourceError, match=message):
+        records(tmp_path / name)
+
+
+def test_one_record_of_a_list_is_a_record(tmp_path: Path) -> None:
+    lines = [{"data": [{"a": 1}], "text": "One."}, {"text": "Two."}]
+    (tmp_path / "a.json").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert records(tmp_path / "a.json") == lines
+
+
+def test_a_folder_tells_what_it_leaves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.jsonl", "b.ndjson.zst"):
+        content = zstandard.ZstdCompressor().compress(LINES) if name.endswith("zst") else LINES
+        (tmp_path / name).write_bytes(content)
+    for name in ("c.jsonl.bz2", "d.json", "dataset_info.json", "cache-e.jsonl"):
+        (tmp_path / name).write_bytes(LINES)
+    with caplog.at_level(logging.WARNING):
+        sources = open_sources([tmp_path], work_dir=tmp_path / ".work")
+    assert [source.path.name for source in sources] == ["a.jsonl", "b.ndjson.zst"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: c.jsonl.bz2 and 1 more not read; pass data files of several formats by name"
+    ]
+
+
+def member(name: str, content: bytes) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    return info.tobuf(tarfile.GNU_FORMAT, errors="surrogateescape") + content + bytes(-len(content) % 512)
+
+
+def test_names_that_are_not_utf8_stay_visible(tmp_path: Path) -> None:
+    names = [os.fsdecode(b"caf\xe9_%d.txt" % n) for n in range(3)]
+    (tmp_path / "a.tar").write_bytes(b"".join(member(name, b"A text.") for name in names) + bytes(1024))
+    assert [record["id"] for record in records(tmp_path / "a.tar")] == [f"caf\\xe9_{n}" for n in range(3)]
+
+
+def test_a_header_of_the_whole_tar_may_stand_between_members(tmp_path: Path) -> None:
+    """As in two archives of git that `tar -A` has joined."""
+    header = tarfile.TarInfo.create_pax_global_header({"comment": "x" * 40})
+    parts = [member("a.txt", b"A."), header, member("b.txt", b"B."), member("c.txt", b"C."), bytes(1024)]
+    (tmp_path / "a.tar").write_bytes(b"".join(parts))
+    assert [record["id"] for record in records(tmp_path / "a.tar")] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("state.json", {"_data_files": [{"filename": "\ud800.arrow"}]}, "is not that of a Hugging Face dataset"),
+        ("state.json", {"_data_files": []}, r"state\.json lists no data files"),
+        ("dataset_dict.json", {"splits": "train"}, "is not that of a Hugging Face DatasetDict: .* not a list"),
+    ],
+)
+def test_folders_of_hugging_face_that_name_nothing(tmp_path: Path, name: str, value: object, message: str) -> None:
+    (tmp_path / name).write_text(json.dumps(value))
+    with pytest.raises(SourceError, match=message):
+        records(tmp_path)
+
+
+def test_names_of_files_that_cannot_be_used(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.jsonl"
+    loop.symlink_to("loop.jsonl")
+    with pytest.raises(OSError, match="Too many levels of symbolic links|no such file"):
+        records(loop)
+    latin = Path(os.fsdecode(os.fsencode(tmp_path) + b"/n\xe9.jsonl"))
+    latin.write_bytes(LINES)
+    with pytest.raises(SourceError, match=r"n\\udce9\.jsonl' is not UTF-8; rename it"):
+        records(latin)
