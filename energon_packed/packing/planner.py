@@ -15,6 +15,7 @@ from energon_packed.packing.plan import PackPlan
 
 Int32 = npt.NDArray[np.int32]
 _MOST_SAMPLES = 2**31 - 1
+_LARGE = 1 << 20  # tokens; kernels take about eight bytes for each token of the capacity
 _ALGORITHMS = {
     "bfd": "algorithms:best_fit_decreasing",
     "ffd": "algorithms:first_fit_decreasing",
@@ -69,7 +70,10 @@ def pack_lengths(
     usable = int(capacity) // multiple * multiple
     if multiple > 1:
         cost = ((array.astype(np.int64) + multiple - 1) // multiple * multiple).clip(max=2**31 - 1).astype(np.int32)
-    placement = _algorithm(algorithm)(cost, usable, max_samples or len(array) or 1)
+    space = usable
+    if usable > _LARGE:  # one pack never holds more than all that fits, and the plan is the same
+        space = min(usable, max(int(cost[cost <= usable].sum(dtype=np.int64)), 1))
+    placement = _algorithm(algorithm)(cost, space, max_samples or len(array) or 1)
     indices, offsets = group_by_pack(*placement)
     overlong = np.flatnonzero(cost > usable).astype(np.int64)
     plan = PackPlan(
@@ -104,7 +108,7 @@ def _algorithm(name: str) -> Algorithm:
     if match := _WINDOW.fullmatch(name):
         from energon_packed.packing.algorithms import windowed
 
-        return windowed(int(match.group(1)))
+        return windowed(int(min(match.group(1), str(_MOST_SAMPLES), key=lambda text: (len(text), text))))
     module, function = _ALGORITHMS[name].split(":")
     found: Algorithm = getattr(importlib.import_module(f"energon_packed.packing.{module}"), function)
     return found

@@ -145,6 +145,27 @@ def test_the_longest_lengths_are_overlong_and_nothing_overflows() -> None:
     assert ([pack.tolist() for pack in plan], plan.overlong.tolist(), plan.tokens) == ([[1]], [0, 2], 5)
 
 
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=40),
+    algorithm=st.sampled_from(ALGORITHMS),
+    max_samples=st.none() | st.integers(1, 5),
+)
+def test_a_row_of_any_size_takes_the_memory_of_what_it_holds(
+    lengths: list[int], algorithm: str, max_samples: int | None
+) -> None:
+    total = max(sum(lengths), 1)
+    plan, small = (
+        pack_lengths([*lengths, 2**31 - 1], size, algorithm=algorithm, max_samples=max_samples)
+        for size in (2**31 - 2, total)
+    )
+    assert [pack.tolist() for pack in plan] == [pack.tolist() for pack in small]
+    assert plan.overlong.tolist() == small.overlong.tolist() == [len(lengths)]
+
+
+def test_a_window_may_be_larger_than_any_number_of_samples() -> None:
+    assert pack_lengths([5, 3, 3, 2], 8, algorithm=f"window_{10**30}").num_packs == 2
+
+
 def test_lengths_are_rounded_up_to_a_multiple() -> None:
     plan = pack_lengths([3, 3, 2, 7], 7, multiple=2)
     assert ([pack.tolist() for pack in plan], plan.overlong.tolist()) == ([[0], [1, 2]], [3])
