@@ -10,6 +10,7 @@ import orjson
 from filelock import BaseFileLock, FileLock, Timeout
 
 from energon_packed.errors import ConfigError
+from energon_packed.foreign import open_regular
 from energon_packed.shards.files import named
 
 _LOCK = "lock"
@@ -35,12 +36,16 @@ class FolderLock:
         """Take the lock.
 
         Raises:
-            ConfigError: another run holds it; the message names its host and process.
+            ConfigError: it is a file, or another run holds it; the message names its host and process.
         """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(f"`output_dir` {self.folder} is a file; pass a folder")
         self._made = [folder for folder in (self._work, self.folder) if not folder.exists()]
         try:
             self._work.mkdir(parents=True, exist_ok=True)
             self._acquire()
+            if not (self._work / _OWNER).is_file():  # writing to a FIFO would wait for a reader
+                (self._work / _OWNER).unlink(missing_ok=True)
             (self._work / _OWNER).write_bytes(self._ours)
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -128,7 +133,8 @@ def _file_lock(path: Path) -> BaseFileLock:
 
 def _holder(work: Path) -> str:
     try:
-        value = orjson.loads((work / _OWNER).read_bytes())
+        with open_regular(work / _OWNER) as stream:
+            value = orjson.loads(stream.read())
         return f"process {value['pid']} on {value['host']}"
-    except (OSError, orjson.JSONDecodeError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return "another process"

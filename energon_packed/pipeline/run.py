@@ -1,5 +1,6 @@
 """`pack`: measure, plan, write, index."""
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -8,9 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from energon_packed.encoding import Processor
-from energon_packed.errors import ConfigError, EnergonPackedError, SourceError
+from energon_packed.errors import BY_CHOICE, ConfigError, EnergonPackedError, SourceError
 from energon_packed.options import make
+from energon_packed.pipeline.chunks import STATUSES
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine
 from energon_packed.pipeline.index import IndexStage
@@ -24,9 +28,11 @@ from energon_packed.pipeline.plan import PlanStage
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import RunState
+from energon_packed.pipeline.table import RecordTable
 from energon_packed.pipeline.workspace import Workspace
 from energon_packed.pipeline.write import WriteStage
 from energon_packed.shards import PackingManifest
+from energon_packed.sources import Source
 
 _log = logging.getLogger(__name__)
 _REMEDY = "run again"
@@ -98,6 +104,7 @@ def pack(
 
 def _run(options: PackOptions, space: Workspace, lock: FolderLock, progress: Progress) -> PackResult:
     reader = open_reader(options, space.work, options.part)
+    space.check_inputs(source.path for source in reader.sources)
     inputs = InputState.of(reader.sources)
     keys = make_keys(options, reader.sources, options.part)
     log_notices(options.encoder_loader)
@@ -129,6 +136,7 @@ def _stages(state: RunState, inputs: InputState, keys: Keys, lock: FolderLock) -
     )
     with clock.stage(measure), _watched(inputs, space, keys):
         table = measure.run()
+    _warn_of_lost_inputs(table, reader.sources)
     fits_narrow = options.part is None and bool(table.narrow[table.status == 0].all())  # parts must agree
     options = options.resolved(fits_narrow)
     state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
@@ -171,6 +179,19 @@ def _watched(inputs: InputState, space: Workspace, keys: Keys) -> Iterator[None]
     except SourceError:
         space.forget(keys.measure, keys.write)
         raise
+
+
+def _warn_of_lost_inputs(table: RecordTable, sources: Sequence[Source]) -> None:
+    """Where others are packed, an input of which nothing can be used may be one that is read wrongly."""
+    rejected = ~np.isin(table.status, [0, *(STATUSES.index(reason.value) for reason in BY_CHOICE)])
+    lost = []
+    for number, (start, stop) in enumerate(itertools.pairwise(table.source_starts.tolist())):
+        if stop > start and rejected[start:stop].all():
+            lost.append((sources[number].path, STATUSES[int(table.status[start])], stop - start))
+    if lost and len(lost) < len(sources):
+        path, reason, records = lost[0]
+        more = f", nor of {len(lost) - 1} inputs more" if len(lost) > 1 else ""
+        _log.warning("%s: none of its %d records can be used (%s)%s; see rejects.jsonl", path, records, reason, more)
 
 
 def _warn_of_empty_splits(manifest: PackingManifest, options: PackOptions) -> None:

@@ -1,11 +1,14 @@
 """Workspace: the output folder and the restart state in it."""
 
+import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import orjson
 
 from energon_packed.errors import ConfigError
+from energon_packed.foreign import open_regular
 from energon_packed.shards.files import remove, write_whole
 
 
@@ -43,6 +46,18 @@ class Workspace:
     def write_folder(self, fingerprint: str) -> Path:
         """Folder of index rows of finished shards."""
         return self.work / f"write-{fingerprint[:16]}"
+
+    def check_inputs(self, files: Iterable[Path]) -> None:
+        """Refuse an input that the run would replace, as data that is packed again into its own folder.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        own = [Path(os.path.realpath(path)) for path in (self.shards, self.work, self.lengths, self.rejects)]
+        for file in files:
+            real = Path(os.path.realpath(file))
+            if any(path == real or path in real.parents for path in own):
+                raise ConfigError(f"{file} is an input, and the run would replace it; use another `output_dir`")
 
     def check_other_run(self, key: str, *, overwrite: bool) -> None:
         """Refuse an output folder that holds shards of another run.
@@ -135,8 +150,9 @@ class Workspace:
     def _is_owner(self, key: str) -> bool:
         """Whether the shards were written by the run with this key."""
         try:
-            return bool(orjson.loads((self.work / "run.json").read_bytes())["key"] == key)
-        except (OSError, orjson.JSONDecodeError, KeyError):
+            with open_regular(self.work / "run.json") as stream:
+                return bool(orjson.loads(stream.read())["key"] == key)
+        except (OSError, ValueError, KeyError, TypeError):  # of another version, or damaged
             return False
 
 

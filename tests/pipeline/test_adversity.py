@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from energon_packed import (
     ChatEncoder,
     PackingManifest,
     get_packed_loader,
+    pack,
 )
 from energon_packed.demo.tokenizer import CHATML_TEMPLATE
 from energon_packed.errors import ConfigError, RejectLimitError, SourceError
@@ -185,6 +187,48 @@ def test_an_image_that_changed_is_noticed(build: Any, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="changed since it was measured .its media has .*`resume=False`"):
         build(seq_len=300, overwrite=True)
     assert build(seq_len=300, resume=False, overwrite=True).manifest.packed == 1
+
+
+@pytest.mark.parametrize("folder", ["out", "out/webdataset"])
+def test_a_dataset_is_not_packed_into_itself(build: Any, tokenizer_dir: Path, tmp_path: Path, folder: str) -> None:
+    good = build([{"messages": TURNS}] * 5)
+    before = {tar: tar.read_bytes() for tar in good.shards.glob("*.tar")}
+    with pytest.raises(ConfigError, match=r"\.tar is an input, and the run would replace it; use another"):
+        pack(tmp_path / folder, output_dir=tmp_path / "out", tokenizer=tokenizer_dir, seq_len=99, overwrite=True)
+    assert {tar: tar.read_bytes() for tar in good.shards.glob("*.tar")} == before
+    assert PackingManifest.load(good.shards) == good.manifest
+
+
+def test_an_input_that_is_lost_whole_is_named(
+    text_tokenizer_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, rows in (("a", [{"messages": TURNS}] * 50), ("b", [{"x": 1}]), ("c", [{"x": 1}, {"messages": TURNS}])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    inputs = [tmp_path / f"{name}.jsonl" for name in "abc"]
+    pack(inputs, output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, seq_len=512, workers=1)
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [
+        f"{tmp_path}/b.jsonl: none of its 1 records can be used (missing_field); see rejects.jsonl"
+    ]
+
+
+@pytest.mark.parametrize("name", ["run.json", "owner.json"])
+@pytest.mark.parametrize("content", [b"[]", b"null", b"\xff", None])
+def test_damaged_notes_of_an_earlier_run_stop_nothing(build: Any, name: str, content: bytes | None) -> None:
+    """None stands for a FIFO."""
+    good = build([{"messages": TURNS}] * 5)
+    note = good.shards.parent / ".work" / name
+    note.unlink(missing_ok=True)
+    _ = os.mkfifo(note) if content is None else note.write_bytes(content)
+    if name == "run.json":
+        with pytest.raises(ConfigError, match="holds shards of another run"):
+            build()
+    assert build(overwrite=True).manifest.shards == good.manifest.shards
+
+
+def test_a_file_is_no_output_folder(build: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is a file; pass a folder"):
+        build([{"messages": TURNS}], output_dir=tmp_path / "file")
 
 
 def test_overwrite_keeps_the_old_data_until_the_new_is_sure(build: Any) -> None:
