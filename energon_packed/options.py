@@ -10,7 +10,9 @@
 
 import dataclasses
 import difflib
+import math
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +23,11 @@ from typing import Any, TypeVar
 from energon_packed.errors import ConfigError
 
 _KEY = "option"
+_MOST = 2**63 - 1  # of integers: int64 holds them in files and kernels
 _REMOTE = re.compile(r"(s3|s3a|gs|gcs|hf|az|abfs|abfss|hdfs|https?|msc):/", re.IGNORECASE)
 T = TypeVar("T")
+_shortened = reprlib.Repr()
+_shortened.maxlevel, _shortened.maxstring, _shortened.maxother, _shortened.maxlong = 2, 200, 200, 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +36,15 @@ class Declaration:
 
     Attributes:
         name: of the argument.
-        kind: type of the value; `None` is allowed where it is not required.
+        kind: type of the value.
+        or_none: `None` is a value too.
         default: value when it is not given; `dataclasses.MISSING` when it is required.
         help: one sentence.
         group: heading in the help text.
         flags: on the command line, such as `--seq-len`; () for arguments that only Python takes.
         metavar: stands for the value in help texts.
         choices: valid values, or a function that returns them.
-        minimum: smallest valid number.
+        minimum: smallest valid number; the largest integer is that of int64.
         parse: turns text of the command line or a config file into the value.
         decides: what the value decides: `lengths`, `tars`, or "" for neither.
         shown_default: the default in words, where the value does not tell.
@@ -47,6 +53,7 @@ class Declaration:
 
     name: str
     kind: Any
+    or_none: bool
     default: Any
     help: str
     group: str
@@ -129,24 +136,62 @@ def check(options: Any) -> None:
     for one in declared(type(options)):
         value = getattr(options, one.name)
         if value is None:
+            if not one.or_none:
+                raise ConfigError(f"`{one.name}` has no value (null); give one, or leave it out")
             continue
         if isinstance(value, str) and one.parse is not None:
             value = one.parse(value)
             object.__setattr__(options, one.name, value)
         if one.kind is Path:
             if not isinstance(value, str | Path):
-                raise ConfigError(f"`{one.name}` is {value!r}; it must be a path")
-            object.__setattr__(options, one.name, Path(value))
+                raise ConfigError(f"`{one.name}` is {short(value)}; it must be a path")
+            object.__setattr__(options, one.name, as_path(value, one.name))
         elif one.kind is bool and not isinstance(value, bool):
-            raise ConfigError(f"`{one.name}` is {value!r}; it must be True or False")
-        elif one.kind in (int, float) and (isinstance(value, bool | str) or not isinstance(value, int | one.kind)):
-            raise ConfigError(
-                f"`{one.name}` is {value!r}; it must be {'an integer' if one.kind is int else 'a number'}"
-            )
-        if one.minimum is not None and value < one.minimum:
-            raise ConfigError(f"`{one.name}` is {value}; it must be at least {one.minimum}")
+            raise ConfigError(f"`{one.name}` is {short(value)}; it must be True or False")
+        elif one.kind is str and not isinstance(value, str):
+            raise ConfigError(f"`{one.name}` is {short(value)}; it must be text")
+        elif one.kind in (int, float):
+            _check_number(one, value)
         if one.valid is not None and value not in one.valid:
-            raise ConfigError(f"`{one.name}` is {value!r}; use one of {', '.join(one.valid)}")
+            raise ConfigError(f"`{one.name}` is {short(value)}; use one of {', '.join(one.valid)}")
+
+
+def _check_number(one: Declaration, value: Any) -> None:
+    if isinstance(value, bool | str) or not isinstance(value, int | one.kind) or math.isnan(value):
+        what = "an integer" if one.kind is int else "a number"
+        raise ConfigError(f"`{one.name}` is {short(value)}; it must be {what}")
+    if one.minimum is not None and value < one.minimum:
+        raise ConfigError(f"`{one.name}` is {short(value)}; it must be at least {one.minimum}")
+    if one.kind is int and value > _MOST:
+        raise ConfigError(f"`{one.name}` is {short(value)}; it must be at most {_MOST}")
+
+
+def as_path(value: str | Path, name: str) -> Path:
+    """The path that a text stands for, `~` at its begin replaced by the home folder.
+
+    Args:
+        value: as it was given.
+        name: of the argument, for messages.
+
+    Raises:
+        ConfigError: it is empty, as of a variable that is not set; or holds what no file name can.
+    """
+    text = str(value)
+    if value == "":
+        raise ConfigError(f"`{name}` is empty; pass a path (. is the current folder)")
+    try:
+        if "\0" in text or not text.encode():
+            raise ConfigError(f"`{name}` {text!r} holds a NUL character, which no path can")
+        return Path(text).expanduser() if text == "~" or text.startswith("~/") else Path(text)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"`{name}` {text!r} is not UTF-8; rename it, as files that we write name it") from error
+    except RuntimeError as error:
+        raise ConfigError(f"`{name}` {text}: the home folder is not known; pass the whole path") from error
+
+
+def short(value: Any) -> str:
+    """`repr` of a value for a message, however large it is."""
+    return _shortened.repr(value)
 
 
 def refuse_remote(value: str | Path, name: str = "") -> None:
@@ -177,7 +222,8 @@ def _declaration(field: Any, hint: Any) -> Declaration:
     if flags is None:
         flags = (f"--{field.name.replace('_', '-')}",)
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return Declaration(name=field.name, kind=_kind(hint), default=default, flags=flags, **given)
+    or_none = type(None) in typing.get_args(hint)
+    return Declaration(name=field.name, kind=_kind(hint), or_none=or_none, default=default, flags=flags, **given)
 
 
 def _kind(hint: Any) -> Any:

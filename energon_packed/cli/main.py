@@ -69,7 +69,8 @@ def main() -> None:
 
 def _run() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notices on missing backends do not apply here
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without UTF-8
+    if sys.stdout is not None:  # it may be closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without UTF-8
     try:
         cli(standalone_mode=False)
         gc.freeze()  # the process ends now: without this, collecting what torch has loaded takes half a second
@@ -84,6 +85,8 @@ def _run() -> None:
         from energon_packed.cli.options import as_options
 
         _fail(as_options(described(error)), 1)
+    except UnicodeEncodeError as error:
+        _fail(f"{error.object[:200]!r} holds what is not UTF-8; rename it, or write it in UTF-8", 1)
     except MemoryError:
         _fail("memory ran out; use fewer processes (--workers), or give this one more (ulimit -v)", 1)
 

@@ -15,6 +15,7 @@ from energon_packed.metadataset import WEIGHT_BY, Blend, make_blend, write_metad
 from energon_packed.metadataset.inputs import Subflavor
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)")
+_MOST_DIGITS = 300
 _DECIMAL = re.compile(r"[+-]?[0-9]+\.[0-9]*([eE][+-]?[0-9]+)?|[+-]?[0-9]+[eE][+-]?[0-9]+")
 
 
@@ -135,6 +136,8 @@ def _typed(text: str) -> Subflavor:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if _INTEGER.fullmatch(text):
+        if len(text) > _MOST_DIGITS:
+            raise ConfigError(f"subflavor {text[:20]}... has {len(text)} digits; a number may have {_MOST_DIGITS}")
         return int(text)
     if _DECIMAL.fullmatch(text):
         return float(text)

@@ -136,7 +136,7 @@ def _click_option(one: Declaration) -> Decorated:
     elif one.valid is not None:
         options |= {"type": click.Choice(one.valid), "metavar": None}
     elif one.kind is Path:
-        options |= {"type": click.Path(path_type=Path)}
+        options |= {"type": click.Path()}
     else:
         options |= {"type": one.kind}
     return click.option(*one.flags, one.name, cls=DeclaredOption, group=one.group, **options)

@@ -55,7 +55,9 @@ def check(folder: Path, output: Output) -> None:
 @click.argument("path", type=click.Path(path_type=Path), metavar="PATH")
 @click.option("--step", type=click.IntRange(min=1), required=True, help="Step of the epoch, from 1. [required]")
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="Epoch, from 0.")
-@click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Data-parallel ranks.")
+@click.option(
+    "--world-size", type=click.IntRange(1, 1 << 16), default=1, show_default=True, help="Data-parallel ranks."
+)
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Rows in one batch.")
 @click.option("--num-workers", type=click.IntRange(min=0), default=0, show_default=True, help="Workers of a rank.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the loader. [default: 0, or the config's]")

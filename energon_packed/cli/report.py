@@ -20,7 +20,7 @@ from energon_packed.shards.files import write_whole
               show_default=True, help="The page.")  # fmt: skip
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Tells the kinds of tokens. [default: the one that packing.json names]")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Which packs are sampled.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which packs are sampled.")
 def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None:
     """Write an HTML report on a dataset or a Metadataset; it needs no network.
 

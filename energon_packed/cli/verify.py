@@ -1,5 +1,6 @@
 """`energon-packed verify`."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def command(
     \b
     Without packing.json (data of other packers, after nv-meta) it runs the checks that do not need it.
     """
+    if min_utilization is not None and math.isnan(min_utilization):
+        raise click.BadParameter("nan is not in the range 0<=x<=1.", param_hint="'--min-utilization'")
     paths = sorted({leaf for split in SPLITS for leaf in _leaves(folder, split)}) if folder.is_file() else [folder]
     results = []
     for path in paths:

@@ -9,7 +9,8 @@ import yaml
 from energon_packed.dataflow.packers import Packer, PoolPacker, SequentialPacker
 from energon_packed.encoding import StoredTokens
 from energon_packed.errors import ConfigError, SourceError
-from energon_packed.options import make, option
+from energon_packed.foreign import read_yaml
+from energon_packed.options import make, option, short
 from energon_packed.pipeline.config_file import read_config
 from energon_packed.pipeline.options import IMAGES, INPUT, PACKING, RUN, InputOptions, PackOptions
 from energon_packed.pipeline.parse import parse_seq_len
@@ -81,10 +82,12 @@ class DataflowConfig(InputOptions):
             if name == "sources":  # read already, where a config is made from another one
                 value = tuple(SourceConfig.of(one, number) for number, one in enumerate(value))
             if own != defaults[name] and own and str(own) != str(value):
-                raise ConfigError(f"`{name}` {own!r} and its other name, {value!r}, differ; give one of them")
+                raise ConfigError(
+                    f"`{name}` {short(own)} and its other name, {short(value)}, differ; give one of them"
+                )
             object.__setattr__(self, name, value)
         if self.packing_strategy is None:
-            object.__setattr__(self, "packing_strategy", _STRATEGY_OF.get(self.algorithm, self.algorithm))
+            object.__setattr__(self, "packing_strategy", _STRATEGY_OF.get(str(self.algorithm), self.algorithm))
         if self.tokenizer is None and self.encoder is None:
             object.__setattr__(self, "encoder", StoredTokens())
         if self.seq_len is None:
@@ -156,7 +159,7 @@ def is_dataflow_config(path: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        content = yaml.safe_load(path.read_bytes())
+        content = read_yaml(path)
     except yaml.YAMLError:
         return False
     return isinstance(content, dict) and not {"splits", "__class__"} & set(content)

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from energon_packed.errors import ConfigError
+from energon_packed.foreign import read_yaml
 from energon_packed.metadataset.blend import Blend
 from energon_packed.metadataset.inputs import BlendInput, Subflavor
 from energon_packed.options import refuse_remote
@@ -102,7 +103,7 @@ def _referred(path: Path, seen: set[Path] | None = None) -> set[Path]:
         return seen
     seen.add(path.resolve())
     try:
-        text = json.dumps(yaml.safe_load(path.read_bytes()))
+        text = json.dumps(read_yaml(path))
     except (yaml.YAMLError, TypeError, ValueError):
         return seen
     for found in re.findall(r'"path": "([^"]+)"', text):

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from energon_packed.errors import ConfigError
-from energon_packed.options import Declaration, declared
+from energon_packed.foreign import read_yaml
+from energon_packed.options import Declaration, declared, short
 from energon_packed.pipeline.training_names import TRAINING_NAMES, TRAINING_ONLY, translated
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def read_config(
         ConfigError: it cannot be read, is not a mapping of option names, or has an option twice.
     """
     try:
-        values = yaml.safe_load(file.read_bytes())
+        values = read_yaml(file, unique_keys=True)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
     except yaml.YAMLError as error:
@@ -44,6 +45,8 @@ def read_config(
         name = str(key).replace("-", "_")
         one = known.get(name)
         if one is not None:
+            if one.name in out:
+                raise ConfigError(f"{file} gives `{one.name}` twice, under two names; remove one")
             out[one.name] = _value(file, key, value, one)
         elif name in TRAINING_NAMES:
             for_training[name] = value
@@ -77,7 +80,7 @@ def _by_name(cls: type[Any]) -> dict[str, Declaration]:
 
 def _value(file: Path, key: Any, value: Any, one: Declaration) -> Any:
     if one.is_flag and not isinstance(value, bool):
-        raise ConfigError(f"{file}: {key} is {value!r}; it must be true or false")
+        raise ConfigError(f"{file}: {key} is {short(value)}; it must be true or false")
     if one.is_flag and one.name != str(key).replace("-", "_") and str(key).startswith(("no-", "no_")):
         value = not value
     return one.parse(value) if one.parse and isinstance(value, str) else value

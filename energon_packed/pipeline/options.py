@@ -14,12 +14,13 @@ from energon_packed.encoding.rendering import LOSS_ON, LossOn
 from energon_packed.encoding.vision import PATCH_ORDERS, PatchOrder
 from energon_packed.errors import ConfigError
 from energon_packed.formats import CODECS, LAYOUTS, Codec, codec_for
-from energon_packed.options import check, declared, option, refuse_remote
+from energon_packed.options import check, declared, option, refuse_remote, short
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
 from energon_packed.pipeline.flavor_options import AUTO, NARROW, WIDEST, check_flavor
 from energon_packed.pipeline.layouts import check_layout, check_layout_outputs
 from energon_packed.pipeline.parse import (
+    checked_part,
     checked_split,
     parse_part,
     parse_seq_len,
@@ -146,13 +147,15 @@ class InputOptions:
     def __post_init__(self) -> None:
         given = [self.inputs] if isinstance(self.inputs, str | Path) else self.inputs
         if not isinstance(given, list | tuple) or not all(isinstance(one, str | Path) for one in given):
-            raise ConfigError(f"`inputs` is {self.inputs!r}; pass one path or a list of paths")
+            raise ConfigError(f"`inputs` is {short(self.inputs)}; pass one path or a list of paths")
+        if any(one == "" for one in given):
+            raise ConfigError("an input is empty; pass a path (. is the current folder)")
         object.__setattr__(self, "inputs", tuple(map(str, given)))
         self._read_sources()
         self._refuse_remote()
-        check(self)
         if self.map is not None:  # text, or the mapping of a config file
             object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
+        check(self)
         if self.adapter is not None:
             _ = Adapter(self.adapter).source  # a wrong one is an error now, not in the first worker
         check_flavor(self)
@@ -317,9 +320,8 @@ class PackOptions(InputOptions):
                     f"`output_dir` {self.output_dir} has a {{part}}, but no part is given; pass `part=I/N`"
                 )
             return
-        number, count = self.part
-        if not 0 <= number < count:
-            raise ConfigError(f"`part` is {number}/{count}; the first number must be from 0 to below the second")
+        number, count = checked_part(self.part)
+        object.__setattr__(self, "part", (number, count))
         folder = str(self.output_dir).replace("{part}", part_suffix(number)[1:])
         object.__setattr__(self, "output_dir", Path(folder))
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from energon_packed.errors import ConfigError
+from energon_packed.options import short
 from energon_packed.shards.nv_meta import SPLITS
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -34,16 +35,38 @@ def parse_part(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def checked_part(part: object) -> tuple[int, int]:
+    """(I, N) with 0 <= I < N.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    pair = part if isinstance(part, list | tuple) and len(part) == 2 else ()
+    numbers = [one for one in pair if isinstance(one, int) and not isinstance(one, bool)]
+    if len(numbers) != 2:
+        raise ConfigError(f"`part` is {short(part)}; it must be two integers, or a text such as 0/4")
+    number, count = numbers
+    if not 0 <= number < count:
+        raise ConfigError(f"`part` is {number}/{count}; the first number must be from 0 to below the second")
+    return number, count
+
+
 def parse_split(text: str) -> dict[str, float]:
     """`train=0.98,val=0.02` as a dict.
 
     Raises:
         ConfigError: the text has another form.
     """
-    try:
-        return {name.strip(): float(share) for name, share in (part.split("=") for part in text.split(","))}
-    except ValueError as error:
-        raise ConfigError(f"invalid `split` {text!r}; use the form train=0.98,val=0.02") from error
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, share = (one.strip() for one in part.partition("="))
+        if name in shares:
+            raise ConfigError(f"`split` {text!r} names {name} twice; name each split once")
+        try:
+            shares[name] = float(share)
+        except ValueError as error:
+            raise ConfigError(f"invalid `split` {text!r}; use the form train=0.98,val=0.02") from error
+    return shares
 
 
 def parse_size(text: str) -> int:
@@ -80,11 +103,11 @@ def checked_split(split: dict[str, float]) -> dict[str, float]:
         ConfigError: no share, an unknown split, or fractions with another sum.
     """
     if not isinstance(split, dict):
-        raise ConfigError(f"`split` is {split!r}; use shares such as train=0.98,val=0.02")
-    if not split or not all(math.isfinite(share) and share >= 0 for share in split.values()):
+        raise ConfigError(f"`split` is {short(split)}; use shares such as train=0.98,val=0.02")
+    if not split or not all(_is_share(share) for share in split.values()):
         raise ConfigError("`split` must name shares >= 0, such as train=0.98,val=0.02")
     if unknown := set(split) - set(SPLITS):
-        raise ConfigError(f"unknown split {', '.join(sorted(unknown))}; use {', '.join(SPLITS)}")
+        raise ConfigError(f"unknown split {', '.join(sorted(map(str, unknown)))}; use {', '.join(SPLITS)}")
     total = sum(split.values())
     ordered = {name: float(split[name]) for name in SPLITS if name in split}
     if abs(total - 1) <= 1e-6:
@@ -95,6 +118,10 @@ def checked_split(split: dict[str, float]) -> dict[str, float]:
             f"the shares of `split` add up to {total:g}; they must add up to 1 or 100, or be whole numbers"
         )
     return {name: share / total for name, share in ordered.items()}
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
 def prefix_of(folder: Path) -> str:

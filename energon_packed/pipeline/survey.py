@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
-from energon_packed.options import option
+from energon_packed.options import option, short
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.examples import advice, reject_summary
@@ -28,6 +28,8 @@ from energon_packed.pipeline.sampling import sampled_chunks
 from energon_packed.pipeline.table import RecordTable, most_common, reject_counts
 from energon_packed.pipeline.workspace import Workspace
 from energon_packed.shards.files import aside
+
+_MOST = int(np.iinfo(np.int32).max)  # tokens in one row
 
 
 def parse_seq_lens(text: str) -> tuple[int, ...]:
@@ -68,8 +70,13 @@ class LengthsOptions(InputOptions):
             raise ConfigError(f"`output` {self.output} is a folder; pass the name of a text file")
         if self.output is not None and self.sample is not None:
             raise ConfigError("`output` lists all records, and `sample` measures some of them; omit one")
-        if not self.seq_lens:
+        given = self.seq_lens if isinstance(self.seq_lens, list | tuple) else [self.seq_lens]
+        if not given:
             raise ConfigError("`seq_lens` must have at least one candidate")
+        for one in given:
+            if not isinstance(one, int) or isinstance(one, bool) or not 1 <= one <= _MOST:
+                raise ConfigError(f"`seq_lens` has {short(one)}; it must be an integer from 1 to {_MOST}")
+        object.__setattr__(self, "seq_lens", tuple(given))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

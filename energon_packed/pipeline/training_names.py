@@ -16,6 +16,8 @@ from typing import Any
 import yaml
 
 from energon_packed.errors import ConfigError
+from energon_packed.foreign import read_yaml
+from energon_packed.options import short
 
 TRAINING_ONLY = ("dataset_format", "shuffle", "streaming", "max_images", "max_patches", "max_failures", "work_dir")
 """Names that only loaders read."""
@@ -61,12 +63,12 @@ def algorithm_of(strategy: Any) -> str:
     Raises:
         ConfigError: there is none.
     """
-    if strategy in _STRATEGIES:
+    if isinstance(strategy, str) and strategy in _STRATEGIES:
         return _STRATEGIES[strategy]
     if isinstance(strategy, str) and (sized := _SIZED.fullmatch(strategy)):
         return f"window_{sized[2]}"
     raise ConfigError(
-        f"unknown `packing_strategy` {strategy!r}; use one of {', '.join(_STRATEGIES)}, window_N, pool_N"
+        f"unknown `packing_strategy` {short(strategy)}; use one of {', '.join(_STRATEGIES)}, window_N, pool_N"
     )
 
 
@@ -74,7 +76,7 @@ def _inputs(path: Any) -> dict[str, Any]:
     """`inputs` or `sources` of a dataset_path: a path, a list of paths or sources, or a YAML file of sources."""
     if isinstance(path, str | Path) and Path(path).suffix.lower() in (".yaml", ".yml"):
         try:
-            content = yaml.safe_load(Path(path).read_bytes())
+            content = read_yaml(Path(path), unique_keys=True)
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"`dataset_path` {path} cannot be read: {' '.join(str(error).split())}") from error
         listed = content.get("sources") if isinstance(content, dict) else content

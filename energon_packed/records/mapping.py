@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from energon_packed.errors import ConfigError, Reason, RecordError
+from energon_packed.options import short
 from energon_packed.records.conversation import Conversation
 from energon_packed.records.fields import OBJECT, Record, key_names
 
@@ -43,7 +44,7 @@ class FieldMap:
         if isinstance(text, Mapping):
             pairs = [(str(target), str(field)) for target, field in text.items()]
         elif not isinstance(text, str):
-            raise ConfigError(f"`map` is {text!r}; use the form user=question,assistant=answer,image=pic")
+            raise ConfigError(f"`map` is {short(text)}; use the form user=question,assistant=answer,image=pic")
         else:
             parts = [part.partition("=") for part in text.split(",")]
             pairs = [(target.strip(), field.strip()) for target, _, field in parts]

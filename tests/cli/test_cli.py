@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from energon_packed import PackingManifest
+from energon_packed.cli.main import cli
 from energon_packed.demo import DemoDataset
+from energon_packed.errors import ConfigError
+from tests.canary import packed_texts
 from tests.processes import energon_packed
 
 TOOL = Path(sys.executable).with_name("energon-packed")
@@ -166,3 +170,34 @@ def test_rejects_can_be_read_as_json(demo: DemoDataset, tokenizer_dir: Path, tmp
     assert {tuple(row) for row in rows} == {("source", "row", "id", "reason", "detail")}
     reasons = {"bad_json", "bad_role", "corrupt_image", "image_count_mismatch", "missing_image"}
     assert {row["reason"] for row in rows} == {*reasons, "no_supervised_tokens"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["verify", "{}"]])
+def test_output_may_be_closed(text_tokenizer_dir: Path, tmp_path: Path, arguments: list[str]) -> None:
+    """As by `>&-` of a shell, or by a service manager."""
+    packed = packed_texts(tmp_path, text_tokenizer_dir)
+    command = [sys.executable, "-m", "energon_packed", *(one.format(packed) for one in arguments)]
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify", ".", "--min-utilization", "nan"], "'--min-utilization': nan is not in the range"),
+        (["report", ".", "--seed", "-1"], "'--seed': -1 is not in the range"),
+        (
+            ["order", "replay", ".", "--step", "1", "--world-size", "65537"],
+            "'--world-size': 65537 is not in the range",
+        ),
+    ],
+)
+def test_numbers_have_limits(arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(cli, arguments)
+    assert (done.exit_code, message in done.output) == (2, True)
+
+
+def test_a_number_of_thousands_of_digits_is_no_subflavor() -> None:
+    with pytest.raises(ConfigError, match=r"subflavor 9+\.\.\. has 5000 digits; a number may have 300"):
+        CliRunner().invoke(cli, ["metadataset", "x.yaml", "y", "--subflavor", f"k={'9' * 5000}"],
+                           catch_exceptions=False)  # fmt: skip

@@ -108,11 +108,11 @@ def test_without_a_terminal_a_line_tells_stage_done_rate_and_time_left() -> None
     [
         (
             ["pack", "d.jsonl", "-o", "s3://bucket/out"],
-            "--output-dir s3:/bucket/out is remote; s3:// is not supported",
+            "--output-dir s3://bucket/out is remote; s3:// is not supported",
         ),
         (["pack", "gs://bucket/d.jsonl", "-o", "out"], "gs://bucket/d.jsonl is remote; gs:// is not supported yet"),
-        (["pack", "d.jsonl", "-o", "out", "--image-root", "hf://x"], "--image-root hf:/x is remote"),
-        (["lengths", "d.jsonl", "-o", "s3://bucket/out"], "--output-dir s3:/bucket/out is remote"),
+        (["pack", "d.jsonl", "-o", "out", "--image-root", "hf://x"], "--image-root hf://x is remote"),
+        (["lengths", "d.jsonl", "-o", "s3://bucket/out"], "--output-dir s3://bucket/out is remote"),
         (["metadataset", "s3://bucket/mix.yaml", "OUT"], "s3:/bucket/mix.yaml is remote"),
         (["metadataset", "mix.yaml", "s3://bucket/a"], "s3://bucket/a is remote"),
     ],
