@@ -26,12 +26,13 @@ def ranks(
         raise
 
 
-def test_map_style_has_each_sample_twice_in_two_epochs(ranks: list[Any], text_packs: list[Path]) -> None:
+@pytest.mark.parametrize("kind", ["map", "grouped"])
+def test_map_style_has_each_sample_twice_in_two_epochs(ranks: list[Any], text_packs: list[Path], kind: str) -> None:
     data = PackedDataset(text_packs[0])
     assert len(data) % 2 == 0, "accelerate fills up uneven data with packs from the start"
-    seen = _counted(ranks, "map")
+    seen = _counted(ranks, kind)
     assert seen == {sample.id: 2 for number in range(len(data)) for sample in data[number]}
-    assert ranks[0]["map"]["complete"]["steps"] == len(data)
+    assert ranks[0][kind]["complete"]["steps"] == len(data)
 
 
 @pytest.mark.parametrize("kind", ["sft", "sft_images"])
@@ -45,7 +46,9 @@ def test_trl_trains_on_text_and_images(
         assert any(sample.image_grid_thw is not None for sample in data[0])
 
 
-@pytest.mark.parametrize("kind", ["map", "blend", "stream", "stream_of_blend", "dataflow", "sft", "sft_images"])
+@pytest.mark.parametrize(
+    "kind", ["map", "grouped", "blend", "stream", "stream_of_blend", "dataflow", "sft", "sft_images"]
+)
 def test_a_resumed_run_equals_the_one_without_interruption(ranks: list[Any], kind: str) -> None:
     saved = 2 if kind.startswith("sft") else 3
     for rank in ranks:

@@ -68,8 +68,22 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
+class Draws(TrainerCallback):
+    """Takes random numbers at every step, other ones on each rank, as dropout does."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        torch.rand(1 + args.process_index)
+
+
 def train(
-    folder: Path, data: Any, *, stop: int = 0, resume: str | None = None, validation: Any = None, **arguments: Any
+    folder: Path,
+    data: Any,
+    *,
+    stop: int = 0,
+    resume: str | None = None,
+    validation: Any = None,
+    by_length: bool = False,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Steps, samples and losses of one run; with validation data by PackedTrainer, which needs no callbacks."""
     if validation is not None:
@@ -83,7 +97,10 @@ def train(
         callbacks.append(StreamState(data))
     elif len(data.blend) > 1:
         callbacks.append(BlendEpochs(data))
-    kind = Trainer if validation is None else PackedTrainer
+    if by_length:
+        args.train_sampling_strategy = "group_by_length"
+        callbacks.append(Draws())
+    kind = Trainer if validation is None and not by_length else PackedTrainer
     trainer = kind(
         tiny_qwen2(), args, train_dataset=data, eval_dataset=validation, data_collator=collator, callbacks=callbacks
     )
@@ -190,6 +207,7 @@ def main() -> None:
     map_style = {"per_device_train_batch_size": 1, "num_train_epochs": 2}
     result: dict[str, Any] = {
         "map": twice(folder / "map", lambda: PackedDataset(packs), **map_style),
+        "grouped": twice(folder / "grouped", lambda: PackedDataset(packs), by_length=True, **map_style),
         "blend": twice(folder / "blend", lambda: PackedDataset(blend), **map_style),
         "stream": twice(
             folder / "stream",

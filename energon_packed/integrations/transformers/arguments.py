@@ -6,6 +6,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from energon_packed.dataflow import PackedDataset
+from energon_packed.dataflow.process_group import of_all_ranks
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.transformers.stream import TrainerStream
 
@@ -44,8 +45,10 @@ def packed_training_arguments(output_dir: str, data: Any, **arguments: Any) -> T
     if streams:
         defaults |= {"ignore_data_skip": True, "dataloader_num_workers": 0, "per_device_train_batch_size": 1}
     args = TrainingArguments(output_dir, **(defaults | arguments))  # begins the process group, which loaders need
-    if streams and args.max_steps <= 0 and data.steps is not None:
-        args.max_steps = ceil(args.num_train_epochs * data.steps / args.gradient_accumulation_steps)
+    if streams and args.max_steps <= 0:
+        steps = of_all_ranks(data.steps)  # a rank that trains longer than another waits for it indefinitely
+        if None not in steps:
+            args.max_steps = ceil(args.num_train_epochs * min(steps) / args.gradient_accumulation_steps)
     check_training_arguments(args, data)
     return args
 
@@ -66,7 +69,8 @@ def check_training_arguments(args: TrainingArguments, data: Any, *, lengths_know
     if strategy in _BY_LENGTH and not (lengths_known and strategy == "group_by_length"):
         wrong.append(
             f"`train_sampling_strategy` is {strategy!r}, for which the Trainer reads every sample to know its length: "
-            "set it to 'random', as packs are of nearly one length, or use PackedTrainer with 'group_by_length'"
+            "set it to 'random', as packs are of nearly one length, or use PackedTrainer with 'group_by_length', "
+            "set on finished arguments"
         )
     if isinstance(data, TrainerStream):
         wrong += _of_streams(args, data)

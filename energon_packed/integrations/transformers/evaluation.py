@@ -4,7 +4,7 @@ A stock Trainer's evaluation loss is the mean of the rows' losses, in which a ro
 one with many, and with several processes some packs count twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import Any
 
@@ -96,7 +96,8 @@ class PackedTrainer(Trainer):
         if self.args.train_sampling_strategy != "group_by_length" or not hasattr(data, "lengths"):
             return super()._get_train_sampler(train_dataset)
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        return LengthGroupedSampler(size, lengths=data.lengths.tolist())
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return _SeededGroups(size, data.lengths.tolist(), seed)
 
     def _rows_of(self, packs: Any) -> Any:
         if packs is None:
@@ -114,6 +115,28 @@ class PackedTrainer(Trainer):
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
         )
+
+
+class _SeededGroups(LengthGroupedSampler):
+    """Groups by length drawn from the seed and the epoch.
+
+    The class of Transformers draws from torch's global generator, which dropout and a resumed run leave elsewhere on
+    each process: then the parts of the processes do not make up an epoch.
+    """
+
+    def __init__(self, size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(size, lengths=lengths)
+        self._seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by accelerate's loaders before each epoch."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        numbers: Iterator[int] = super().__iter__()
+        return numbers
 
 
 class _EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):
