@@ -30,6 +30,11 @@ class BlendedSplit:
     weight: float | None
     repetitions: float | None
 
+    @property
+    def times(self) -> float:
+        """Repetitions; 1 where none are given."""
+        return 1 if self.repetitions is None else self.repetitions
+
 
 def blended_splits(path: Path, split: str, *, trusted: bool = False) -> list[BlendedSplit]:
     """What is read: one dataset folder, or all those behind a Metadataset YAML, nested ones included.
@@ -58,7 +63,7 @@ def blended_splits(path: Path, split: str, *, trusted: bool = False) -> list[Ble
             split=LoadedSplit.of_folder(Path(str(leaf.path)), leaf.split_part or split),
             subflavors=dict(leaf.subflavors or {}),
             weight=one.weight,
-            repetitions=None if one.weight is not None else (one.repetitions or 1),
+            repetitions=None if one.weight is not None else (1 if one.repetitions is None else one.repetitions),
         )
         for leaf, one in zip(leaves, loaded, strict=True)
     ]
@@ -76,7 +81,7 @@ def packs_of_epoch(blend: list[BlendedSplit], packs: list[int]) -> list[int]:
         packs: D numbers, packs in each.
     """
     if all(one.weight is None for one in blend):
-        return [int((one.repetitions or 1) * count) for one, count in zip(blend, packs, strict=True)]
+        return [int(one.times * count) for one, count in zip(blend, packs, strict=True)]
     return by_weight([one.weight or 0.0 for one in blend], sum(packs))
 
 

@@ -57,7 +57,9 @@ def steps_per_epoch(
             f"PackedDataset, whose epoch has {sum(packs_of_epoch(blend, counts))} packs"
         )
     totals = [0] * (world_size * max(1, num_workers))
+    before = 0
     for one, packs in zip(blend, counts, strict=True):
-        for worker, count in enumerate(packs_per_worker(packs, len(totals))):
-            totals[worker] += int(count * (one.repetitions or 1))
+        for worker, count in enumerate(packs_per_worker(packs, len(totals), before)):
+            totals[worker] += int(count * one.times)
+        before += packs
     return steps_per_rank(totals, world_size, micro_batch_size, drop_last=drop_last)

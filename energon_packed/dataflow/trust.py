@@ -6,6 +6,7 @@ files here as well, so that both see the same.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import CODECS, READ_ONLY
+from energon_packed.options import short
 from energon_packed.shards.nv_meta import NV_META, OLD_INFO, loader_files
 
 _ENERGON = "megatron.energon"
@@ -71,6 +73,9 @@ def check_metadataset(path: Path, depth: int = 0) -> list[Reference]:
             raise ConfigError(
                 f"{path} refers to {one['path']}, which cannot be looked at before it is loaded: {_REMEDY}"
             )
+        for name in ("weight", "repetitions") if "path" in one else ():
+            if one.get(name) is not None and not _is_share(one[name]):
+                raise ConfigError(f"{path}: `{name}` of {one.get('path')} is {short(one[name])}; it must be above 0")
         aux = one.get("aux")
         for name in [one.get("path"), *(aux.values() if isinstance(aux, dict) else ())]:
             target = _joined(path.parent, name)
@@ -80,6 +85,10 @@ def check_metadataset(path: Path, depth: int = 0) -> list[Reference]:
                 found.append((target, str(one.get("dataset_config") or "dataset.yaml")))
                 _check_data(_joined(target / NV_META, one.get("split_config") or "split.yaml"))
     return found
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def _check_folder(folder: Path, config: str) -> None:

@@ -72,12 +72,19 @@ def _packs_in(path: str | Path | PackingManifest, split: str) -> int:
     return count_packs(dataset_folder(str(path)), split) if manifest is None else manifest.packs_in(split)
 
 
-def packs_per_worker(packs: int, workers: int) -> list[int]:
-    """Packs read by each of `workers` workers, counted over all ranks."""
+def packs_per_worker(packs: int, workers: int, before: int = 0) -> list[int]:
+    """Packs read by each of `workers` workers, counted over all ranks.
+
+    Args:
+        packs: of the dataset.
+        workers: of all ranks.
+        before: packs of the datasets before it in a blend: it goes on with the worker behind the last one of them.
+    """
     least, longer = divmod(packs, workers)
     counts = [least] * workers
-    for worker in _bit_reversal(list(range(workers)))[:longer]:
-        counts[worker] += 1
+    order = _bit_reversal(list(range(workers)))
+    for place in range(before, before + longer):
+        counts[order[place % workers]] += 1
     return counts
 
 
