@@ -222,7 +222,7 @@ def _declaration(field: Any, hint: Any) -> Declaration:
     if flags is None:
         flags = (f"--{field.name.replace('_', '-')}",)
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    or_none = type(None) in typing.get_args(hint)
+    or_none = hint is Any or default is None or type(None) in typing.get_args(hint)
     return Declaration(name=field.name, kind=_kind(hint), or_none=or_none, default=default, flags=flags, **given)
 
 

@@ -142,12 +142,10 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             IndexError: there is no such pack.
             FormatError: the shard is damaged, or a length differs from the recorded one.
         """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"pack {index} is not among the {len(self)} packs")
         return self.pack_of(*self._place(index))
 
     def sample(self, index: int) -> PackSample:
-        """The pack as its flavor, not encoded."""
+        """The pack as its flavor, not encoded. Raises IndexError as above."""
         member, pack = self._place(index)
         return self._folders[member].sample(pack)
 
@@ -160,7 +158,8 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         for one in self.blend:
             if one.split.manifest is None:
                 return ""
-            shards.append([None, one.repetitions, [shard.sha256 for shard in one.split.manifest.shards]])
+            split = None if one.split.split == "train" else one.split.split
+            shards.append([split, one.repetitions, [shard.sha256 for shard in one.split.manifest.shards]])
         return digest(self.seed, shards)[:16]
 
     def to_hf(self) -> Any:
@@ -191,7 +190,13 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         return RowSizes(**{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
 
     def _place(self, index: int) -> tuple[int, int]:
-        """(dataset of the blend, number of the pack in it)."""
+        """(dataset of the blend, number of the pack in it).
+
+        Raises:
+            IndexError: there is no such pack.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"pack {index} is not among the {len(self)} packs")
         number = index % len(self)
         return bisect_right(self._ends, number), int(self._packs[number])
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from energon_packed.errors import BatchError
+
 
 def until_the_end(rest: Callable[[], Iterator[Any]], *, empty: int) -> Iterator[Any]:
     """The rest of an epoch, or the next epoch where nothing is left of one that was begun.
@@ -20,3 +22,18 @@ def until_the_end(rest: Callable[[], Iterator[Any]], *, empty: int) -> Iterator[
             given = True
             yield batch
         empty -= 1
+
+
+def is_left(began: tuple[int, int], now: tuple[int, int]) -> bool:
+    """Whether the epoch of an iterator has ended meanwhile, by another iterator of its loader.
+
+    Args:
+        began: number of the epoch, and of states that were loaded, when the iterator began.
+        now: the same at present.
+
+    Raises:
+        BatchError: a state was loaded meanwhile: what the iterator would give next is of another place.
+    """
+    if began[1] != now[1]:
+        raise BatchError("a state was loaded while this loop ran; leave the loop, and iterate the loader again")
+    return began[0] != now[0]

@@ -22,14 +22,16 @@ class FailureLog:
         limit: failures of one rank that are skipped; the next one raises. 0 raises the first one, with its place.
         unchanged: raises DataChangedError for sources that are not the files of before: that is no failure of a
             sample, and is never skipped. None does not look.
+        context: start method of the workers, or a context of multiprocessing; None for the default.
     """
 
-    def __init__(self, limit: int = 0, unchanged: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, limit: int = 0, unchanged: Callable[[Any], None] | None = None, context: Any = None) -> None:
         self.limit = limit
         self._unchanged = unchanged
         self._last_word: Exception | None = None
-        self._counts = multiprocessing.Array("q", len(_REASONS))  # of the start method that torch's workers use
-        self._dropped = multiprocessing.Array("q", len(_REASONS))
+        given = multiprocessing.get_context(context) if context is None or isinstance(context, str) else context
+        self._counts = given.Array("q", len(_REASONS))
+        self._dropped = given.Array("q", len(_REASONS))
 
     @property
     def counts(self) -> dict[str, int]:

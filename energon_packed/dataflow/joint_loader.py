@@ -6,8 +6,8 @@ from typing import Any, Literal
 import numpy as np
 
 from energon_packed.dataflow.epochs import until_the_end
-from energon_packed.dataflow.state import GATHERED, check_state, states_of, without_weights
-from energon_packed.errors import ConfigError
+from energon_packed.dataflow.state import GATHERED, check_state, damage_named, states_of, without_weights
+from energon_packed.errors import ConfigError, EnergonPackedError
 
 JOINT_VERSION = 1
 """Version of the states of `JointLoader`."""
@@ -53,6 +53,8 @@ class JointLoader:
         if stop not in ("first", "all", "never"):
             raise ConfigError(f"`stop` is {stop!r}; use first, all or never")
         self.loaders = dict(loaders)
+        if not np.isfinite(sum(map(float, weights.values()))):
+            raise ConfigError("the weights have no finite sum; make them smaller")
         self._weights = {name: float(weights[name]) for name in loaders}
         self._seed, self._stop = seed, stop
         self._allow_changed_weights = allow_changed_weights
@@ -113,14 +115,24 @@ class JointLoader:
         Raises:
             BatchError: it is of other loaders, weights or data.
         """
-        states = states_of(state)
+        with damage_named():
+            self._restore(states_of(state), is_gathered=isinstance(state, dict) and GATHERED in state)
+
+    def _restore(self, states: list[dict[str, Any]], *, is_gathered: bool) -> None:
         expected = without_weights(self._identity()) if self._allow_changed_weights else self._identity()
         for one in states:
             check_state(one, JOINT_VERSION, expected)
-        for name, loader in self.loaders.items():
-            inner = [one["loaders"][name] for one in states]
-            loader.load_state_dict({GATHERED: inner} if GATHERED in state else inner[0])
-        self._step, self._ended = states[0]["step"], list(states[0]["ended"])
+        step, ended = states[0]["step"], list(states[0]["ended"])
+        before = {name: loader.state_dict() for name, loader in self.loaders.items()}
+        try:
+            for name, loader in self.loaders.items():
+                inner = [one["loaders"][name] for one in states]
+                loader.load_state_dict({GATHERED: inner} if is_gathered else inner[0])
+        except EnergonPackedError:
+            for name, loader in self.loaders.items():  # one that refuses leaves all where they were
+                loader.load_state_dict(before[name])
+            raise
+        self._step, self._ended = step, ended
 
     def _identity(self) -> dict[str, Any]:
         return {"version": JOINT_VERSION, "seed": self._seed, "weights": self._weights, "stop": self._stop}

@@ -1,6 +1,7 @@
 """Share: which part of an epoch one worker of one rank reads."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,8 @@ import numpy.typing as npt
 
 from energon_packed.dataflow.process_group import group_place, has_group, launched_processes
 from energon_packed.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,3 +94,25 @@ def shuffled(items: Sequence[int] | int, share: Share, *salt: int, shuffle: bool
     """Numbers in the order of an epoch, int64 (n,): a seeded permutation, or as they are."""
     numbers = np.arange(items) if isinstance(items, int) else np.asarray(items, dtype=np.int64)
     return share.rng(*salt).permutation(numbers) if shuffle else numbers
+
+
+def tell_uneven(share: Share, length: Callable[[int], int]) -> None:
+    """Warn once for all ranks of a process group where their epochs differ in length.
+
+    Args:
+        share: of this rank.
+        length: batches of a rank in one epoch; raises TypeError where nobody knows.
+    """
+    if share.rank > 0 or share.world_size == 1 or not has_group():
+        return
+    try:
+        lengths = [length(rank) for rank in range(share.world_size)]
+    except TypeError:
+        return
+    least, most = min(lengths), max(lengths)
+    if least < most:
+        _log.warning(
+            "ranks have %d to %d batches in an epoch, and collective operations of the longer ones wait for the "
+            "others: end each epoch after %d batches, or use get_packed_loader, which evens them",
+            least, most, least,
+        )  # fmt: skip

@@ -1,6 +1,7 @@
 """Loader states: plain versioned dicts, and the check that a loader continues with the same data and settings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
@@ -8,12 +9,15 @@ from typing import Any
 import torch
 
 from energon_packed.dataflow.process_group import of_all_ranks
-from energon_packed.errors import BatchError
+from energon_packed.errors import BatchError, EnergonPackedError
 
 LOADER_VERSION = 3
 """Version of the states of `PackedLoader`; 1 and 2 were objects."""
 GATHERED = "ranks"
 """Name of the states of all ranks, in what `gather_state` returns."""
+_NAMES = {"energon": "get_packed_loader", "workers": "DataflowLoader", "loaders": "JointLoader"}
+"""Which loader has which value in its states."""
+_KINDS = {"energon": LOADER_VERSION, "workers": 1, "loaders": 1}
 _OF_DATA = ("dataset ", "distributor_dataset ", "distributor_content ")
 
 
@@ -56,6 +60,57 @@ def states_of(state: Any) -> list[dict[str, Any]]:
     return [found[rank] for rank in ranks]
 
 
+@contextmanager
+def damage_named() -> Iterator[None]:
+    """What reading a damaged state raises, as one line.
+
+    Raises:
+        BatchError: a value is missing, or of another type than it was saved with.
+    """
+    try:
+        yield
+    except EnergonPackedError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise damaged(f"{type(error).__name__}: {error}") from error
+
+
+def check_numbers(state: dict[str, Any], *names: str) -> None:
+    """Refuse a state in which one of these is no integer of at least 0.
+
+    Raises:
+        BatchError: the message names the value.
+    """
+    for name in names:
+        value = state[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise damaged(f"`{name}` is {value!r}"[:200])
+
+
+def check_place_of(states: Sequence[dict[str, Any]]) -> None:
+    """Refuse states of a DataflowLoader whose place in the data no loader can have.
+
+    Raises:
+        BatchError: the message names the value.
+    """
+    for state in states:
+        workers, count = state["workers"], max(1, state["num_workers"])
+        if len(workers) != count:
+            raise damaged(f"{len(workers)} workers, and the run had {count}")
+        check_numbers(state, "epoch", "steps", "next_worker")
+        if state["next_worker"] >= count or (state["steps"] and not any(workers) and not state.get("rest")):
+            raise damaged(f"{state['steps']} steps, next worker {state['next_worker']}, workers {workers!r}"[:200])
+
+
+def damaged(what: str) -> BatchError:
+    """The error over a state that no loader saved.
+
+    Args:
+        what: is wrong with it.
+    """
+    return BatchError(f"the saved state is damaged ({what}); load an earlier one, or start the epoch again")
+
+
 def check_state(state: Any, version: int, identity: dict[str, Any] | None = None) -> None:
     """Refuse a state that a loader cannot continue from.
 
@@ -68,6 +123,8 @@ def check_state(state: Any, version: int, identity: dict[str, Any] | None = None
         BatchError: the message names the version, or every value that differs, saved and now.
     """
     found = state.get("version") if isinstance(state, dict) else None
+    if found != version and found in _KINDS.values() and (kinds := [n for n in _KINDS if n in state]):
+        raise BatchError(f"the saved state is of {_NAMES[kinds[0]]}, and this is another loader; load it there")
     if found != version:
         raise BatchError(
             f"the saved state has version {found}, and this release reads version {version}; finish the run with the "

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,21 @@ import torch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
 from energon_packed.dataflow.distributors.base import Distributor
 from energon_packed.dataflow.elastic import check_elastic, rest_of
-from energon_packed.dataflow.epochs import until_the_end
+from energon_packed.dataflow.epochs import is_left, until_the_end
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.order_log import OrderLog
 from energon_packed.dataflow.packers import Packer, PlannedPacker, SimpleBatcher
 from energon_packed.dataflow.resharding import refuse_second_split
-from energon_packed.dataflow.share import Share, check_place, place_of
-from energon_packed.dataflow.state import check_state, equal_weights, states_of, without_weights
-from energon_packed.dataflow.torch_options import corrected, refuse_contradictions
+from energon_packed.dataflow.share import Share, check_place, place_of, tell_uneven
+from energon_packed.dataflow.state import (
+    check_place_of,
+    check_state,
+    damage_named,
+    equal_weights,
+    states_of,
+    without_weights,
+)
+from energon_packed.dataflow.torch_options import Settings, corrected, refuse_contradictions
 from energon_packed.dataflow.torch_workers import Start, WorkerStreams
 from energon_packed.dataflow.transport import in_turn
 from energon_packed.dataflow.worker_errors import watched
@@ -39,24 +46,6 @@ _TORCH = (
     "multiprocessing_context",
     "worker_init_fn",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings of `DataflowLoader`; see there."""
-
-    rank: int | None = None
-    world_size: int | None = None
-    seed: int = 0
-    max_failures: int = 0
-    drop_last: bool = False
-    allow_changed_weights: bool = False
-    order_log: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("seed", "max_failures"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"`{name}` is {getattr(self, name)}; it must be at least 0")
 
 
 class DataflowLoader(torch.utils.data.DataLoader[Any]):
@@ -114,7 +103,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             raise ConfigError(f"`num_workers` is {num_workers!r}; it must be an integer of at least 0")
         if batch_size is not None:
             packer = SimpleBatcher(batch_size, drop_last=settings.drop_last)
-        self.failures = FailureLog(settings.max_failures)
+        self.failures = FailureLog(settings.max_failures, context=of_torch.get("multiprocessing_context"))
         self._roles = Roles(
             distributor,
             processor or StoredTokens(),
@@ -127,6 +116,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         self._share = Share(rank=rank, world_size=world_size, num_workers=max(1, num_workers), seed=settings.seed)
         self._order_log = None if settings.order_log is None else OrderLog(Path(settings.order_log), rank)
         self._epoch = self._steps = self._next_worker = self._empty_epochs = 0
+        self._moves = 0  # states that were loaded
+        self._is_told = False
         self._states: list[str | None] = [None] * self._share.num_workers
         self._to_come: Iterator[Any] | None = None
         self._rest: dict[str, Any] | None = None
@@ -159,7 +150,10 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         share = self._share
         check_place((share.rank, share.world_size), self._settings.rank, self._settings.world_size)
         refuse_second_split(share.world_size)
-        steps = self._steps_to_come()
+        if not self._is_told:
+            self._is_told = True
+            tell_uneven(share, self._length)
+        steps, here = self._steps_to_come(), (self._epoch, self._moves)
         while (step := self._next_of(steps)) is not None:
             self._states[step.worker] = step.state
             if self._schedule is not None:
@@ -169,6 +163,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
                 self._steps += 1
                 self._handed_out(step)
                 yield step.batch
+                if is_left(here, (self._epoch, self._moves)):
+                    return
             else:
                 self._handed_out(step)
         self._end_epoch()
@@ -202,9 +198,12 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         Raises:
             TypeError: they do not.
         """
+        return self._length(self._share.rank)
+
+    def _length(self, rank: int) -> int:
         total = 0
         for worker in range(self._share.num_workers):
-            count = self._roles.distributor.count(self._share_of(worker))
+            count = self._roles.distributor.count(replace(self._share_of(worker), rank=rank))
             steps = None if count is None else self._roles.packer.steps(count)
             if steps is None:
                 raise TypeError("the number of batches is not known in advance: count steps, or plan the packs")
@@ -249,8 +248,15 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             BatchError: the state is of other data or settings (the message names what differs), not of all ranks where
                 their number changed, or items would have to be read again and cannot be.
         """
-        states, share = states_of(state), self._share
+        with damage_named():
+            self._restore(states_of(state))
+        self._moves += 1
+        self._iterator = self._to_come = None
+
+    def _restore(self, states: list[dict[str, Any]]) -> None:
+        share = self._share
         changed = self._check(states)
+        check_place_of(states)
         if changed is None and (states[0]["world_size"], len(states[0]["workers"])) == (
             share.world_size,
             share.num_workers,
@@ -262,11 +268,12 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             self._epoch, self._rest = epoch, None if rest is None else replace(rest, weights=changed).to_plain()
             self._steps = 0 if rest is None else max(one["steps"] for one in states)
             self._next_worker, self._states = 0, [None] * share.num_workers
-        self._iterator = self._to_come = None
 
     def _check(self, states: list[dict[str, Any]]) -> list[float] | None:
         """The old weights of a blended dataset, where they changed and may; None where they are the same."""
         identity, name = self._settings_identity(), "distributor_blend_weights"
+        if any("processor" not in one for one in states):  # of a release before it was part of states
+            identity.pop("processor", None)
         if not self._settings.allow_changed_weights:
             for one in states:
                 check_state(one, DATAFLOW_VERSION, identity)
@@ -303,7 +310,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
     def _settings_identity(self) -> dict[str, Any]:
         """What a state has in common with every loader that continues from it, whatever its ranks and workers."""
-        own = {"version": DATAFLOW_VERSION, "seed": self._share.seed}
+        own: dict[str, Any] = {"version": DATAFLOW_VERSION, "seed": self._share.seed}
+        own |= {"processor": found} if (found := self._roles.processor.fingerprint()) else {}
         inner = {f"distributor_{name}": value for name, value in self._roles.distributor.identity().items()}
         return own | inner | {f"packer_{name}": value for name, value in self._roles.packer.identity().items()}
 

@@ -1,6 +1,8 @@
-"""Options of torch's DataLoader under DataflowLoader: which go together."""
+"""Settings of DataflowLoader, and options of torch's DataLoader under it: which go together."""
 
 import logging
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from energon_packed.dataflow.distributors.base import Distributor
@@ -15,6 +17,24 @@ _REFUSED = {
     "shuffle": "set it on the distributor",
     "dataset": "pass it to a distributor, such as MapDistributor(dataset)",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of `DataflowLoader`; see there."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    seed: int = 0
+    max_failures: int = 0
+    drop_last: bool = False
+    allow_changed_weights: bool = False
+    order_log: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "max_failures"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"`{name}` is {getattr(self, name)}; it must be at least 0")
 
 
 def refuse_contradictions(

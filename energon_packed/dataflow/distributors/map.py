@@ -1,5 +1,6 @@
 """MapDistributor: items of a map-style dataset, in a new seeded order every epoch."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,12 +37,13 @@ class MapDistributor(Distributor):
         batch_size: int = 1,
         cost: CostModel | None = None,
     ) -> None:
-        self.dataset = dataset
+        # Its epoch is set by each loader: a copy, with the same open files, keeps it apart from that of others.
+        self.dataset = copy.copy(dataset) if callable(getattr(dataset, "set_epoch", None)) else dataset
         self.shuffle = shuffle
         self._balanced: BalancedOrder | None = None
         if balance is not None:
             check_balance(balance)
-            self._balanced = BalancedOrder(dataset, ranks=1, rows=batch_size, shuffle=shuffle, cost=cost)
+            self._balanced = BalancedOrder(self.dataset, ranks=1, rows=batch_size, shuffle=shuffle, cost=cost)
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
         """Every `share.count`-th number of the epoch's order."""

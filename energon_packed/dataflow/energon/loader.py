@@ -13,13 +13,21 @@ from energon_packed.dataflow.energon.fingerprint import dataset_fingerprint
 from energon_packed.dataflow.energon.plain import from_plain, to_plain
 from energon_packed.dataflow.energon.redist import redistribute
 from energon_packed.dataflow.energon.source import EnergonSource
-from energon_packed.dataflow.epochs import until_the_end
+from energon_packed.dataflow.epochs import is_left, until_the_end
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.resharding import refuse_second_split
 from energon_packed.dataflow.share import check_place
-from energon_packed.dataflow.state import LOADER_VERSION, check_state, states_of
+from energon_packed.dataflow.state import (
+    GATHERED,
+    LOADER_VERSION,
+    check_numbers,
+    check_state,
+    damage_named,
+    damaged,
+    states_of,
+)
 from energon_packed.dataflow.worker_errors import end_workers, in_one_line, lost_worker
-from energon_packed.errors import DataChangedError, EnergonPackedError, WorkerError
+from energon_packed.errors import BatchError, DataChangedError, EnergonPackedError, WorkerError
 
 
 class PackedLoader:
@@ -45,11 +53,12 @@ class PackedLoader:
         self.epoch_steps: int | None = None
         self._source = source
         self._epoch = self._steps = 0
+        self._moves = 0  # states that were loaded
         self._last_restore_key: tuple[Any, ...] | None = None
         self._loader: Any = None
         self._stream: Iterator[Any] | None = None
         self._fingerprint: str | None = None
-        self._failed: Exception | None = None
+        self._failed: BaseException | None = None
 
     @property
     def energon_loader(self) -> Any:
@@ -106,7 +115,7 @@ class PackedLoader:
         refuse_second_split(self._source.worker_config.world_size)
         more = self._steps > 0  # a begun epoch may have nothing left
         returned = yield from self._rest()
-        while self._source.config.complete_epochs and (returned or more):
+        while self._source.config.complete_epochs and (returned > 0 or (returned == 0 and more)):
             more = False
             returned = yield from self._rest()
 
@@ -147,20 +156,31 @@ class PackedLoader:
             BatchError: the state is of another world size, rank, number of workers, batch size, seed, dataset or
                 version; the message names what differs.
         """
-        states = states_of(state)
-        if len(states) != self._source.worker_config.world_size and len(states) > 1:
+        with damage_named():
+            self._restore(states_of(state), is_gathered=isinstance(state, dict) and GATHERED in state)
+
+    def _restore(self, states: list[dict[str, Any]], *, is_gathered: bool) -> None:
+        if is_gathered and len(states) != self._source.worker_config.world_size:
             states = redistribute(states, self._source.worker_config.world_size)
         rank = self._source.worker_config.rank
         state = next((one for one in states if isinstance(one, dict) and one.get("rank") == rank), states[0])
         check_state(state, LOADER_VERSION)
-        if self._epoch != state["epoch"] or self._steps:
-            self._begin(state["epoch"])
-        loader = self.energon_loader
-        check_state(state, LOADER_VERSION, self._identity())
+        check_numbers(state, "epoch", "steps")
+        steps, key, inner = state["steps"], from_plain(state["last_restore_key"]), from_plain(state["energon"])
+        if steps and inner is None:
+            raise damaged(f"{steps} steps, and no place in the data")
+        here = (self._epoch, self._steps, self._last_restore_key, self._loader, self._stream)
+        try:
+            if self._epoch != state["epoch"] or self._steps:
+                self._begin(state["epoch"])
+            check_state(state, LOADER_VERSION, self._identity())
+        except BatchError:  # a state that is refused changes nothing
+            self._epoch, self._steps, self._last_restore_key, self._loader, self._stream = here
+            raise
         self._stream = None
-        loader.restore_state_rank(from_plain(state["energon"]))
-        self._steps = state["steps"]
-        self._last_restore_key = from_plain(state["last_restore_key"])
+        self._moves += 1
+        self.energon_loader.restore_state_rank(inner)
+        self._steps, self._last_restore_key = steps, key
 
     save_state_rank = state_dict
     restore_state_rank = load_state_dict
@@ -189,9 +209,13 @@ class PackedLoader:
         }
 
     def _rest(self) -> Generator[PackedBatch, None, int]:
-        """Batches of one epoch that were not returned yet, as many as `epoch_steps` says in all; and their number."""
+        """Batches of one epoch that were not returned yet, as many as `epoch_steps` says in all.
+
+        Returns:
+            their number; -1 where another iterator has ended the epoch meanwhile.
+        """
         self._refuse_failed()
-        limit, before = self.epoch_steps, self._steps
+        limit, before, here = self.epoch_steps, self._steps, (self._epoch, self._moves)
         if self._stream is None:
             self._stream = self._read()
         for batch in self._stream:  # worker processes go on where an iteration that counted steps left them
@@ -200,10 +224,14 @@ class PackedLoader:
             self._count(batch)
             yield batch
             self._refuse_failed()  # a state that could not be saved ended the workers
+            if is_left(here, (self._epoch, self._moves)):
+                return -1
         while limit is not None and self._steps < limit and self._last_restore_key is not None:
             batch = self.energon_loader.restore_sample(self._last_restore_key)
             self._count(batch)
             yield batch
+            if is_left(here, (self._epoch, self._moves)):
+                return -1
         returned = self._steps - before
         self._begin(self._epoch + 1)
         return returned
@@ -212,7 +240,9 @@ class PackedLoader:
         try:
             with faults_named(self._source.path, self._source.config.split, self._source.opened):
                 yield from self._connected()
-        except Exception as error:  # what comes next of a failed loader would be another place of the data
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # what comes next of a failed loader would be another place; also after Ctrl-C
             self._failed = error
             if isinstance(error, WorkerError):
                 end_workers(self._loader._iterator)
@@ -232,7 +262,8 @@ class PackedLoader:
     def _refuse_failed(self) -> None:
         if self._failed is not None:
             raise WorkerError(
-                f"the loader failed before ({self._failed}); make a new one, and load the state that was saved last"
+                f"the loader failed before ({str(self._failed) or type(self._failed).__name__}); make a new one, and "
+                "load the state that was saved last"
             ) from self._failed
 
     def _count(self, batch: PackedBatch) -> None:

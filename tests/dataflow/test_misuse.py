@@ -1,0 +1,291 @@
+"""Loaders in unusual hands: iterators that stay open, states that are refused, damaged or of another loader."""
+
+import copy
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from energon_packed import (
+    BatchError,
+    ConfigError,
+    DataflowConfig,
+    DataflowLoader,
+    JointLoader,
+    MapDistributor,
+    PackedDataset,
+    PackedIterableDataset,
+    PaddingFreeCollator,
+    WorkerError,
+    get_packed_loader,
+    pack,
+    steps_per_epoch,
+)
+from energon_packed.encoding import StoredTokens
+
+Make = Callable[..., Any]
+PACKS = 24
+
+
+def packed(folder: Path, packs: int, first: int = 0, **options: Any) -> Path:
+    """Packs of one sample each."""
+    folder.mkdir()
+    rows = [{"id": f"s{first + n}", "input_ids": [n + 1] * 5, "labels": [n + 1] * 5} for n in range(packs)]
+    (folder / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options |= {"sample_class": "PackedTokensSample", "max_samples_per_pack": 1, "workers": 1}
+    return pack(folder / "data.jsonl", output_dir=folder / "out", seq_len=16, encoder=StoredTokens(), **options).shards
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return packed(tmp_path_factory.mktemp("misuse") / "data", PACKS)
+
+
+@pytest.fixture(params=["energon", "dataflow"])
+def make(request: pytest.FixtureRequest, folder: Path) -> Make:
+    def energon(**options: Any) -> Any:
+        return get_packed_loader(folder, epochs=1, **{"num_workers": 0, **options})
+
+    def dataflow(**options: Any) -> Any:
+        return DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=1, **options)
+
+    return energon if request.param == "energon" else dataflow
+
+
+def ids(batches: Any) -> list[Any]:
+    return [batch.ids for batch in batches]
+
+
+def test_an_iterator_that_stays_open_ends_no_later_epoch(make: Make) -> None:
+    reference = make()
+    epochs = [ids(reference) for _ in range(2)]
+    loader = make()
+    left = iter(loader)
+    next(left)
+    assert len(ids(loader)) == len(epochs[0]) - 1
+    running = iter(loader)
+    given = ids(next(running) for _ in range(3))
+    assert next(left, None) is None
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    assert given + ids(running) == given + ids(resumed) == epochs[1]
+
+
+def test_a_state_is_not_loaded_into_a_running_loop(make: Make) -> None:
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    rest = ids(next(batches) for _ in range(3))
+    loader.load_state_dict(state)
+    with pytest.raises(BatchError, match="a state was loaded while this loop ran; leave the loop"):
+        next(batches)
+    assert ids(loader)[:3] == rest
+
+
+def test_a_refused_state_changes_nothing(make: Make) -> None:
+    expected, other = ids(make()), make(seed=5)
+    ids(other)
+    next(iter(other))
+    loader = make()
+    batches = iter(loader)
+    given = ids(next(batches) for _ in range(4))
+    with pytest.raises(BatchError, match="seed 5 saved, 0 now"):
+        loader.load_state_dict(other.state_dict())
+    assert given + ids(loader) == expected
+
+
+def test_a_joint_loader_that_refuses_leaves_all_its_loaders(make: Make) -> None:
+    def joint(seed: int) -> JointLoader:
+        return JointLoader({"a": make(), "b": make(seed=seed)}, {"a": 1, "b": 1})
+
+    expected = [(name, batch.ids) for name, batch in joint(1)]
+    other = joint(2)
+    batches = iter(other)
+    for _ in range(9):
+        next(batches)
+    loader = joint(1)
+    with pytest.raises(BatchError, match="seed 2 saved, 1 now"):
+        loader.load_state_dict(other.state_dict())
+    assert [(name, batch.ids) for name, batch in loader] == expected
+
+
+class Interrupted(PaddingFreeCollator):
+    """Ctrl-C while the fifth batch is made."""
+
+    calls = 0
+
+    def collate(self, samples: Any) -> Any:
+        self.calls += 1
+        if self.calls == 5:
+            raise KeyboardInterrupt
+        return super().collate(samples)
+
+
+def test_after_ctrl_c_inside_the_loader_no_wrong_state_is_saved(folder: Path) -> None:
+    loader = get_packed_loader(folder, epochs=1, num_workers=0, collator=Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        ids(loader)
+    for call in (loader.state_dict, lambda: ids(loader)):
+        with pytest.raises(WorkerError, match=r"the loader failed before \(KeyboardInterrupt\); make a new"):
+            call()
+    resumable = DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=1, collator=Interrupted())
+    batches, given = iter(resumable), []
+    with pytest.raises(KeyboardInterrupt):
+        given += [one.ids for one in iter(lambda: next(batches), None)]
+    resumed = DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=1)
+    state = resumable.state_dict()
+    resumed.load_state_dict(state)
+    assert len(ids(resumed)) == 24 - state["steps"] == 20
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("steps"),
+        lambda state: state.update(steps=None),
+        lambda state: state.update(epoch="1"),
+        lambda state: state.update(energon=None, workers=[None]),
+        lambda state: state.update(energon=[], workers=[]),
+        lambda state: state.update(energon={"fields": 5}, workers=5),
+        lambda state: state.update(rank=None, next_worker=7, energon="x"),
+    ],
+)
+def test_damaged_states_are_refused_in_one_line(make: Make, damage: Callable[[dict[str, Any]], object]) -> None:
+    loader = make()
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    state = json.loads(json.dumps(loader.state_dict()))
+    make().load_state_dict(copy.deepcopy(state))
+    damage(state)
+    with pytest.raises(BatchError, match=r"the saved state is (damaged \(.*\); load|of another loader)"):
+        make().load_state_dict(state)
+
+
+def test_a_state_of_another_loader_is_named(folder: Path) -> None:
+    energon = get_packed_loader(folder, epochs=1, num_workers=0)
+    dataflow = DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=1)
+    with pytest.raises(BatchError, match="the saved state is of DataflowLoader, and this is another loader"):
+        energon.load_state_dict(dataflow.state_dict())
+    with pytest.raises(BatchError, match="the saved state is of get_packed_loader, and this is another loader"):
+        dataflow.load_state_dict(energon.state_dict())
+
+
+def test_loaders_that_share_a_blend_have_epochs_of_their_own(folder: Path, tmp_path: Path) -> None:
+    other = packed(tmp_path / "other", 7, 100)
+    parts = [{"path": str(folder), "weight": 3}, {"path": str(other), "weight": 1}]
+    blend = PackedDataset(metadataset(tmp_path / "m.yaml", {"blend": parts}))
+    alone = DataflowLoader(MapDistributor(blend), batch_size=1)
+    expected = [ids(alone) for _ in range(2)][1]
+    first, second = (DataflowLoader(MapDistributor(blend), batch_size=1) for _ in range(2))
+    ids(first)
+    batches, found = iter(first), []
+    for batch in batches:
+        found.append(batch.ids)
+        next(iter(second))
+    assert found == expected
+
+
+def metadataset(file: Path, train: dict[str, Any]) -> Path:
+    top = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": train}}
+    file.write_text(yaml.safe_dump(top))
+    return file
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), True, "2"])
+def test_shares_of_a_blend_are_above_0(folder: Path, tmp_path: Path, value: object) -> None:
+    for kind, name in (("blend", "weight"), ("blend_epochized", "repetitions")):
+        file = metadataset(tmp_path / "m.yaml", {kind: [{"path": str(folder), name: value}]})
+        for load in (PackedDataset, steps_per_epoch, get_packed_loader):
+            with pytest.raises(ConfigError, match=f"`{name}` of .* is .*; it must be above 0"):
+                load(file)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("repetitions", [(1.0, 1.0), (2.5, 1.0), (0.3, 0.7)])
+def test_steps_of_a_blend_are_those_of_the_loader(
+    folder: Path, tmp_path: Path, repetitions: tuple[float, ...]
+) -> None:
+    """Energon deals the packs of a dataset on from the worker that got the last one of the dataset before."""
+    paths = [folder, packed(tmp_path / "other", 7, 100)]
+    parts = [{"path": str(one), "repetitions": times} for one, times in zip(paths, repetitions, strict=True)]
+    file = metadataset(tmp_path / "m.yaml", {"blend_epochized": parts})
+    for world_size in (1, 2, 3, 5):
+        for rows in (1, 3):
+            place: dict[str, Any] = {"world_size": world_size, "micro_batch_size": rows, "num_workers": 0}
+            loaders = [
+                get_packed_loader(file, epochs=1, rank=rank, even_ranks="off", **place) for rank in range(world_size)
+            ]
+            assert steps_per_epoch(file, **place) == [len(ids(loader)) for loader in loaders]
+
+
+def test_a_state_of_one_split_is_none_of_another(tmp_path: Path) -> None:
+    path = packed(tmp_path / "both", 8, split={"train": 0.5, "val": 0.5})
+    train, val = (
+        DataflowLoader(MapDistributor(PackedDataset(path, split=one)), batch_size=1) for one in ("train", "val")
+    )
+    with pytest.raises(BatchError, match="the saved state is of other data"):
+        val.load_state_dict(train.state_dict())
+
+
+def test_a_streaming_state_is_of_its_encoder(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 40)
+
+    def loader(loss_on: Any) -> PackedIterableDataset:
+        given = {"dataset_path": str(tmp_path / "a.jsonl"), "packing_length": 64, "tokenizer": text_tokenizer_dir}
+        return PackedIterableDataset(DataflowConfig(**given, loss_on=loss_on))
+
+    first = loader("assistant")
+    next(iter(first))
+    loader("assistant").load_state_dict(first.state_dict())
+    with pytest.raises(BatchError, match="processor .* saved, .* now"):
+        loader("all").load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver", multiprocessing.get_context("spawn")])
+def test_workers_start_as_asked(folder: Path, context: Any) -> None:
+    loader = DataflowLoader(
+        MapDistributor(PackedDataset(folder)), batch_size=4, num_workers=1, multiprocessing_context=context
+    )
+    assert sorted(ident for batch in loader for ident in batch.ids) == sorted(f"s{n}" for n in range(PACKS))
+    assert loader.failures.counts == {}
+
+
+def test_weights_have_a_sum(folder: Path) -> None:
+    loaders = {name: DataflowLoader(MapDistributor(PackedDataset(folder))) for name in "ab"}
+    with pytest.raises(ConfigError, match="the weights have no finite sum"):
+        JointLoader(loaders, {"a": 1e308, "b": 1e308})
+
+
+def test_ranks_of_different_lengths_are_told_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    monkeypatch.setattr("energon_packed.dataflow.torch_loader.check_place", lambda *_: None)  # as if there were two
+    try:
+        for rows in (1, 5, 8):
+            loader = DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=rows, rank=0, world_size=2)
+            ids(loader)
+            ids(loader)
+        uneven = DataflowLoader(MapDistributor([{"input_ids": [1, 2, 3]}] * 23), batch_size=1, rank=0, world_size=2)
+        ids(uneven)
+        ids(uneven)
+    finally:
+        torch.distributed.destroy_process_group()
+    told = [record.getMessage() for record in caplog.records if "ranks have" in record.getMessage()]
+    assert [one.split(",")[0] for one in told] == ["ranks have 11 to 12 batches in an epoch"]
+
+
+@pytest.mark.parametrize("number", [PACKS, -PACKS - 1])
+def test_packs_have_numbers(folder: Path, number: int) -> None:
+    dataset = PackedDataset(folder)
+    for read in (dataset.sample, dataset.__getitem__):
+        with pytest.raises(IndexError, match=f"pack {number} is not among the 24 packs"):
+            read(number)
+    assert dataset.sample(-1).__key__ == dataset.sample(PACKS - 1).__key__
