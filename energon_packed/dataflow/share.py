@@ -106,10 +106,9 @@ def tell_uneven(share: Share, length: Callable[[int], int]) -> None:
     if share.rank > 0 or share.world_size == 1 or not has_group():
         return
     try:
-        lengths = [length(rank) for rank in range(share.world_size)]
+        most, least = length(0), length(share.world_size - 1)  # what is left over goes to the first ranks
     except TypeError:
         return
-    least, most = min(lengths), max(lengths)
     if least < most:
         _log.warning(
             "ranks have %d to %d batches in an epoch, and collective operations of the longer ones wait for the "
