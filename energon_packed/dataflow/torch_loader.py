@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -308,10 +309,15 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         place = {"world_size": share.world_size, "rank": share.rank, "num_workers": self.num_workers}
         return self._settings_identity() | place
 
+    @cached_property
+    def _processor(self) -> str:
+        """Digest of what decides tokens, of megabytes of tokenizer: made once."""
+        return self._roles.processor.fingerprint()
+
     def _settings_identity(self) -> dict[str, Any]:
         """What a state has in common with every loader that continues from it, whatever its ranks and workers."""
         own: dict[str, Any] = {"version": DATAFLOW_VERSION, "seed": self._share.seed}
-        own |= {"processor": found} if (found := self._roles.processor.fingerprint()) else {}
+        own |= {"processor": self._processor} if self._processor else {}
         inner = {f"distributor_{name}": value for name, value in self._roles.distributor.identity().items()}
         return own | inner | {f"packer_{name}": value for name, value in self._roles.packer.identity().items()}
 
