@@ -74,8 +74,11 @@ class LengthsOptions(InputOptions):
         if not given:
             raise ConfigError("`seq_lens` must have at least one candidate")
         for one in given:
-            if not isinstance(one, int) or isinstance(one, bool) or not 1 <= one <= _MOST:
-                raise ConfigError(f"`seq_lens` has {short(one)}; it must be an integer from 1 to {_MOST}")
+            if not isinstance(one, int) or isinstance(one, bool):
+                raise ConfigError(f"`seq_len` is {short(one)}; it must be an integer, such as 8192 or 8k")
+            if not 1 <= one <= _MOST:
+                limit = f"at most {_MOST}" if one > 1 else "at least 1"
+                raise ConfigError(f"`seq_len` is {short(one)}; it must be {limit}")
         object.__setattr__(self, "seq_lens", tuple(given))
 
 

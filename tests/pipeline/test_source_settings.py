@@ -192,7 +192,7 @@ def test_what_decides_the_records_is_in_the_fingerprint(folder: Path, tokenizer_
         (["a", {"path": "b", "imageroot": ""}], r"s\[1\] \(b\): unknown setting 'imageroot'; .* image_root\?"),
         ([{"path": "flat.jsonl", "image_root": "none"}], FLAT + r"image_root none is not a folder"),
         ([{"path": "flat.jsonl", "weight": 0}], FLAT + r"weight is 0; it must be above 0 and at most 1000"),
-        ([{"path": "flat.jsonl", "weight": float("nan")}], "weight is nan; it must be above 0"),
+        ([{"path": "flat.jsonl", "weight": float("nan")}], "weight is nan; it must be a number"),
         ([{"path": "flat.jsonl", "weight": "2"}], "weight is '2'; it must be a number"),
         ([{"path": "flat.jsonl", "map": "user=q"}], FLAT + r"map 'user=q' has no assistant"),
         ([{"path": "flat.jsonl", "adapter": "no.such:f"}], FLAT + r"adapter no.such:f: No module"),
