@@ -69,8 +69,9 @@ def main() -> None:
 
 def _run() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notices on missing backends do not apply here
-    if sys.stdout is not None:  # it may be closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without UTF-8
+    if sys.stdout is None:  # closed by the caller; not all that prints looks
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without UTF-8
     try:
         cli(standalone_mode=False)
         gc.freeze()  # the process ends now: without this, collecting what torch has loaded takes half a second
