@@ -177,11 +177,12 @@ def as_path(value: str | Path, name: str) -> Path:
         ConfigError: it is empty, as of a variable that is not set; or holds what no file name can.
     """
     text = str(value)
-    if value == "":
+    if not text:
         raise ConfigError(f"`{name}` is empty; pass a path (. is the current folder)")
+    if "\0" in text:
+        raise ConfigError(f"`{name}` {text!r} holds a NUL character, which no path can")
     try:
-        if "\0" in text or not text.encode():
-            raise ConfigError(f"`{name}` {text!r} holds a NUL character, which no path can")
+        text.encode()
         return Path(text).expanduser() if text == "~" or text.startswith("~/") else Path(text)
     except UnicodeEncodeError as error:
         raise ConfigError(f"`{name}` {text!r} is not UTF-8; rename it, as files that we write name it") from error

@@ -59,7 +59,8 @@ def folder_files(folder: Path, split: str | None) -> list[Path]:
             f"{folder} is a folder without a Hugging Face state.json, an Energon .nv-meta, or files of "
             f"{', '.join(_FORMATS)}; pass files or a glob"
         )
-    _warn_of_others(folder, [name for name in others if name not in set(files)])
+    read = set(files)
+    _warn_of_others(folder, [name for name in others if name not in read])
     return _in_split(folder, files, split)
 
 
