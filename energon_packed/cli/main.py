@@ -87,7 +87,8 @@ def _run() -> None:
 
         _fail(as_options(described(error)), 1)
     except UnicodeEncodeError as error:
-        _fail(f"{error.object[:200]!r} holds what is not UTF-8; rename it, or write it in UTF-8", 1)
+        around = error.object[max(0, error.start - 40) : error.end + 40]
+        _fail(f"{around!r} holds a name that is not UTF-8; rename the file or folder", 1)
     except MemoryError:
         _fail("memory ran out; use fewer processes (--workers), or give this one more (ulimit -v)", 1)
 

@@ -201,3 +201,14 @@ def test_a_number_of_thousands_of_digits_is_no_subflavor() -> None:
     with pytest.raises(ConfigError, match=r"subflavor 9+\.\.\. has 5000 digits; a number may have 300"):
         CliRunner().invoke(cli, ["metadataset", "x.yaml", "y", "--subflavor", f"k={'9' * 5000}"],
                            catch_exceptions=False)  # fmt: skip
+
+
+def test_a_page_about_a_folder_whose_name_is_not_utf8(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    packed = packed_texts(tmp_path, text_tokenizer_dir)
+    link = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.symlink(packed, link)
+    done = run("report", os.fsdecode(link), "-o", tmp_path / "page.html")
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"error: '.*caf.udce9.*' holds a name that is not UTF-8; rename the file or folder\n", done.stderr
+    )
