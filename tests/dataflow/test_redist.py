@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from megatron.energon.tools.checkpoint import command_redist
 
-from energon_packed import ChatEncoder, get_packed_loader
+from energon_packed import ChatEncoder, gather_state, get_packed_loader
 from energon_packed.cli.main import cli
 from energon_packed.dataflow.energon.plain import from_plain, to_plain
 from energon_packed.dataflow.energon.redist import redistribute
@@ -131,3 +131,21 @@ def test_states_that_cannot_be_redistributed(pack_demo: Packer, encoder: ChatEnc
         redistribute(states(), 0)
     with pytest.raises(BatchError, match="has version None"):
         redistribute([{}], 1)
+
+
+def test_what_one_rank_gathered_is_dealt_to_two(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    shards = pack_demo(**PACKED).shards
+    loader = new_loader(shards, encoder, 0, 1, 2)
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    state = gather_state(loader)
+    expected = by_worker(list(itertools.islice(batches, AFTER * 2)))
+    found: dict[int, Any] = {}
+    for rank in range(2):
+        resumed = new_loader(shards, encoder, rank, 2, 1)
+        resumed.load_state_dict(state)
+        found |= by_worker(list(itertools.islice(resumed, AFTER)))
+    assert found == expected
+    with pytest.raises(BatchError, match="world_size 1 saved, 2 now"):
+        new_loader(shards, encoder, 0, 2, 1).load_state_dict(state["ranks"][0])
