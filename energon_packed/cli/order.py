@@ -11,8 +11,7 @@ from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import echo
 from energon_packed.dataflow.config import DataflowConfig, is_dataflow_config
 from energon_packed.dataflow.order_log import check_order
-from energon_packed.dataflow.replay import replay, replay_config
-from energon_packed.dataflow.share import Share
+from energon_packed.dataflow.replay import Run, replay, replay_config
 
 
 @click.group(name="order")
@@ -71,13 +70,12 @@ def replay_step(
     PATH is a dataset folder or a Metadataset, for DataflowLoader(MapDistributor(PackedDataset(PATH)), batch_size=N),
     or the YAML of a DataflowConfig, for get_raw_loader(config): its records are tokenized up to that step.
     """
-    share = Share(world_size=world_size, epoch=epoch, seed=seed or 0)
+    run = Run(world_size=world_size, num_workers=num_workers, batch_size=batch_size, epoch=epoch, seed=seed or 0)
     if is_dataflow_config(path):
         config = DataflowConfig.from_yaml(path)
-        share = replace(share, seed=config.seed if seed is None else seed)
-        found = replay_config(config, step, batch_size=batch_size, num_workers=num_workers, share=share)
+        found = replay_config(config, step, replace(run, seed=config.seed if seed is None else seed))
     else:
-        found = replay(path, step, batch_size=batch_size, num_workers=num_workers, share=share)
+        found = replay(path, step, run)
     ranks = []
     for one in found:
         ranks.append(asdict(one))

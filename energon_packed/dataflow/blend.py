@@ -98,3 +98,20 @@ def drawn(packs: int, count: int, rng: np.random.Generator) -> Int64:
     """Numbers of `count` of `packs` packs, int64 (count,): every pack equally often, and a random few once more."""
     copies, rest = divmod(count, packs)
     return np.concatenate([np.tile(np.arange(packs), copies), np.sort(rng.permutation(packs)[:rest])])
+
+
+def least_used(used: Int64, count: int, rng: np.random.Generator) -> Int64:
+    """Numbers of `count` packs, int64 (count,): each is chosen when it is among the packs that came least.
+
+    Args:
+        used: int64 (P,), how often each pack was used.
+        count: packs to choose; a pack is chosen repeatedly if there are fewer.
+        rng: chooses among packs that were used equally often.
+    """
+    found, level = [np.zeros(0, dtype=np.int64)], int(used.min())
+    while count > 0:
+        ready = np.flatnonzero(used <= level)  # with the packs of the rounds before, which came once more in each
+        chosen = ready if len(ready) <= count else rng.choice(ready, count, replace=False)
+        found.append(chosen)
+        count, level = count - len(chosen), level + 1
+    return np.concatenate(found)

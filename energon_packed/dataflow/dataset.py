@@ -1,6 +1,6 @@
 """PackedDataset: finished shards as a map-style dataset, for samplers, epochs and stock trainers."""
 
-from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from energon_packed.dataflow.blend import BlendedSplit, blended_splits, drawn, packs_of_epoch
+from energon_packed.dataflow.blend import BlendedSplit, blended_splits, by_weight, drawn, least_used, packs_of_epoch
 from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.failures import verify_tells
 from energon_packed.dataflow.hf_dataset import hf_dataset
@@ -75,6 +75,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         self.check_lengths = check_lengths
         self.seed = seed
         self._folders = [_Folder(one) for one in self.blend]
+        self._starts = np.cumsum([0, *self.packs])
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -84,9 +85,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             ConfigError: accelerate calls it with `dispatch_batches=True`, which would cut rows in parts.
         """
         refuse_dispatch()
-        numbers = self.packs_of_members(epoch, self.weights)
-        self._packs: Int64 = np.concatenate(numbers)
-        self._ends = np.cumsum([len(one) for one in numbers]).tolist()
+        self._packs: Int64 = self.epoch_items(epoch, self.weights)
 
     @property
     def weights(self) -> list[float] | None:
@@ -99,33 +98,58 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         """Packs that each dataset of the blend has, D numbers."""
         return [len(folder.reader) for folder in self._folders]
 
-    def packs_of_members(self, epoch: int, weights: list[float] | None) -> list[Int64]:
-        """Numbers of the packs that an epoch has of each dataset of the blend, int64 (n,) each.
+    def epoch_items(self, epoch: int, weights: Sequence[float] | None) -> Int64:
+        """Numbers of the packs of an epoch, int64 (N,), dataset by dataset; `item` takes them.
 
         Args:
             epoch: from 0.
-            weights: D numbers, in place of those of the blend; None where it counts repetitions.
+            weights: D numbers, in place of the weights of the blend; None if it counts repetitions.
         """
         blend, packs = self.blend, self.packs
         if weights is not None:
             blend = [replace(one, weight=weight) for one, weight in zip(blend, weights, strict=True)]
-        return [
-            drawn(count, of_epoch, np.random.default_rng([self.seed, epoch, place]))
-            for place, (count, of_epoch) in enumerate(zip(packs, packs_of_epoch(blend, packs), strict=True))
-        ]
+        return np.concatenate(
+            [
+                start + drawn(count, of_epoch, np.random.default_rng([self.seed, epoch, member]))
+                for member, (start, count, of_epoch) in enumerate(
+                    zip(self._starts.tolist(), packs, packs_of_epoch(blend, packs), strict=False)
+                )
+            ]
+        )
 
-    def pack_of(self, member: int, number: int) -> list[EncodedSample]:
-        """The encoded sub-samples of a pack of one dataset of the blend, by its number there.
+    def redrawn(self, used: Int64, count: int, weights: Sequence[float], rng: np.random.Generator) -> Int64:
+        """Numbers of the packs of the rest of an epoch whose weights changed in it, int64 (count,).
+
+        Each dataset continues where it is: a pack comes again only after all others of its dataset have come as often.
+
+        Args:
+            used: int64 (n,), numbers of the packs that the epoch has used.
+            count: packs of the rest.
+            weights: D numbers, from here on.
+            rng: chooses among packs that were used equally often.
+        """
+        times = np.bincount(used, minlength=int(self._starts[-1]))
+        return np.concatenate(
+            [
+                start + least_used(times[start:stop], of_member, rng)
+                for start, stop, of_member in zip(
+                    self._starts[:-1].tolist(), self._starts[1:].tolist(), by_weight(list(weights), count), strict=True
+                )
+            ]
+        )
+
+    def item(self, number: int) -> list[EncodedSample]:
+        """The encoded sub-samples of a pack, by its number in all datasets of the blend.
 
         Raises:
             FormatError: as for indexing.
         """
-        folder = self._folders[member]
+        folder, pack = self._place(number)
         source = folder.source
         try:
-            return encode_pack(folder.sample(number), self.encoder, check_lengths=self.check_lengths, source=source)
+            return encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
         except (FormatError, RecordError) as error:
-            raise error.at(folder.place(number), verify_tells(source.dataset)) from error
+            raise error.at(folder.place(pack), verify_tells(source.dataset)) from error
 
     @property
     def reader(self) -> ShardReader:
@@ -142,12 +166,16 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             IndexError: there is no such pack.
             FormatError: the shard is damaged, or a length differs from the recorded one.
         """
-        return self.pack_of(*self._place(index))
+        return self.item(self._number(index))
 
     def sample(self, index: int) -> PackSample:
         """The pack as its flavor, not encoded. Raises IndexError as above."""
-        member, pack = self._place(index)
-        return self._folders[member].sample(pack)
+        return self.pack(self._number(index))
+
+    def pack(self, number: int) -> PackSample:
+        """The pack as its flavor, not encoded, by its number in all datasets of the blend."""
+        folder, pack = self._place(number)
+        return folder.sample(pack)
 
     def fingerprint(self) -> str:
         """Of the shards and how they repeat, for loader states; "" where a folder has no packing.json.
@@ -168,37 +196,36 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
     @property
     def lengths(self) -> Int64:
-        """Tokens of each pack, int64 (P,); the first use reads what every pack recorded, and no image."""
-        starts = [0, *self._ends[:-1]]
-        parts = [
-            folder.lengths(self.encoder)[self._packs[start:end]]
-            for folder, start, end in zip(self._folders, starts, self._ends, strict=True)
-        ]
-        return np.concatenate(parts)
+        """Tokens of each pack, int64 (N,); the first use reads what every pack recorded, and no image."""
+        return np.concatenate([folder.lengths(self.encoder) for folder in self._folders])[self._packs]
 
     def row_sizes(self) -> RowSizes:
-        """What decides the cost of each pack, for balance over ranks.
+        """Sizes that decide the cost of each pack of the epoch."""
+        return self.item_sizes()[self._packs]
+
+    def item_sizes(self) -> RowSizes:
+        """Sizes that decide the cost of each pack, by its number in all datasets of the blend.
 
         The first use reads what every pack recorded, and the headers of its images.
         """
-        starts = [0, *self._ends[:-1]]
-        parts = [
-            folder.sizes(self.encoder)[self._packs[start:end]]
-            for folder, start, end in zip(self._folders, starts, self._ends, strict=True)
-        ]
+        parts = [folder.sizes(self.encoder) for folder in self._folders]
         names = ("tokens", "squares", "patches")
         return RowSizes(**{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """(dataset of the blend, number of the pack in it).
+    def _number(self, index: int) -> int:
+        """Number of a pack of the epoch in all datasets of the blend.
 
         Raises:
             IndexError: there is no such pack.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"pack {index} is not among the {len(self)} packs")
-        number = index % len(self)
-        return bisect_right(self._ends, number), int(self._packs[number])
+        return int(self._packs[index])
+
+    def _place(self, number: int) -> tuple["_Folder", int]:
+        """(dataset of the blend, number of the pack in it)."""
+        member = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return self._folders[member], number - int(self._starts[member])
 
 
 class _Folder:

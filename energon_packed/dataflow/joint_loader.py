@@ -1,18 +1,40 @@
 """JointLoader: several loaders, drawn by ratio, with one state."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from energon_packed.dataflow.epochs import until_the_end
-from energon_packed.dataflow.state import GATHERED, check_state, damage_named, states_of, without_weights
+from energon_packed.dataflow.state import (
+    GATHERED,
+    check_identity,
+    check_state,
+    damage_named,
+    make_state,
+    position_of,
+    state_at,
+    states_of,
+    without_weights,
+)
 from energon_packed.errors import ConfigError, EnergonPackedError
 
-JOINT_VERSION = 1
-"""Version of the states of `JointLoader`."""
 _BLOCK = 1024  # draws that are made together
 StopAt = Literal["first", "all", "never"]
+
+
+class JointPosition(NamedTuple):
+    """A position of a JointLoader.
+
+    Attributes:
+        step: batches that were drawn.
+        ended: names of the loaders that ended in this epoch.
+        loaders: position of each loader.
+    """
+
+    step: int
+    ended: tuple[str, ...]
+    loaders: dict[str, Any]
 
 
 class JointLoader:
@@ -100,13 +122,25 @@ class JointLoader:
         rest = getattr(loader, "rest_of_epoch", None)
         return iter(loader if rest is None else rest())
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of all loaders behind the last batch, in plain types."""
-        inner = {name: loader.state_dict() for name, loader in self.loaders.items()}
-        return self._identity() | {"step": self._step, "ended": list(self._ended), "loaders": inner}
+    def position(self) -> "JointPosition":
+        """The position after the last batch that was given: small, for `state_dict` of later."""
+        inner = {name: position_of(loader) for name, loader in self.loaders.items()}
+        return JointPosition(self._step, tuple(self._ended), inner)
+
+    def state_dict(self, position: "JointPosition | None" = None) -> dict[str, Any]:
+        """State of all loaders after the last batch, in plain types.
+
+        Args:
+            position: after an earlier batch, for a trainer that reads ahead.
+        """
+        here = position or self.position()
+        inner = {name: state_at(loader, here.loaders[name]) for name, loader in self.loaders.items()}
+        places = [(one["rank"], one["world_size"]) for one in inner.values() if "rank" in one]
+        plain = {"step": here.step, "ended": list(here.ended), "loaders": inner}
+        return make_state(type(self).__name__, self._identity(), plain, places[0] if places else None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the batch at which `state` was saved; call it before iterating.
+        """Continue after the batch at which `state` was saved; call it before iterating.
 
         Args:
             state: of this rank, or of all ranks as `gather_state` returned it: then every loader that can goes on with
@@ -119,9 +153,12 @@ class JointLoader:
             self._restore(states_of(state), is_gathered=isinstance(state, dict) and GATHERED in state)
 
     def _restore(self, states: list[dict[str, Any]], *, is_gathered: bool) -> None:
-        expected = without_weights(self._identity()) if self._allow_changed_weights else self._identity()
         for one in states:
-            check_state(one, JOINT_VERSION, expected)
+            check_state(one, type(self).__name__)
+            saved, expected = one["identity"], self._identity()
+            if self._allow_changed_weights:
+                saved, expected = without_weights(saved), without_weights(expected)
+            check_identity(saved, expected)
         step, ended = states[0]["step"], list(states[0]["ended"])
         before = {name: loader.state_dict() for name, loader in self.loaders.items()}
         try:
@@ -135,7 +172,7 @@ class JointLoader:
         self._step, self._ended = step, ended
 
     def _identity(self) -> dict[str, Any]:
-        return {"version": JOINT_VERSION, "seed": self._seed, "weights": self._weights, "stop": self._stop}
+        return {"seed": self._seed, "weights": self._weights, "stop": self._stop}
 
     def _drawn(self) -> str:
         """The loader of this step."""

@@ -12,7 +12,7 @@ from energon_packed.dataflow.distributors.records import RecordDistributor
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.resharding import refuse_dispatch, refuse_second_split
 from energon_packed.dataflow.share import place_of
-from energon_packed.dataflow.torch_loader import DataflowLoader
+from energon_packed.dataflow.torch_loader import DataflowLoader, Position
 from energon_packed.dataflow.work_folder import work_folder
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
@@ -96,9 +96,18 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         """Records that were rejected or dropped, by reason."""
         return self.loader.failures
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def place(self) -> tuple[int, int]:
+        """(rank, world size) of this process."""
+        return self.loader.place
+
+    def position(self) -> Position:
+        """As `DataflowLoader.position`."""
+        return self.loader.position()
+
+    def state_dict(self, position: Position | None = None) -> dict[str, Any]:
         """As `DataflowLoader.state_dict`."""
-        return self.loader.state_dict()
+        return self.loader.state_dict(position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `DataflowLoader.load_state_dict`."""

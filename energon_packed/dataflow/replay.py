@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from energon_packed.dataflow.dataset import PackedDataset
 from energon_packed.dataflow.distributors.map import MapDistributor
 from energon_packed.dataflow.packed_iterable import PackedIterableDataset
 from energon_packed.dataflow.planned_dataset import PlannedDataset, plan_in_memory
-from energon_packed.dataflow.share import Share
-from energon_packed.dataflow.worker_stream import Roles, WorkerStream
+from energon_packed.dataflow.stream_steps import StreamSteps
+from energon_packed.dataflow.worker_stream import Roles
 from energon_packed.encoding import EncodedSample, Processor, StoredTokens
 from energon_packed.errors import ConfigError, RecordError, Reject
 from energon_packed.records import Conversation
@@ -24,12 +24,12 @@ from energon_packed.records import Conversation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What one rank gets.
+    """A step of one rank.
 
     Attributes:
-        rank: of it.
-        worker: that makes the batch; None where the rank has no such step.
-        packs: keys of the packs; empty where rows are packed while streaming.
+        rank: from 0.
+        worker: that makes the batch; None if the rank has no such step.
+        packs: keys of the packs; empty if rows are packed while streaming.
         ids: of the samples in them.
         steps: steps of that rank in the epoch; those until `step`, while streaming.
     """
@@ -41,32 +41,44 @@ class Replayed:
     steps: int
 
 
-def replay(
-    path: str | Path, step: int, *, batch_size: int = 1, num_workers: int = 0, share: Share | None = None,
-    split: str = "train", shuffle: bool = True,
-) -> Iterator[Replayed]:  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Settings of a training run that decide its order.
+
+    Attributes:
+        world_size: data-parallel ranks.
+        num_workers: loader workers of a rank; they decide the order of streams alone.
+        batch_size: rows in one batch.
+        epoch: from 0.
+        seed: of the loader.
+    """
+
+    world_size: int = 1
+    num_workers: int = 0
+    batch_size: int = 1
+    epoch: int = 0
+    seed: int = 0
+
+
+def replay(path: str | Path, step: int, run: Run, *, split: str = "train", shuffle: bool = True) -> Iterator[Replayed]:
     """Step `step` of `DataflowLoader(MapDistributor(PackedDataset(path)), batch_size=...)` on every rank.
 
     Args:
         path: dataset folder or Metadataset.
         step: number in the epoch, from 1.
-        batch_size, num_workers, shuffle: of the loader and its distributor.
-        share: `world_size`, `epoch` and `seed` of the run.
+        run: settings of the run.
         split: `train`, `val` or `test`.
+        shuffle: of the distributor.
 
     Raises:
         ConfigError: `step` is below 1, or beyond the epoch on every rank.
         FormatError: there is no dataset.
     """
     dataset = PackedDataset(path, StoredTokens(), split=split, check_encoder=False)
-    distributor = MapDistributor(dataset, shuffle=shuffle)
-    return _on_ranks(_MapStyle(distributor, batch_size), step, num_workers, share or Share())
+    return _of_ranks(MapDistributor(dataset, shuffle=shuffle), step, run)
 
 
-def replay_config(
-    config: DataflowConfig, step: int, *, batch_size: int | None = None, num_workers: int = 0,
-    share: Share | None = None,
-) -> Iterator[Replayed]:  # fmt: skip
+def replay_config(config: DataflowConfig, step: int, run: Run) -> Iterator[Replayed]:
     """Step `step` of `get_raw_loader(config)` on every rank.
 
     Records are read and tokenized as far as packing needs their lengths, and no pixel is decoded: an image whose
@@ -74,89 +86,70 @@ def replay_config(
 
     Args:
         config: what is read, and how it is packed.
-        step, num_workers: as for `replay`.
-        batch_size: rows in one batch of a plan; a stream has one row in each.
-        share: `world_size` and `epoch` of the run, and `seed`, where another one than the config's is passed to it.
+        step: as for `replay`.
+        run: settings of the run; a stream has a `batch_size` of 1.
 
     Raises:
-        ConfigError: as for `replay`; `batch_size` while streaming.
+        ConfigError: as for `replay`, or another `batch_size` while streaming.
         BatchError: more than `max_failures` records are rejected.
     """
-    share = share or Share(seed=config.seed)
     if not config.streaming:
-        distributor = MapDistributor(plan_in_memory(config), shuffle=config.shuffle)
-        return _on_ranks(_MapStyle(distributor, batch_size or 1), step, num_workers, share)
-    if batch_size not in (None, 1):
-        raise ConfigError(f"`batch_size` is {batch_size}; drop it: with `streaming: true` every batch is one row")
+        return _of_ranks(MapDistributor(plan_in_memory(config), shuffle=config.shuffle), step, run)
+    if run.batch_size != 1:
+        raise ConfigError(f"`batch_size` must be 1 with `streaming: true`, got {run.batch_size}. Drop it.")
     roles = PackedIterableDataset(config).loader._roles
     processor = roles.processor if config.max_patches else _Lengths(roles.processor)
-    return _on_ranks(_Streamed(roles._replace(processor=processor, collator=_Names())), step, num_workers, share)
+    return _streamed(roles._replace(processor=processor, collator=_Names()), step, run)
 
 
-class _MapStyle:
-    """Steps whose items are known by number."""
-
-    def __init__(self, distributor: MapDistributor, batch_size: int) -> None:
-        self.distributor = distributor
-        self.batch_size = batch_size
-
-    def steps(self, share: Share) -> Iterator[Any]:
-        """Numbers of the items of each step of a share."""
-        order = self.distributor.order(share).tolist()
-        return (order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size))
-
-    def names(self, numbers: list[int]) -> tuple[list[str], list[str]]:
-        """(packs, samples) of a step."""
-        dataset = self.distributor.dataset
+def _of_ranks(distributor: MapDistributor, step: int, run: Run) -> Iterator[Replayed]:
+    """A step of items with a global order."""
+    order, dataset = distributor.order, distributor.dataset
+    segment = order.segment(run.world_size, run.batch_size)
+    counts = [order.steps(segment, rank) for rank in range(run.world_size)]
+    _check_step(step, max(counts))
+    for rank, count in enumerate(counts):
+        places = order.places(segment, step - 1, rank) if step <= count else range(0)
+        numbers = order.numbers(places, run.epoch, run.seed, [segment])
         if isinstance(dataset, PlannedDataset):
-            return [f"row {n}" for n in numbers], [str(ident) for n in numbers for ident in dataset.ids(n)]
-        packs = [dataset.sample(number) for number in numbers]
-        return [str(one.__key__) for one in packs], [str(talk.id) for one in packs for talk in one.conversations()]
+            packs = [f"row {number}" for number in numbers]
+            ids = [str(ident) for number in numbers for ident in dataset.ids(number)]
+        else:
+            read = [dataset.pack(number) for number in numbers]
+            packs = [str(pack.__key__) for pack in read]
+            ids = [str(talk.id) for pack in read for talk in pack.conversations()]
+        worker = (step - 1) % max(1, run.num_workers) if step <= count else None
+        yield Replayed(rank=rank, worker=worker, packs=packs, ids=ids, steps=count)
 
 
-class _Streamed:
-    """Steps that the roles make of a stream."""
-
-    def __init__(self, roles: Roles) -> None:
-        self.roles = roles
-
-    def steps(self, share: Share) -> Iterator[Any]:
-        """Names of the samples of each step of a share."""
-        return (step.batch for step in WorkerStream(self.roles, share) if step.batch is not None)
-
-    def names(self, ids: list[str]) -> tuple[list[str], list[str]]:
-        """No packs, and the samples of a step."""
-        return [], ids
-
-
-def _on_ranks(flow: _MapStyle | _Streamed, step: int, num_workers: int, share: Share) -> Iterator[Replayed]:
-    if step < 1:
-        raise ConfigError(f"`step` is {step}; it must be at least 1")
-    longest = 0
-    for rank in range(share.world_size):
-        shares = [
-            replace(share, rank=rank, worker=worker, num_workers=max(1, num_workers))
-            for worker in range(max(1, num_workers))
-        ]
-        # Workers take turns; one that ended is passed over.
-        turns = deque((one.worker, flow.steps(one)) for one in shares)
-        count, found = 0, Replayed(rank=rank, worker=None, packs=[], ids=[], steps=0)
-        while turns:
-            worker, steps = turns.popleft()
-            content = next(steps, None)
-            if content is None:
-                continue
-            count += 1
-            turns.append((worker, steps))
-            if count == step:
-                packs, ids = flow.names(content)
-                found = Replayed(rank=rank, worker=worker, packs=packs, ids=ids, steps=0)
-                if isinstance(flow, _Streamed):  # the rest would be read and packed
-                    break
+def _streamed(roles: Roles, step: int, run: Run) -> Iterator[Replayed]:
+    """A step of a stream, which is packed until there."""
+    workers, longest = max(1, run.num_workers), 0
+    for rank in range(run.world_size):
+        plan = StreamSteps(roles, rank, run.world_size, workers, run.seed)
+        turns = deque(iter(plan.steps(plan.begin(run.epoch), worker)) for worker in range(workers))
+        count, found = 0, None
+        while turns and found is None:
+            one = next(turns[0])
+            turns.rotate(-1)
+            if one.ended:
+                turns.pop()
+            elif one.batch is not None:
+                count += 1
+                if count == step:
+                    found = Replayed(rank=rank, worker=one.worker, packs=[], ids=one.batch, steps=count)
         longest = max(longest, count)
-        yield replace(found, steps=count)
+        yield found or Replayed(rank=rank, worker=None, packs=[], ids=[], steps=count)
+    _check_step(step, longest)
+
+
+def _check_step(step: int, longest: int) -> None:
+    if step < 1:
+        raise ConfigError(f"`step` must be at least 1, got {step}.")
     if step > longest:
-        raise ConfigError(f"`step` is {step}, and the epoch has {longest} steps; use one of them, or another `epoch`")
+        raise ConfigError(
+            f"`step` must be at most {longest}, the steps of the epoch, got {step}. Pass another `epoch`."
+        )
 
 
 class _Lengths(Processor):

@@ -1,4 +1,4 @@
-"""Share: which part of an epoch one worker of one rank reads."""
+"""Share: the part of an epoch of a stream that one loader worker reads. Ranks: data-parallel place of this process."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -15,38 +15,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One of `count` shares of an epoch. Shares are disjoint, and together they are the epoch.
+    """Part `index` of the `count` parts of one epoch. Parts are disjoint, and together they are the epoch.
 
     Attributes:
-        rank, world_size: data-parallel place.
-        worker, num_workers: place among the loader workers of that rank; 0 and 1 without worker processes.
+        index: number of the part, from 0: worker w of rank r reads part `r * num_workers + w`.
+        count: parts of the epoch: workers of all ranks.
         epoch: from 0.
         seed: of the loader.
     """
 
-    rank: int = 0
-    world_size: int = 1
-    worker: int = 0
-    num_workers: int = 1
+    index: int = 0
+    count: int = 1
     epoch: int = 0
     seed: int = 0
-
-    @property
-    def index(self) -> int:
-        """Number of this share, counted rank by rank."""
-        return self.rank * self.num_workers + self.worker
-
-    @property
-    def count(self) -> int:
-        """Shares of one epoch: workers of all ranks."""
-        return self.world_size * self.num_workers
 
     def part(self, items: int) -> range:
         """The numbers that this share has of `items`: every `count`-th, from `index` on."""
         return range(self.index, items, self.count)
 
     def rng(self, *salt: int) -> np.random.Generator:
-        """Random numbers of the epoch, the same in all shares unless `salt` tells them apart."""
+        """Random numbers of the epoch, the same in all shares unless `salt` distinguishes them."""
         return np.random.default_rng([self.seed, self.epoch, *salt])
 
 
@@ -96,22 +84,23 @@ def shuffled(items: Sequence[int] | int, share: Share, *salt: int, shuffle: bool
     return share.rng(*salt).permutation(numbers) if shuffle else numbers
 
 
-def tell_uneven(share: Share, length: Callable[[int], int]) -> None:
-    """Warn once for all ranks of a process group where their epochs differ in length.
+def warn_uneven(rank: int, world_size: int, length: Callable[[int], int]) -> None:
+    """Warn once for all ranks of a process group if their epochs differ in length.
 
     Args:
-        share: of this rank.
-        length: batches of a rank in one epoch; raises TypeError where nobody knows.
+        rank, world_size: data-parallel place of this process.
+        length: batches of a rank in one epoch; raises TypeError if that is not known.
     """
-    if share.rank > 0 or share.world_size == 1 or not has_group():
+    if rank > 0 or world_size == 1 or not has_group():
         return
     try:
-        most, least = length(0), length(share.world_size - 1)  # what is left over goes to the first ranks
+        most, least = length(0), length(world_size - 1)  # what is left over goes to the first ranks
     except TypeError:
         return
     if least < most:
         _log.warning(
             "ranks have %d to %d batches in an epoch, and collective operations of the longer ones wait for the "
-            "others: end each epoch after %d batches, or use get_packed_loader, which evens them",
+            "others: end each epoch after %d batches, repeat without end with MapDistributor(dataset, repeat=True), "
+            "or use get_packed_loader, which evens them",
             least, most, least,
         )  # fmt: skip

@@ -1,4 +1,19 @@
-"""Loader states: plain versioned dicts, and the check that a loader continues with the same data and settings."""
+"""The state of a loader: one versioned dict of plain types for every loader, and the check that a loader can continue.
+
+    {"version": 4, "loader": "DataflowLoader",
+     "identity": {...},                 data and settings that the loader which continues must have, too
+     "epoch": 0, "step": 12, ...}       the position after the last batch that was used
+
+A state that holds for one rank alone also has "rank" and "world_size"; `gather_state` collects the states of all ranks
+under "ranks". A state without "rank" is the same on all ranks, and needs no gathering.
+
+| loader | position | another number of ranks or workers |
+|---|---|---|
+| DataflowLoader over items with a global order | epoch, step, segments | exact: no item is lost, none comes twice |
+| DataflowLoader over a stream | of each shard of the stream | each shard continues in one of the new workers |
+| PackedLoader (Energon) | of each worker of Energon's loader | `epochs=None`, if ranks x workers stays the same |
+| JointLoader | of its loaders | as its loaders |
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,41 +21,74 @@ from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
 
-import torch
-
 from energon_packed.dataflow.process_group import of_all_ranks
 from energon_packed.errors import BatchError, EnergonPackedError
 
-LOADER_VERSION = 3
-"""Version of the states of `PackedLoader`; 1 and 2 were objects."""
+STATE_VERSION = 4
+"""Version of the states of all loaders. Versions 1 to 3 had another form for each loader."""
 GATHERED = "ranks"
-"""Name of the states of all ranks, in what `gather_state` returns."""
-_NAMES = {"energon": "get_packed_loader", "workers": "DataflowLoader", "loaders": "JointLoader"}
-"""Which loader has which value in its states."""
-_KINDS = {"energon": LOADER_VERSION, "workers": 1, "loaders": 1}
+"""Key of the states of all ranks in the dict that `gather_state` returns."""
 _OF_DATA = ("dataset ", "distributor_dataset ", "distributor_content ")
 
 
+def make_state(
+    loader: str, identity: dict[str, Any], position: dict[str, Any], place: tuple[int, int] | None
+) -> dict[str, Any]:
+    """The state of a loader.
+
+    Args:
+        loader: name of its class.
+        identity: data and settings that the loader which continues must have, too.
+        position: after the last batch that was used.
+        place: (rank, world size) of a state that holds for this rank alone; None if it is the same on all ranks.
+    """
+    of_rank = {} if place is None else {"rank": place[0], "world_size": place[1]}
+    return {"version": STATE_VERSION, "loader": loader, **of_rank, "identity": identity, **position}
+
+
 def gather_state(loader: Any, group: Any = None) -> dict[str, Any]:
-    """The states of all ranks, for trainers that write one checkpoint: a collective operation, the same on every rank.
+    """The state of a loader for all ranks, for trainers that write one checkpoint; the same on every rank.
 
         state = gather_state(loader)            # on every rank
-        loader.load_state_dict(state)           # on every rank, also where their number changed
+        loader.load_state_dict(state)           # on every rank, also if their number changed
 
-    `load_state_dict` of DataflowLoader, PackedIterableDataset, JointLoader and PackedLoader takes it.
+    A state that is the same on all ranks is returned as it is, without communication. Otherwise this is a collective
+    operation. `load_state_dict` of every loader accepts both.
 
     Args:
         loader: with `state_dict`, at the same step on every rank.
-        group: data-parallel process group; by default all processes, and this one where there is no group.
+        group: data-parallel process group; by default all processes, or this process if there is no group.
 
     Returns:
-        {"ranks": a state for each rank, in plain types}.
+        The state, or {"ranks": [the state of each rank]}; plain types.
     """
-    return {GATHERED: of_all_ranks(loader.state_dict(), group)}
+    return gathered(loader.state_dict(), group)
+
+
+def gathered(state: dict[str, Any], group: Any = None) -> dict[str, Any]:
+    """As `gather_state`, of a state that is at hand."""
+    if "rank" not in state:
+        return state
+    shared = {name: state[name] for name in ("version", "loader") if name in state}
+    return shared | {GATHERED: of_all_ranks(state, group)}
+
+
+def position_of(loader: Any) -> Any:
+    """The position of a loader after the last batch that it gave, for `state_at` of later.
+
+    A loader of another package has a state alone.
+    """
+    return loader.position() if hasattr(loader, "position") else loader.state_dict()
+
+
+def state_at(loader: Any, position: Any) -> dict[str, Any]:
+    """The state of a loader at a position that `position_of` returned."""
+    found: dict[str, Any] = loader.state_dict(position) if hasattr(loader, "position") else position
+    return found
 
 
 def states_of(state: Any) -> list[dict[str, Any]]:
-    """The states in what `load_state_dict` gets, by rank: one, or those that `gather_state` returned.
+    """The states in the argument of `load_state_dict`, by rank: one state, or those that `gather_state` returned.
 
     Processes that share a data-parallel rank have equal states, and count once.
 
@@ -62,7 +110,7 @@ def states_of(state: Any) -> list[dict[str, Any]]:
 
 @contextmanager
 def damage_named() -> Iterator[None]:
-    """What reading a damaged state raises, as one line.
+    """Turn an error of reading a damaged state into one line.
 
     Raises:
         BatchError: a value is missing, or of another type than it was saved with.
@@ -76,7 +124,7 @@ def damage_named() -> Iterator[None]:
 
 
 def check_numbers(state: dict[str, Any], *names: str) -> None:
-    """Refuse a state in which one of these is no integer of at least 0.
+    """Refuse a state in which one of these values is not an integer of at least 0.
 
     Raises:
         BatchError: the message names the value.
@@ -85,21 +133,6 @@ def check_numbers(state: dict[str, Any], *names: str) -> None:
         value = state[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise damaged(f"`{name}` is {value!r}"[:200])
-
-
-def check_place_of(states: Sequence[dict[str, Any]]) -> None:
-    """Refuse states of a DataflowLoader whose place in the data no loader can have.
-
-    Raises:
-        BatchError: the message names the value.
-    """
-    for state in states:
-        workers, count = state["workers"], max(1, state["num_workers"])
-        if len(workers) != count:
-            raise damaged(f"{len(workers)} workers, and the run had {count}")
-        check_numbers(state, "epoch", "steps", "next_worker")
-        if state["next_worker"] >= count or (state["steps"] and not any(workers) and not state.get("rest")):
-            raise damaged(f"{state['steps']} steps, next worker {state['next_worker']}, workers {workers!r}"[:200])
 
 
 def damaged(what: str) -> BatchError:
@@ -111,61 +144,71 @@ def damaged(what: str) -> BatchError:
     return BatchError(f"the saved state is damaged ({what}); load an earlier one, or start the epoch again")
 
 
-def check_state(state: Any, version: int, identity: dict[str, Any] | None = None) -> None:
+def check_state(state: Any, loader: str, identity: dict[str, Any] | None = None) -> None:
     """Refuse a state that a loader cannot continue from.
 
     Args:
         state: as it was saved.
-        version: that this release reads.
-        identity: what the state must have in common with the loader, by name; None checks the version alone.
+        loader: name of the class that continues.
+        identity: of the loader that continues; None checks version and class alone.
 
     Raises:
-        BatchError: the message names the version, or every value that differs, saved and now.
+        BatchError: the message names the version, the class, or every value that differs, saved and now.
     """
-    found = state.get("version") if isinstance(state, dict) else None
-    if found != version and found in _KINDS.values() and (kinds := [n for n in _KINDS if n in state]):
-        raise BatchError(f"the saved state is of {_NAMES[kinds[0]]}, and this is another loader; load it there")
-    if found != version:
+    version = state.get("version") if isinstance(state, dict) else None
+    if version != STATE_VERSION:
         raise BatchError(
-            f"the saved state has version {found}, and this release reads version {version}; finish the run with the "
-            "release that saved it, or start the epoch again without the state"
+            f"the saved state has version {version}, and this release reads version {STATE_VERSION}; finish the run "
+            "with the release that saved it, or start the epoch again without the state"
         )
-    differ = [_difference(n, state.get(n), now) for n, now in (identity or {}).items() if state.get(n) != now]
+    if state.get("loader") != loader:
+        raise BatchError(
+            f"the saved state is of {state.get('loader')}, and this loader is a {loader}; load it in a "
+            f"{state.get('loader')}, or start the epoch again without the state"
+        )
+    if identity is not None:
+        check_identity(state["identity"], identity)
+
+
+def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse a state of other data or settings.
+
+    Raises:
+        BatchError: the message names every value that differs, saved and now.
+    """
+    differ = [_difference(name, saved.get(name), value) for name, value in now.items() if saved.get(name) != value]
     if len(differ) > 1:  # settings are part of the dataset's fingerprint
         differ = [one for one in differ if not one.startswith("dataset ")]
-    if differ:
-        if all(one.startswith("weights ") for one in differ):
-            raise BatchError(
-                f"{'; '.join(differ)}: pass `allow_changed_weights=True` to the loader to go on with the new ones "
-                "from where each data set is, or restore the old ones"
-            )
-        if all(one.startswith(_OF_DATA) for one in differ):
-            raise BatchError(
-                f"the saved state is of other data ({'; '.join(differ)}): it was packed again or changed since; "
-                "restore the data of then, or start without the state"
-            )
-        ranks = any(one.startswith("world_size ") for one in differ)
-        redist = "redistribute it with `energon-packed state redist`, " if ranks else ""
+    if not differ:
+        return
+    if all(one.startswith("weights ") for one in differ):
         raise BatchError(
-            f"the saved state is of another loader: {'; '.join(differ)}; {redist}restore it with the same settings "
-            "and data, or start without it"
+            f"{'; '.join(differ)}: pass `allow_changed_weights=True` to the loader to go on with the new ones "
+            "from where each data set is, or restore the old ones"
         )
+    if all(one.startswith(_OF_DATA) for one in differ):
+        raise BatchError(
+            f"the saved state is of other data ({'; '.join(differ)}): it was packed again or changed since; "
+            "restore the original data, or start without the state"
+        )
+    ranks = any(one.startswith("world_size ") for one in differ)
+    redist = "redistribute it with `energon-packed state redist`, " if ranks else ""
+    raise BatchError(
+        f"the saved state is of another loader: {'; '.join(differ)}; {redist}restore it with the same settings "
+        "and data, or start without it"
+    )
 
 
 def without_weights(value: Any) -> Any:
-    """An identity without the weights of mixtures, and of parts of them; those of a blended dataset stay."""
+    """An identity without the weights of mixtures and blends, and of parts of them."""
     if isinstance(value, dict):
-        return {n: without_weights(one) for n, one in value.items() if n not in ("weights", "distributor_weights")}
+        hidden = ("weights", "distributor_weights", "distributor_blend_weights", "blend_weights")
+        return {name: without_weights(one) for name, one in value.items() if name not in hidden}
     return [without_weights(one) for one in value] if isinstance(value, list) else value
 
 
-def equal_weights(state: dict[str, Any], identity: dict[str, Any]) -> bool:
-    """Whether a state is of these weights, wherever in the identity they are."""
-    return all(state.get(name) == value for name, value in identity.items())
-
-
 def ratio(weights: Any) -> str:
-    """Weights as whole numbers, 0.75 and 0.25 as 3:1; where these were large, as decimals."""
+    """Weights as whole numbers, 0.75 and 0.25 as 3:1; as decimals if these were large."""
     values = [float(one) for one in (weights.values() if isinstance(weights, dict) else weights)]
     total = sum(values) or 1.0
     shares = [Fraction(one / total).limit_denominator(1000) for one in values]
@@ -181,11 +224,3 @@ def _difference(name: str, saved: Any, now: Any) -> str:
     if plain == "weights" and saved and len(saved) == len(now):
         return f"weights {ratio(saved)} saved, {ratio(now)} now"
     return f"{name} {saved} saved, {now} now"
-
-
-def _load(values: dict[str, Any]) -> dict[str, Any]:
-    """What checkpoints with a state of version 1 or 2 call when they are unpickled: `check_state` then refuses it."""
-    return {"version": values.get("format_version")}
-
-
-torch.serialization.add_safe_globals([_load])  # makes a version number of plain values, and nothing else

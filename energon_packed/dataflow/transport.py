@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
     Attributes:
         worker: who sends it.
-        blob: the steps, pickled: (batch, state, items, dropped, bytes) of each, or an error.
+        blob: the steps, pickled: (batch, bytes, other fields) of each, or an error.
         objects: tensors and batches that torch sends in its own way; the blob has their numbers.
     """
 
@@ -96,14 +96,14 @@ class _Entry(NamedTuple):
 
     @property
     def size(self) -> int:
-        return self.sent[4] if isinstance(self.sent, tuple) else 0
+        return self.sent[1] if isinstance(self.sent, tuple) else 0
 
     def decoded(self) -> Any:
         """A Step, or an error."""
         if self.step is not None or not isinstance(self.sent, tuple):
             return self.step or self.sent
-        batch, state, items, dropped, _ = self.sent
-        return Step(self.worker, decode_batch(batch, self.objects), state, items, dropped)
+        batch, _, *rest = self.sent
+        return Step(self.worker, decode_batch(batch, self.objects), *rest)
 
 
 class Counts:
@@ -151,7 +151,7 @@ class Outbox:
             ended = True
             for step in steps:
                 sent.append(encode_step(step, objects))
-                size += sent[-1][4] if isinstance(sent[-1], tuple) else 0
+                size += sent[-1][1] if isinstance(sent[-1], tuple) else 0
                 if len(sent) >= self._steps or size >= _BYTES or time.monotonic() - begin >= _SECONDS:
                     ended = False
                     break
@@ -198,7 +198,7 @@ def in_turn(messages: Iterator[Any], first: int, counts: Counts) -> Iterator[Any
             if isinstance(step, Exception):
                 raise step
             handed[:, worker] += 1, entry.size
-            if step.batch is None:
+            if step.ended:
                 del waiting[worker]
             yield step
     for _ in messages:  # torch's iterator ends, and its workers with it
@@ -206,11 +206,12 @@ def in_turn(messages: Iterator[Any], first: int, counts: Counts) -> Iterator[Any
 
 
 def encode_step(step: Any, objects: list[Any]) -> Any:
-    """What the blob has of a step: (batch, state, items, dropped, bytes); an error as it is."""
+    """What the blob has of a step: (batch, bytes, other fields of it); an error as it is."""
     if not isinstance(step, Step):
         return step
     batch, size = encode_batch(step.batch, objects, alone=_BYTES)
-    return batch, step.state, step.items, step.dropped, size + len(step.state)
+    size += 0 if step.state is None else len(step.state[1])
+    return batch, size, *step[2:]
 
 
 _EMPTY = pickle.dumps([])

@@ -8,7 +8,7 @@ read and encoded ahead are in neither: they are read again.
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from energon_packed.dataflow.distributors.base import Distributor, Item
 from energon_packed.dataflow.failures import FailureLog
 from energon_packed.dataflow.packers.base import Packer
 from energon_packed.dataflow.packers.buffer import Held, PackBuffer
-from energon_packed.dataflow.process import Sourced, encode_items
+from energon_packed.dataflow.process import Encoded, Sourced, encode_items
 from energon_packed.dataflow.share import Share
 from energon_packed.encoding import Processor
 from energon_packed.errors import BY_CHOICE, BatchError, EnergonPackedError, RecordError
@@ -35,21 +35,24 @@ class Roles(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a worker hands to the main process.
+    """A batch on its way from a worker to the main process.
 
     Attributes:
         worker: number of the worker in its rank.
-        batch: of the collator; None at the end of the epoch.
-        state: of the worker behind this batch, JSON; a text that says why, where it cannot be saved.
-        items: numbers of the items in the batch.
+        batch: of the collator; None if no item of the step could be used, and at the end.
+        state: (shard, JSON) of a stream after this batch, or a text that says why it cannot be saved; None for items
+            with a global order.
+        items: numbers of the items in the batch: in their shard, or places in the global order.
         dropped: numbers of the items that were used up without a batch since the last step.
+        ended: the worker has no more steps in this epoch.
     """
 
     worker: int
     batch: Any
-    state: str
+    state: tuple[int, str] | None
     items: list[int]
     dropped: list[int]
+    ended: bool = False
 
 
 class _Encoded(NamedTuple):
@@ -74,13 +77,15 @@ class WorkerStream:
 
     Args:
         roles: of the dataflow.
-        share: rank, worker, epoch and seed.
+        share: part, epoch and seed.
         state: of an earlier stream of the same share; None begins the epoch.
+        worker: number of the worker that makes the steps.
     """
 
-    def __init__(self, roles: Roles, share: Share, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, roles: Roles, share: Share, state: dict[str, Any] | None = None, worker: int = 0) -> None:
         self.roles = roles
         self.share = share
+        self.worker = worker
         state = state or {"cursor": 0, "number": 0, "last": -1, "ended": False, "ready": [], "waiting": []}
         self._cursor: Any = state["cursor"]
         self._number = int(state["number"])
@@ -142,7 +147,7 @@ class WorkerStream:
         return f"{json.dumps(place)[:-1]}, {self._buffer.state()}}}"
 
     def _step(self, group: list[Held]) -> Step:
-        """A batch of a group; without one, what the end of the epoch dropped."""
+        """A batch of a group; without a group, the items that the end of the epoch dropped."""
         samples = [sample for held in group for sample in held.samples]
         batch = self.roles.collator.collate(samples) if group else None
         numbers = [held.number for held in group]
@@ -152,33 +157,31 @@ class WorkerStream:
             state = self.state()
         except BatchError as error:  # raised where the state is asked for
             state = json.dumps(str(error))
-        return Step(self.share.worker, batch, state, numbers, dropped)
+        return Step(self.worker, batch, (self.share.index, state), numbers, dropped)
 
     def _items(self) -> Iterator["_Encoded"]:
         """Items with what they were encoded to, `read_ahead` of them together."""
         stream = self._rest or self.roles.distributor.read(self.share, self._cursor, self._number)
         while True:
-            with _no_collecting():  # records are gone before it ends
-                encoded = self._encoded(stream)
-            if not encoded:
+            found = self._encoded(stream)
+            if not found:
                 return
-            yield from encoded
+            yield from found
 
     def _encoded(self, stream: Iterator[Item]) -> list["_Encoded"]:
-        items = list(islice(stream, self.roles.distributor.read_ahead))
-        found = encode_items([one.value for one in items], self.roles.processor)
+        with no_collecting():  # records are gone before it ends
+            items = list(islice(stream, self.roles.distributor.read_ahead))
+            found = encode_items([one.value for one in items], self.roles.processor)
         return [
-            _Encoded(item.number, item.cursor, None, one, _name(item))
+            _Encoded(item.number, item.cursor, None, one, item_name(item.value, item.number))
             if isinstance(one, EnergonPackedError)
             else _Encoded(item.number, item.cursor, Held(item.key, item.number, one) if one else None, None, "")
             for item, one in zip(items, found, strict=True)
         ]
 
     def _failed(self, item: "_Encoded") -> None:
-        if isinstance(item.error, RecordError) and item.error.reason in BY_CHOICE:
-            self.roles.failures.drop(item.error.reason.value)
-        elif item.error is not None:
-            self.roles.failures.handle(item.error, {"__key__": item.name})
+        if item.error is not None:
+            count_failure(self.roles.failures, item.error, item.name)
         self._dropped.append(item.number)
 
     def _drop(self, held: Held, error: Exception | None) -> None:
@@ -224,7 +227,7 @@ class WorkerStream:
 
 
 @contextmanager
-def _no_collecting() -> Iterator[None]:
+def no_collecting() -> Iterator[None]:
     """Pause Python's garbage collector: records make many objects and no cycles, and each search walks them all."""
     was_on = gc.isenabled()
     gc.disable()
@@ -235,12 +238,24 @@ def _no_collecting() -> Iterator[None]:
             gc.enable()
 
 
-def _name(item: Item) -> str:
-    """What names an item in messages: its id, its data set, or its number."""
-    value, of = (
-        (item.value.value, f" of {item.value.source.dataset}") if isinstance(item.value, Sourced) else (item.value, "")
-    )
+def encoded(values: Sequence[Any], processor: Processor) -> list[Encoded]:
+    """As `encode_items`, without searches for garbage in between."""
+    with no_collecting():
+        return encode_items(values, processor)
+
+
+def count_failure(failures: FailureLog, error: EnergonPackedError, name: str) -> None:
+    """Count an item that cannot be used, or raise, as `max_failures` says."""
+    if isinstance(error, RecordError) and error.reason in BY_CHOICE:
+        failures.drop(error.reason.value)
+    else:
+        failures.handle(error, {"__key__": name})
+
+
+def item_name(value: Any, number: int) -> str:
+    """The name of an item in messages: its id, its dataset, or its number."""
+    value, of = (value.value, f" of {value.source.dataset}") if isinstance(value, Sourced) else (value, "")
     ident = (
         value.get("id") if isinstance(value, dict) else getattr(value, "id", None) or getattr(value, "__key__", None)
     )
-    return f"{ident or f'item {item.number}'}{of}"
+    return f"{ident or f'item {number}'}{of}"

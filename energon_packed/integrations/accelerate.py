@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderShard
 
+from energon_packed.dataflow.state import gathered
 from energon_packed.errors import ConfigError
-from energon_packed.integrations.gathered import exact_steps, gathered, of_this_rank
-from energon_packed.integrations.rows import Rows
+from energon_packed.integrations.consumed import ConsumedBatches
+from energon_packed.integrations.gathered import exact_steps
 
 
 class PreparedLoader(DataLoaderShard):
@@ -43,9 +44,9 @@ class PreparedLoader(DataLoaderShard):
         """Continue behind the batch at which the state was saved; call it before iterating.
 
         Raises:
-            BatchError: it is of another number of ranks, or the loader's own check fails.
+            BatchError: the check of the loader fails.
         """
-        self.dataset.restore(of_this_rank(state_dict))
+        self.dataset.restore(state_dict)
 
 
 def prepare_loader(accelerator: Any, loader: Any) -> Any:
@@ -83,8 +84,7 @@ def refuse_other_place(loader: Any, rank: int, world_size: int) -> None:
     Raises:
         ConfigError: it differs; the message names both.
     """
-    state = loader.state_dict()
-    made = (state.get("rank", rank), state.get("world_size", world_size))
+    made = getattr(loader, "place", (rank, world_size))
     if made != (rank, world_size):
         raise ConfigError(
             f"the loader is of rank {made[0]} of {made[1]}, and this process is rank {rank} of {world_size}: make it "
@@ -97,7 +97,7 @@ class _Ahead(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._rows = Rows(loader)
+        self._batches = ConsumedBatches(loader)
         self._waiting: dict[str, Any] | None = None  # read, and not handed out as far as one can know
 
     def __len__(self) -> int:
@@ -109,17 +109,19 @@ class _Ahead(torch.utils.data.IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if self._waiting is not None:  # an iteration that was broken off had read one more
             yield self._waiting
-        for batch in self._rows.epoch():
+        for batch in self._batches.epoch():
+            self._batches.use(self._batches.read - 1)  # the batch before is handed out
             self._waiting = batch.transformers_inputs()
             yield self._waiting
+        self._batches.use(self._batches.read)
         self._waiting = None
 
     def state(self) -> dict[str, Any]:
-        """Behind the last batch that was handed out."""
-        return self._rows.state_after(self._rows.given - (self._waiting is not None))
+        """State behind the last batch that was handed out."""
+        return self._batches.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._rows.restore(state)
+        self._batches.restore(state)
         self._waiting = None
 
 

@@ -1,26 +1,23 @@
-"""GatheredLoader: a loader whose state is that of all ranks, for trainers that keep what one process gives."""
+"""GatheredLoader: a loader whose state is that of all ranks, for trainers that keep the state of one process."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from energon_packed.dataflow import PackedLoader
-from energon_packed.dataflow.process_group import group_place, of_all_ranks
-from energon_packed.dataflow.state import check_state
+from energon_packed.dataflow import gather_state
+from energon_packed.dataflow.state import check_numbers, damage_named
 from energon_packed.errors import BatchError, ConfigError
-from energon_packed.integrations.rows import Rows
 
-GATHERED_VERSION = 1
-"""Version of the states of `GatheredLoader`."""
+_PLACE = "iteration_step"
 
 
 class GatheredLoader:
-    """Gives the inputs of a Transformers model, and one state for all ranks.
+    """Wraps a loader so that its state_dict() has the states of all ranks, and gives inputs of a Transformers model.
 
         loader = GatheredLoader(get_packed_loader("out", encoder, epochs=1))
         lightning.Trainer(...).fit(module, loader)                 # saves and restores its state
 
-    Lightning, Fabric and accelerate write one checkpoint, with what rank 0 gives. Here every rank gives the states of
-    all, and each restores its own.
+    Lightning, Fabric and DeepSpeed write one checkpoint, with the state of rank 0. It is that of the loader, as
+    `gather_state` returns it, and the place in this iteration.
 
     Args:
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank.
@@ -34,7 +31,12 @@ class GatheredLoader:
     def __init__(self, loader: Any, *, steps: int | None = None) -> None:
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` is {steps}; it must be at least 1")
-        self._rows = Rows(loader)
+        if not hasattr(loader, "state_dict"):
+            raise ConfigError(
+                f"a {type(loader).__name__} has no state_dict, so it cannot resume; pass the loader of "
+                "get_packed_loader, a DataflowLoader or a PackedIterableDataset"
+            )
+        self.loader = loader
         self._steps = exact_steps(loader) if steps is None else steps
         if self._steps is None:
             raise ConfigError(
@@ -52,9 +54,9 @@ class GatheredLoader:
         empty = 0
         while self._used < len(self):
             before = self._used
-            for batch in self._rows.epoch():
+            for batch in self.loader:
                 self._used += 1
-                yield batch.transformers_inputs()
+                yield (batch[1] if isinstance(batch, tuple) else batch).transformers_inputs()
                 if self._used == len(self):
                     break
             empty = empty + 1 if self._used == before else 0
@@ -63,46 +65,25 @@ class GatheredLoader:
         self._used = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """States of all ranks behind the last batch, in plain types; every rank must call it."""
-        return gathered({"used": self._used, "rows": self._rows.state_after(self._rows.given)})
+        """State of all ranks behind the last batch, in plain types; every rank must call it."""
+        return gather_state(self.loader) | {_PLACE: self._used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue behind the batch at which `state` was saved; call it before iterating.
 
         Raises:
-            BatchError: it is of another number of ranks, or the loader's own check fails.
+            BatchError: the check of the loader fails.
         """
-        own = of_this_rank(state)
-        self._rows.restore(own["rows"])
-        self._used = own["used"]
+        with damage_named():
+            check_numbers({_PLACE: state.get(_PLACE, 0)}, _PLACE)
+        self.loader.load_state_dict(state)
+        self._used = int(state.get(_PLACE, 0))
 
 
 def exact_steps(loader: Any) -> int | None:
     """Batches of this rank in one epoch of a loader; None where that is not known in advance."""
     loader = getattr(loader, "loader", loader)  # of a PackedIterableDataset
-    if isinstance(loader, PackedLoader):
-        if loader.state_dict()["epochs"] is None:
-            return None
-        return loader.epoch_steps or len(loader.energon_loader)
     try:
         return len(loader)
     except TypeError:
         return None
-
-
-def gathered(state: dict[str, Any]) -> dict[str, Any]:
-    """The states of all ranks, the same on each; every rank must call it."""
-    states = of_all_ranks(state)
-    return {"version": GATHERED_VERSION, "world_size": len(states), "ranks": states}
-
-
-def of_this_rank(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of this rank in what `gathered` returned.
-
-    Raises:
-        BatchError: it is of another release or number of ranks.
-    """
-    rank, world_size = group_place()
-    check_state(state, GATHERED_VERSION, {"world_size": world_size})
-    own: dict[str, Any] = state["ranks"][rank]
-    return own

@@ -1,7 +1,7 @@
 """Distributor: a resumable stream of items for one share. One required method: `items`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from energon_packed.dataflow.distributors.schedule import WeightSchedule
@@ -49,21 +49,9 @@ class Distributor(ABC):
         """The items of a share, numbered without a gap.
 
         Args:
-            share: rank, worker, epoch and seed.
+            share: part, epoch and seed.
             start: 0 for the beginning of the epoch, else the `cursor` of the item before the first one to give.
         """
-
-    def chosen(self, share: Share, start: Any, wanted: Callable[[int], bool]) -> Iterator[Item]:
-        """As `items`; the value of an item whose number is not wanted may be None.
-
-        Used where another share has that item, after the number of ranks or workers changed. The default reads all of
-        them; overridden where skipping is cheaper.
-
-        Args:
-            share, start: as for `items`.
-            wanted: by number.
-        """
-        return self.items(share, start)
 
     def item(self, share: Share, key: Any) -> Any:
         """The value of one item again, by its key; the default reads the item that `items` begins with there."""
@@ -81,20 +69,17 @@ class Distributor(ABC):
         """What a saved state must have in common with the distributor that continues from it, in plain types."""
         return {"distributor": type(self).__name__}
 
-    def read(
-        self, share: Share, start: Any = 0, number: int = 0, wanted: Callable[[int], bool] | None = None
-    ) -> Iterator[Item]:
-        """`items` or `chosen`, with keys and cursors filled in; numbers with a gap or a repeat are refused.
+    def read(self, share: Share, start: Any = 0, number: int = 0) -> Iterator[Item]:
+        """`items`, with keys and cursors filled in; numbers with a gap or a repeat are refused.
 
         Args:
             share, start: as for `items`.
             number: of the first item.
-            wanted: as for `chosen`; None for all.
 
         Raises:
             BatchError: an item is missing or comes twice.
         """
-        for item in self.items(share, start) if wanted is None else self.chosen(share, start, wanted):
+        for item in self.items(share, start):
             if item.number != number:
                 what = "comes again" if item.number < number else f"follows item {number - 1}"
                 raise BatchError(

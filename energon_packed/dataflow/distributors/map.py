@@ -1,31 +1,38 @@
-"""MapDistributor: items of a map-style dataset, in a new seeded order every epoch."""
+"""MapDistributor: items of a map-style dataset, in one global order in every epoch."""
 
-import copy
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
-from energon_packed.dataflow.balance import Balance, BalancedOrder, check_balance
 from energon_packed.dataflow.distributors.base import Distributor, Item
-from energon_packed.dataflow.share import Share, shuffled
-from energon_packed.errors import FormatError, RecordError
+from energon_packed.dataflow.order import Order, Segment
+from energon_packed.dataflow.share import Share
+from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.packing.balance import CostModel
+
+Balance = Literal["attention"]
 
 
 class MapDistributor(Distributor):
-    """Deals the numbers of a dataset with `__len__` and `__getitem__` to shares, one by one.
+    """Gives the items of a dataset with `__len__` and `__getitem__`.
 
         MapDistributor(PackedDataset("out", encoder))          # each item a pack
         MapDistributor([{"input_ids": [...]}, ...])            # any list
 
+    Where each item is a row, or `batch_size` items are, DataflowLoader reads the items of each step in the order of
+    `order`, whatever the number of ranks and workers. With another packer, each worker packs every n-th item.
+
     Args:
-        dataset: with a length and random access; a `set_epoch` is called with each epoch.
+        dataset: with a length and random access; `set_epoch`, if it has that method, is called with each epoch.
         shuffle: a permutation by seed and epoch; False keeps the order.
         balance: `attention` gives the ranks of one step packs of similar cost, as BalancedSampler; None does not.
-        batch_size: items of one step, with `balance`: that of the loader.
         cost: of a pack, with `balance`.
+        repeat: one epoch after the other without end, so that every rank has an item at every step.
+
+    Attributes:
+        order: the global order of the items.
 
     Raises:
-        ConfigError: `balance` is unknown, or the dataset does not know the sizes of its rows.
+        ConfigError: `balance` is unknown, or the dataset has no `row_sizes()`; `repeat` with an empty dataset.
     """
 
     def __init__(
@@ -34,62 +41,79 @@ class MapDistributor(Distributor):
         *,
         shuffle: bool = True,
         balance: Balance | None = None,
-        batch_size: int = 1,
         cost: CostModel | None = None,
+        repeat: bool = False,
     ) -> None:
-        # Its epoch is set by each loader: a copy, with the same open files, keeps it apart from that of others.
-        self.dataset = copy.copy(dataset) if callable(getattr(dataset, "set_epoch", None)) else dataset
-        self.shuffle = shuffle
-        self._balanced: BalancedOrder | None = None
         if balance is not None:
             check_balance(balance)
-            self._balanced = BalancedOrder(self.dataset, ranks=1, rows=batch_size, shuffle=shuffle, cost=cost)
+        self.order = Order(
+            dataset, shuffle=shuffle, cost=None if balance is None else cost or CostModel(), repeat=repeat
+        )
+        self.endless = repeat
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset."""
+        return self.order.dataset
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
-        """Every `share.count`-th number of the epoch's order."""
-        return self.chosen(share, start, lambda number: True)
+        """Every `share.count`-th item of the epoch's order.
 
-    def chosen(self, share: Share, start: Any, wanted: Callable[[int], bool]) -> Iterator[Item]:
-        """Reads what is wanted."""
-        order = self.order(share)
-        for number in range(start, len(order)):
-            yield Item(number, self._value(int(order[number])) if wanted(number) else None)
+        Raises:
+            ConfigError: `balance` aligns the rows of a step, and a packer or a mixture decides these.
+        """
+        if self.order.cost is not None:
+            raise ConfigError(
+                "`balance` aligns finished rows, and a packer or a mixture makes other rows of these items. Drop "
+                "`balance`, use PlannedPacker or `batch_size`, or BalancedPoolPacker."
+            )
+        number = int(start)
+        while self.endless or share.index + number * share.count < len(self.order):
+            yield Item(number, self._value(share, number))
+            number += 1
 
-    def _value(self, place: int) -> Any:
+    def again(self, share: Share, keys: Sequence[Any]) -> list[Any]:
+        """Read items again, by their numbers in the share."""
+        return [self.order.item(self._number(share, int(key))) for key in keys]
+
+    def read_item(self, number: int) -> Any:
         """The item, or why it cannot be read: `max_failures` decides what that costs."""
         try:
-            return self.dataset[place]
+            return self.order.item(number)
         except (FormatError, RecordError) as error:
             return error
 
-    def again(self, share: Share, keys: Any) -> list[Any]:
-        """By numbers, in one order."""
-        order = self.order(share)
-        return [self.dataset[int(order[key])] for key in keys]
-
-    def count(self, share: Share) -> int:
-        """Numbers dealt to a share."""
-        return len(share.part(len(self.dataset)) if self._balanced is None else self.order(share))
+    def count(self, share: Share) -> int | None:
+        """Items of a share; None with `repeat`."""
+        return None if self.endless else len(share.part(len(self.order)))
 
     def identity(self) -> dict[str, Any]:
-        """Length and order; a dataset's own `fingerprint()`, where it has one."""
+        """Length and order; a dataset's own `fingerprint()`, if it has one."""
+        order = self.order
         found = getattr(self.dataset, "fingerprint", None)
         content = found() if callable(found) else None
-        identity = super().identity() | {"items": len(self.dataset), "shuffle": self.shuffle, "content": content}
-        weights = getattr(self.dataset, "weights", None)
-        if weights is not None:
-            identity["blend_weights"] = weights
-        if self._balanced is not None:
-            cost = self._balanced.cost
-            identity["balance"] = [self._balanced.rows, cost.token, cost.square, cost.patch]
-        return identity
+        identity = super().identity() | {"items": len(order), "shuffle": order.shuffle, "content": content}
+        if order.weights is not None:
+            identity["blend_weights"] = list(order.weights)
+        if order.cost is not None:
+            identity["balance"] = [order.cost.token, order.cost.square, order.cost.patch]
+        return identity | ({"repeat": True} if order.repeat else {})
 
-    def order(self, share: Share) -> Any:
-        """Numbers that a share gets, in order, int64 (n,)."""
-        if self._balanced is not None:
-            self._balanced.ranks = share.world_size
-            return self._balanced.of_share(share)
-        set_epoch = getattr(self.dataset, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(share.epoch)
-        return shuffled(len(self.dataset), share, shuffle=self.shuffle)[share.index :: share.count]
+    def _value(self, share: Share, number: int) -> Any:
+        return self.read_item(self._number(share, number))
+
+    def _number(self, share: Share, number: int) -> int:
+        """Number in the dataset of an item of a share."""
+        whole = Segment(ranks=1, rows=1, weights=self.order.weights)
+        place = share.index + number * share.count
+        return self.order.numbers([place], share.epoch, share.seed, [whole])[0]
+
+
+def check_balance(balance: Any) -> None:
+    """Refuse an unknown value of `balance`.
+
+    Raises:
+        ConfigError: the message names the value.
+    """
+    if balance != "attention":
+        raise ConfigError(f"`balance` must be 'attention' or None, got {balance!r}.")

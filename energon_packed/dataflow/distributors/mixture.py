@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -141,22 +141,16 @@ class MixtureDistributor(Distributor):
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
         """Items by draw; a cursor holds, of each distributor, its epoch, cursor, number, and whether it ended."""
-        return self.chosen(share, start, lambda number: True)
-
-    def chosen(self, share: Share, start: Any, wanted: Callable[[int], bool]) -> Iterator[Item]:
-        """Distributors skip what they can."""
         state = start or {"number": 0, "of": [[share.epoch, 0, 0, False] for _ in self.distributors]}
         number, of = int(state["number"]), [list(one) for one in state["of"]]
         streams: list[Iterator[Item] | None] = [None] * len(of)
         draws: Any = None
-        now = [True]  # whether the item that is read is wanted
         while not all(one[3] for one in of):
             if draws is None or number % _BLOCK == 0:
                 draws = share.rng(number // _BLOCK, 2).random(_BLOCK)
             weights = self.schedule.weights_at(number)
             child = self._drawn(float(draws[number % _BLOCK]), weights, [one[3] for one in of])
-            now[0] = wanted(number)
-            item = self._next(child, share, of, streams, lambda _: now[0])
+            item = self._next(child, share, of, streams)
             if item is None:
                 of[child][3] = True
                 continue
@@ -191,16 +185,14 @@ class MixtureDistributor(Distributor):
         last = max(place for place, end in enumerate(ended) if not end)  # where rounding reaches the end
         return min(int(np.searchsorted(left, draw * left[-1], side="right")), last)
 
-    def _next(
-        self, child: int, share: Share, of: list[Any], streams: list[Any], wanted: Callable[[int], bool]
-    ) -> Item | None:
+    def _next(self, child: int, share: Share, of: list[Any], streams: list[Any]) -> Item | None:
         """The next item of a distributor; None where it ended, and has nothing to repeat."""
         epoch, cursor, number, _ = of[child]
         if streams[child] is None:
-            streams[child] = self.distributors[child].read(replace(share, epoch=epoch), cursor, number, wanted)
+            streams[child] = self.distributors[child].read(replace(share, epoch=epoch), cursor, number)
         item: Item | None = next(streams[child], None)
         if item is None and self.repeat and of[child][2] > 0:
             of[child] = [epoch + 1, 0, 0, False]
             streams[child] = None
-            return self._next(child, share, of, streams, wanted)
+            return self._next(child, share, of, streams)
         return item

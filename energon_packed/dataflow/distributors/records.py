@@ -1,6 +1,6 @@
 """RecordDistributor: the records of every source that `pack` reads, as conversations, in constant memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -41,10 +41,6 @@ class RecordDistributor(Distributor):
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
         """Conversations; a cursor is [place of the chunk, rows used of it, number]."""
-        return self.chosen(share, start, lambda number: True)
-
-    def chosen(self, share: Share, start: Any, wanted: Callable[[int], bool]) -> Iterator[Item]:
-        """Makes conversations of the rows that are wanted."""
         self._opened.check_all()
         place, used, number = start or (0, 0, 0)
         mine = self._mine(share)
@@ -54,8 +50,7 @@ class RecordDistributor(Distributor):
             rows = islice(self._rows(share, part, source, first, stop), begin, None)
             for after, row in enumerate(rows, begin + 1):
                 key, cursor = [source, row.address, row.size], [at, after, number + 1]
-                value = self._value(source, row) if wanted(number) else None
-                yield Item(number, value, key, cursor)
+                yield Item(number, self._value(source, row), key, cursor)
                 number += 1
 
     def again(self, share: Share, keys: Sequence[Any]) -> list[Any]:

@@ -11,13 +11,49 @@ holds that item, so that one who resumes draws the same items.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from energon_packed.dataflow.distributors.bandit import ExponentialWeights
 
 Weights = list[float]
+Announced = tuple[int, Weights]
+"""(step of every worker, weights that hold from there on)."""
+
+
+class _Event:
+    """A change in the main process. Events form a chain, and Python frees those before the oldest `Mark`.
+
+    Attributes:
+        base: weights of an epoch that began; None for an announcement.
+        announced: in it.
+        following: the next event.
+    """
+
+    __slots__ = ("announced", "base", "following")
+
+    def __init__(self, base: Weights | None = None, announced: Sequence[Announced] = ()) -> None:
+        self.base, self.announced = base, announced
+        self.following: _Event | None = None
+
+
+class Mark(NamedTuple):
+    """A schedule after one step.
+
+    Attributes:
+        base: weights at the beginning of the epoch.
+        handed: steps of each worker that were handed out.
+        pending: announced, and not in the states of all workers.
+        coming: base and announcements of epochs that the run of the loaded state had begun, and this run has not.
+        last: the last event until then.
+    """
+
+    base: Weights
+    handed: dict[int, int]
+    pending: list[Announced]
+    coming: list[tuple[Weights, list[Announced]]]
+    last: _Event
 
 
 class WeightSchedule:
@@ -42,7 +78,9 @@ class WeightSchedule:
         self.in_flight: int | None = None
         self.is_inner = False
         self._handed: dict[int, int] = {}  # steps of each worker that were handed out
-        self._pending: list[tuple[int, Weights]] = []  # announced, and not in the states of all workers
+        self._pending: list[Announced] = []  # not in the states of all workers
+        self._coming: list[tuple[Weights, list[Announced]]] = []  # epochs that the run of the state had begun
+        self._last = _Event()
         self._latest: Weights = list(weights)
         self._slots = torch.zeros((0, 1 + len(weights)), dtype=torch.float64)  # (step + 1, weights), seen by workers
         self._base = torch.zeros(len(weights), dtype=torch.float64)
@@ -55,7 +93,8 @@ class WeightSchedule:
     def begin(self) -> None:
         """Before workers are asked for steps."""
         if not self._handed:  # a new epoch: what was announced holds from its first item on
-            self.base, self._pending = list(self._latest), []
+            self.base, self._pending = self._coming.pop(0) if self._coming else (list(self._latest), [])
+            self._note(_Event(base=self.base, announced=list(self._pending)))
         size = 2 * ((self.in_flight or 0) + 2)
         if len(self._slots) != size:
             self._slots = torch.zeros((size, 1 + len(self.base)), dtype=torch.float64)
@@ -83,25 +122,54 @@ class WeightSchedule:
     def announce(self, step: int, weights: Sequence[float]) -> None:
         """Weights that hold from a step of every worker on, `next_step()` or a later one."""
         self._latest = list(weights)
-        self._pending = [one for one in self._pending if one[0] != step] + [(step, self._latest)]
+        self._pending = _with(self._pending, (step, self._latest))
+        self._note(_Event(announced=[(step, self._latest)]))
         if len(self._slots):
             self._write(step, self._latest)
         elif self.in_flight is None:  # read without a loader: from the next item on
             self._changes = [(0, self._latest)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types; what workers took up is in their states."""
-        handed = sorted(self._handed.items())
-        pending = [[step, weights] for step, weights in self._pending]
-        of = {"base": self.base, "latest": self._latest, "pending": pending, "handed": [list(one) for one in handed]}
-        return of | {"learner": self.learner.state_dict()}
+    def mark(self) -> "Mark":
+        """The present, for `state_dict` of later."""
+        return Mark(self.base, dict(self._handed), list(self._pending), list(self._coming), self._last)
+
+    def state_dict(self, mark: "Mark | None" = None) -> dict[str, Any]:
+        """Plain types; what workers took up is in their states.
+
+        Args:
+            mark: after an earlier step, for a trainer that reads ahead: the state has the steps of then, and all
+                updates until now. None stands for the present.
+        """
+        mark = mark or self.mark()
+        epochs, coming = [(mark.base, list(mark.pending))], list(mark.coming)
+        event = mark.last.following
+        while event is not None:  # each change holds from the same step as in this run
+            if event.base is not None:
+                epochs.append((event.base, list(event.announced)))
+                del coming[:1]
+            else:
+                base, pending = epochs[-1]
+                epochs[-1] = base, _with(pending, *event.announced)
+            event = event.following
+        plain = [[base, [[step, weights] for step, weights in pending]] for base, pending in epochs + coming]
+        handed = [list(one) for one in sorted(mark.handed.items())]
+        return {"epochs": plain, "latest": self._latest, "handed": handed, "learner": self.learner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`; the next `begin` shows it to workers."""
         self.learner.load_state_dict(state["learner"])
-        self.base, self._latest = list(state["base"]), list(state["latest"])
-        self._pending = [(int(step), list(weights)) for step, weights in state["pending"]]
+        self._latest = list(state["latest"])
+        self._coming = [
+            (list(base), [(int(step), list(weights)) for step, weights in pending])
+            for base, pending in state["epochs"]
+        ]
+        self.base, self._pending = self._coming.pop(0)
         self._handed = {int(worker): int(steps) for worker, steps in state["handed"]}
+        self._last = _Event()
+
+    def _note(self, event: "_Event") -> None:
+        self._last.following = event
+        self._last = event
 
     def _write(self, step: int, weights: Weights) -> None:
         slot = self._slots[step % len(self._slots)]
@@ -141,3 +209,10 @@ class WeightSchedule:
             if first <= number:
                 return weights
         return self._changes[0][1]
+
+
+def _with(pending: list[Announced], *more: Announced) -> list[Announced]:
+    """Announcements, of which a later one replaces an earlier one of the same step."""
+    for step, weights in more:
+        pending = [one for one in pending if one[0] != step] + [(step, weights)]
+    return pending

@@ -1,6 +1,6 @@
 """PackedLoader: Energon's savable loader of PackedBatch objects, epoch after epoch."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -19,15 +19,49 @@ from energon_packed.dataflow.resharding import refuse_second_split
 from energon_packed.dataflow.share import check_place
 from energon_packed.dataflow.state import (
     GATHERED,
-    LOADER_VERSION,
+    check_identity,
     check_numbers,
     check_state,
     damage_named,
     damaged,
+    make_state,
     states_of,
 )
 from energon_packed.dataflow.worker_errors import end_workers, in_one_line, lost_worker
 from energon_packed.errors import BatchError, DataChangedError, EnergonPackedError, WorkerError
+
+
+class EnergonPosition:
+    """A position of a PackedLoader.
+
+    Energon's workers keep checkpoints of the recent past, so the state behind an earlier batch can be asked for. A
+    position of an epoch that has ended keeps the loader of that epoch, with its workers.
+
+    Args:
+        place: epoch, steps, and key of the last batch.
+        loader: Energon's loader, at this position.
+    """
+
+    def __init__(self, place: tuple[int, int, Any], loader: Any) -> None:
+        self.epoch, self.step, self.last_restore_key = place
+        self._loader = loader
+        self._counters, self._next_worker = list(loader._worker_sample_counters), loader._next_worker_id
+        self._state: Any = None
+        if not loader.num_workers or not loader._has_workers:
+            self.complete()
+
+    def complete(self) -> Any:
+        """Energon's state at this position."""
+        loader = self._loader
+        if loader is not None:
+            present = loader._worker_sample_counters, loader._next_worker_id
+            try:
+                loader._worker_sample_counters, loader._next_worker_id = list(self._counters), self._next_worker
+                self._state = loader.save_state_rank()
+            finally:
+                loader._worker_sample_counters, loader._next_worker_id = present
+            self._loader = None
+        return self._state
 
 
 class PackedLoader:
@@ -119,24 +153,46 @@ class PackedLoader:
             more = False
             returned = yield from self._rest()
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def place(self) -> tuple[int, int]:
+        """(rank, world size) of this process."""
+        return self._source.worker_config.rank, self._source.worker_config.world_size
+
+    def position(self) -> EnergonPosition:
+        """The position after the last batch returned, for `state_dict` of later.
+
+        Raises:
+            WorkerError: as `state_dict`.
+        """
+        self._refuse_failed()
+        place = self._epoch, self._steps, self._last_restore_key
+        found: EnergonPosition = self._asking(lambda: EnergonPosition(place, self.energon_loader))
+        return found
+
+    def state_dict(self, position: EnergonPosition | None = None) -> dict[str, Any]:
         """State of this rank after the last batch returned: nested dicts and lists of numbers and strings.
+
+        Args:
+            position: after an earlier batch, for a trainer that reads ahead.
 
         Raises:
             WorkerError: the loader failed, a worker process died, or does not answer within `timeout`.
         """
         self._refuse_failed()
-        return self._identity() | {
-            "epoch": self._epoch,
-            "steps": self._steps,
-            "last_restore_key": to_plain(self._last_restore_key),
-            "energon": to_plain(self._energon_state()),
+        here = position or self.position()
+        plain = {
+            "epoch": here.epoch,
+            "step": here.step,
+            "last_restore_key": to_plain(here.last_restore_key),
+            "energon": to_plain(self._asking(here.complete)),
         }
+        return make_state(type(self).__name__, self._identity(), plain, self.place)
 
-    def _energon_state(self) -> Any:
+    def _asking(self, question: Callable[[], Any]) -> Any:
+        """The answer of Energon's loader, whose workers may die meanwhile."""
         loader = self.energon_loader
         try:
-            return loader.save_state_rank()
+            return question()
         except (RuntimeError, OSError, EOFError) as error:  # torch raises wherever the process is when a worker dies
             found = error if isinstance(error, WorkerError) else self._of_worker(error)
             if found is None:
@@ -162,25 +218,28 @@ class PackedLoader:
     def _restore(self, states: list[dict[str, Any]], *, is_gathered: bool) -> None:
         if is_gathered and len(states) != self._source.worker_config.world_size:
             states = redistribute(states, self._source.worker_config.world_size)
-        rank = self._source.worker_config.rank
+        worker_config = self._source.worker_config
+        rank = worker_config.rank
         state = next((one for one in states if isinstance(one, dict) and one.get("rank") == rank), states[0])
-        check_state(state, LOADER_VERSION)
-        check_numbers(state, "epoch", "steps")
-        steps, key, inner = state["steps"], from_plain(state["last_restore_key"]), from_plain(state["energon"])
-        if steps and inner is None:
-            raise damaged(f"{steps} steps, and no place in the data")
+        check_state(state, type(self).__name__)
+        check_numbers(state, "epoch", "step", "rank", "world_size")
+        step, key, inner = state["step"], from_plain(state["last_restore_key"]), from_plain(state["energon"])
+        if step and inner is None:
+            raise damaged(f"step {step}, and no place in the data")
         here = (self._epoch, self._steps, self._last_restore_key, self._loader, self._stream)
         try:
             if self._epoch != state["epoch"] or self._steps:
                 self._begin(state["epoch"])
-            check_state(state, LOADER_VERSION, self._identity())
+            place = {"world_size": worker_config.world_size, "rank": rank}
+            saved = {"world_size": state["world_size"], "rank": state["rank"]}
+            check_identity(saved | state["identity"], place | self._identity())
         except BatchError:  # a state that is refused changes nothing
             self._epoch, self._steps, self._last_restore_key, self._loader, self._stream = here
             raise
         self._stream = None
         self._moves += 1
         self.energon_loader.restore_state_rank(inner)
-        self._steps, self._last_restore_key = steps, key
+        self._steps, self._last_restore_key = step, key
 
     save_state_rank = state_dict
     restore_state_rank = load_state_dict
@@ -197,9 +256,6 @@ class PackedLoader:
         config, worker_config = self._source.config, self._source.worker_config
         assert self.energon_loader is not None  # makes the fingerprint
         return {
-            "version": LOADER_VERSION,
-            "world_size": worker_config.world_size,
-            "rank": worker_config.rank,
             "num_workers": worker_config.num_workers,
             "micro_batch_size": config.micro_batch_size,
             "seed": config.seed,

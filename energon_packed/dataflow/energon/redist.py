@@ -16,10 +16,10 @@ from typing import Any
 from megatron.energon.savable_loader import SavableDataLoaderState
 
 from energon_packed.dataflow.energon.plain import from_plain, to_plain
-from energon_packed.dataflow.state import LOADER_VERSION, check_state
+from energon_packed.dataflow.state import check_identity, check_state
 from energon_packed.errors import BatchError
 
-_OF_ONE_RANK = ("rank", "steps", "last_restore_key", "energon")
+_LOADER = "PackedLoader"
 
 
 def redistribute(states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def redistribute(states: Sequence[dict[str, Any]], world_size: int) -> list[dict
         world_size: number of data-parallel ranks to continue with.
 
     Returns:
-        one state for each rank; its `num_workers` is what each rank needs to be run with.
+        one state for each rank; `num_workers` in its identity is what each rank needs to be run with.
 
     Raises:
         BatchError: states of another release or of different runs, a missing rank, a loader of one exact epoch, one
@@ -40,8 +40,9 @@ def redistribute(states: Sequence[dict[str, Any]], world_size: int) -> list[dict
         raise BatchError(f"`world_size` is {world_size}; it must be at least 1")
     ordered = _of_one_run(states)
     first = ordered[0]
-    workers = int(first["num_workers"])
-    if first["epochs"] is not None or first.get("complete_epochs"):
+    identity = first["identity"]
+    workers = int(identity["num_workers"])
+    if identity["epochs"] is not None or identity.get("complete_epochs"):
         raise BatchError(
             "the states are of one exact epoch after another (epochs=1 or complete_epochs), whose number of steps "
             "belongs to its number of ranks; finish the epoch with the same ranks"
@@ -70,8 +71,8 @@ def redistribute(states: Sequence[dict[str, Any]], world_size: int) -> list[dict
         | {
             "world_size": world_size,
             "rank": rank,
-            "num_workers": share,
-            "steps": sum(ours.offset + (ours.state.sample_index if ours.state else 0) for ours in part),
+            "identity": identity | {"num_workers": share},
+            "step": sum(ours.offset + (ours.state.sample_index if ours.state else 0) for ours in part),
             "last_restore_key": None,
             "energon": to_plain(_loader_state(part, loaders[0].micro_batch_size)) if part else None,
         }
@@ -92,9 +93,11 @@ def _of_one_run(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     if not states:
         raise BatchError("no state to redistribute")
-    shared = {name: value for name, value in states[0].items() if name not in _OF_ONE_RANK}
     for state in states:
-        check_state(state, LOADER_VERSION, shared)
+        check_state(state, _LOADER)
+        shared = ("epoch", "world_size")
+        now, saved = ({name: one[name] for name in shared} | one["identity"] for one in (states[0], state))
+        check_identity(saved, now)
     ranks = sorted(state["rank"] for state in states)
     if ranks != list(range(states[0]["world_size"])):
         raise BatchError(

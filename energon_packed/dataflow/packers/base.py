@@ -38,6 +38,7 @@ class Packer(ABC):
         max_images, max_patches: limits of a group beside its tokens; a group above one is divided.
         filter_overlong: a sample above a limit is dropped and counted; False raises.
         drop_last: a group that the end of the epoch left incomplete is dropped.
+        rows: items that share each row, if their number alone decides; None otherwise.
     """
 
     longest: int | None = None
@@ -47,6 +48,7 @@ class Packer(ABC):
     max_patches: int | None = None
     filter_overlong: bool = False
     drop_last: bool = False
+    rows: int | None = None
 
     @abstractmethod
     def select(self, lengths: Int64) -> list[Int64]:
@@ -90,8 +92,10 @@ class Packer(ABC):
         return (groups[:-1], groups[-1:]) if self.keeps and not final else (groups, [])
 
     def steps(self, items: int) -> int | None:
-        """Rows made of `items` items, where their number alone tells; None otherwise."""
-        return None
+        """Rows made of `items` items, if `rows` tells; None otherwise."""
+        if self.rows is None:
+            return None
+        return items // self.rows if self.drop_last else -(-items // self.rows)
 
     def identity(self) -> dict[str, Any]:
         """Class and settings, for loader states."""

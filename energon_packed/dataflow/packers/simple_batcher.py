@@ -11,7 +11,7 @@ class SimpleBatcher(Packer):
 
     Args:
         batch_size: items in one batch.
-        drop_last: drop the short batch at the end of each worker's epoch; they are counted.
+        drop_last: drop the short batch at the end of an epoch; its items are counted.
 
     Raises:
         ConfigError: `batch_size` is below 1.
@@ -19,13 +19,9 @@ class SimpleBatcher(Packer):
 
     def __init__(self, batch_size: int, *, drop_last: bool = False) -> None:
         check_positive(batch_size=batch_size)
-        self.batch_size = self.buffer_size = batch_size
+        self.batch_size = self.buffer_size = self.rows = batch_size
         self.drop_last = drop_last
 
     def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
         """Return groups of `batch_size` consecutive numbers."""
         return list(np.split(np.arange(len(lengths)), range(self.batch_size, len(lengths), self.batch_size)))
-
-    def steps(self, items: int) -> int:
-        """Batches of `items` items."""
-        return (items if self.drop_last else items + self.batch_size - 1) // self.batch_size

@@ -12,10 +12,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from energon_packed.dataflow.process_group import group_place
 from energon_packed.dataflow.resharding import refuse_dispatch, refuse_second_split
+from energon_packed.dataflow.state import gathered
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.accelerate import refuse_other_place
-from energon_packed.integrations.gathered import exact_steps, gathered, of_this_rank
-from energon_packed.integrations.rows import Rows
+from energon_packed.integrations.consumed import ConsumedBatches
+from energon_packed.integrations.gathered import exact_steps
 
 _KEY = "energon_packed_stream"  # in trainer_state.json; no name of a callback
 
@@ -34,13 +35,17 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
     Args:
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank; or a function that returns it,
             called when it is first needed. TrainingArguments begins the process group that a loader needs.
+
+    Attributes:
+        used: batches that the Trainer has used; None unless StreamState counts them.
     """
 
     def __init__(self, loader: Any) -> None:
         super().__init__(datasets.iterable_dataset.ExamplesIterable(_no_examples, {}))
         self._loader: Any = None if _is_function(loader) else loader
         self._make: Callable[[], Any] | None = loader if _is_function(loader) else None
-        self._rows: Rows | None = None
+        self._batches: ConsumedBatches | None = None
+        self.used: int | None = None
 
     @property
     def loader(self) -> Any:
@@ -50,11 +55,11 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
         return self._loader
 
     @property
-    def rows(self) -> Rows:
-        """The counted batches."""
-        if self._rows is None:
-            self._rows = Rows(self.loader)
-        return self._rows
+    def batches(self) -> ConsumedBatches:
+        """The batches, with the state behind each used batch."""
+        if self._batches is None:
+            self._batches = ConsumedBatches(self.loader)
+        return self._batches
 
     @property
     def steps(self) -> int | None:
@@ -98,9 +103,12 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
 
     def _endless(self) -> Iterator[Any]:
         while True:
-            before = self.rows.given
-            yield from self.rows.epoch()
-            if self.rows.given == before:
+            before = self.batches.read
+            for batch in self.batches.epoch():
+                if self.used is None:  # nobody saves
+                    self.batches.use(self.batches.read)
+                yield batch
+            if self.batches.read == before:
                 raise BatchError("the loader gave no batch in an epoch; check its data")
 
 
@@ -117,14 +125,13 @@ class StreamState(TrainerCallback):
 
     def __init__(self, stream: TrainerStream) -> None:
         self.stream = stream
-        self._used = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the state of a checkpoint that training resumes from."""
         from energon_packed.integrations.transformers.arguments import check_training_arguments
 
         check_training_arguments(args, self.stream)
-        self._used = 0
+        self.stream.used = 0
         if not state.global_step:
             return
         saved = (state.stateful_callbacks or {}).get(_KEY)
@@ -133,22 +140,24 @@ class StreamState(TrainerCallback):
                 f"the checkpoint of step {state.global_step} has no state of the stream; pass "
                 "callbacks=[StreamState(stream)] to the Trainer that saves, or resume from another checkpoint"
             )
-        own = of_this_rank(saved["gathered"])
-        self.stream.rows.restore(own)
-        self._used = own["used"]
+        self.stream.batches.restore(saved["state"])
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One micro batch of a step was used."""
-        self._used += 1
+        """Count a micro batch of a step as used."""
+        self._use_one()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last micro batch of a step was used."""
-        self._used += 1
+        """Count the last micro batch of a step as used."""
+        self._use_one()
+
+    def _use_one(self) -> None:
+        self.stream.used = (self.stream.used or 0) + 1
+        self.stream.batches.use(self.stream.used)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the state to the checkpoint; every rank takes part."""
-        all_ranks = gathered(self.stream.rows.state_after(self._used))
-        state.stateful_callbacks[_KEY] = {"step": state.global_step, "gathered": all_ranks}
+        all_ranks = gathered(self.stream.batches.state())
+        state.stateful_callbacks[_KEY] = {"step": state.global_step, "state": all_ranks}
         if not args.should_save:
             return
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME

@@ -1,0 +1,145 @@
+"""PlannedSteps: the steps of a DataflowLoader whose items have a global order. The position is (epoch, step)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from energon_packed.dataflow.distributors.map import MapDistributor
+from energon_packed.dataflow.order import Segment
+from energon_packed.dataflow.state import check_identity, check_numbers, damaged, without_weights
+from energon_packed.dataflow.worker_stream import Roles, Step, count_failure, encoded, item_name
+from energon_packed.errors import EnergonPackedError
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPosition:
+    """A position in the order, the same on all ranks.
+
+    Attributes:
+        epoch: from 0.
+        step: number of the next step in the epoch.
+        segments: layouts of the epoch until here, the present one last.
+    """
+
+    epoch: int
+    step: int
+    segments: tuple[Segment, ...]
+
+
+class PlannedSteps:
+    """Reads the items of each step by arithmetic.
+
+    Args:
+        roles: of the loader; the distributor is a MapDistributor, the packer has `rows`.
+        rank, world_size: data-parallel place.
+        num_workers: worker processes, at least 1.
+        seed: of the loader.
+    """
+
+    def __init__(self, roles: Roles, rank: int, world_size: int, num_workers: int, seed: int) -> None:
+        assert isinstance(roles.distributor, MapDistributor)
+        assert roles.packer.rows is not None
+        self.roles, self.rank, self.num_workers, self.seed = roles, rank, num_workers, seed
+        self.order = roles.distributor.order
+        self.layout = self.order.segment(world_size, roles.packer.rows)
+
+    place = None  # a state is the same on all ranks
+
+    def begin(self, epoch: int) -> PlannedPosition:
+        """The position before the first step of an epoch."""
+        return PlannedPosition(epoch, 0, (self.layout,))
+
+    def after(self, position: PlannedPosition, step: Step) -> PlannedPosition:
+        """The position after a step."""
+        return replace(position, step=position.step + 1) if not step.ended else position
+
+    def length(self, rank: int) -> int:
+        """Steps of a rank in one epoch. Raises TypeError if they do not end."""
+        return self.order.steps(self.layout, rank, drop_last=self.roles.packer.drop_last)
+
+    def identity(self) -> dict[str, Any]:
+        """Data and settings that decide the order."""
+        return {f"distributor_{name}": value for name, value in self.roles.distributor.identity().items()}
+
+    def to_plain(self, position: PlannedPosition) -> dict[str, Any]:
+        """Entries of a state."""
+        segments = [one.to_plain() for one in position.segments]
+        return {"epoch": position.epoch, "step": position.step, "segments": segments}
+
+    def from_plain(
+        self, states: Sequence[dict[str, Any]], identity: dict[str, Any], *, allow_changed_weights: bool
+    ) -> PlannedPosition:
+        """The position of a state: with other ranks, rows or weights, a segment more.
+
+        Args:
+            states: that are loaded; they are equal, unless some ranks had a step less.
+            identity: of the loader.
+            allow_changed_weights: weights of a blend may differ.
+
+        Raises:
+            BatchError: the state is of other data or settings, or damaged.
+        """
+        state = states[self.rank] if len(states) == self.layout.ranks else states[0]
+        saved = state["identity"]
+        if allow_changed_weights:
+            saved, identity = without_weights(saved), without_weights(identity)
+        check_identity(saved, identity)
+        check_numbers(state, "epoch", "step")
+        segments = [Segment.from_plain(one) for one in state["segments"]]
+        last = segments[-1]
+        if segments[0].item or state["step"] < last.step or min(last.width, last.item + 1) < 1:
+            raise damaged(f"step {state['step']} and segments {state['segments']!r}"[:200])
+        if not last.has_layout_of(self.layout):
+            changed = last.continued(state["step"], self.layout)
+            if not self.order.repeat and changed.item > len(self.order):  # after the last, short step
+                changed = replace(changed, item=len(self.order))
+            segments = [one for one in segments if one.item < changed.item] + [changed]
+        return PlannedPosition(state["epoch"], state["step"], tuple(segments))
+
+    def steps(self, position: PlannedPosition, turn: int) -> Iterator[Step]:
+        """The steps of one worker from a position on.
+
+        Args:
+            position: where all workers begin.
+            turn: number of the worker among those of the rank, counted from the one that makes the first step.
+        """
+        order, packer, segment = self.order, self.roles.packer, position.segments[-1]
+        step = position.step + turn
+        while order.repeat or step < order.steps(segment, self.rank, drop_last=packer.drop_last):
+            yield self._step(position, step, turn)
+            step += self.num_workers
+        dropped = self._dropped_at_the_end(segment) if turn == 0 and not order.repeat else []
+        yield Step(turn, None, None, [], dropped, ended=True)
+
+    def names(self, position: PlannedPosition, step: int) -> list[int]:
+        """Numbers of the items of a step, in the dataset."""
+        segments = position.segments
+        places = self.order.places(segments[-1], step, self.rank)
+        return self.order.numbers(places, position.epoch, self.seed, segments)
+
+    def _step(self, position: PlannedPosition, step: int, turn: int) -> Step:
+        distributor, roles = self.roles.distributor, self.roles
+        assert isinstance(distributor, MapDistributor)
+        places = self.order.places(position.segments[-1], step, self.rank)
+        values = [distributor.read_item(number) for number in self.names(position, step)]
+        samples, used, dropped = [], [], []
+        for place, value, found in zip(places, values, encoded(values, roles.processor), strict=True):
+            if isinstance(found, EnergonPackedError):
+                count_failure(roles.failures, found, item_name(value, place))
+            if isinstance(found, EnergonPackedError) or not found:
+                dropped.append(place)
+            else:
+                samples += found
+                used.append(place)
+        batch = roles.collator.collate(samples) if samples else None
+        return Step(turn, batch, None, used, dropped)
+
+    def _dropped_at_the_end(self, segment: Segment) -> list[int]:
+        """Places of the items of this rank in the last, short step, if it is left out."""
+        if not self.roles.packer.drop_last:
+            return []
+        stop = self.order.steps(segment, self.rank, drop_last=True)
+        dropped = list(self.order.places(segment, stop, self.rank))
+        for _ in dropped:
+            self.roles.failures.drop("drop_last")
+        return dropped

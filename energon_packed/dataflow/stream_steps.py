@@ -1,0 +1,249 @@
+"""StreamSteps: the steps of a DataflowLoader over a stream, whose position is that of every shard.
+
+An epoch of a stream has a shard for each worker of each rank, and each shard keeps the items that its packer holds:
+
+    2 ranks x 2 workers    shard 0 | shard 1      shard 2 | shard 3
+    then 1 rank x 3        shards 0 and 3 | shard 1 | shard 2       until the epoch ends
+
+With other ranks or workers, the shards of the begun epoch stay as they are, and the new workers finish them, one after
+the other: no item is lost, and none comes twice. From the next epoch on, there is a shard for each new worker.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from energon_packed.dataflow.distributors.schedule import Mark
+from energon_packed.dataflow.share import Share
+from energon_packed.dataflow.state import check_identity, check_numbers, damaged, without_weights
+from energon_packed.dataflow.worker_stream import Roles, Step, WorkerStream
+from energon_packed.errors import BatchError
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPosition:
+    """A position in the shards of a rank.
+
+    Attributes:
+        epoch: from 0.
+        step: batches of the epoch that were given.
+        next_worker: that makes the next step.
+        num_shards: of the epoch.
+        shards: (shard, JSON state of its WorkerStream) of each shard of this rank that was begun.
+        mark: of the weights of a mixture; None for other data.
+    """
+
+    epoch: int
+    step: int
+    next_worker: int
+    num_shards: int
+    shards: tuple[tuple[int, str], ...] = ()
+    mark: Mark | None = None
+
+
+class StreamSteps:
+    """Reads the shards of this rank.
+
+    Args:
+        roles: of the loader.
+        rank, world_size: data-parallel place.
+        num_workers: worker processes, at least 1.
+        seed: of the loader.
+    """
+
+    def __init__(self, roles: Roles, rank: int, world_size: int, num_workers: int, seed: int) -> None:
+        self.roles, self.rank, self.num_workers, self.seed = roles, rank, num_workers, seed
+        self.count = world_size * num_workers
+        self.place: tuple[int, int] | None = (rank, world_size)
+
+    def begin(self, epoch: int) -> StreamPosition:
+        """The position before the first step of an epoch."""
+        return StreamPosition(epoch, 0, 0, self.count, mark=self._mark())
+
+    def after(self, position: StreamPosition, step: Step) -> StreamPosition:
+        """The position after a step."""
+        shards = position.shards
+        if step.state is not None:
+            shards = (*(one for one in shards if one[0] != step.state[0]), step.state)
+        return replace(
+            position,
+            step=position.step + (step.batch is not None),
+            next_worker=(step.worker + 1) % self.num_workers,
+            shards=shards,
+            mark=self._mark(),
+        )
+
+    def length(self, rank: int) -> int:
+        """Steps of a rank in one epoch.
+
+        Raises:
+            TypeError: distributor and packer do not know them.
+        """
+        total = 0
+        for worker in range(self.num_workers):
+            share = Share(index=rank * self.num_workers + worker, count=self.count, seed=self.seed)
+            count = self.roles.distributor.count(share)
+            steps = None if count is None else self.roles.packer.steps(count)
+            if steps is None:
+                raise TypeError("the number of batches is not known in advance: count steps, or plan the packs")
+            total += steps
+        return total
+
+    def identity(self) -> dict[str, Any]:
+        """Data and settings that decide the batches."""
+        inner = {f"distributor_{name}": value for name, value in self.roles.distributor.identity().items()}
+        return inner | {f"packer_{name}": value for name, value in self.roles.packer.identity().items()}
+
+    def to_plain(self, position: StreamPosition) -> dict[str, Any]:
+        """Entries of a state.
+
+        Raises:
+            BatchError: a packer holds samples that the distributor cannot read again.
+        """
+        shards = []
+        for shard, text in sorted(position.shards):
+            state = json.loads(text)
+            if isinstance(state, str):
+                raise BatchError(state)
+            shards.append([shard, state])
+        plain: dict[str, Any] = {
+            "epoch": position.epoch,
+            "step": position.step,
+            "num_workers": self.num_workers,
+            "next_worker": position.next_worker,
+            "num_shards": position.num_shards,
+            "shards": shards,
+        }
+        if position.mark is not None:
+            plain["schedule"] = self._schedule.state_dict(position.mark)
+        return plain
+
+    def from_plain(
+        self, states: Sequence[dict[str, Any]], identity: dict[str, Any], *, allow_changed_weights: bool
+    ) -> StreamPosition:
+        """The position of a state, and of the weights of a mixture.
+
+        Args:
+            states: of all ranks, or of this one if ranks and workers are as before.
+            identity: of the loader.
+            allow_changed_weights: weights of a mixture may differ.
+
+        Raises:
+            BatchError: the state is of other data or settings, damaged, not of all ranks that are needed, or cannot be
+                continued by other ranks or workers.
+        """
+        for state in states:
+            _check_damage(state)
+            saved, expected = state["identity"], identity
+            if allow_changed_weights:
+                saved, expected = without_weights(saved), without_weights(identity)
+            check_identity(saved, expected)
+        changed = states[0]["identity"] != identity  # weights, which may
+        before = (states[0]["world_size"] * states[0]["num_workers"], states[0]["num_workers"])
+        if before == (self.count, self.num_workers):
+            state = self._own(states)
+        else:
+            self._check_elastic(states)
+            shards = [shard for one in states for shard in one["shards"]]
+            own = [shard for shard in shards if shard[0] % self.count in self._indices]
+            step = max(one["step"] for one in states)
+            state = states[0] | {"step": step, "next_worker": 0, "shards": own}
+        if self._schedule is not None and "schedule" in state and not changed:
+            self._schedule.load_state_dict(state["schedule"])
+        if changed:  # what was learned by other weights does not hold any more
+            state["shards"] = [[n, {k: v for k, v in one.items() if k != "schedule"}] for n, one in state["shards"]]
+        return StreamPosition(
+            state["epoch"],
+            state["step"],
+            state["next_worker"],
+            state["num_shards"],
+            tuple((int(number), json.dumps(one)) for number, one in state["shards"]),
+            self._mark(),
+        )
+
+    def steps(self, position: StreamPosition, turn: int) -> Iterator[Step]:
+        """The steps of one worker from a position on.
+
+        Args:
+            position: where all workers begin.
+            turn: number of the worker among those of the rank, counted from the one that makes the first step.
+        """
+        worker = (turn + position.next_worker) % self.num_workers
+        states = dict(position.shards)
+        for index in range(self.rank * self.num_workers + worker, position.num_shards, self.count):
+            state = json.loads(states[index]) if index in states else None
+            share = Share(index=index, count=position.num_shards, epoch=position.epoch, seed=self.seed)
+            if state is None or not state["ended"] or state["ready"]:
+                yield from WorkerStream(self.roles, share, state, worker)
+        yield Step(worker, None, None, [], [], ended=True)
+
+    @property
+    def _indices(self) -> range:
+        """Numbers of the workers of this rank, among those of all ranks."""
+        return range(self.rank * self.num_workers, (self.rank + 1) * self.num_workers)
+
+    @property
+    def _schedule(self) -> Any:
+        return self.roles.distributor.schedule
+
+    def _mark(self) -> Mark | None:
+        return None if self._schedule is None else self._schedule.mark()
+
+    def _own(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The state of this rank, of as many ranks and workers as now."""
+        own = next((one for one in states if one["rank"] == self.rank), None)
+        if own is None:
+            raise BatchError(
+                f"the saved state is of rank {states[0]['rank']}, and this is rank {self.rank}: load the state of the "
+                "same rank, or what gather_state(loader) returned, which has the states of all ranks"
+            )
+        return dict(own)
+
+    def _check_elastic(self, states: Sequence[dict[str, Any]]) -> None:
+        """Refuse states that other ranks or workers cannot continue."""
+        first, distributor = states[0], self.roles.distributor
+        saved = f"{first['world_size']} ranks of {first['num_workers']} workers saved"
+        now = f"{self.count // self.num_workers} of {self.num_workers} now"
+        if len(states) != first["world_size"]:
+            raise BatchError(
+                f"the saved state is of rank {first['rank']} alone, and the shards of all ranks are assigned anew "
+                f"({saved}, {now}): load what gather_state(loader) returned, which has the states of all ranks"
+            )
+        if len({(one["epoch"], one["num_shards"]) for one in states}) > 1:
+            raise BatchError(
+                f"the ranks are in different epochs, and cannot continue as other ranks ({saved}, {now}): save while "
+                "all ranks are in one epoch, or continue with the same ranks and workers"
+            )
+        if any(one.get("schedule", {}).get("learner", {}).get("updates") for one in states):
+            raise BatchError(
+                f"the weights of the mixture were updated, and each worker draws by those that it took up ({saved}, "
+                f"{now}): finish the epoch with the same ranks and workers"
+            )
+        if not distributor.can_seek:
+            raise BatchError(
+                f"{type(distributor).__name__} over a one-shot iterator cannot go on with another number of ranks or "
+                f"workers ({saved}, {now}): pass a function that returns a new iterator, or keep their number"
+            )
+        if distributor.endless and self.count > first["num_shards"]:
+            raise BatchError(
+                f"a stream without end has {first['num_shards']} shards, and {self.count} workers cannot share them "
+                f"({saved}, {now}): use at most {first['num_shards']} workers on all ranks"
+            )
+
+
+def _check_damage(state: dict[str, Any]) -> None:
+    """Refuse a position that no loader can have.
+
+    Raises:
+        BatchError: the message names the value.
+    """
+    check_numbers(state, "rank", "world_size", "epoch", "step", "num_workers", "next_worker", "num_shards")
+    numbers = [number for number, _ in state["shards"]]
+    if (
+        state["next_worker"] >= state["num_workers"]
+        or len(set(numbers)) < len(numbers)
+        or not all(0 <= number < state["num_shards"] for number in numbers)
+        or (state["step"] and not numbers and state["num_shards"] == state["world_size"] * state["num_workers"])
+    ):
+        raise damaged(f"step {state['step']}, next worker {state['next_worker']}, shards {numbers!r}"[:200])
