@@ -79,13 +79,17 @@ class PlannedSteps:
         Raises:
             BatchError: the state is of other data or settings, or damaged.
         """
-        state = states[self.rank] if len(states) == self.layout.ranks else states[0]
+        for one in states:
+            check_numbers(one, "epoch", "step")
+        state = min(states, key=lambda one: (one["epoch"], -one["step"]))  # in the last step, some ranks have no item
+        segments = [Segment.from_plain(one) for one in state["segments"]]
+        if len(states) == self.layout.ranks and segments[-1].has_layout_of(self.layout):
+            state = states[self.rank]
+            segments = [Segment.from_plain(one) for one in state["segments"]]
         saved = state["identity"]
         if allow_changed_weights:
             saved, identity = without_weights(saved), without_weights(identity)
         check_identity(saved, identity)
-        check_numbers(state, "epoch", "step")
-        segments = [Segment.from_plain(one) for one in state["segments"]]
         last = segments[-1]
         if segments[0].item or state["step"] < last.step or min(last.width, last.item + 1) < 1:
             raise damaged(f"step {state['step']} and segments {state['segments']!r}"[:200])

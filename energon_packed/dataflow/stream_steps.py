@@ -21,6 +21,9 @@ from energon_packed.dataflow.worker_stream import Roles, Step, WorkerStream
 from energon_packed.errors import BatchError
 
 
+_ENDED = {"ended": True, "ready": []}
+
+
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
     """A position in the shards of a rank.
@@ -144,6 +147,7 @@ class StreamSteps:
         if before == (self.count, self.num_workers):
             state = self._own(states)
         else:
+            states = _in_one_epoch(states)
             self._check_elastic(states)
             shards = [shard for one in states for shard in one["shards"]]
             own = [shard for shard in shards if shard[0] % self.count in self._indices]
@@ -230,6 +234,24 @@ class StreamSteps:
                 f"a stream without end has {first['num_shards']} shards, and {self.count} workers cannot share them "
                 f"({saved}, {now}): use at most {first['num_shards']} workers on all ranks"
             )
+
+
+def _in_one_epoch(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The states of ranks of which some have read their shards to the end, and others have a batch more.
+
+    A rank that has ended is at the begin of the next epoch: its shards are marked as ended in the epoch of the others.
+    """
+    first = min(states, key=lambda one: int(one["epoch"]))
+    found = []
+    for state in states:
+        if state["epoch"] == first["epoch"] + 1 and not state["shards"] and not state["step"]:
+            workers = state["num_workers"]
+            own = range(state["rank"] * workers, (state["rank"] + 1) * workers)
+            count = state["world_size"] * workers
+            ended = [[n, dict(_ENDED)] for n in range(first["num_shards"]) if n % count in own]
+            state = state | {"epoch": first["epoch"], "num_shards": first["num_shards"], "shards": ended}
+        found.append(state)
+    return found
 
 
 def _check_damage(state: dict[str, Any]) -> None:

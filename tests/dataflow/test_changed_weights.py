@@ -62,7 +62,7 @@ def test_weights_are_shown_as_a_ratio() -> None:
     assert ratio([0.123456789, 0.987654321]) in ("1:8", "0.1235:0.9877")
 
 
-@pytest.mark.parametrize(("world_size", "packer"), [(2, "planned"), (3, "planned"), (1, "pool"), (2, "simple")])
+@pytest.mark.parametrize(("world_size", "packer"), [(2, "planned"), (3, "planned"), (1, "simple"), (2, "simple")])
 def test_a_blend_goes_on_by_its_new_weights(
     outputs: dict[str, Path], tmp_path: Path, world_size: int, packer: str
 ) -> None:
@@ -79,7 +79,8 @@ def test_a_blend_goes_on_by_its_new_weights(
         BatchError, match=r"^weights 3:1 saved, 2:1 now: pass `allow_changed_weights=True` to the load"
     ):
         Ranks(lambda **place: loader_of(new, **place), world_size, state)
-    after = Ranks(lambda **place: loader_of(new, allow_changed_weights=True, **place), world_size, state)
+    allow: Any = lambda **place: loader_of(new, allow_changed_weights=True, **place)  # noqa: E731
+    after = Ranks(allow, world_size, state)
     resumed = after.take(1)
     middle = after.state()
     rest = resumed + after.take()
@@ -91,13 +92,8 @@ def test_a_blend_goes_on_by_its_new_weights(
     assert len([name for name in seen if name[0] == "b"]) == 20
     assert max(seen.values()) <= 2
     assert of_members(after.take()) == {"a": 53, "b": 27}  # the next epoch is as of the new weights alone
-    again = Ranks(lambda **place: loader_of(new, allow_changed_weights=True, **place), world_size, middle)
-    assert resumed + again.take() == rest  # exact where nothing changes any more
-    with pytest.raises(BatchError, match="weights of the blend changed in this epoch before"):
-        Ranks(lambda **place: loader_of(new, allow_changed_weights=True, **place), world_size + 1, middle)
-    with pytest.raises(BatchError, match="load what gather_state"):
-        loader = loader_of(new, allow_changed_weights=True, rank=0, world_size=2)
-        loader.load_state_dict(state["ranks"][0])
+    for size in (world_size, world_size + 1):  # exact where nothing changes any more, with any number of ranks
+        assert resumed + Ranks(allow, size, middle).take() == rest
 
 
 def test_new_weights_after_the_last_batch_are_those_of_the_next_epoch(
@@ -129,8 +125,6 @@ def test_a_mixture_goes_on_by_its_new_weights() -> None:
     assert sum(times for name, times in following.items() if int(name[1:]) >= 100) >= 26  # of 36
     one = Ranks(lambda **place: new_loader(1, 9, allow_changed_weights=True, **place), 1, after.state())
     more = one.take(2)
-    with pytest.raises(BatchError, match="weights of a mixture changed in an epoch in which the number of ranks"):
-        Ranks(lambda **place: new_loader(5, 9, allow_changed_weights=True, **place), 1, one.state())
     seen += following + more + one.take()
     assert set(seen.values()) == {1}
     assert len(seen) == 120

@@ -19,6 +19,7 @@ from energon_packed import (
     PackedDataset,
     Packer,
     SequentialPacker,
+    SimpleBatcher,
     gather_state,
     get_packed_loader,
 )
@@ -83,27 +84,23 @@ def test_every_item_once_over_changes_at_every_step(
         assert seen == dict.fromkeys(ALL, epochs.pop()), f"after {first} and {second} steps"
 
 
-def test_ranks_in_different_epochs_lose_nothing() -> None:
-    """Rank 0 has 7 items and rank 1 has 6: behind its last batch, rank 1 is asked once more, and begins anew."""
+def test_a_rank_that_has_begun_the_next_epoch_cannot_change_with_the_others() -> None:
+    """Rank 0 has 7 items and rank 1 has 6: after its last batch, rank 1 is asked once more, and begins again."""
 
     def new_loader(**place: Any) -> DataflowLoader:
-        return DataflowLoader(MapDistributor(FEATURES), seed=1, **place)
+        return DataflowLoader(IterableDistributor(FEATURES), packer=SimpleBatcher(1), **place)
 
     before = Ranks(new_loader, 2)
     batches = [iter(loader) for loader in before.loaders]
-    seen: Counter[str] = Counter()
     for _ in range(6):
-        seen.update(next(batches[0]).ids + next(batches[1]).ids)
+        next(batches[0]), next(batches[1])
     assert next(batches[1], None) is None
-    seen.update(next(iter(before.loaders[1])).ids)
+    seen = Ranks(new_loader, 3, before.state()).take()
+    assert sum(seen.values()) == 1  # the last item of rank 0
+    next(iter(before.loaders[1]))
     assert [loader.epoch for loader in before.loaders] == [0, 1]
-    middle = Ranks(new_loader, 3, before.state())
-    seen += middle.take(2)
-    after = Ranks(new_loader, 1, middle.state())
-    seen += after.take()
-    assert seen == {name: 2 for name in ALL}
-    assert after.loaders[0].epoch == 2
-    assert after.take() == ALL
+    with pytest.raises(BatchError, match=r"ranks are in different epochs, .*: save while all ranks are in one epoch"):
+        Ranks(new_loader, 3, before.state())
 
 
 def test_after_the_rest_all_is_as_with_that_number_from_the_start() -> None:
@@ -172,8 +169,7 @@ def test_a_packed_dataset_goes_on_with_other_ranks_and_worker_processes(folder: 
     assert one.take() == ALL
 
 
-@pytest.mark.parametrize("repeat", [False, True])
-def test_a_mixture_skips_what_other_ranks_have_without_reading_it(repeat: bool) -> None:
+def test_new_workers_read_only_the_shards_that_they_finish() -> None:
     class Watched(list[Any]):
         reads = 0
 
@@ -184,7 +180,7 @@ def test_a_mixture_skips_what_other_ranks_have_without_reading_it(repeat: bool) 
     data = Watched(feature(number) for number in range(60))
 
     def new_loader(**place: Any) -> DataflowLoader:
-        mixture = MixtureDistributor([MapDistributor(data), MapDistributor(FEATURES)], [4, 1], repeat=repeat)
+        mixture = MixtureDistributor([MapDistributor(data), MapDistributor(FEATURES)], [4, 1])
         return DataflowLoader(mixture, seed=2, **place)
 
     two = Ranks(new_loader, 2)
@@ -192,13 +188,21 @@ def test_a_mixture_skips_what_other_ranks_have_without_reading_it(repeat: bool) 
     state = two.state()
     Watched.reads = 0
     three = Ranks(new_loader, 3, state)
-    more = three.take(8)
-    assert Watched.reads <= 24 + 3 * 32  # what is used, and read ahead
-    assert sum(seen.values()) == 20
-    if not repeat:
-        rest = Ranks(new_loader, 1, three.state()).take()
-        expected = Counter(f"s{number}" for number in [*range(60), *range(ITEMS)])
-        assert seen + more + rest == expected
+    more = three.take(8)  # the third rank has no shard until the epoch ends
+    assert Watched.reads <= 16 + 2 * 32  # used, and read ahead
+    rest = Ranks(new_loader, 1, three.state()).take()
+    assert seen + more + rest == Counter(f"s{number}" for number in [*range(60), *range(ITEMS)])
+
+
+def test_a_stream_without_end_is_shared_by_fewer_workers_alone() -> None:
+    def new_loader(**place: Any) -> DataflowLoader:
+        return DataflowLoader(MixtureDistributor([MapDistributor(FEATURES)], [1], repeat=True), **place)
+
+    two = Ranks(new_loader, 2)
+    two.take(3)
+    assert sum(Ranks(new_loader, 1, two.state()).take(9).values()) == 9
+    with pytest.raises(BatchError, match="stream without end has 2 shards, and 3 workers cannot share them"):
+        Ranks(new_loader, 3, two.state())
 
 
 def test_joint_loaders_change_together() -> None:
@@ -269,12 +273,12 @@ def test_what_cannot_change_says_so() -> None:
     two = [new_loader(FEATURES, rank=rank, world_size=2) for rank in range(2)]
     state = two[1].state_dict()
     with pytest.raises(
-        BatchError, match="is of rank 1 of world_size 2 alone, .* to 1 ranks of 1 workers: load what gather_state"
+        BatchError, match="is of rank 1 alone, .*2 ranks of 1 workers saved, 1 of 1 now.: load what gather_state"
     ):
         new_loader(FEATURES).load_state_dict(state)
     with pytest.raises(BatchError, match="has ranks 1, and the run had 2; call gather_state on every"):
         new_loader(FEATURES).load_state_dict({"ranks": [state]})
-    with pytest.raises(BatchError, match="rank 1 saved, 0 now"):
+    with pytest.raises(BatchError, match="is of rank 1, and this is rank 0"):
         two[0].load_state_dict(state)
     with pytest.raises(BatchError, match="seed 0 saved, 4 now"):
         new_loader(FEATURES, seed=4).load_state_dict({"ranks": [one.state_dict() for one in two]})
@@ -291,19 +295,21 @@ print(json.dumps([names, gather_state(loader)]))
 """
 
 
-def test_an_order_log_of_two_numbers_of_ranks_says_so(tmp_path: Path) -> None:
+def test_an_order_log_goes_on_with_other_ranks(tmp_path: Path) -> None:
     def new_loader(**place: Any) -> DataflowLoader:
-        return DataflowLoader(MapDistributor(FEATURES), order_log=tmp_path / str(place["world_size"]), **place)
+        return DataflowLoader(MapDistributor(FEATURES), order_log=tmp_path, **place)
 
     two = Ranks(new_loader, 2)
     two.take(2)
-    Ranks(new_loader, 1, two.state()).take()
-    report = check_order(tmp_path / "1")
-    assert (report.problems, report.samples, report.complete) == ([], ITEMS - 4, [0])
-    (tmp_path / "1" / "order-00000.jsonl").rename(tmp_path / "2" / "order-00009.jsonl")
-    assert check_order(tmp_path / "2").problems == [
-        "epoch 0 has steps of 1 ranks of 1 workers and of 2 ranks of 1 workers: name another `order_log` folder where "
-        "that changes"
+    state = two.state()
+    two.take(1)  # after the checkpoint: the lines of the resumed run replace these
+    Ranks(new_loader, 3, state).take()
+    report = check_order(tmp_path)
+    assert (report.problems, report.samples, report.complete) == ([], ITEMS, [0])
+    Ranks(new_loader, 1, state).take(1)  # another way to resume from the same checkpoint
+    assert check_order(tmp_path).problems == [
+        "epoch 0 was resumed in different ways, 1 ranks from step 2, 2 ranks from step 0, 3 ranks from step 2: pass "
+        "another `order_log` folder to each of these runs"
     ]
 
 

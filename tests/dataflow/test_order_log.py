@@ -97,7 +97,7 @@ def test_replay_tells_what_a_step_holds(tmp_path: Path, num_workers: int) -> Non
             options = ["--step", step, "--world-size", 2, "--batch-size", 2, "--num-workers", num_workers, "--seed", 4]
             replayed = printed_json(command, ["replay", str(folder), "--json", *map(str, options)])
             assert replayed["ranks"][rank]["ids"] == batch.ids
-    with pytest.raises(ConfigError, match="`step` is 9, and the epoch has [34] steps"):
+    with pytest.raises(ConfigError, match="`step` must be at most [34], the steps of the epoch, got 9"):
         CliRunner().invoke(
             command, ["replay", str(folder), "--step", "9", "--batch-size", "4"], catch_exceptions=False
         )
@@ -123,10 +123,10 @@ def test_replay_of_a_config_tells_what_a_step_holds(
         arguments = ["replay", str(file), "--json", "--world-size", "2", "--num-workers", str(num_workers)]
         ranks = printed_json(command, [*arguments, "--step", str(step)])["ranks"]
         assert [one["ids"] for one in ranks] == [(of_rank[step - 1 :] or [[]])[0] for of_rank in ids]
-    with pytest.raises(ConfigError, match=f"`step` is 999, and the epoch has {max(map(len, ids))} steps"):
+    with pytest.raises(ConfigError, match=f"`step` must be at most {max(map(len, ids))}, the st"):
         CliRunner().invoke(command, [*arguments, "--step", "999"], catch_exceptions=False)
     if streaming:
-        with pytest.raises(ConfigError, match="`batch_size` is 2; drop it: with `streaming: true` every batch is one"):
+        with pytest.raises(ConfigError, match="`batch_size` must be 1 with `streaming: true`, got 2"):
             CliRunner().invoke(command, [*arguments, "--step", "1", "--batch-size", "2"], catch_exceptions=False)
 
 

@@ -229,7 +229,6 @@ def test_a_state_of_other_data_or_settings_is_refused() -> None:
     state = new_loader().state_dict()
     for other, message in (
         (new_loader(12), "distributor_items 13 saved, 12 now"),
-        (new_loader(size=3), "packer_batch_size 2 saved, 3 now"),
         (new_loader(seed=1), "seed 0 saved, 1 now"),
     ):
         with pytest.raises(BatchError, match=message):
@@ -303,7 +302,7 @@ def test_mixture_draws_by_ratio_the_same_on_every_rank() -> None:
     sequences = []
     for rank in range(2):
         mixture = MixtureDistributor(data, weights, repeat=True)
-        share = Share(rank=rank, world_size=2, seed=7)
+        share = Share(index=rank, count=2, seed=7)
         sequences.append([item.value for item, _ in zip(mixture.read(share), range(draws), strict=False)])
     assert sequences[0] == sequences[1]
     for index, weight in enumerate(weights):
