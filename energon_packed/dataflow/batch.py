@@ -102,6 +102,13 @@ class PackedBatch(Batch):
 
         return self._with_tensors(moved)
 
+    def without_targets(self) -> "PackedBatch":
+        """The same row without targets and names of samples, for a rank that has no row in a step."""
+        found = copy(self)
+        found.labels, found.loss_mask = torch.full_like(self.labels, IGNORE_INDEX), torch.zeros_like(self.loss_mask)
+        found.ids = [None] * len(self.ids)
+        return found
+
     def pin_memory(self) -> "PackedBatch":
         """This batch with all tensors in pinned memory; DataLoaders with `pin_memory=True` call it."""
         return self._with_tensors(lambda name, tensor: tensor.pin_memory())

@@ -128,12 +128,12 @@ class Order:
         """The segment of an epoch whose layout does not change."""
         return Segment(ranks=ranks, rows=rows, weights=self.weights)
 
-    def steps(self, segment: Segment, rank: int, *, drop_last: bool = False) -> int:
+    def steps(self, segment: Segment, rank: int | None, *, drop_last: bool = False) -> int:
         """Number of the step after the last step of a rank, in an epoch that ends with this segment.
 
         Args:
             segment: the last one of the epoch.
-            rank: from 0.
+            rank: from 0; None for the rank with the most steps.
             drop_last: leave out a step that is not full.
 
         Raises:
@@ -142,7 +142,7 @@ class Order:
         if self.repeat:
             raise TypeError("the number of batches is not known in advance: the data repeats, count steps")
         full, left = divmod(len(self) - segment.item, segment.width)
-        return segment.step + full + (left > rank and not drop_last)
+        return segment.step + full + (left > (rank or 0) and not drop_last)
 
     def places(self, segment: Segment, step: int, rank: int) -> range:
         """Places in the order of the items of a step on one rank."""

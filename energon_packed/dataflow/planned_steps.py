@@ -34,14 +34,19 @@ class PlannedSteps:
         rank, world_size: data-parallel place.
         num_workers: worker processes, at least 1.
         seed: of the loader.
+        mask: in a last step without an item for this rank, a row of another rank without targets, so that all ranks
+            have as many steps and no item is used twice.
     """
 
-    def __init__(self, roles: Roles, rank: int, world_size: int, num_workers: int, seed: int) -> None:
+    def __init__(
+        self, roles: Roles, rank: int, world_size: int, num_workers: int, seed: int, *, mask: bool = False
+    ) -> None:
         assert isinstance(roles.distributor, MapDistributor)
         assert roles.packer.rows is not None
         self.roles, self.rank, self.num_workers, self.seed = roles, rank, num_workers, seed
         self.order = roles.distributor.order
         self.layout = self.order.segment(world_size, roles.packer.rows)
+        self.mask = mask
 
     place = None  # a state is the same on all ranks
 
@@ -55,7 +60,7 @@ class PlannedSteps:
 
     def length(self, rank: int) -> int:
         """Steps of a rank in one epoch. Raises TypeError if they do not end."""
-        return self.order.steps(self.layout, rank, drop_last=self.roles.packer.drop_last)
+        return self._stop(self.layout, rank)
 
     def identity(self) -> dict[str, Any]:
         """Data and settings that decide the order."""
@@ -107,25 +112,21 @@ class PlannedSteps:
             position: where all workers begin.
             turn: number of the worker among those of the rank, counted from the one that makes the first step.
         """
-        order, packer, segment = self.order, self.roles.packer, position.segments[-1]
-        step = position.step + turn
-        while order.repeat or step < order.steps(segment, self.rank, drop_last=packer.drop_last):
-            yield self._step(position, step, turn)
+        segment, repeat = position.segments[-1], self.order.repeat
+        step, stop = position.step + turn, 0 if repeat else self._stop(segment, self.rank)
+        while repeat or step < stop:
+            places = self.order.places(segment, step, self.rank)
+            yield self._step(position, step, turn) if places else self._masked(position, step, turn)
             step += self.num_workers
-        dropped = self._dropped_at_the_end(segment) if turn == 0 and not order.repeat else []
+        dropped = self._dropped_at_the_end(segment) if turn == 0 and not repeat else []
         yield Step(turn, None, None, [], dropped, ended=True)
-
-    def names(self, position: PlannedPosition, step: int) -> list[int]:
-        """Numbers of the items of a step, in the dataset."""
-        segments = position.segments
-        places = self.order.places(segments[-1], step, self.rank)
-        return self.order.numbers(places, position.epoch, self.seed, segments)
 
     def _step(self, position: PlannedPosition, step: int, turn: int) -> Step:
         distributor, roles = self.roles.distributor, self.roles
         assert isinstance(distributor, MapDistributor)
         places = self.order.places(position.segments[-1], step, self.rank)
-        values = [distributor.read_item(number) for number in self.names(position, step)]
+        numbers = self.order.numbers(places, position.epoch, self.seed, position.segments)
+        values = [distributor.read_item(number) for number in numbers]
         samples, used, dropped = [], [], []
         for place, value, found in zip(places, values, encoded(values, roles.processor), strict=True):
             if isinstance(found, EnergonPackedError):
@@ -137,6 +138,16 @@ class PlannedSteps:
                 used.append(place)
         batch = roles.collator.collate(samples) if samples else None
         return Step(turn, batch, None, used, dropped)
+
+    def _masked(self, position: PlannedPosition, step: int, turn: int) -> Step:
+        """A row of the first rank without targets: it takes part in collective operations, and not in the loss."""
+        other = PlannedSteps(self.roles, 0, self.layout.ranks, self.num_workers, self.seed)
+        found = other._step(position, step, turn)
+        batch = None if found.batch is None else found.batch.without_targets()
+        return Step(turn, batch, None, [], [])
+
+    def _stop(self, segment: Segment, rank: int) -> int:
+        return self.order.steps(segment, None if self.mask else rank, drop_last=self.roles.packer.drop_last)
 
     def _dropped_at_the_end(self, segment: Segment) -> list[int]:
         """Places of the items of this rank in the last, short step, if it is left out."""

@@ -20,7 +20,6 @@ from energon_packed.dataflow.state import check_identity, check_numbers, damaged
 from energon_packed.dataflow.worker_stream import Roles, Step, WorkerStream
 from energon_packed.errors import BatchError
 
-
 _ENDED = {"ended": True, "ready": []}
 
 

@@ -62,10 +62,11 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         options: `rank` and `world_size`, data-parallel place, by default from torch.distributed; `seed`;
             `max_failures`, samples of this rank that may fail to load; `drop_last`, with `batch_size`;
             `allow_changed_weights`, a state of other weights of a mixture or blend is restored, and what follows is
-            drawn by the new ones; `order_log`, a folder where every step is written down (`energon-packed order
-            check` reads it); and these of torch's
-            DataLoader: `persistent_workers`, `pin_memory`, `prefetch_factor`, `timeout`,
-            `multiprocessing_context`, `worker_init_fn`.
+            drawn by the new weights; `order_log`, a folder where every step is written down (`energon-packed order
+            check` reads it); `even_ranks`, "mask" gives a rank without an item in the last step a row without
+            targets, so that all ranks have as many batches; and these options of torch's DataLoader:
+            `persistent_workers`, `pin_memory`, `prefetch_factor`, `timeout`, `multiprocessing_context`,
+            `worker_init_fn`.
 
     Attributes:
         failures: samples that failed or were dropped, by reason.
@@ -107,10 +108,11 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         self._settings = settings
         self._rank, self._world_size = place_of(settings.rank, settings.world_size)
         planned = isinstance(distributor, MapDistributor) and self._roles.packer.rows is not None
-        kind = PlannedSteps if planned else StreamSteps
-        self._plan: PlannedSteps | StreamSteps = kind(
-            self._roles, self._rank, self._world_size, max(1, num_workers), settings.seed
-        )
+        place = (self._roles, self._rank, self._world_size, max(1, num_workers), settings.seed)
+        mask = settings.even_ranks == "mask"
+        if mask and not planned:
+            raise ConfigError("`even_ranks` 'mask' needs items with a global order, got a stream. Use 'off'.")
+        self._plan: PlannedSteps | StreamSteps = PlannedSteps(*place, mask=mask) if planned else StreamSteps(*place)
         self._order_log = (
             None if settings.order_log is None else OrderLog(Path(settings.order_log), self._rank, planned=planned)
         )

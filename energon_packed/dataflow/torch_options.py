@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from energon_packed.dataflow.distributors.base import Distributor
 from energon_packed.dataflow.packers import Packer
@@ -30,8 +30,11 @@ class Settings:
     drop_last: bool = False
     allow_changed_weights: bool = False
     order_log: str | Path | None = None
+    even_ranks: Literal["off", "mask"] = "off"
 
     def __post_init__(self) -> None:
+        if self.even_ranks not in ("off", "mask"):
+            raise ConfigError(f"`even_ranks` must be 'off' or 'mask', got {self.even_ranks!r}.")
         for name in ("seed", "max_failures"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"`{name}` is {getattr(self, name)}; it must be at least 0")

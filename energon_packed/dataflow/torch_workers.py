@@ -3,12 +3,13 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from energon_packed.dataflow.planned_steps import PlannedSteps
-from energon_packed.dataflow.stream_steps import StreamSteps
+from energon_packed.dataflow.stream_steps import StreamPosition, StreamSteps
 from energon_packed.dataflow.transport import Counts, Message, Outbox, guarded
 from energon_packed.dataflow.worker_stream import Step
 from energon_packed.errors import ConfigError
@@ -28,14 +29,15 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
         self.counts = Counts(steps.num_workers)
         self._epoch = torch.zeros(1, dtype=torch.int64)
         torch.Tensor.share_memory_(self._epoch)  # type: ignore[no-untyped-call]  # seen by persistent workers
-        self._start: Any = steps.begin(0)
+        self._start: Any = None
         self._by_loader = False
 
     @contextmanager
     def begin(self, position: Any) -> Iterator[None]:
         """Set where the iteration begins that is made inside; only workers that start now see more than its epoch."""
         self._epoch[0] = position.epoch
-        self._start = position
+        # A mark keeps every update of a mixture since then, and workers do not need it.
+        self._start = replace(position, mark=None) if isinstance(position, StreamPosition) else position
         self.counts.begin()
         self._by_loader = True
         try:

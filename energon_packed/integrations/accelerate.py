@@ -10,7 +10,7 @@ accelerator             from Accelerator(...)
 prepare_loader          PackedLoader, DataflowLoader, PackedIterableDataset
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,8 +36,12 @@ class PreparedLoader(DataLoaderShard):
         """
         return len(self.dataset)
 
+    def skip_on_resume(self, batches: int) -> None:
+        """Put empty batches in front of the next iteration, for a trainer that skips as many when it resumes."""
+        self.dataset.placeholders = batches
+
     def state_dict(self) -> dict[str, Any]:
-        """States of all ranks behind the last batch that was handed out, in plain types; every rank must call it."""
+        """State of all ranks behind the last batch that was handed out, in plain types; every rank must call it."""
         return gathered(self.dataset.state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -49,7 +53,7 @@ class PreparedLoader(DataLoaderShard):
         self.dataset.restore(state_dict)
 
 
-def prepare_loader(accelerator: Any, loader: Any) -> Any:
+def prepare_loader(accelerator: Any, loader: Any, *, to_inputs: Callable[[Any], Any] | None = None) -> Any:
     """Prepare a loader that deals packs to ranks itself; do not pass it to `accelerator.prepare`.
 
         accelerator = Accelerator()
@@ -59,23 +63,30 @@ def prepare_loader(accelerator: Any, loader: Any) -> Any:
     Args:
         accelerator: made before the loader, as it begins the process group.
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank.
+        to_inputs: makes the inputs of the model of each batch; by default `transformers_inputs()`.
 
     Returns:
-        a DataLoader of accelerate that gives `transformers_inputs()` of each batch on the accelerator's device. Each
-        iteration is one epoch. `accelerator.prepare` returns it as it is.
+        a DataLoader of accelerate that gives the inputs of each batch on the accelerator's device. Each iteration is
+        one epoch. `accelerator.prepare` returns it as it is.
 
     Raises:
         ConfigError: the loader is of another rank or number of ranks than this process.
     """
     refuse_other_place(loader, accelerator.process_index, accelerator.num_processes)
+    return prepared_loader(accelerator, loader, to_inputs or _inputs_of)
+
+
+def prepared_loader(accelerator: Any, loader: Any, to_inputs: Callable[[Any], Any]) -> PreparedLoader:
+    """As `prepare_loader`, of a loader whose data-parallel place is right."""
     prepared = PreparedLoader(
-        _Ahead(loader),
+        _Ahead(loader, to_inputs),
         device=accelerator.device if accelerator.device_placement else None,
         batch_size=None,
         collate_fn=_unchanged,
     )
     prepared._is_accelerate_prepared = True  # what accelerator.prepare looks at
-    return accelerator.prepare(prepared)
+    found: PreparedLoader = accelerator.prepare(prepared)
+    return found
 
 
 def refuse_other_place(loader: Any, rank: int, world_size: int) -> None:
@@ -93,11 +104,18 @@ def refuse_other_place(loader: Any, rank: int, world_size: int) -> None:
 
 
 class _Ahead(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """The batches of one epoch for accelerate, which hands a batch out when it has read the next one."""
+    """The batches of one epoch for accelerate, which hands a batch out when it has read the next one.
 
-    def __init__(self, loader: Any) -> None:
+    Attributes:
+        placeholders: empty batches that come first in the next iteration, for a Trainer that skips as many: the loader
+            is behind the batches that these stand for.
+    """
+
+    def __init__(self, loader: Any, to_inputs: Callable[[Any], Any]) -> None:
         self._loader = loader
+        self._to_inputs = to_inputs
         self._batches = ConsumedBatches(loader)
+        self.placeholders = 0
         self._waiting: dict[str, Any] | None = None  # read, and not handed out as far as one can know
 
     def __len__(self) -> int:
@@ -107,11 +125,14 @@ class _Ahead(torch.utils.data.IterableDataset[dict[str, Any]]):
         return steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _ in range(self.placeholders):
+            yield {}
+        self.placeholders = 0
         if self._waiting is not None:  # an iteration that was broken off had read one more
             yield self._waiting
         for batch in self._batches.epoch():
             self._batches.use(self._batches.read - 1)  # the batch before is handed out
-            self._waiting = batch.transformers_inputs()
+            self._waiting = self._to_inputs(batch)
             yield self._waiting
         self._batches.use(self._batches.read)
         self._waiting = None
@@ -123,6 +144,10 @@ class _Ahead(torch.utils.data.IterableDataset[dict[str, Any]]):
     def restore(self, state: dict[str, Any]) -> None:
         self._batches.restore(state)
         self._waiting = None
+
+
+def _inputs_of(batch: Any) -> Any:
+    return batch.transformers_inputs()
 
 
 def _unchanged(batch: Any) -> Any:

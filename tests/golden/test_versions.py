@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from energon_packed.integrations.rows import Rows
 
 from energon_packed import (
     BatchError,
@@ -28,7 +29,6 @@ from energon_packed import (
 from energon_packed.cli.main import cli
 from energon_packed.dataflow.energon.redist import redistribute
 from energon_packed.integrations.gathered import gathered, of_this_rank
-from energon_packed.integrations.rows import Rows
 from energon_packed.metadataset import make_blend
 from energon_packed.pipeline import keys
 from energon_packed.version import FORMAT_VERSION

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from energon_packed.dataflow import PackedLoader
+from energon_packed.dataflow import DataflowLoader, PackedLoader
 from energon_packed.integrations.megatron.layouts import Layout, megatron_batch
 
 
@@ -13,7 +13,7 @@ class MegatronIterator(Iterator[dict[str, Any]]):
     Megatron-LM and Megatron-Bridge call `save_state` at every checkpoint; Megatron-Bridge calls `restore_state` too.
     """
 
-    def __init__(self, loader: PackedLoader, layout: Layout, *, with_pixels: bool = True) -> None:
+    def __init__(self, loader: PackedLoader | DataflowLoader, layout: Layout, *, with_pixels: bool = True) -> None:
         """Use `train_valid_test_dataloaders_provider`.
 
         Args:

@@ -1,10 +1,12 @@
 """A data loader provider for Megatron's `pretrain`."""
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
-from energon_packed.dataflow import get_packed_loader
+from energon_packed.dataflow import Collator, DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
+from energon_packed.dataflow.distributors.map import Balance
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron.iterator import MegatronIterator
@@ -12,8 +14,10 @@ from energon_packed.integrations.megatron.layouts import Layout, check_layout
 from energon_packed.integrations.megatron.ranks import Place, check_parallelism
 from energon_packed.integrations.megatron.restore import restore_iterator
 from energon_packed.metadataset import has_split
+from energon_packed.packing.balance import CostModel
 
 Provider = Callable[[Any], tuple[MegatronIterator | None, MegatronIterator | None, MegatronIterator | None]]
+Order = Literal["global", "energon"]
 _DECIDED = ("rank", "world_size", "split", "epochs", "shuffle")
 
 
@@ -23,6 +27,7 @@ def train_valid_test_dataloaders_provider(
     *,
     layout: Layout = "bridge",
     restore: str | Path | Literal["auto"] | None = "auto",
+    order: Order = "global",
     **options: Any,
 ) -> Provider:
     """A provider for Megatron's `pretrain`: called on every rank, it gives (train, valid, test) iterators.
@@ -42,15 +47,19 @@ def train_valid_test_dataloaders_provider(
         restore: where the data position of a restarted run comes from. `auto`: under Megatron-LM, the file in
             `--dataloader-save` of the iteration that `--load` restored; Megatron-Bridge restores by itself. A path: a
             checkpoint folder (of its last complete iteration), an iteration folder or a file. None starts anew.
-        options: as `get_packed_loader` takes them, without rank, world_size, split, epochs and shuffle.
+        order: `global`: packs in one order for all ranks, epoch after epoch, so that every rank has a pack at every
+            step, and a checkpoint continues exactly with any number of ranks and workers. `energon`: the order of
+            Energon's loader, which also packs on the fly and draws a blend by weight without an epoch.
+        options: with `global`, those of `ordered_loader`; with `energon`, those of `get_packed_loader` without rank,
+            world_size, split, epochs and shuffle.
 
     Raises:
-        ConfigError: an unknown layout, or an option that Megatron decides; when called, settings that this layout or
-            parallelism cannot have, megatron-core is missing, or there is no state to restore.
+        ConfigError: an unknown layout, order or option, or an option that Megatron decides; when called, settings that
+            this layout or parallelism cannot have, megatron-core is missing, or there is no state to restore.
         BatchError: when called, the state is of another loader.
     """
     check_layout(layout)
-    _check_options(options)
+    _check_options(options, order)
 
     def provider(train_val_test_num_samples: Any = None) -> tuple[Any, Any, Any]:
         place = Place.of_this_process()
@@ -60,7 +69,8 @@ def train_valid_test_dataloaders_provider(
 
         def iterator(split: str) -> MegatronIterator:
             ranks: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
-            loader = get_packed_loader(path, encoder, split=split, **ranks, **options)
+            make: Any = ordered_loader if order == "global" else get_packed_loader
+            loader = make(path, encoder, split=split, **ranks, **options)
             return MegatronIterator(loader, layout, with_pixels=not place.is_middle_stage)
 
         train = iterator("train")
@@ -72,10 +82,79 @@ def train_valid_test_dataloaders_provider(
     return provider
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def ordered_loader(
+    path: str | Path,
+    encoder: Processor | None,
+    *,
+    rank: int,
+    world_size: int,
+    split: str = "train",
+    micro_batch_size: int = 1,
+    num_workers: int = 2,
+    seed: int = 0,
+    collator: Collator | None = None,
+    balance: Balance | None = None,
+    cost: CostModel | None = None,
+    max_failures: int = 0,
+    check_encoder: bool = True,
+    check_lengths: bool = True,
+    trust_sample_loader: bool = False,
+    timeout: float = 0,
+    order_log: str | Path | None = None,
+) -> DataflowLoader:
+    """A loader of packs in their global order, epoch after epoch without end.
+
+    Args:
+        path, encoder, split, check_encoder, check_lengths, trust_sample_loader: as for PackedDataset.
+        rank, world_size: data-parallel place.
+        micro_batch_size: packs in one batch; they are joined into one row.
+        num_workers: worker processes; 0 loads in this process.
+        seed: of the order.
+        collator: by default PaddingFreeCollator.
+        balance, cost: as for MapDistributor.
+        max_failures: packs of this rank that may fail to load and are skipped.
+        timeout: seconds to wait for a batch of the worker processes; 0 waits as long as they live.
+        order_log: folder where every step is written down.
+
+    Raises:
+        ConfigError, FormatError: as PackedDataset and DataflowLoader.
+    """
+    dataset = PackedDataset(
+        path,
+        encoder,
+        split=split,
+        check_encoder=check_encoder,
+        check_lengths=check_lengths,
+        trust_sample_loader=trust_sample_loader,
+    )
+    options: dict[str, Any] = {"timeout": timeout} if timeout else {}
+    return DataflowLoader(
+        MapDistributor(dataset, repeat=True, balance=balance, cost=cost),
+        collator=collator,
+        batch_size=micro_batch_size,
+        num_workers=num_workers,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        max_failures=max_failures,
+        order_log=order_log,
+        **options,
+    )
+
+
+def _check_options(options: Mapping[str, Any], order: str) -> None:
+    if order not in ("global", "energon"):
+        raise ConfigError(f"`order` must be 'global' or 'energon', got {order!r}.")
     for name in _DECIDED:
         if name in options:
             raise ConfigError(
                 f"`{name}` is no option of the provider: Megatron sets ranks and splits, and its loop repeats "
                 "shuffled data; remove it"
+            )
+    known = signature(ordered_loader).parameters
+    for name in options:
+        if order == "global" and name not in known:
+            raise ConfigError(
+                f"`{name}` is not an option of the global order, which has {', '.join(list(known)[5:])}. Drop it, or "
+                "set order='energon'."
             )

@@ -94,12 +94,15 @@ def _only_file(iteration: Path, rank: int) -> Path:
         return found[0]
     if found:
         raise ConfigError(f"restore: {iteration} has several states, {', '.join(map(str, found))}; pass one of them")
-    others = {file.name for file in iteration.rglob(_name("*"))}
+    others = sorted(iteration.rglob(_name("*")))
+    if others and "rank" not in read_state(others[0]).state:
+        return others[0]  # the same on all ranks
     if not others:
         raise ConfigError(f"restore: {iteration} has no {_name(f'{rank:03d}')}; {_REMEDY}")
+    ranks = len({one.name for one in others})
     raise ConfigError(
-        f"restore: {iteration} has states of {len(others)} data-parallel ranks and none of rank {rank}: the number of "
-        f"ranks changed; run energon-packed state redist first, or {_REMEDY}"
+        f"restore: {iteration} has states of {ranks} data-parallel ranks and none of rank {rank}: the number of ranks "
+        f"changed; run energon-packed state redist first, or {_REMEDY}"
     )
 
 

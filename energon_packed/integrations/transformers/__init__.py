@@ -8,8 +8,8 @@ callbacks.py    IsolationCheck, BlendEpochs
 
 from energon_packed.integrations.transformers.arguments import check_training_arguments, packed_training_arguments
 from energon_packed.integrations.transformers.callbacks import BlendEpochs, IsolationCheck
-from energon_packed.integrations.transformers.evaluation import PackedTrainer
 from energon_packed.integrations.transformers.stream import StreamState, TrainerStream
+from energon_packed.integrations.transformers.trainer import PackedTrainer
 
 __all__ = [
     "BlendEpochs",

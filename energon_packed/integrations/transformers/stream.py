@@ -112,16 +112,63 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
                 raise BatchError("the loader gave no batch in an epoch; check its data")
 
 
-class StreamState(TrainerCallback):
-    """Saves the state of a TrainerStream in each checkpoint, for every rank, and restores it: no replay, no skip.
+class LoaderState(TrainerCallback):
+    """Base class: saves the state of a loader in each checkpoint, and restores it: no replay, no skip.
 
-    It is in `trainer_state.json`, gathered from all ranks. Micro batches that the Trainer has read ahead and not used
-    when it saves are read again.
+    It is in `trainer_state.json`, for all ranks. A subclass implements `restore` and `state`.
+
+    Raises:
+        BatchError: the checkpoint has no state of the loader.
+    """
+
+    remedy = ""
+
+    def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:
+        """Move the loader to a saved state."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """State of the loader for all ranks, behind the last batch that was used."""
+        raise NotImplementedError
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restore the state of a checkpoint that training resumes from."""
+        if not state.global_step:
+            return
+        saved = (state.stateful_callbacks or {}).get(_KEY)
+        if saved is None or saved["step"] != state.global_step:
+            raise BatchError(
+                f"the checkpoint of step {state.global_step} has no state of the data; {self.remedy}, or resume from "
+                "another checkpoint"
+            )
+        self.restore(saved["state"], args, state)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the state to the checkpoint; every rank takes part."""
+        state.stateful_callbacks[_KEY] = {"step": state.global_step, "state": self.state()}
+        if not args.should_save:
+            return
+        path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME
+        if not path.is_file():
+            raise ConfigError(
+                f"{path} is missing, so the state of the data cannot be saved; set save_on_each_node=True"
+            )
+        aside = path.with_name(path.name + ".tmp")
+        state.save_to_json(str(aside))
+        os.replace(aside, path)
+
+
+class StreamState(LoaderState):
+    """TrainerCallback that saves the state of a TrainerStream in each checkpoint, and restores it.
+
+    Micro batches that the Trainer has read ahead and not used when it saves are read again.
 
     Raises:
         ConfigError: arguments that the stream contradicts; see `check_training_arguments`.
         BatchError: the checkpoint has no state of the stream.
     """
+
+    remedy = "pass callbacks=[StreamState(stream)] to the Trainer that saves"
 
     def __init__(self, stream: TrainerStream) -> None:
         self.stream = stream
@@ -132,15 +179,15 @@ class StreamState(TrainerCallback):
 
         check_training_arguments(args, self.stream)
         self.stream.used = 0
-        if not state.global_step:
-            return
-        saved = (state.stateful_callbacks or {}).get(_KEY)
-        if saved is None or saved["step"] != state.global_step:
-            raise BatchError(
-                f"the checkpoint of step {state.global_step} has no state of the stream; pass "
-                "callbacks=[StreamState(stream)] to the Trainer that saves, or resume from another checkpoint"
-            )
-        self.stream.batches.restore(saved["state"])
+        super().on_train_begin(args, state, control)
+
+    def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:
+        """Move the stream to a saved state."""
+        self.stream.batches.restore(state)
+
+    def state(self) -> dict[str, Any]:
+        """State of the stream for all ranks."""
+        return gathered(self.stream.batches.state())
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count a micro batch of a step as used."""
@@ -153,21 +200,6 @@ class StreamState(TrainerCallback):
     def _use_one(self) -> None:
         self.stream.used = (self.stream.used or 0) + 1
         self.stream.batches.use(self.stream.used)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the state to the checkpoint; every rank takes part."""
-        all_ranks = gathered(self.stream.batches.state())
-        state.stateful_callbacks[_KEY] = {"step": state.global_step, "state": all_ranks}
-        if not args.should_save:
-            return
-        path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME
-        if not path.is_file():
-            raise ConfigError(
-                f"{path} is missing, so the state of the stream cannot be saved; set save_on_each_node=True"
-            )
-        aside = path.with_name(path.name + ".tmp")
-        state.save_to_json(str(aside))
-        os.replace(aside, path)
 
 
 def _is_function(loader: Any) -> bool:

@@ -19,11 +19,11 @@ import os, sys, torch
 from megatron.core import parallel_state
 from energon_packed import ChatEncoder
 from energon_packed.integrations.megatron import train_valid_test_dataloaders_provider
-rank, world, tensor, pipeline, store, shards, tokenizer, layout = sys.argv[1:]
+rank, world, tensor, pipeline, store, shards, tokenizer, layout, order = sys.argv[1:]
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
 parallel_state.initialize_model_parallel(int(tensor), int(pipeline))
 provider = train_valid_test_dataloaders_provider(
-    shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, shuffle_buffer_size=1)
+    shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, order=order)
 assert provider.is_distributed
 train, valid, test = provider([0, 0, 0])
 print("valid", valid is not None, "test", test is not None)
@@ -43,11 +43,12 @@ print("done")
 
 
 def run_ranks(
-    tmp_path: Path, shards: Path, tokenizer: Path, layout: str, *, tensor: int = 1, pipeline: int = 1, world: int = 2
-) -> list[str]:
+    tmp_path: Path, shards: Path, tokenizer: Path, layout: str, *, tensor: int = 1, pipeline: int = 1, world: int = 2,
+    order: str = "global",
+) -> list[str]:  # fmt: skip
     """Real processes in a real process group."""
     (tmp_path / "store").unlink(missing_ok=True)
-    arguments = [str(tensor), str(pipeline), str(tmp_path / "store"), str(shards), str(tokenizer), layout]
+    arguments = [str(tensor), str(pipeline), str(tmp_path / "store"), str(shards), str(tokenizer), layout, order]
     ranks = [Python(RANK, rank, world, *arguments) for rank in range(world)]
     outputs = []
     for process in ranks:
@@ -59,15 +60,18 @@ def run_ranks(
     return outputs
 
 
-def test_data_parallel_ranks_get_different_rows(pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["global", "energon"])
+def test_data_parallel_ranks_get_different_rows(
+    pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path, order: str
+) -> None:
     shards = pack_demo(split={"train": 0.7, "val": 0.3}, max_packs_per_shard=4).shards
-    outputs = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=1, pipeline=1)
+    outputs = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=1, pipeline=1, order=order)
     assert all("valid True test False" in out for out in outputs)
     assert len({next(line for line in out.splitlines() if "first" in line) for out in outputs}) == 2
     foreign = tmp_path / "foreign"  # what nv-meta makes for tars of other packers has splits, and no packing.json
     shutil.copytree(shards, foreign)
     (foreign / ".nv-meta" / "packing.json").unlink()
-    outputs = run_ranks(tmp_path, foreign, tokenizer_dir, "bridge", tensor=1, pipeline=1)
+    outputs = run_ranks(tmp_path, foreign, tokenizer_dir, "bridge", tensor=1, pipeline=1, order=order)
     assert all("valid True test False" in out for out in outputs)
 
 
@@ -100,6 +104,15 @@ def test_what_megatron_decides_is_no_option(encoder: ChatEncoder, name: str) -> 
     options: dict[str, Any] = {name: 1}
     with pytest.raises(ConfigError, match=f"`{name}` is no option of the provider"):
         train_valid_test_dataloaders_provider("out", encoder, **options)
+
+
+def test_options_of_another_order_are_refused(encoder: ChatEncoder) -> None:
+    with pytest.raises(
+        ConfigError, match="`shuffle_buffer_size` is not an option of the global order"
+    ):
+        train_valid_test_dataloaders_provider("out", encoder, shuffle_buffer_size=4)
+    with pytest.raises(ConfigError, match="`order` must be 'global' or 'energon', got 'random'"):
+        train_valid_test_dataloaders_provider("out", encoder, order="random")  # type: ignore[arg-type]
 
 
 def place(context_parallel_size: int = 1, *, stage: str = "first") -> Place:

@@ -16,6 +16,7 @@ from energon_packed import ChatEncoder, get_packed_loader
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.megatron import MegatronIterator
 from energon_packed.integrations.megatron import restore as module
+from energon_packed.integrations.megatron.provider import ordered_loader
 from energon_packed.integrations.megatron.restore import restore_iterator, state_file
 from tests.conftest import Packer
 
@@ -95,12 +96,42 @@ def test_a_missing_state_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(ConfigError, match="a checkpoint of iteration 100, and .* no data position of it"):
         state_file(tmp_path, 0)
-    saved_by(tmp_path / "iter_0000100" / "mp_rank_00", {})
+    saved_by(tmp_path / "iter_0000100" / "mp_rank_00", {"version": 4, "rank": 0})
     with pytest.raises(ConfigError, match="states of 1 data-parallel ranks and none of rank 1: .* state redist first"):
         state_file(tmp_path, 1)
     saved_by(tmp_path / "iter_0000100" / "mp_rank_00_000", {})
     with pytest.raises(ConfigError, match="has several states, .*; pass one of them"):
         state_file(tmp_path, 0)
+
+
+def test_a_state_of_the_global_order_is_that_of_every_rank(
+    pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    """2 ranks are resumed by 3, of which the last has no file of its own."""
+
+    def iterators(ranks: int) -> list[MegatronIterator]:
+        place: dict[str, Any] = {"world_size": ranks, "num_workers": 0}
+        shards = pack_demo().shards
+        return [
+            MegatronIterator(ordered_loader(shards, encoder, rank=rank, **place), "bridge") for rank in range(ranks)
+        ]
+
+    def tokens(ranks: list[MegatronIterator], steps: int) -> list[Any]:
+        return [tuple(next(one)["tokens"].flatten().tolist()) for _ in range(steps) for one in ranks]
+
+    packs = pack_demo().manifest.packs
+    expected = tokens(iterators(1), packs)
+    first = iterators(2)
+    seen = tokens(first, 2)
+    folder = tmp_path / "iter_0000002"
+    folder.mkdir()
+    for rank, iterator in enumerate(first):
+        torch.save({"dataloader_state_dict": iterator.save_state()}, folder / f"train_dataloader_dprank{rank:03d}.pt")
+    second = iterators(3)
+    for rank, iterator in enumerate(second):
+        restore_iterator(iterator, folder, rank)
+    seen += tokens(second, packs // 3)
+    assert seen[:packs] == expected  # one sequence, whatever the number of ranks
 
 
 def test_auto_restores_the_iteration_that_megatron_lm_loaded(

@@ -74,9 +74,7 @@ def main() -> None:
         saved = torch.load(Path(folder) / f"iter_{step:07d}" / "model.pt")
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-    provider = train_valid_test_dataloaders_provider(
-        shards, encoder, layout="bridge", restore=restore, num_workers=1, shuffle_buffer_size=4
-    )
+    provider = train_valid_test_dataloaders_provider(shards, encoder, layout="bridge", restore=restore, num_workers=1)
     train, _, _ = provider([0, 0, 0])
     assert train is not None
     iterator = RerunDataIterator(train)

@@ -1,22 +1,24 @@
-"""PackedTrainer: the evaluation loss is a mean over tokens, and training data are checked before the first step.
+"""PackedTrainer: a Trainer with the order of training and the loss of packed data.
 
-A stock Trainer's evaluation loss is the mean of the rows' losses, in which a row with few targets counts as much as
-one with many, and with several processes some packs count twice.
+train     the global order of the data: one state for all ranks, and every pack once in each epoch
+evaluate  the mean over tokens. A stock Trainer's evaluation loss is the mean of the rows' losses, in which a row with
+          few targets counts as much as a row with many, and with several processes some packs count twice.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import ceil
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
 from transformers import Trainer
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from energon_packed.dataflow import Collator, DataflowLoader, MapDistributor, PackedDataset, PlannedDataset
 from energon_packed.errors import ConfigError
+from energon_packed.integrations.accelerate import prepared_loader
 from energon_packed.integrations.transformers.arguments import check_training_arguments
-from energon_packed.integrations.transformers.callbacks import BlendEpochs, IsolationCheck
-from energon_packed.integrations.transformers.stream import StreamState, TrainerStream
+from energon_packed.integrations.transformers.callbacks import IsolationCheck
+from energon_packed.integrations.transformers.stream import LoaderState, StreamState, TrainerStream
 
 
 class PackedTrainer(Trainer):
@@ -24,10 +26,14 @@ class PackedTrainer(Trainer):
 
         trainer = PackedTrainer(model, args, eval_dataset=dataset, data_collator=PaddingFreeCollator())
 
+    A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
+    with any number of processes, blends are drawn anew in each epoch, and a checkpoint continues exactly, also with
+    another number of processes. In a last step without a pack for some process, that process gets a row without
+    targets. `train_sampling_strategy="group_by_length"` aligns the packs of a step by cost. A TrainerStream is saved
+    and restored.
+
     `eval_loss` is sum(loss of each target) / number of targets, over all rows of all processes, and every pack counts
-    once. `compute_metrics` gets a row of -100 labels where a process has fewer rows. A TrainerStream is saved and
-    restored, a blend draws each epoch anew, and `train_sampling_strategy="group_by_length"` takes `lengths` of the
-    data. Everything else is as in Trainer.
+    once. `compute_metrics` gets a row of -100 labels where a process has fewer rows. Everything else is as in Trainer.
 
     Raises:
         ConfigError: arguments that do not fit the data; see `check_training_arguments`.
@@ -40,10 +46,42 @@ class PackedTrainer(Trainer):
         data = self.train_dataset
         if data is not None:
             check_training_arguments(self.args, data, lengths_known=hasattr(data, "lengths"))
+        self._loader: Any = None
         if isinstance(data, TrainerStream):
             self.add_callback(StreamState(data))
-        elif len(getattr(data, "blend", ())) > 1:
-            self.add_callback(BlendEpochs(data))
+        elif self._has_order(data):
+            self.add_callback(_OrderState(self))
+
+    def get_train_dataloader(self) -> Any:
+        """This process's rows of each step, in the global order of the data."""
+        data, args = self.train_dataset, self.args
+        if not self._has_order(data):
+            return super().get_train_dataloader()
+        rank, world_size = self._place()
+        workers: dict[str, Any] = {"persistent_workers": True} if args.dataloader_persistent_workers else {}
+        if args.dataloader_num_workers and args.dataloader_prefetch_factor is not None:
+            workers["prefetch_factor"] = args.dataloader_prefetch_factor
+        loader = DataflowLoader(
+            MapDistributor(data, balance="attention" if args.train_sampling_strategy == "group_by_length" else None),
+            collator=self.data_collator,
+            batch_size=self._train_batch_size,
+            num_workers=args.dataloader_num_workers,
+            rank=rank,
+            world_size=world_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            drop_last=args.dataloader_drop_last,
+            even_ranks="mask",
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            **workers,
+        )
+        self._loader = prepared_loader(self.accelerator, loader, lambda batch: self.data_collator([batch]))
+        return self._loader
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Packs of one epoch, for the Trainer's log."""
+        if dataloader is self._loader and self._loader is not None:
+            return len(self.train_dataset)
+        return int(super().num_examples(dataloader))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """This process's rows of the packs; every process has the same number of rows."""
@@ -91,24 +129,19 @@ class PackedTrainer(Trainer):
             metrics={**output.metrics, f"{metric_key_prefix}_loss": loss / targets}, num_samples=packs
         )
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        data = self.train_dataset if train_dataset is None else train_dataset
-        if self.args.train_sampling_strategy != "group_by_length" or not hasattr(data, "lengths"):
-            return super()._get_train_sampler(train_dataset)
-        size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return _SeededGroups(size, data.lengths.tolist(), seed)
+    def _has_order(self, data: Any) -> bool:
+        """Whether the Trainer reads `data` in its global order."""
+        return isinstance(data, PackedDataset | PlannedDataset) and isinstance(self.data_collator, Collator)
+
+    def _place(self) -> tuple[int, int]:
+        """Data-parallel (rank, world size): processes of tensor, context and sequence parallelism share their data."""
+        replicas = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        return self.accelerator.process_index // replicas, self.accelerator.num_processes // replicas
 
     def _rows_of(self, packs: Any) -> Any:
         if packs is None:
             raise ConfigError("evaluation needs `eval_dataset`; pass a PackedDataset of another split")
-        replicas = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()  # processes that share their data
-        rows = _EvaluationRows(
-            packs,
-            self.data_collator,
-            self.args.eval_batch_size,
-            (self.accelerator.process_index // replicas, self.accelerator.num_processes // replicas),
-        )
+        rows = _EvaluationRows(packs, self.data_collator, self.args.eval_batch_size, self._place())
         return DataLoaderShard(
             rows,
             batch_size=None,
@@ -117,26 +150,27 @@ class PackedTrainer(Trainer):
         )
 
 
-class _SeededGroups(LengthGroupedSampler):
-    """Groups by length drawn from the seed and the epoch.
+class _OrderState(LoaderState):
+    """Saves and restores the position of a PackedTrainer in the order of its data."""
 
-    The class of Transformers draws from torch's global generator, which dropout and a resumed run leave elsewhere on
-    each process: then the parts of the processes do not make up an epoch.
-    """
+    remedy = "it was saved by another Trainer: resume it there"
 
-    def __init__(self, size: int, lengths: list[int], seed: int) -> None:
-        super().__init__(size, lengths=lengths)
-        self._seed = seed
-        self.set_epoch(0)
+    def __init__(self, trainer: PackedTrainer) -> None:
+        self._trainer = trainer
 
-    def set_epoch(self, epoch: int) -> None:
-        """Called by accelerate's loaders before each epoch."""
-        self._epoch = epoch
+    def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:
+        """Move the loader to a saved state, in front of as many batches as the Trainer skips in this epoch."""
+        loader = self._trainer._loader
+        loader.load_state_dict(state)
+        if not args.ignore_data_skip:
+            accumulated = args.gradient_accumulation_steps
+            steps = max(1, ceil(len(loader) / accumulated))
+            loader.skip_on_resume(trainer_state.global_step % steps * accumulated)
 
-    def __iter__(self) -> Iterator[int]:
-        self.generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        numbers: Iterator[int] = super().__iter__()
-        return numbers
+    def state(self) -> dict[str, Any]:
+        """State of the loader, the same on all ranks."""
+        found: dict[str, Any] = self._trainer._loader.state_dict()
+        return found
 
 
 class _EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):

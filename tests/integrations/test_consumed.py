@@ -1,0 +1,242 @@
+"""Trainers that read ahead: the state behind any batch that was used, with every update of a learned mixture."""
+
+import json
+import math
+import tracemalloc
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from energon_packed import (
+    ConfigError,
+    DataflowConfig,
+    DataflowLoader,
+    GatheredLoader,
+    JointLoader,
+    MapDistributor,
+    MixtureDistributor,
+    PackedDataset,
+    PackedIterableDataset,
+    PaddingFreeCollator,
+    PoolPacker,
+    TrainerStream,
+    get_packed_loader,
+    prepare_loader,
+)
+from energon_packed.integrations.consumed import ConsumedBatches
+from tests.dataflow.flows import feature
+
+LOADERS: dict[str, Any] = {
+    "energon": lambda packs, blend: get_packed_loader(packs, epochs=1, num_workers=0),
+    "energon_repeated": lambda packs, blend: get_packed_loader(blend, num_workers=0),
+    "energon_workers": lambda packs, blend: get_packed_loader(packs, epochs=1, num_workers=2),
+    "dataflow": lambda packs, blend: DataflowLoader(MapDistributor(PackedDataset(packs))),
+    "dataflow_workers": lambda packs, blend: DataflowLoader(MapDistributor(PackedDataset(packs)), num_workers=2),
+    "pool": lambda packs, blend: DataflowLoader(
+        MapDistributor(PackedDataset(packs)), packer=PoolPacker(2000, pool_size=5), num_workers=1
+    ),
+    "joint": lambda packs, blend: JointLoader(
+        {name: DataflowLoader(MapDistributor(PackedDataset(packs)), seed=seed) for seed, name in enumerate("ab")},
+        {"a": 2, "b": 1},
+    ),
+}
+# Loaders with processes take a second to make: used and read ahead.
+SLOW = {"energon": [(0, 1), (7, 2), (10, 3)], "energon_repeated": [(9, 1)], "energon_workers": [(10, 4), (6, 3)]}
+SLOW |= {"joint": [(3, 2), (9, 1)], "dataflow_workers": [(7, 3)], "pool": [(0, 2), (4, 4)]}
+
+
+def stream(batches: ConsumedBatches) -> Any:
+    while True:
+        yield from batches.epoch()
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_rest_is_identical_from_every_batch_that_was_used(text_packs: list[Path], kind: str) -> None:
+    make = lambda: LOADERS[kind](text_packs[0], text_packs[2])  # noqa: E731
+    steps = 14
+    expected = [batch.ids for batch in islice(stream(ConsumedBatches(make())), steps)]
+    assert len({str(ids) for ids in expected}) > 1
+    for used, ahead in SLOW.get(kind, [(used, used % 4) for used in range(11)]):
+        batches = ConsumedBatches(make())
+        read = [batch.ids for batch in islice(stream(batches), used + ahead)]
+        assert read == expected[: used + ahead]
+        batches.use(used)
+        state = json.loads(json.dumps(batches.state()))
+        resumed = ConsumedBatches(make())
+        resumed.restore(state)
+        assert resumed.state() == state
+        rest = [batch.ids for batch in islice(stream(resumed), steps - used)]
+        assert rest == expected[used:], f"{used} used, {ahead} read ahead"
+
+
+def test_loaders_without_a_state_are_named() -> None:
+    with pytest.raises(ConfigError, match="a list has no state_dict, so it cannot resume"):
+        ConsumedBatches([])
+
+
+# --- learned mixtures ------------------------------------------------------------------------------------------------
+
+
+def rewards_of(step: int) -> dict[str, float]:
+    return {"a": 0.5, "b": 1.0 + step / 20, "c": 2.0 + math.sin(step) / 4}
+
+
+def learning(num_workers: int) -> tuple[MixtureDistributor, DataflowLoader]:
+    """Three sources whose epochs end after 9 to 11 batches, in rows of a pool."""
+    parts = [MapDistributor([feature(n, 1000 * part) for n in range(11 + part)]) for part in range(3)]
+    mixture = MixtureDistributor(parts, [1, 1, 1], names=["a", "b", "c"])
+    loader = DataflowLoader(mixture, packer=PoolPacker(24, pool_size=5), num_workers=num_workers, seed=5)
+    return mixture, loader
+
+
+class ThroughTrainer:
+    """A TrainerStream as Transformers' Trainer reads it: `ahead` batches more than are used."""
+
+    ahead = 3
+
+    def __init__(self, loader: DataflowLoader) -> None:
+        self.stream = TrainerStream(loader)
+        self.stream.used = 0
+        self.batches = self._batches()
+
+    def _batches(self) -> Any:
+        waiting: list[Any] = []
+        for batch in self.stream._endless():
+            waiting.append(batch)
+            if len(waiting) > self.ahead:
+                yield waiting.pop(0)
+
+    def next(self) -> Any:
+        return next(self.batches).input_ids
+
+    def used(self) -> None:
+        assert self.stream.used is not None
+        self.stream.used += 1
+        self.stream.batches.use(self.stream.used)
+
+    def state(self) -> Any:
+        return self.stream.batches.state()
+
+    def restore(self, state: Any) -> None:
+        self.stream.batches.restore(state)
+
+
+class Epochs:
+    """A loader of which each iteration is an epoch."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.batches = iter(())
+
+    def next(self) -> Any:
+        for _ in range(3):
+            batch = next(self.batches, None)
+            if batch is not None:
+                return batch.input_ids if hasattr(batch, "input_ids") else batch["input_ids"]
+            self.batches = iter(self.loader)
+        raise AssertionError("no batch")
+
+    def used(self) -> None:
+        pass
+
+    def state(self) -> Any:
+        return self.loader.state_dict()
+
+    def restore(self, state: Any) -> None:
+        self.loader.load_state_dict(state)
+
+
+WRAPPERS: dict[str, Any] = {
+    "DataflowLoader": Epochs,
+    "GatheredLoader": lambda loader: Epochs(GatheredLoader(loader, steps=7)),
+    "prepare_loader": lambda loader: Epochs(prepare_loader(Accelerator(cpu=True), loader)),
+    "TrainerStream": ThroughTrainer,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_learned_weights_and_batches_are_those_of_the_run_without_interruption(wrapper: str, num_workers: int) -> None:
+    """At every step, over several epochs, whatever the wrapper has read ahead."""
+    steps = 45
+
+    def run(first: int, last: int, state: Any = None) -> tuple[list[Any], list[Any], list[Any]]:
+        mixture, loader = learning(num_workers)
+        wrapped = WRAPPERS[wrapper](loader)
+        if state is not None:
+            wrapped.restore(json.loads(json.dumps(state)))
+        rows, weights, states = [], [], []
+        for step in range(first, last):
+            rows.append(wrapped.next().tolist())
+            weights.append(list(mixture.update(rewards_of(step)).values()))
+            wrapped.used()
+            states.append(wrapped.state())
+        return rows, weights, states
+
+    rows, weights, states = run(0, steps)
+    assert len({str(one) for one in weights}) > steps - 4
+    for step in range(0, steps - 4, 4 if num_workers == 0 else 13):
+        resumed = run(step + 1, steps, states[step])
+        assert resumed[1] == weights[step + 1 :], f"weights after step {step}"
+        assert resumed[0] == rows[step + 1 :], f"batches after step {step}"
+
+
+def test_a_hundred_thousand_steps_without_a_checkpoint_take_no_memory() -> None:
+    """The positions of used batches are dropped, and so are the updates of a mixture that no position needs."""
+    parts = [MapDistributor([{"id": str(part), "input_ids": [1, 2]}] * 50) for part in range(3)]
+    mixture = MixtureDistributor(parts, [1, 1, 1], repeat=True, names=["a", "b", "c"])
+    batches = ConsumedBatches(DataflowLoader(mixture, packer=PoolPacker(4, pool_size=4)))
+    seen = stream(batches)
+
+    def train(steps: int) -> int:
+        for _ in range(steps):
+            next(seen)
+            mixture.update({"a": 1.0, "b": 0.5})
+            batches.use(batches.read - 2)
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = train(500)
+        assert len(batches._positions) <= 3
+        assert train(3000) - before < 40_000
+    finally:
+        tracemalloc.stop()
+    assert len(json.dumps(batches.state())) < 20_000
+
+
+def test_a_raw_stream_inside_another_loader_is_refused(text_packs: list[Path], text_tokenizer_dir: Path) -> None:
+    config = DataflowConfig(
+        inputs=(str(text_packs[2].parent / "a.jsonl"),), tokenizer=text_tokenizer_dir, packing_length=384
+    )
+    data = PackedIterableDataset(config)
+    with pytest.raises(ConfigError, match="each worker would read everything: iterate it directly"):
+        list(torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork"))
+
+
+def test_stateful_data_loaders_of_two_ranks(text_packs: list[Path]) -> None:
+    data = PackedDataset(text_packs[0])
+
+    def new_loader(rank: int) -> Any:
+        sampler = StatefulDistributedSampler(data, num_replicas=2, rank=rank, shuffle=True, seed=1)
+        return StatefulDataLoader(data, batch_size=1, sampler=sampler, collate_fn=PaddingFreeCollator())
+
+    seen = []
+    for rank in (0, 1):
+        loader = new_loader(rank)
+        states, batches = [], []
+        for batch in loader:
+            batches.append(batch["input_ids"].tolist())
+            states.append(loader.state_dict())
+        for step, state in enumerate(states[:-1], 1):
+            resumed = new_loader(rank)
+            resumed.load_state_dict(state)
+            assert [batch["input_ids"].tolist() for batch in resumed] == batches[step:]
+        seen += batches
+    assert sorted(seen) == sorted(PaddingFreeCollator()([pack])["input_ids"].tolist() for pack in data)
