@@ -111,7 +111,7 @@ def _encoder(opened: PackedFolder, settings: dict[str, Any], output: Output) -> 
     """The encoder for encoding the samples again; None, with a note, if its `factor` has two meanings."""
     encoder = opened.load_encoder(settings)
     if changes := opened.overridden(settings):
-        _note(f"{opened.path} is checked with other settings than packing.json has: {', '.join(changes)}", output)
+        _note(f"{opened.path} is checked with settings that differ from packing.json: {', '.join(changes)}", output)
     if encoder.vision is None or not encoder.vision.undecided:
         return encoder
     remedy = "pass `patch_size`, `vision_family` or `processor`"
