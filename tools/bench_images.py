@@ -23,7 +23,7 @@ from benchlib import Report, arguments, image_records, seconds
 from PIL import Image
 
 from energon_packed import EncodedSample, MediaReference, PaddingFreeCollator, VisionFamily
-from energon_packed.encoding import load_vision
+from energon_packed.encoding import EncoderSettings, load_vision
 from energon_packed.encoding.images import load_image
 
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ _ROW = 4  # images in one row
 
 def vision_of(name: str) -> VisionFamily:
     """The family with its default limits."""
-    vision = load_vision(None, **_FAMILIES[name])
+    vision = load_vision(EncoderSettings(**_FAMILIES[name]))
     assert vision is not None
     return vision
 

@@ -13,6 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from energon_packed import PackOptions
+from energon_packed.encoding import EncoderSettings
 from energon_packed.options import Declaration, declared
 from energon_packed.pipeline.survey import LengthsOptions
 
@@ -20,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLES: dict[str, tuple[str, type[Any]]] = {
     "pack": ("packing.md", PackOptions),
     "lengths": ("inspect.md", LengthsOptions),
+    "verify": ("inspect.md", EncoderSettings),
 }
+_WITHOUT_DEFAULTS = (EncoderSettings,)  # packing.json has the values of options that are not given
 _GROUPS = ("Input", "Tokens", "Images", "Packing", "Output", "Run")
 
 
@@ -29,8 +32,12 @@ def table(cls: type[Any]) -> str:
     options = sorted((one for one in declared(cls) if one.flags), key=lambda one: _GROUPS.index(one.group))
     parts = []
     for group, members in groupby(options, key=lambda one: one.group):
-        rows = [f"| {_flags(one)} | `{one.name}` | {_default(one)} | {_meaning(one)} |" for one in members]
-        head = f"**{group}**\n\n| option | name in Python and `--config` | default | meaning |\n|---|---|---|---|"
+        if cls in _WITHOUT_DEFAULTS:
+            rows = [f"| {_flags(one)} | `{one.name}` | {_meaning(one)} |" for one in members]
+            head = f"**{group}**\n\n| option | name in Python | meaning |\n|---|---|---|"
+        else:
+            rows = [f"| {_flags(one)} | `{one.name}` | {_default(one)} | {_meaning(one)} |" for one in members]
+            head = f"**{group}**\n\n| option | name in Python and `--config` | default | meaning |\n|---|---|---|---|"
         parts.append("\n".join([head, *rows]))
     return "\n\n".join(parts)
 

@@ -102,7 +102,8 @@ def _encoder(finder: PackFinder, tokenizer: Path | None) -> Any:
     if finder.manifest is not None and finder.folder is not None:
         from energon_packed.inspection.folder import PackedFolder
 
-        return PackedFolder(finder.folder, finder.manifest).load_encoder(tokenizer)
+        given = {} if tokenizer is None else {"tokenizer": tokenizer}
+        return PackedFolder(finder.folder, finder.manifest).load_encoder(given)
     if tokenizer is None:
         raise ConfigError("there is no packing.json that names a tokenizer; pass `tokenizer`")
     from energon_packed.encoding import ChatEncoder

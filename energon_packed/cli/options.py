@@ -48,7 +48,9 @@ class DeclaredOption(click.Option):
         self.group = group
 
 
-def options_of(cls: type[Any], *, without: Iterable[str] = (), config: bool = True) -> Decorated:
+def options_of(
+    cls: type[Any], *, without: Iterable[str] = (), config: bool = True, defaults: bool = True
+) -> Decorated:
     """A decorator that adds every declared option of a class to a command.
 
     Values that are not given on the command line are absent from its keyword arguments, so that defaults and config
@@ -58,6 +60,7 @@ def options_of(cls: type[Any], *, without: Iterable[str] = (), config: bool = Tr
         cls: the option class.
         without: names that the command declares itself.
         config: add `--config FILE.yaml`.
+        defaults: show in the help text which options are required, and the defaults of the others.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +71,7 @@ def options_of(cls: type[Any], *, without: Iterable[str] = (), config: bool = Tr
             )(command)  # fmt: skip
         for one in reversed(declared(cls)):
             if one.name not in without and one.flags:
-                command = _click_option(one)(command)
+                command = _click_option(one, defaults=defaults)(command)
         return command
 
     return decorate
@@ -125,8 +128,8 @@ def _flags() -> dict[str, str]:
     return {one.name: one.flags[0].split("/")[0] for one in every if one.flags}
 
 
-def _click_option(one: Declaration) -> Decorated:
-    options: dict[str, Any] = {"help": _help(one), "metavar": one.metavar, "default": None}
+def _click_option(one: Declaration, *, defaults: bool) -> Decorated:
+    options: dict[str, Any] = {"help": _help(one) if defaults else one.help, "metavar": one.metavar, "default": None}
     if one.is_flag and len(one.flags) == 1 and "/" not in one.flags[0]:
         options |= {"is_flag": True, "flag_value": not one.default}
     elif one.is_flag:

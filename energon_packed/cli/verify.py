@@ -8,11 +8,10 @@ from typing import Any
 import click
 from rich.text import Text
 
-from energon_packed.cli.options import GroupedCommand, as_options
+from energon_packed.cli.options import GroupedCommand, as_options, collect, options_of
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import SafeConsole, echo
-from energon_packed.encoding import ChatEncoder
-from energon_packed.encoding.pretrained import find_pretrained
+from energon_packed.encoding import ChatEncoder, EncoderSettings
 from energon_packed.encoding.vision import ambiguous
 from energon_packed.errors import ConfigError
 from energon_packed.inspection.folder import PackedFolder
@@ -25,39 +24,35 @@ from energon_packed.shards.nv_meta import SPLITS
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR|METADATASET.yaml")
 @click.option("--fast", is_flag=True, help="Do not encode the samples again.")
 @click.option("--workers", type=click.IntRange(min=0), default=0, help="Processes. [default: all cores]")
-@click.option("--tokenizer", metavar="DIR|NAME",
-              help="Tokenizer folder or cached model. [default: that of packing.json]")  # fmt: skip
-@click.option("--processor", metavar="DIR|NAME",
-              help="Processor folder or cached model. [default: that of packing.json]")  # fmt: skip
 @click.option("--min-utilization", type=click.FloatRange(0, 1), metavar="SHARE",
               help="Fail when tokens fill a smaller share of the rows, such as 0.95.")  # fmt: skip
+@options_of(EncoderSettings, config=False, defaults=False)
 @output_options
 def command(
-    folder: Path,
-    fast: bool,
-    workers: int,
-    tokenizer: str | None,
-    processor: str | None,
-    min_utilization: float | None,
-    output: Output,
+    folder: Path, fast: bool, workers: int, min_utilization: float | None, output: Output, **given: Any
 ) -> None:
     """Check that a dataset is intact and matches its manifest. Exit status 1 when it does not.
 
     \b
     energon-packed verify out
     energon-packed verify out --fast
+    energon-packed verify out --patch-size 16
     energon-packed verify blend.yaml
-    \b
+
+    Samples are encoded again with the settings in packing.json. The options under Tokens and Images override these,
+    and add what they leave open, such as the patch size after pack --factor 48.
+
     Without packing.json (data of other packers, after nv-meta) it runs the checks that do not need it.
     """
+    settings = collect(given, EncoderSettings)
     if min_utilization is not None and math.isnan(min_utilization):
         raise click.BadParameter("nan is not in the range 0<=x<=1.", param_hint="'--min-utilization'")
     paths = sorted({leaf for split in SPLITS for leaf in _leaves(folder, split)}) if folder.is_file() else [folder]
     results = []
     for path in paths:
         opened = PackedFolder.open(path)
-        is_fast = fast or (opened.manifest is None and tokenizer is None)
-        encoder = None if is_fast else _encoder(opened, tokenizer, processor, output)
+        is_fast = fast or (opened.manifest is None and not settings)
+        encoder = None if is_fast else _encoder(opened, settings, output)
         limits = {"min_utilization": min_utilization, "processes": workers or available_cores()}
         results.append(_verified(opened, encoder, limits, output))
     passed = all(result["passed"] for result in results)
@@ -112,15 +107,20 @@ def _verified(
     }
 
 
-def _encoder(opened: PackedFolder, tokenizer: str | None, processor: str | None, output: Output) -> ChatEncoder | None:
-    """What encodes the samples again; None, with a note, where the image settings have two meanings."""
-    folders = [find_pretrained(name) if name is not None else None for name in (tokenizer, processor)]
-    encoder = opened.load_encoder(*folders)
+def _encoder(opened: PackedFolder, settings: dict[str, Any], output: Output) -> ChatEncoder | None:
+    """The encoder for encoding the samples again; None, with a note, if its `factor` has two meanings."""
+    encoder = opened.load_encoder(settings)
+    if changes := opened.overridden(settings):
+        _note(f"{opened.path} is checked with settings that differ from packing.json: {', '.join(changes)}", output)
     if encoder.vision is None or not encoder.vision.undecided:
         return encoder
-    line = f"images are not encoded again: --factor {ambiguous(encoder.vision.undecided)}; --processor DIR says which"
-    echo(f"note: {line}", err=output.as_json or output.quiet)
+    remedy = "pass `patch_size`, `vision_family` or `processor`"
+    _note(f"samples are not encoded again: `factor` {ambiguous(encoder.vision.undecided)}; {remedy}", output)
     return None
+
+
+def _note(text: str, output: Output) -> None:
+    echo(f"note: {as_options(text)}", err=output.as_json or output.quiet)
 
 
 def _show(check: Check, output: Output) -> None:

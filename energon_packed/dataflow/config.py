@@ -8,11 +8,12 @@ import yaml
 
 from energon_packed.dataflow.packers import Packer, PoolPacker, SequentialPacker
 from energon_packed.encoding import StoredTokens
+from energon_packed.encoding.settings import IMAGES
 from energon_packed.errors import ConfigError, SourceError
 from energon_packed.foreign import read_yaml
 from energon_packed.options import make, option, short
 from energon_packed.pipeline.config_file import read_config
-from energon_packed.pipeline.options import IMAGES, INPUT, PACKING, RUN, InputOptions, PackOptions
+from energon_packed.pipeline.options import INPUT, PACKING, RUN, InputOptions, PackOptions
 from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.training_names import translated
@@ -43,8 +44,8 @@ class DataflowConfig(InputOptions):
             buffer of 256 samples; `plan_in_memory` uses all, and windows for `pool_N`.
         filter_overlong: samples longer than a row are dropped and counted; False raises.
         shuffle: a new seeded order every epoch.
-        processor_config: folder of the tokenizer, or a mapping of `tokenizer`, `processor`, `image_processor`,
-            `factor`, `min_pixels`, `max_pixels`, `loss_on`. Without one, records must be tokenized.
+        processor_config: folder of the tokenizer, or a mapping of the parameters of `ChatEncoder.from_pretrained`.
+            Without a tokenizer, records must be tokenized.
         streaming: `get_raw_loader` streams; False plans in memory.
         max_images, max_patches: limits of a row; None for none.
         max_failures: records of a rank that may be rejected before the run stops.

@@ -15,7 +15,7 @@ from energon_packed.dataflow.work_folder import work_folder
 from energon_packed.encoding import EncodedSample, SampleSource
 from energon_packed.errors import BY_CHOICE, ConfigError, Reason, RecordError, Reject, RejectLimitError
 from energon_packed.packing.balance import RowSizes
-from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
+from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.keys import digest, make_keys
 from energon_packed.pipeline.measure import MeasureStage
@@ -39,7 +39,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     def __init__(
         self,
         reader: RecordReader,
-        encoder: EncoderOptions | GivenEncoder,
+        encoder: EncoderLoader,
         refs: RecordRefs,
         groups: list[Int64],
         **facts: Any,

@@ -3,6 +3,7 @@
     Conversation ──rendering──► text + supervised spans ──tokenizer──► TokenBatch ──vision──► EncodedSample
 
 chat.py           ChatEncoder: the path above, for measuring and encoding alike
+settings.py       EncoderSettings: what it is loaded from, declared once; vision_settings.py: the family they describe
 template.py       the chat template; turns.py: where its turns stand; completeness.py: what it drops; time_limit.py
 rendering.py      text and targets; skeleton.py and purity.py: without Jinja where that is proved
 tokenizer.py      ids and supervised tokens of texts; engines.py, engine_proof.py and engine_corpus.py: what tokenizes
@@ -20,6 +21,7 @@ stored_tokens.py  data that is tokenized already
 from energon_packed.encoding.chat import ChatEncoder
 from energon_packed.encoding.processor import Measurement, Processor
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, SampleSource
+from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.encoding.stored_tokens import StoredTokens
 from energon_packed.encoding.vision import VisionFamily, register_vision
 from energon_packed.encoding.vision_settings import load_vision
@@ -28,6 +30,7 @@ __all__ = [
     "IGNORE_INDEX",
     "ChatEncoder",
     "EncodedSample",
+    "EncoderSettings",
     "Measurement",
     "Processor",
     "SampleSource",

@@ -22,17 +22,20 @@ from energon_packed.encoding.dummy import dummy_sample
 from energon_packed.encoding.engines import EngineName
 from energon_packed.encoding.identity import encoder_digests
 from energon_packed.encoding.image_runs import NO_IMAGES, ImageRun, Pixels, expanded
-from energon_packed.encoding.pretrained import PretrainedTokenizer, load_vision_for
+from energon_packed.encoding.pretrained import PretrainedTokenizer
 from energon_packed.encoding.processor import Measurement, Processor
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
+from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.token_batch import TokenBatch, TokenRules
 from energon_packed.encoding.tokenizer import TextTokenizer
 from energon_packed.encoding.tokenizer_parts import TokenizerParts
-from energon_packed.encoding.vision import VisionFamily
+from energon_packed.encoding.vision import PatchOrder, VisionFamily
+from energon_packed.encoding.vision_settings import load_vision
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
+from energon_packed.options import make
 from energon_packed.records import Conversation
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 
@@ -93,31 +96,47 @@ class ChatEncoder(Processor):
     @classmethod
     def from_pretrained(
         cls,
-        tokenizer_dir: str | Path,
-        processor_dir: str | Path | None = None,
+        tokenizer: str | Path,
+        processor: str | Path | None = None,
         *,
+        image_processor: str | None = None,
+        vision_family: str | None = None,
+        factor: int | None = None,
+        patch_size: int | None = None,
+        merge_size: int | None = None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        patch_order: PatchOrder = "auto",
         loss_on: LossOn = "assistant",
         tokenizer_engine: EngineName = "auto",
         allow_special_in_text: bool = False,
-        **image_settings: Any,
     ) -> "ChatEncoder":
         """Load a tokenizer folder and, for images, a processor folder or a named image processor.
 
+        The parameters are the fields of `EncoderSettings`, and the options of `energon-packed pack` and `verify`.
+
         Args:
-            tokenizer_dir: folder with tokenizer.json; its image processor is used where it has one.
-            processor_dir: folder with preprocessor_config.json.
+            tokenizer: folder with tokenizer.json; its image processor is used where it has one. Or the name of a model
+                in the local Hugging Face cache.
+            processor: folder with preprocessor_config.json.
+            image_processor: name of the processor, such as `Qwen2_5_VLProcessor`; determines the family if set.
+            vision_family: name of the family, such as `llava_onevision2`, where several use one image processor.
+            factor: pixels per token side: `patch_size` times `merge_size`.
+            patch_size, merge_size: pixels of a patch side, patches merged along each side into one token.
+            min_pixels, max_pixels: limits of the resized image in pixels.
+            patch_order: order of patches in .npy files of positions: `row`, `block`, or `auto`, by what is in them.
             loss_on: `assistant` (every assistant turn), `last` (the last one) or `all` (all text).
             tokenizer_engine: `fastokens` where it is proved equal (`auto`), or one of `tokenizers`, `fastokens`.
             allow_special_in_text: special tokens written in a text are control tokens, not text.
-            image_settings: `image_processor`, `factor` and the others of `ImageSettings`.
 
         Raises:
-            ConfigError: a folder without a tokenizer, or settings that contradict each other.
+            ConfigError: an invalid value, a folder without a tokenizer, or settings that contradict each other.
         """
-        tokenizer = PretrainedTokenizer(tokenizer_dir)
-        vision = load_vision_for(tokenizer_dir, processor_dir, **image_settings)
+        # locals() are the parameters alone here, so no setting can be left out.
+        settings = make(EncoderSettings, {name: value for name, value in locals().items() if name != "cls"})
+        loaded = PretrainedTokenizer(tokenizer)
         options: Any = {"tokenizer_engine": tokenizer_engine, "allow_special_in_text": allow_special_in_text}
-        return cls(tokenizer, vision, loss_on=loss_on, **options)
+        return cls(loaded, load_vision(settings), loss_on=loss_on, **options)
 
     @property
     def tokenizer(self) -> Any:

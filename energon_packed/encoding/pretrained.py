@@ -1,4 +1,4 @@
-"""Loading tokenizers and image processors from folders or the Hugging Face cache, for `ChatEncoder`."""
+"""Loading tokenizers from folders or the Hugging Face cache, for `ChatEncoder`."""
 
 import json
 import re
@@ -8,8 +8,6 @@ from typing import Any
 
 from energon_packed.encoding.tokenizer_class import load_by_class
 from energon_packed.encoding.tokenizer_parts import TokenizerParts, keep_parts, recall_parts
-from energon_packed.encoding.vision import VisionFamily
-from energon_packed.encoding.vision_settings import load_vision
 from energon_packed.errors import ConfigError
 
 _SETTINGS = ("tokenizer_config.json", "config.json")
@@ -96,17 +94,3 @@ def _template_beside(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{processor} holds no chat template; it must be an object with `chat_template`") from error
     return None
-
-
-def load_vision_for(
-    tokenizer_dir: str | Path, processor_dir: str | Path | None, **image_settings: Any
-) -> VisionFamily | None:
-    """The vision family of a processor folder, of the tokenizer's folder, or of named settings; None without any.
-
-    Raises:
-        ConfigError: a folder without image settings, or settings that contradict each other.
-    """
-    vision = load_vision(find_pretrained(processor_dir or tokenizer_dir), **image_settings)
-    if vision is None and processor_dir is not None:
-        raise ConfigError(f"{processor_dir} has no preprocessor_config.json; pass `image_processor` instead")
-    return vision

@@ -1,18 +1,22 @@
-"""load_vision: the vision family that a processor folder and explicit image options describe; the options win."""
+"""load_vision: the vision family that a processor folder and explicit image settings describe; the settings win."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from energon_packed.encoding.pretrained import find_pretrained
 from energon_packed.encoding.processor_vision import ProcessorVision
-from energon_packed.encoding.vision import PATCH_ORDERS, PatchOrder, VisionFamily, ambiguous, vision_families
+from energon_packed.encoding.settings import EncoderSettings
+from energon_packed.encoding.vision import VisionFamily, ambiguous, vision_families
 from energon_packed.errors import ConfigError
+from energon_packed.options import declared
 
 NEXT_STEP = (
     "use the processor folder of the model, or register a VisionFamily of your own (see 'Vision families' in the docs)"
 )
 _MERGES = (3, 2)  # merge sizes of published models
+_NUMBERS = [one.name for one in declared(EncoderSettings) if one.kind is int]  # sizes and limits of images
 _NAMES = ("model_type", "processor_class", "image_processor_type")
 
 
@@ -33,79 +37,52 @@ class _Layout:
         return {"patch_size": patch * merge, "merge_size": 1} if self.undecided else _sizes(patch, merge)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSettings:
-    """Explicit image options; None where the folder or the family decides.
-
-    Attributes:
-        image_processor: name of the processor, such as `Qwen2_5_VLProcessor`; determines the family if set.
-        vision_family: name of the family, such as `llava_onevision2`, where several use one image processor.
-        factor: pixels per token side: `patch_size` times `merge_size`.
-        patch_size, merge_size: pixels of a patch side, patches merged along each side into one token.
-        min_pixels, max_pixels: limits of the resized image in pixels.
-        patch_order: order of patches in .npy files of positions.
-    """
-
-    image_processor: str | None = None
-    vision_family: str | None = None
-    factor: int | None = None
-    patch_size: int | None = None
-    merge_size: int | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    patch_order: PatchOrder = "auto"
-
-    def __post_init__(self) -> None:
-        if self.patch_order not in PATCH_ORDERS:
-            raise ConfigError(f"`patch_order` is {self.patch_order!r}; use one of {', '.join(PATCH_ORDERS)}")
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """The numbers that are given, by name."""
-        names = ("factor", "patch_size", "merge_size", "min_pixels", "max_pixels")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-
-def load_vision(folder: str | Path | None, **settings: Any) -> VisionFamily | None:
+def load_vision(settings: EncoderSettings) -> VisionFamily | None:
     """Load the vision family from a processor folder, from names and sizes, or from both: then the latter win.
+
+    The folder is `processor`, or else that of the `tokenizer`.
 
     A `factor` of several meanings, such as 48 (16 x 3 or 24 x 2), gives a family that is `undecided`.
 
     Args:
-        folder: folder with preprocessor_config.json (or processor_config.json), or None.
-        settings: as `ImageSettings` takes them.
+        settings: of the encoder.
 
     Returns:
         The family, or None if no image processor is configured.
 
     Raises:
-        ConfigError: an unknown family, or conflicting settings.
+        ConfigError: an unknown family, conflicting settings, or a `processor` folder without image settings.
     """
-    explicit = ImageSettings(**settings)
-    named = explicit.vision_family or explicit.image_processor
-    of_folder = _processor_settings(Path(folder)) if folder is not None else {}
+    given = settings.processor or settings.tokenizer
+    folder = None if given is None else find_pretrained(given)
+    named = settings.vision_family or settings.image_processor
+    numbers = {name: getattr(settings, name) for name in _NUMBERS if getattr(settings, name) is not None}
+    of_folder = _processor_settings(folder) if folder is not None else {}
     if not of_folder and named is None:
-        if given := ", ".join(f"`{name}`" for name in explicit.numbers):
-            raise ConfigError(f"{given} require `image_processor`, `vision_family` or `processor`")
+        if numbers:
+            names = ", ".join(f"`{name}`" for name in numbers)
+            raise ConfigError(f"{names} require `image_processor`, `vision_family` or `processor`")
+        if settings.processor is not None:
+            raise ConfigError(f"{settings.processor} has no preprocessor_config.json; pass `image_processor` instead")
         return None
-    family, notices = _family(explicit, of_folder)
+    family, notices = _family(settings, of_folder)
     if folder is not None and of_folder:
         try:
-            vision, overruled = _of_folder(Path(folder), family, explicit.numbers, named=named)
+            vision, overruled = _of_folder(folder, family, numbers, named=named)
         except ConfigError as error:
-            if family is ProcessorVision and not (explicit.numbers or isinstance(error.__cause__, ImportError)):
+            if family is ProcessorVision and not (numbers or isinstance(error.__cause__, ImportError)):
                 raise _unknown(_names(of_folder), str(error)) from error
             raise
         if overruled := [*notices, *overruled]:
             notices = [f"image options win over {folder}: {', '.join(overruled)}"]
     else:
-        vision = _of_family(family, explicit.numbers)
+        vision = _of_family(family, numbers)
     if vision.undecided:
         notices.append(
             f"`factor` {ambiguous(vision.undecided)}: lengths are the same, pixels are not, so training needs the "
             "processor folder of the model, `patch_size`, `merge_size` or `vision_family`"
         )
-    vision.notices, vision.patch_order = (*vision.notices, *notices), explicit.patch_order
+    vision.notices, vision.patch_order = (*vision.notices, *notices), settings.patch_order
     return vision
 
 
@@ -248,7 +225,7 @@ def _processor_settings(folder: Path) -> dict[str, Any]:
     return found if "preprocessor_config.json" in found or nested else {}
 
 
-def _family(settings: ImageSettings, of_folder: dict[str, Any]) -> tuple[type[VisionFamily], list[str]]:
+def _family(settings: EncoderSettings, of_folder: dict[str, Any]) -> tuple[type[VisionFamily], list[str]]:
     """The family by explicit name, else by the names in the folder, most specific first; and what was overruled.
 
     The image processor of LLaVA-OneVision-2 bears the name of Qwen2.5-VL's: where a folder has that name itself, its

@@ -1,6 +1,6 @@
 """A finished dataset folder, opened for inspection: shards, manifest, packs, and the encoder it was packed with."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,11 +8,12 @@ from typing import Any
 
 import yaml
 
-from energon_packed.encoding import ChatEncoder
+from energon_packed.encoding import ChatEncoder, EncoderSettings
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.foreign import read_yaml
 from energon_packed.formats import CODECS, Codec, codec_for, codec_of
-from energon_packed.pipeline.encoders import EncoderOptions
+from energon_packed.options import make
+from energon_packed.pipeline.encoders import PretrainedEncoder
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.reader import ShardReader
@@ -87,43 +88,68 @@ class PackedFolder:
         """Existing tars, by name."""
         return sorted(self.path.glob("*.tar"))
 
-    def load_encoder(self, tokenizer: Path | None = None, processor: Path | None = None) -> ChatEncoder:
-        """The encoder that packing.json names; other folders may be passed.
+    def load_encoder(self, given: Mapping[str, Any] | None = None) -> ChatEncoder:
+        """The encoder that packing.json names.
+
+        Args:
+            given: settings that override the recorded ones, by name, as `EncoderSettings` has them.
 
         Raises:
-            ConfigError: its folder does not exist here, or the encoder is another one.
+            FormatError: packing.json has no valid encoder.
+            ConfigError: an invalid setting, a folder that does not exist here, or settings that give other tokens.
+        """
+        given = given or {}
+        settings = make(EncoderSettings, {**self._recorded_settings(), **given})
+        if settings.tokenizer is None:
+            raise ConfigError(f"{self.path} has no packing.json that names a tokenizer; pass `tokenizer`")
+        if "tokenizer" not in given and not settings.tokenizer.is_dir():
+            raise ConfigError(
+                f"the tokenizer {settings.tokenizer} that packing.json names does not exist; pass `tokenizer` "
+                "(verify --fast needs none)"
+            )
+        encoder = PretrainedEncoder(settings).load()
+        if self.manifest is not None and not encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
+            got = ", ".join(self.overridden(given)) or settings.tokenizer
+            raise ConfigError(
+                f"the tokenizer, template and encoder settings must be those that {self.path} was packed with, got "
+                f"{got}. Omit the settings that differ, or pass the `tokenizer` that it was packed with."
+            )
+        return encoder
+
+    def overridden(self, given: Mapping[str, Any]) -> list[str]:
+        """The given settings that differ from packing.json, each as "`min_pixels` 100 (3136 in packing.json)".
+
+        Args:
+            given: as `load_encoder` takes them.
         """
         if self.manifest is None:
-            if tokenizer is None:
-                raise ConfigError(f"{self.path} has no packing.json that names a tokenizer; pass `tokenizer`")
-            return EncoderOptions(tokenizer=tokenizer, processor=processor).load()
-        options = dict(self.manifest.encoder)
-        if (custom := options.get("processor_class")) is not None:
+            return []
+        settings, recorded = make(EncoderSettings, given), make(EncoderSettings, self._recorded_settings())
+        changes = []
+        for name in given:
+            value, before = getattr(settings, name), getattr(recorded, name)
+            is_same = value.absolute() == before.absolute() if isinstance(before, Path) else value == before
+            if not is_same:
+                changes.append(f"`{name}` {value} ({'not set' if before is None else before} in packing.json)")
+        return changes
+
+    def _recorded_settings(self) -> dict[str, Any]:
+        """The encoder settings of packing.json; {} without one."""
+        if self.manifest is None:
+            return {}
+        recorded = self.manifest.encoder
+        if (custom := recorded.get("processor_class")) is not None:
             raise ConfigError(
                 f"{self.path} was packed with the Processor {custom}, which packing.json cannot load; use --fast, or "
                 "check the samples from Python"
             )
-        if tokenizer is not None:
-            options["tokenizer"] = tokenizer
-        if processor is not None:
-            options["processor"] = processor
-        if not Path(str(options.get("tokenizer", ""))).is_dir():
-            raise ConfigError(
-                f"the tokenizer {options.get('tokenizer')} that packing.json names does not exist; pass `tokenizer` "
-                "(verify --fast needs none)"
-            )
         try:
-            encoder = EncoderOptions(**options).load()
-        except (TypeError, AttributeError) as error:
+            make(EncoderSettings, recorded, what="encoder setting")
+        except ConfigError as error:
             raise FormatError(
                 f"packing.json of {self.path} has no valid encoder: {error}; pack the data again"
             ) from error
-        if not encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
-            raise ConfigError(
-                f"{options['tokenizer']} is not the tokenizer, template or image settings that {self.path} was packed "
-                "with; pass `tokenizer` with the right one"
-            )
-        return encoder
+        return recorded
 
 
 def packs_of(scan: TarScan) -> Iterator[dict[str, Any]]:

@@ -165,7 +165,7 @@ def encoder_or_reason(folder: PackedFolder, tokenizer: Path | None) -> tuple[Cha
         if not Path(given.get("tokenizer", "")).is_dir():
             return None, f"the tokenizer {given.get('tokenizer')} of packing.json does not exist here; use --tokenizer"
     try:
-        encoder = folder.load_encoder(tokenizer)
+        encoder = folder.load_encoder({} if tokenizer is None else {"tokenizer": tokenizer})
         if encoder.vision is not None and tokenizer is None:
             encoder.vision.check_decided()
         return encoder, ""

@@ -6,7 +6,7 @@ from itertools import islice
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import EnergonPackedError, RecordError
 from energon_packed.pipeline.chunks import Chunk
-from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
+from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.reader import RecordReader
 
 _RECORDS = 32
@@ -23,7 +23,7 @@ class EngineTrial:
     """
 
     reader: RecordReader
-    encoder: EncoderOptions | GivenEncoder
+    encoder: EncoderLoader
 
     def __call__(self, chunk: Chunk) -> str:
         """Why fastokens may not be used; "" where the engines agree.

@@ -26,7 +26,7 @@ from energon_packed.pipeline.chunks import (
     measured_records,
     write_rows,
 )
-from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
+from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.engine_trial import EngineTrial
 from energon_packed.pipeline.kept_tokens import write_tokens
@@ -62,7 +62,7 @@ class MeasureStage:
 
     folder: Path
     reader: RecordReader
-    encoder: EncoderOptions | GivenEncoder
+    encoder: EncoderLoader
     engine: Engine
     progress: Progress
     counters: dict[str, int]
@@ -195,7 +195,7 @@ class Measurer:
     """
 
     reader: RecordReader
-    encoder: EncoderOptions | GivenEncoder
+    encoder: EncoderLoader
     tokenizer_engine: EngineName = "auto"
     check_images: ImageCheck = "header"
 

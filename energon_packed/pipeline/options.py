@@ -8,15 +8,13 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from energon_packed.encoding import Processor
-from energon_packed.encoding.engines import ENGINES, EngineName
-from energon_packed.encoding.rendering import LOSS_ON, LossOn
-from energon_packed.encoding.vision import PATCH_ORDERS, PatchOrder
+from energon_packed.encoding import EncoderSettings, Processor
+from energon_packed.encoding.settings import IMAGES
 from energon_packed.errors import ConfigError
 from energon_packed.formats import CODECS, LAYOUTS, Codec, codec_for
-from energon_packed.options import check, declared, option, refuse_remote, short
+from energon_packed.options import declared, option, refuse_remote, short
 from energon_packed.packing import algorithm_names, check_algorithm
-from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
+from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, PretrainedEncoder
 from energon_packed.pipeline.flavor_options import AUTO, NARROW, WIDEST, check_flavor
 from energon_packed.pipeline.layouts import check_layout, check_layout_outputs
 from energon_packed.pipeline.parse import (
@@ -35,14 +33,14 @@ from energon_packed.sources import SourceConfig
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
 Options = TypeVar("Options", bound="InputOptions")
-INPUT, TOKENS, IMAGES, PACKING, OUTPUT, RUN = "Input", "Tokens", "Images", "Packing", "Output", "Run"
+INPUT, PACKING, OUTPUT, RUN = "Input", "Packing", "Output", "Run"
 Overlong = Literal["drop", "error", "truncate"]
 GroupBy = Literal["none", "media"]
 CheckImages = Literal["header", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputOptions:
+class InputOptions(EncoderSettings):
     """What is read, and how it becomes tokens: the same for packing and for surveying lengths.
 
     Raises ConfigError when made with an invalid value.
@@ -77,45 +75,7 @@ class InputOptions:
     trust_sample_loader: bool = option(
         False, help="Run the sample_loader.py of Energon datasets to read them.", group=INPUT
     )
-    tokenizer: Path | None = option(
-        None, help="Folder with tokenizer.json and a chat template, or a model in the Hugging Face cache.",
-        group=TOKENS, metavar="DIR|NAME", needed=True,
-    )  # fmt: skip
-    loss_on: LossOn = option(
-        "assistant", help="Supervised text: all assistant turns, the last one, or everything.", group=TOKENS,
-        choices=LOSS_ON,
-    )  # fmt: skip
-    tokenizer_engine: EngineName = option(
-        "auto", help="What tokenizes; the tokens are the same. auto: fastokens where it is proved equal to "
-        "tokenizers.", group=TOKENS, choices=ENGINES,
-    )  # fmt: skip
-    allow_special_in_text: bool = option(
-        False, help="Special tokens written in a text, such as </s>, are control tokens.", group=TOKENS
-    )
     encoder: Processor | None = None
-    processor: Path | None = option(
-        None, help="Folder with preprocessor_config.json.", group=IMAGES, shown_default="--tokenizer", metavar="DIR"
-    )
-    image_processor: str | None = option(
-        None, help="Image processor by name, such as Qwen2_5_VLProcessor.", group=IMAGES, metavar="NAME"
-    )
-    vision_family: str | None = option(
-        None, help="Model family by name, such as llava_onevision2, where several use one image processor.",
-        group=IMAGES, metavar="NAME",
-    )  # fmt: skip
-    factor: int | None = option(
-        None, help="Pixels per token side: patch size times merge size.", group=IMAGES, minimum=1
-    )
-    patch_size: int | None = option(None, help="Pixels per patch side.", group=IMAGES, minimum=1)
-    merge_size: int | None = option(
-        None, help="Patches merged along each side into one token.", group=IMAGES, minimum=1
-    )
-    min_pixels: int | None = option(None, help="Minimum pixels of a resized image.", group=IMAGES, minimum=1)
-    max_pixels: int | None = option(None, help="Maximum pixels of a resized image.", group=IMAGES, minimum=1)
-    patch_order: PatchOrder = option(
-        "auto", help="Order of patches in the .npy files of patch_positions; auto: by what is in them.",
-        group=IMAGES, choices=PATCH_ORDERS,
-    )  # fmt: skip
     check_images: CheckImages = option(
         "header", help="How far images are checked: by header and structure, or by decoding all pixels.",
         group=IMAGES, choices=("header", "full"),
@@ -155,7 +115,7 @@ class InputOptions:
         self._refuse_remote()
         if self.map is not None:  # text, or the mapping of a config file
             object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
-        check(self)
+        super().__post_init__()
         if self.adapter is not None:
             _ = Adapter(self.adapter).source  # a wrong one is an error now, not in the first worker
         check_flavor(self)
@@ -218,12 +178,9 @@ class InputOptions:
         return self.workers or available_cores()
 
     @property
-    def encoder_loader(self) -> EncoderOptions | GivenEncoder:
+    def encoder_loader(self) -> EncoderLoader:
         """What loads the encoder in each process."""
-        if self.encoder is not None:
-            return GivenEncoder(self.encoder)
-        assert self.tokenizer is not None
-        return EncoderOptions(**{name: getattr(self, name) for name in EncoderOptions.__dataclass_fields__})
+        return PretrainedEncoder(self) if self.encoder is None else GivenEncoder(self.encoder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ packing_length     seq_len
 packing_strategy   algorithm: first_fit is ffd, best_fit is bfd, pool_N is window_N
 packing            false is max_samples_per_pack 1
 filter_overlong    overlong: true drops, false raises
-processor_config   tokenizer, or a mapping of it and the image options
+processor_config   tokenizer, or a mapping of encoder settings
 """
 
 import re
@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 
+from energon_packed.encoding import EncoderSettings
 from energon_packed.errors import ConfigError
 from energon_packed.foreign import read_yaml
-from energon_packed.options import short
+from energon_packed.options import declared, short
 
 TRAINING_ONLY = ("dataset_format", "shuffle", "streaming", "max_images", "max_patches", "max_failures", "work_dir")
 """Names that only loaders read."""
@@ -25,8 +26,6 @@ _TRANSLATED = (
     "dataset_path", "packing_length", "packing_strategy", "packing", "filter_overlong", "processor_config",
 )  # fmt: skip
 TRAINING_NAMES = (*_TRANSLATED, *TRAINING_ONLY)
-_PROCESSOR = ("tokenizer", "processor", "image_processor", "factor", "min_pixels", "max_pixels", "loss_on",
-              "tokenizer_engine", "allow_special_in_text")  # fmt: skip
 _STRATEGIES = {"first_fit": "ffd", "best_fit": "bfd", "sequential": "sequential"}
 _SIZED = re.compile(r"(window|pool)_([1-9][0-9]*)")
 
@@ -97,6 +96,7 @@ def _processor(config: Any) -> dict[str, Any]:
         return {"tokenizer": config}
     if not isinstance(config, Mapping):
         raise ConfigError(f"`processor_config` is {config!r}; use the folder of a tokenizer, or a mapping of options")
-    if unknown := [name for name in config if name not in _PROCESSOR]:
-        raise ConfigError(f"unknown option {unknown[0]!r} in `processor_config`; use {', '.join(_PROCESSOR)}")
+    names = [one.name for one in declared(EncoderSettings)]
+    if unknown := [name for name in config if name not in names]:
+        raise ConfigError(f"unknown option {unknown[0]!r} in `processor_config`; use {', '.join(names)}")
     return dict(config)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import Reason, RecordError, Reject
-from energon_packed.pipeline.encoders import EncoderOptions, GivenEncoder
+from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.kept_tokens import TokenReader, TokenRefs
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.table import RecordRefs
@@ -41,7 +41,7 @@ class TruncationCheck:
     """
 
     reader: RecordReader
-    encoder: EncoderOptions | GivenEncoder
+    encoder: EncoderLoader
     max_length: int
 
     def __call__(self, task: TruncationTask) -> list[tuple[int, int | Reject]]:

@@ -25,7 +25,7 @@ from energon_packed import (
     normalize,
 )
 from energon_packed.dataflow.batch import PackedBatch
-from energon_packed.encoding import EncodedSample, VisionFamily, fused_pixels, load_vision
+from energon_packed.encoding import EncodedSample, EncoderSettings, VisionFamily, fused_pixels, load_vision
 from energon_packed.encoding.image_patches import ImagePatches
 from energon_packed.encoding.images import load_image
 from energon_packed.errors import BatchError, ConfigError
@@ -44,7 +44,7 @@ pillow_processor = pytest.mark.skipif(
 
 @cache
 def family(name: str) -> VisionFamily:
-    vision = load_vision(None, **FAMILIES[name])
+    vision = load_vision(EncoderSettings(**FAMILIES[name]))
     assert vision is not None
     return vision
 
@@ -124,7 +124,7 @@ def test_pixels_of_files_are_those_of_a_plain_decode(mode: str, kind: str, orien
     ],
 )
 def test_patch_order_and_token_count_of_a_factor(name: str, factor: int, patch: int, merge: int) -> None:
-    vision = load_vision(None, image_processor=name, factor=factor, min_pixels=1)
+    vision = load_vision(EncoderSettings(image_processor=name, factor=factor, min_pixels=1))
     assert vision is not None
     assert (vision.image_processor.patch_size, vision.merge_size) == (patch, merge)
     rows, columns = 3 * merge, 2 * merge
@@ -146,16 +146,16 @@ def test_patch_order_and_token_count_of_a_factor(name: str, factor: int, patch: 
 
 
 def test_a_factor_without_published_layout_has_candidates() -> None:
-    vision = load_vision(None, image_processor="Qwen2VLProcessor", factor=48)
+    vision = load_vision(EncoderSettings(image_processor="Qwen2VLProcessor", factor=48))
     assert vision is not None
     assert vision.undecided == ((16, 3), (24, 2))
     with pytest.raises(ConfigError, match="`factor` 48 is 16 x 3 or 24 x 2"):
         vision.check_decided()
-    vision = load_vision(None, image_processor="Qwen2VLProcessor", factor=56)  # no multiple of 3
+    vision = load_vision(EncoderSettings(image_processor="Qwen2VLProcessor", factor=56))  # no multiple of 3
     assert vision is not None
     assert (vision.image_processor.patch_size, vision.merge_size, vision.undecided) == (28, 2, ())
     with pytest.raises(ConfigError, match="`factor` is 31; `factor` must be patch size times merge size"):
-        load_vision(None, image_processor="Qwen2VLProcessor", factor=31)
+        load_vision(EncoderSettings(image_processor="Qwen2VLProcessor", factor=31))
 
 
 # --- where the fast path stays off ----------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_a_family_with_its_own_pixels_runs_as_it_is(encoder: ChatEncoder) -> Non
 
 @pillow_processor
 def test_a_changed_setting_is_noticed() -> None:
-    vision = load_vision(None, **FAMILIES["Qwen2-VL"])
+    vision = load_vision(EncoderSettings(**FAMILIES["Qwen2-VL"]))
     assert vision is not None
     images = [noise(70, 50)]
     for name, value in (("image_mean", [0.1, 0.2, 0.3]), ("do_normalize", False), ("do_rescale", False)):
@@ -218,7 +218,7 @@ def test_another_arithmetic_of_the_installed_processor_is_noticed(
 ) -> None:
     table = fused_pixels._table
     monkeypatch.setattr(fused_pixels, "_table", lambda processor: table(processor) * np.float32(1.000001))
-    vision = load_vision(None, **FAMILIES["Qwen2-VL"])
+    vision = load_vision(EncoderSettings(**FAMILIES["Qwen2-VL"]))
     assert vision is not None
     assert vision.fused is None
     assert "Qwen2VLImageProcessorPil is used as it is" in caplog.text
@@ -275,7 +275,7 @@ def test_pixels_of_other_processors_keep_their_type_unless_asked() -> None:
 @pillow_processor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_pixels_is_allocated_once(dtype: torch.dtype) -> None:
-    vision = load_vision(None, image_processor="Qwen2_5_VLProcessor")
+    vision = load_vision(EncoderSettings(image_processor="Qwen2_5_VLProcessor"))
     assert vision is not None
     images = [noise(420 + 28 * n, 560, seed=n) for n in range(4)]
     samples = [sample(n, *vision.patches([image])) for n, image in enumerate(images)]

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from energon_packed import ChatEncoder
-from energon_packed.encoding import load_vision
+from energon_packed.encoding import EncoderSettings, load_vision
 from energon_packed.encoding.mrope import mrope_positions
 from energon_packed.errors import ConfigError, RecordError
 from energon_packed.records import Conversation, normalize
@@ -128,7 +128,9 @@ def test_merge_three_counts_tokens_and_numbers_them(text_tokenizer_dir: Path) ->
     """Token counts, patches and M-RoPE positions with 3 x 3 merged patches, as Transformers has them."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
-    vision = load_vision(None, image_processor="Qwen2_5_VLProcessor", patch_size=16, merge_size=3, min_pixels=1)
+    vision = load_vision(
+        EncoderSettings(image_processor="Qwen2_5_VLProcessor", patch_size=16, merge_size=3, min_pixels=1)
+    )
     assert vision is not None
     assert (vision.num_patches(96, 144), vision.num_tokens(54), vision.grid(96, 144)) == (54, 6, (6, 9))
     tiny = {"depth": 1, "hidden_size": 8, "num_heads": 1, "out_hidden_size": 8, "intermediate_size": 8}

@@ -276,7 +276,7 @@ def test_truncation_keeps_images_whole_and_a_target(encoder: ChatEncoder, demo: 
         ({"vision_family": "pixtral"}, "unknown image processor 'pixtral'; set `vision_family`"),
         ({"patch_order": "col"}, "`patch_order` is 'col'; use one of auto, row, block"),
         ({"min_pixels": 100, "max_pixels": 50}, "`min_pixels` is 100; it must be at most `max_pixels` 50"),
-        ({"processor_dir": "/nowhere"}, "/nowhere is not a folder"),
+        ({"processor": "/nowhere"}, "/nowhere is not a folder"),
     ],
 )
 def test_bad_options_are_named(tokenizer_dir: Path, options: Any, message: str) -> None:

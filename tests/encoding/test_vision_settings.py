@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from energon_packed import ChatEncoder, ConfigError
-from energon_packed.encoding import VisionFamily, load_vision
+from energon_packed.encoding import EncoderSettings, VisionFamily, load_vision
 from energon_packed.records import normalize
 
 QWEN = "Qwen2_5_VLProcessor"
@@ -22,7 +22,7 @@ def turns_of(prompt: str, answer: str) -> list[dict[str, str]]:
 
 
 def vision_of(folder: Path | None, **settings: Any) -> VisionFamily:
-    vision = load_vision(folder, **settings)
+    vision = load_vision(EncoderSettings(processor=folder, **settings))
     assert vision is not None
     return vision
 

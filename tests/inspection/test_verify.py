@@ -158,7 +158,7 @@ def test_fast_skips_encoding_and_nothing_else(copy: Path) -> None:
 
 def test_another_tokenizer_is_refused(copy: Path, text_tokenizer_dir: Path) -> None:
     result = run(copy, "--tokenizer", str(text_tokenizer_dir))
-    assert "is not the tokenizer, template or image settings" in str(result.exception)
+    assert f"was packed with, got `tokenizer` {text_tokenizer_dir} (" in str(result.exception)
     result = run(copy.parent / "nowhere")
     assert "does not exist" in str(result.exception)
 
