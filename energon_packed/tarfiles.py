@@ -20,7 +20,8 @@ The rules, and where Python's `tarfile` (which WebDataset 1 and Megatron-Energon
                 part without a message. Directories, links, FIFOs and devices have no content, whatever size their
                 header has, as in `tarfile`.
     PAX         `path`, `size` and `GNU.sparse.*` are used. A global header that sets them is refused, because a reader
-                that starts inside the tar cannot know it. Other global headers (git archive) are skipped.
+                that starts inside the tar cannot know it. Other global headers (git archive) are skipped; between
+                samples, Energon fails at them (`TarReader.misread`).
     duplicates  The parts of a key must differ (`key_faults`). `tarfile` extracts the last member of a name, Energon
                 keeps the last, and WebDataset raises.
     end         Two blocks of zeros, and nothing but zeros after them. `tarfile` also stops at a damaged header, at one
@@ -115,7 +116,7 @@ class TarReader:
     Attributes:
         path: the tar, for messages.
         end: byte offset of the end of the last member that was read.
-        misread: name of the first ignored member that Energon takes for a part of a sample; "" if there is none.
+        misread: the first part of the tar that is ignored here, but misread by Energon; "" if there is none.
     """
 
     def __init__(self, path: Path, read: Read, start: int, stop: int, *, is_whole: bool = False) -> None:
@@ -162,6 +163,8 @@ class TarReader:
                 content = self._extended(at, size)
                 if kind == _GLOBAL:
                     self._check_global(self._pax(content, at), at)
+                    if self.end > 0 and not self.misread:
+                        self.misread = f"the global header at byte {at} makes Energon read past the end of a sample"
                 elif first is None:
                     first = at
                 if kind == _LONG_NAME and long_name is None:
@@ -194,7 +197,7 @@ class TarReader:
                 continue
             if _IGNORED.match(name):
                 if not self.misread and _OF_MACOS.match(name) and _ENERGON_NAME.match(name):
-                    self.misread = name
+                    self.misread = f"{name} was added by macOS, and Energon reads it as a part of a sample"
                 continue
             key, part = split_name(name)
             yield Member(name, key, part, begin, offset, size, what)

@@ -74,10 +74,7 @@ def scan_tar(path: Path) -> TarScan:
             damage = error.problem
         problems = [] if damage is None else [damage]
         if tar.misread:
-            problems.append(
-                f"{tar.misread} was added by macOS, and Energon takes it for a part of a sample; write the tar again "
-                "with COPYFILE_DISABLE=1 tar"
-            )
+            problems.append(f"{tar.misread}; write the tar again with COPYFILE_DISABLE=1 tar -c")
         problems += islice(_faults(members), _MOST_PROBLEMS)
     return TarScan(path, members, tar.end, problems[:_MOST_PROBLEMS], is_cut=damage is not None)
 
