@@ -115,7 +115,7 @@ SOUND: dict[str, Callable[[Entries], bytes]] = {
     "macOS files": with_before(lambda name: member(f"._{name}", b"\0\x05\x16\x07" + bytes(500))),
     "macOS files below the root": with_before(lambda name: member(f"./._{name}", b"\0\x05\x16\x07")),
     "metadata of WebDataset": with_before(lambda _: member("__index__/shard.txt", b"x") + member("__meta__", b"x")),
-    "folders": with_before(lambda _: member("folder", kind=b"5") + member("old/", kind=b"\0")),
+    "folders": with_before(lambda _: member("folder", kind=b"5", size=700) + member("old/", kind=b"\0")),
     "volume label": lambda entries: member("backup.2024", kind=b"V") + archive(entries),
     "base 256": base_256,
     "times in the prefix": times_in_the_prefix,
@@ -449,5 +449,6 @@ def test_a_range_of_a_tar_is_read_alone(tmp_path: Path) -> None:
         _, second, third = tar
     with open_tar(path, second.header, third.header) as part:
         assert list(part) == [second]
-    with open_tar(path, second.header, second.offset) as part, pytest.raises(TarError, match="truncated"):
-        list(part)
+    for stop in (second.header + 2 * BLOCK, second.offset):  # after the header of its long name, and after its own
+        with open_tar(path, second.header, stop) as part, pytest.raises(TarError, match="truncated"):
+            list(part)
