@@ -199,7 +199,8 @@ class TarReader:
                 if not self.misread and _OF_MACOS.match(name) and _ENERGON_NAME.match(name):
                     self.misread = f"{name} was added by macOS, and Energon reads it as a part of a sample"
                 continue
-            key, part = split_name(name)
+            found = _NAME.fullmatch(name)
+            key, part = found.groups() if found else (name, "")
             yield Member(name, key, part, begin, offset, size, what)
         if first is not None:
             raise self._error(f"truncated after the header at byte {first}; {_REMEDY}")
@@ -339,21 +340,17 @@ def read_range(descriptor: int, at: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def split_name(name: str) -> tuple[str, str]:
-    """(key, part) of a member: text before and after the first dot of the base name; (name, "") without both."""
-    found = _NAME.fullmatch(name)
-    return (found[1], found[2]) if found else (name, "")
-
-
-def key_faults(members: Iterable[Member]) -> Iterator[tuple[Member, str]]:
+def key_faults(members: Iterable[Member]) -> list[tuple[Member, str]]:
     """Members of one key that cannot be read or told apart, and why."""
     seen: set[str] = set()
+    faults: list[tuple[Member, str]] = []
     for member in members:
         if member.part in seen:
-            yield member, f"{member.name} occurs twice in the tar; write it again"
+            faults.append((member, f"{member.name} occurs twice in the tar; write it again"))
         elif member.kind != FILE and member.fault is not None:
-            yield member, member.fault
+            faults.append((member, member.fault))
         seen.add(member.part)
+    return faults
 
 
 def _opened(path: Path) -> BinaryIO:

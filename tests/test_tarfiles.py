@@ -19,6 +19,7 @@ from PIL import Image
 
 from energon_packed import ChatEncoder, Conversation, FormatError, PackedDataset, SourceError, get_packed_loader, pack
 from energon_packed.cli.main import cli
+from energon_packed.shards.reader import ShardReader
 from energon_packed.sources import open_sources
 from energon_packed.tarfiles import TarError, open_tar, read_content
 
@@ -307,6 +308,19 @@ def test_what_energon_would_misread_is_named(tmp_path: Path, before: Callable[[s
     assert problem in found["problems"][0]
     assert problem in run("nv-meta", folder)
     assert problem in run("verify", folder, "--fast")
+
+
+def test_a_part_that_occurs_twice_is_one_fault_for_all(tmp_path: Path) -> None:
+    twice = [*PACKS[:2], PACKS[1], *PACKS[2:]]
+    path = dataset(tmp_path / "packs", whole(twice)) / "x.tar"
+    message = "p0.img0_0.jpg occurs twice in the tar; write it again"
+    rows = as_source(path)
+    assert (rows.ids, rows.rejected) == (["p1", "p2"], [message])
+    assert inspected(path)["problems"] == [message]
+    assert message in run("nv-meta", path.parent)
+    end = len(b"".join(member(*entry) for entry in twice[:3]))
+    with pytest.raises(FormatError, match=message):
+        ShardReader.from_offsets({path: [0, end]})[0]
 
 
 def test_packing_a_tar_of_macos_with_a_fifo(tmp_path: Path, tokenizer_dir: Path) -> None:
