@@ -13,7 +13,7 @@ from energon_packed.shards import PackingManifest
 from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.manifest import NewerFormatError
 from energon_packed.shards.nv_meta import NV_META
-from energon_packed.shards.scan import NOT_FOLLOWED, TarScan, scan_tar
+from energon_packed.shards.scan import TarScan, scan_tar
 from energon_packed.shards.split import dataset_folder
 
 
@@ -57,11 +57,12 @@ class PackFinder:
         """Refuse to extract from a tar with members that are not files.
 
         Raises:
-            FormatError: a member is a link or a device.
+            FormatError: a member is a link, a FIFO, a device or a sparse file.
         """
         for tar in self.tars:
-            if named := [problem for problem in scan_tar(tar).problems if problem.endswith(NOT_FOLLOWED)]:
-                raise FormatError(f"{tar}: {named[0]}")
+            for member in scan_tar(tar).members:
+                if member.fault is not None:
+                    raise FormatError(f"{tar}: {member.fault}")
 
     def first(self, limit: int) -> Iterator[dict[str, Any]]:
         """Raw parts of the first packs; a tar with faults gives those before the first fault that hides them."""
@@ -125,7 +126,7 @@ def _packs(scan: TarScan, limit: int, first: int = 0) -> Iterator[dict[str, Any]
                 if place >= first + limit:
                     return
                 raw = {"__key__": member.key}
-            if place >= first and member.offset + member.size <= size:
+            if place >= first and member.fault is None and member.offset + member.size <= size:
                 stream.seek(member.offset)
                 raw[member.part] = stream.read(member.size)
         if raw and place >= first and not scan.is_cut:

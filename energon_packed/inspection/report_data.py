@@ -22,7 +22,7 @@ from energon_packed.inspection.view import PackView, view_pack
 from energon_packed.records import MediaReference
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counted import counted_manifest
-from energon_packed.shards.reader import ShardReader, split_name
+from energon_packed.shards.reader import ShardReader
 
 _MOST_MEASURED = 20_000  # packs whose lengths are read
 _MOST_COUNTED = 1_000  # the same where nothing is recorded, so that packs are read in full
@@ -183,12 +183,11 @@ def _picked(rng: np.random.Generator, count: int, most: int) -> list[int]:
 def _size(reader: ShardReader, pack: int, codec: Codec) -> PackSize:
     raw: dict[str, Any] = {}
     images: dict[int, int] = defaultdict(int)
-    for name, content in reader.members(pack, only=codec.lengths_part):
-        key, part = split_name(name)
-        raw.setdefault("__key__", key)
-        if part == codec.lengths_part:
-            raw[part] = content
-        elif (found := _IMAGE.fullmatch(part)) is not None:
+    for member, content in reader.members(pack, only=codec.lengths_part):
+        raw.setdefault("__key__", member.key)
+        if member.part == codec.lengths_part:
+            raw[member.part] = content
+        elif (found := _IMAGE.fullmatch(member.part)) is not None:
             images[int(found[1])] += 1
     lengths = [length or 0 for length in codec.lengths(raw)]
     return PackSize(
@@ -221,10 +220,10 @@ def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[
     sizes: list[tuple[int, int]] = []
     bad = 0
     for pack in packs:
-        for name, content in reader.members(pack):
+        for member, content in reader.members(pack):
             if len(sizes) + bad == _MOST_IMAGES:
                 return sizes, bad
-            if _IMAGE.fullmatch(split_name(name)[1]) is None:
+            if _IMAGE.fullmatch(member.part) is None:
                 continue
             try:
                 header = read_header(MediaReference(data=content))

@@ -50,7 +50,7 @@ def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:
                 known = [length for length in lengths if length is not None]
                 is_known = is_known and len(known) == len(lengths)
                 samples, tokens, longest = samples + len(lengths), tokens + sum(known), max(longest, sum(known))
-                images += image_count(name for name, _ in reader.members(pack, only=""))
+                images += image_count(member.name for member, _ in reader.members(pack, only=""))
             entries.append(
                 ShardEntry(
                     name=name, split=split, packs=len(reader), samples=samples, tokens=tokens if is_known else 0,

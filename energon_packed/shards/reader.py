@@ -3,10 +3,7 @@
 Tars are read, not mapped: a mapped file that another process cuts, or a disk that fails, ends the process (SIGBUS).
 """
 
-import io
 import os
-import re
-import tarfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,10 +16,7 @@ from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.foreign import IrregularFile, open_regular
 from energon_packed.shards.opened import OpenedFiles
 from energon_packed.shards.streams import Streams
-
-META = re.compile(r"__[^/]*__($|/)")
-"""Names of WebDataset's metadata members, which belong to no pack."""
-_BLOCK = tarfile.BLOCKSIZE
+from energon_packed.tarfiles import Member, TarReader, key_faults, read_range
 
 
 class ShardReader:
@@ -73,54 +67,38 @@ class ShardReader:
             DataChangedError: the tar is not the one that was opened.
         """
         raw: dict[str, Any] = {}
-        for name, content in self.members(pack):
-            if META.match(name):
-                continue
-            key, part = split_name(name)
-            if raw.setdefault("__key__", key) != key:
+        for member, content in self.members(pack):
+            if raw.setdefault("__key__", member.key) != member.key:
                 tar = self.tars[self.locate(pack)[0]]
                 raise FormatError(
-                    f"{tar.with_suffix('.tar.idx')} does not match {tar.name}: pack {pack} has members of {key} and "
-                    f"{raw['__key__']}; run energon-packed nv-meta, or pack again"
+                    f"{tar.with_suffix('.tar.idx')} does not match {tar.name}: pack {pack} has members of "
+                    f"{member.key} and {raw['__key__']}; run energon-packed nv-meta, or pack again"
                 )
-            raw[part] = content
+            raw[member.part] = content
         return raw
 
     def part(self, pack: int, part: str) -> dict[str, Any]:
         """As `[i]`, but read only this part."""
         raw: dict[str, Any] = {}
-        for name, content in self.members(pack, only=part):
-            key, found = split_name(name)
-            raw.setdefault("__key__", key)
-            if found == part:
+        for member, content in self.members(pack, only=part):
+            raw.setdefault("__key__", member.key)
+            if member.part == part:
                 raw[part] = content
         return raw
 
-    def members(self, pack: int, only: str | None = None) -> Iterator[tuple[str, bytes]]:
-        """Yield (member name, content) for each member of a pack; with `only`, other contents may be empty.
+    def members(self, pack: int, only: str | None = None) -> Iterator[tuple[Member, bytes]]:
+        """Yield each member of a pack with its content; with `only`, the contents of other parts are empty.
 
         Raises:
-            IndexError, FormatError: as `[i]`.
+            IndexError, FormatError: as `[i]`; also for a member that is not a regular file, or occurs twice.
         """
         shard, start, end = self.locate(pack)
         read = self._window(shard, start, end, whole=only is None)
-        at = start
-        while at < end:
-            header = read(at, _BLOCK)
-            if header[156:157] not in (b"0", b"\0") or (header[257:263] == b"ustar\0" and header[345:346] != b"\0"):
-                yield from self._others(shard, at, end)
-                return
-            try:
-                size = int(header[124:136].rstrip(b" \0"), 8)
-                name = header[:100].rstrip(b"\0").decode()
-            except ValueError as error:
-                raise FormatError(
-                    f"{self.tars[shard]} has an invalid tar header at byte {at}: {error}; pack it again"
-                ) from error
-            if size < 0 or at + _BLOCK + size > end or not name:
-                raise FormatError(f"{self.tars[shard]} is truncated or damaged at byte {at}; pack it again")
-            yield name, read(at + _BLOCK, size) if only is None or name.endswith(f".{only}") else b""
-            at += _BLOCK + size + (-size % _BLOCK)
+        found = list(TarReader(self.tars[shard], read, start, end))
+        for _, fault in key_faults(found):
+            raise FormatError(f"{self.tars[shard]}: {fault}")
+        for member in found:
+            yield member, read(member.offset, member.size) if only is None or member.part == only else b""
 
     def locate(self, pack: int) -> tuple[int, int, int]:
         """(shard number, start byte, end byte) of a pack."""
@@ -128,18 +106,6 @@ class ShardReader:
             raise IndexError(f"pack {pack} is out of range for {len(self)} packs")
         shard = bisect_right(self._first, pack) - 1
         return shard, int(self._starts[pack]), int(self._ends[pack])
-
-    def _others(self, shard: int, start: int, end: int) -> Iterator[tuple[str, bytes]]:
-        """Yield members with long names or other tar extensions, as written by other tools."""
-        data = io.BytesIO(self._read(shard, start, end - start) + bytes(2 * _BLOCK))
-        try:
-            with tarfile.open(fileobj=data) as tar:
-                for member in tar:
-                    stream = tar.extractfile(member)
-                    if stream is not None:
-                        yield member.name, stream.read()
-        except tarfile.TarError as error:
-            raise FormatError(f"{self.tars[shard]} is damaged after byte {start}: {error}") from error
 
     def _window(self, shard: int, start: int, end: int, *, whole: bool) -> Callable[[int, int], bytes]:
         """A function of (start, size) that gives bytes of a pack, from one read of all of it, or read by read."""
@@ -153,18 +119,15 @@ class ShardReader:
         stream = self._stream(tar)
         try:
             self._opened.check(tar, os.fstat(stream.fileno()))
-            parts, missing = [], size
-            while missing and (part := os.pread(stream.fileno(), missing, start + size - missing)):
-                parts.append(part)  # the system may return less than it was asked for
-                missing -= len(part)
+            data = read_range(stream.fileno(), start, size)
         except OSError as error:
             raise FormatError(
                 f"{tar} cannot be read at byte {start}: {error.strerror}; check the file system, or copy the shard "
                 "again"
             ) from error
-        if missing:
+        if len(data) < size:
             raise FormatError(f"{tar} ends inside bytes {start}..{start + size}; copy or pack it again")
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return data
 
     def _stream(self, tar: Path) -> BinaryIO:
         try:
@@ -176,13 +139,6 @@ class ShardReader:
             raise FormatError(
                 f"{tar} cannot be opened: {error.strerror}; copy the complete folder, or pack it again"
             ) from error
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """(key, part) of a member: the key ends at the first dot of the file name."""
-    folder, _, base = name.rpartition("/")
-    stem, _, part = base.partition(".")
-    return f"{folder}/{stem}" if folder else stem, part
 
 
 def _read_offsets(tar: Path) -> npt.NDArray[np.int64]:

@@ -8,7 +8,7 @@ csv.py           .csv .tsv, rewritten once as Arrow
 imagefolder.py   metadata.jsonl, metadata.csv beside images
 hugging_face.py  save_to_disk folders
 webdataset.py    .tar, read in place by byte offsets
-    tar_members.py      headers and byte ranges
+    tar_index.py        where each key begins
     tar_records.py      the parts of a key -> records
 energon.py       folders with .nv-meta, and Metadatasets
     energon_layout.py   what dataset.yaml and split.yaml say

@@ -19,8 +19,8 @@ from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, MediaReference
-from energon_packed.sources.tar_members import Member
 from energon_packed.sources.tar_records import IMAGE_PARTS, KeyMembers, caption_record
+from energon_packed.tarfiles import Member
 
 _FIELD = re.compile(r"(?P<part>[^\[\]]+)(?P<access>(?:\[[^\[\]]+\])*)")
 _INTEGERS = ("cls", "cls2", "class", "count", "index", "inx", "id")

@@ -22,8 +22,8 @@ from PIL import Image
 from energon_packed.errors import Reason, RecordError, SourceError
 from energon_packed.records import MediaReference
 from energon_packed.sources.base import changed_at
-from energon_packed.sources.tar_members import Member
 from energon_packed.sources.tar_records import IMAGE_PARTS, KeyMembers
+from energon_packed.tarfiles import Member
 
 _JSON = ("json", "jsn")
 _TEXTS = ("txt", "text", "transcript")

@@ -23,7 +23,7 @@ from energon_packed.formats import READ_ONLY, codec_of
 from energon_packed.records import Conversation, MediaReference
 from energon_packed.records.json_text import parse_json
 from energon_packed.records.shapes import SHAPES
-from energon_packed.sources.tar_members import Member, read_content
+from energon_packed.tarfiles import Member, key_faults, read_content
 
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 TEXT_PARTS = ("txt", "caption", "text")
@@ -60,17 +60,11 @@ class KeyMembers:
         """Reject a key whose parts cannot be told apart.
 
         Raises:
-            RecordError: a part occurs twice, is a link, or is a medium that is not supported.
+            RecordError: a part occurs twice, is not a regular file, or is a medium that is not supported.
         """
-        seen: set[str] = set()
+        for member, fault in key_faults(self.members):
+            raise RecordError(Reason.MISSING_IMAGE if member.fault == fault else Reason.MISSING_FIELD, fault)
         for member in self.members:
-            if member.part in seen:
-                raise RecordError(Reason.MISSING_FIELD, f"{member.name} occurs twice in the tar; write it again")
-            seen.add(member.part)
-            if member.is_link:
-                raise RecordError(
-                    Reason.MISSING_IMAGE, f"{member.name} is a link to another member; store the file itself"
-                )
             if member.extension in _OTHER_MEDIA:
                 raise RecordError(
                     Reason.UNSUPPORTED_MEDIA, f"{member.name} is video or audio, which is not decoded; pass frames"

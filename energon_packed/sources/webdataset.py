@@ -16,8 +16,9 @@ from energon_packed.errors import Reason, RecordError, Reject, SourceError
 from energon_packed.records import Conversation
 from energon_packed.sources.base import Row, Source, changed_at
 from energon_packed.sources.energon_layout import Layout, layout_of
-from energon_packed.sources.tar_members import TarIndex, keep_index, members_between, tar_index
+from energon_packed.sources.tar_index import TarIndex, keep_index, tar_index
 from energon_packed.sources.tar_records import KeyMembers
+from energon_packed.tarfiles import open_tar
 
 _KEYS_IN_A_CHUNK = (64, 512)
 _KEPT_PACKS = 8  # their samples are read one by one
@@ -152,7 +153,8 @@ def _decoded(path: Path, begin: int, end: int, layout: Layout, *, is_repeated: b
     key = (path, changed_at(path), begin, layout)
     if (kept := _PACKS.get(key)) is not None:
         return kept
-    group = KeyMembers(path, members_between(path, begin, end))
+    with open_tar(path, begin, end) as tar:
+        group = KeyMembers(path, list(tar))
     if is_repeated:
         detail = f"the key {group.key} is at byte {begin} and elsewhere in {path.name}; keys must be unique, and their"
         return [Reject(Reason.MISSING_FIELD, f"{detail} parts adjacent")]

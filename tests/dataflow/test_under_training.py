@@ -459,9 +459,10 @@ def test_a_tar_header_of_negative_size_ends(tmp_path: Path) -> None:
     tar = next(path.glob("*.tar"))
     content = bytearray(tar.read_bytes())
     content[124:136] = b"-0000001000\0"  # as many bytes as a header: read naively, the same header follows
+    content[148:156] = b"%06o\0 " % (sum(content[:148]) + 8 * ord(" ") + sum(content[156:512]))
     tar.write_bytes(content)
     dataset = PackedDataset(path)
-    with pytest.raises(FormatError, match="truncated or damaged at byte 0"):
+    with pytest.raises(FormatError, match="damaged header at byte 0: its size is b'-0000001000"):
         [dataset[place] for place in range(len(dataset))]
 
 

@@ -49,11 +49,11 @@ def test_a_link_in_the_folder_is_not_written_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
-        (tarfile.SYMTYPE, "link"),
-        (tarfile.LNKTYPE, "link"),
+        (tarfile.SYMTYPE, "symbolic link"),
+        (tarfile.LNKTYPE, "hard link"),
         (tarfile.CHRTYPE, "device"),
         (tarfile.BLKTYPE, "device"),
-        (tarfile.FIFOTYPE, "device"),
+        (tarfile.FIFOTYPE, "FIFO"),
     ],
 )
 def test_links_and_devices_are_refused(tmp_path: Path, kind: bytes, what: str) -> None:
@@ -61,5 +61,5 @@ def test_links_and_devices_are_refused(tmp_path: Path, kind: bytes, what: str) -
     assert f"0.img0_0.jpg is a {what}" in scan_tar(tar).problems[0]
     result = CliRunner().invoke(command, [str(tar), "--extract", str(tmp_path / "to")])
     assert isinstance(result.exception, EnergonPackedError), result.output
-    assert "which is never followed" in str(result.exception)
+    assert "which is never read" in str(result.exception)
     assert not (tmp_path / "to").exists()

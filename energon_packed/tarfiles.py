@@ -1,0 +1,415 @@
+"""The only tar reader: members, their names, what they are, and the end of an archive.
+
+Inputs (`sources`), datasets (`shards`), `inspect`, `verify` and `nv-meta` read tars through this module, so that a tar
+has the same samples and the same faults for all of them. Only headers are read, 512 bytes each; contents are read by
+their byte ranges. Formats: V7, POSIX ustar and PAX, and GNU; uncompressed, because members are read by byte offsets.
+
+The rules, and where Python's `tarfile` (which WebDataset 1 and Megatron-Energon 7 use) and GNU tar differ:
+
+    names       The name of a PAX or GNU long-name header wins over the 100 bytes of the header. The prefix field is
+                used only if the magic is `ustar\\0`, as in GNU tar: GNU headers have times there, which `tarfile`
+                reads as a folder. Bytes that are not UTF-8 appear as escapes: `caf\\xe9.txt`.
+    keys        A member is KEY.PART, split at the first dot of the base name. A name without a part is a key of its
+                own, which readers reject by name; WebDataset and Energon skip such members without a message.
+    ignored     `__NAME__` and everything below it, as in WebDataset; `._NAME` and `__MACOSX/`, which macOS adds.
+                WebDataset and Energon skip `._a.jpg`, but read `dir/._a.jpg` as a part of a sample `dir/`:
+                `TarReader.misread` names the first such member, and a dataset for Energon must not have any.
+    kinds       Regular files (types 0, NUL and 7) have content. Directories and volume labels (5, D, V) are skipped.
+                Symbolic and hard links, FIFOs, devices, sparse files and unknown types are members that cannot be
+                read, and `Member.fault` says so: WebDataset and Energon skip them, so that their sample would lose a
+                part without a message. Directories, links, FIFOs and devices have no content, whatever size their
+                header has, as in `tarfile`.
+    PAX         `path`, `size` and `GNU.sparse.*` are used. A global header that sets them is refused, because a reader
+                that starts inside the tar cannot know it. Other global headers (git archive) are skipped; between
+                samples, Energon fails at them (`TarReader.misread`).
+    duplicates  The parts of a key must differ (`key_faults`). `tarfile` extracts the last member of a name, Energon
+                keeps the last, and WebDataset raises.
+    end         Two blocks of zeros, and nothing but zeros after them. `tarfile` also stops at a damaged header, at one
+                block of zeros and at the end of the file, all without a message. Here each of these is an error.
+"""
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from energon_packed.errors import FormatError, SourceError
+from energon_packed.foreign import IrregularFile, open_regular
+
+BLOCK = 512
+FILE = "regular file"
+Read = Callable[[int, int], bytes]
+"""Bytes of a tar by (offset, size); fewer at the end of the file."""
+
+_END = 2 * BLOCK  # bytes of zeros that end an archive
+_DIRECTORY, _LABEL, _SPARSE = "directory", "volume label", "sparse file"
+_KINDS = {
+    b"0": FILE, b"\0": FILE, b"7": FILE, b"1": "hard link", b"2": "symbolic link", b"3": "device", b"4": "device",
+    b"5": _DIRECTORY, b"6": "FIFO", b"D": _DIRECTORY, b"V": _LABEL, b"S": _SPARSE,
+}  # fmt: skip
+_WITHOUT_CONTENT = b"123456"
+_EXTENDED, _LONG_NAME, _GLOBAL, _PAX = b"LKgxX", b"L", b"g", b"xX"  # K: the target of a link; X: PAX of old Solaris
+_MOST_EXTENDED = 64 << 20  # bytes of a PAX header, which may have attributes of a file system
+_NAME = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
+_IGNORED = re.compile(r"__[^/]*__(?:$|/)|(?:.*/)?\._|(?:.*/)?__MACOSX/", re.DOTALL)
+_OF_MACOS = re.compile(r"(?:.*/)?(?:\._|__MACOSX/)", re.DOTALL)
+_ENERGON_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # megatron/energon/flavors/webdataset/config.py
+_PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
+_MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK": "zip"}
+_REMEDY = "copy or write it again"
+
+
+class TarError(FormatError, SourceError):
+    """A tar is damaged: a file of a dataset (FormatError) and an input (SourceError) alike.
+
+    Attributes:
+        problem: the message without the path.
+    """
+
+    def __init__(self, message: str, problem: str = "") -> None:
+        super().__init__(message)
+        self.problem = problem or message
+
+
+class NotATarError(TarError):
+    """A file is compressed, empty, or something else than a tar."""
+
+
+class Member(NamedTuple):
+    """One member of a tar that is not a directory.
+
+    Attributes:
+        name: full member name.
+        key, part: text before and after the first dot of the base name; without a dot, `name` and "".
+        header: byte offset of its first header.
+        offset, size: byte range of its content.
+        kind: `FILE`, or what cannot be read, such as `FIFO`.
+    """
+
+    name: str
+    key: str
+    part: str
+    header: int
+    offset: int
+    size: int
+    kind: str = FILE
+
+    @property
+    def extension(self) -> str:
+        """What follows the last dot, in lower case."""
+        return self.part.rpartition(".")[2].lower()
+
+    @property
+    def fault(self) -> str | None:
+        """Why its content cannot be read; None for a regular file."""
+        if self.kind == FILE:
+            return None
+        return f"{self.name} is a {self.kind}, which is never read; store the file itself"
+
+
+class TarReader:
+    """Iterates over the members of a tar, or over those in a range of its bytes.
+
+    Attributes:
+        path: the tar, for messages.
+        end: byte offset of the end of the last member that was read.
+        misread: the first part of the tar that is ignored here, but misread by Energon; "" if there is none.
+    """
+
+    def __init__(self, path: Path, read: Read, start: int, stop: int, *, is_whole: bool = False) -> None:
+        """Members whose first header is in bytes [start, stop).
+
+        Args:
+            path: the tar, for messages.
+            read: bytes of the tar.
+            start: where a member begins.
+            stop: where a member begins, or the last one ends; with `is_whole`, the size of the file.
+            is_whole: the range is the file, whose end is checked.
+        """
+        self.path = path
+        self.end = start
+        self.misread = ""
+        self._read = read
+        self._stop = stop
+        self._is_whole = is_whole
+
+    def __iter__(self) -> Iterator[Member]:
+        """Yield members in order.
+
+        Raises:
+            NotATarError: the whole file is no tar.
+            TarError: it is truncated or damaged, or, read whole, does not end as a tar does.
+        """
+        read, stop = self._read, self._stop
+        at = self.end
+        first: int | None = None  # the first header of a member with several
+        long_name: str | None = None
+        pax: dict[str, bytes] = {}
+        while at < stop:
+            header = read(at, BLOCK)
+            if not _is_sound(header):
+                if self._is_whole and first is None and not header.strip(b"\0"):
+                    break
+                raise self._unreadable(at, header)
+            kind = header[156:157]
+            size = _number(header[124:136])
+            if size is None:
+                raise self._error(f"damaged header at byte {at}: its size is {header[124:136]!r}; {_REMEDY}")
+            what = _KINDS.get(kind)
+            if what is None and kind in _EXTENDED:
+                content = self._extended(at, size)
+                if kind == _GLOBAL:
+                    self._check_global(self._pax(content, at), at)
+                    if self.end > 0 and not self.misread:
+                        self.misread = f"the global header at byte {at} makes Energon read past the end of a sample"
+                elif first is None:
+                    first = at
+                if kind == _LONG_NAME and long_name is None:
+                    long_name = _text(content)
+                elif kind in _PAX:
+                    pax = self._pax(content, at) | pax
+                at += BLOCK + _padded(size)
+                continue
+            name = _text(header[:100])
+            if what is None:
+                what = f"member of the unknown type {_text(kind)!r}"
+            elif what != FILE:
+                size = 0 if kind in _WITHOUT_CONTENT else size
+            elif kind == b"\0" and name.endswith("/") and long_name is None and "path" not in pax:
+                what, size = _DIRECTORY, 0  # of V7; a longer name is merely cut there
+            if header[345] and header[257:263] == b"ustar\0":
+                name = f"{_text(header[345:500])}/{name}"
+            if first is not None:
+                name = name if long_name is None else long_name
+                name, size, what = self._with_pax(pax, name, size, what, at)
+                size = 0 if kind in _WITHOUT_CONTENT else size
+            offset = at + BLOCK if kind != b"S" else self._after_sparse(at, header)
+            if offset + size > stop:
+                raise self._error(f"truncated inside {name} at byte {stop}; {_REMEDY}")
+            begin, at = at if first is None else first, offset + size + -size % BLOCK
+            if first is not None:
+                first, long_name, pax = None, None, {}
+            self.end = at
+            if what in (_DIRECTORY, _LABEL):
+                continue
+            if _IGNORED.match(name):
+                if not self.misread and _OF_MACOS.match(name) and _ENERGON_NAME.match(name):
+                    self.misread = f"{name} was added by macOS, and Energon reads it as a part of a sample"
+                continue
+            found = _NAME.fullmatch(name)
+            key, part = found.groups() if found else (name, "")
+            yield Member(name, key, part, begin, offset, size, what)
+        if first is not None:
+            raise self._error(f"truncated after the header at byte {first}; {_REMEDY}")
+        if self._is_whole:
+            self._check_end(at)
+
+    def _error(self, problem: str) -> TarError:
+        return TarError(f"{self.path}: {problem}", problem)
+
+    def _unreadable(self, at: int, header: bytes) -> TarError:
+        """The error for a block that is not a header."""
+        if self._is_whole and self.end == 0 and at == 0:
+            for magic, name in _MAGICS.items():
+                if header.startswith(magic):
+                    what = f"is compressed ({name}); decompress it to a plain .tar, which is read in place"
+                    return NotATarError(f"{self.path} {what}")
+            what = "its header is cut" if len(header) < BLOCK else "its first block is not a header"
+            return NotATarError(f"{self.path} is not an uncompressed tar file: {what}; {_REMEDY}")
+        if len(header) < BLOCK:
+            return self._error(f"truncated inside a header at byte {at + len(header)}; {_REMEDY}")
+        return self._error(f"damaged header at byte {at}: its check sum is wrong; {_REMEDY}")
+
+    def _extended(self, at: int, size: int) -> bytes:
+        """Content of an extended header."""
+        if size > _MOST_EXTENDED:
+            raise self._error(
+                f"extended header of {size:,} bytes at byte {at}, and at most {_MOST_EXTENDED:,} are read; {_REMEDY}"
+            )
+        content = self._read(at + BLOCK, size)
+        if len(content) < size or at + BLOCK + size > self._stop:
+            raise self._error(f"truncated inside a header at byte {at + BLOCK + len(content)}; {_REMEDY}")
+        return content
+
+    def _pax(self, content: bytes, at: int) -> dict[str, bytes]:
+        """Values of a PAX header: records of `LENGTH KEYWORD=VALUE\\n`."""
+        found: dict[str, bytes] = {}
+        place, end = 0, len(content)
+        while place < end:
+            record = _PAX_RECORD.match(content, place)
+            stop = place + int(record[1]) if record else 0
+            if record is None or not record.end() < stop <= end or content[stop - 1 : stop] != b"\n":
+                raise self._error(f"damaged PAX header at byte {at}; {_REMEDY}")
+            found[record[2].decode("utf-8", "backslashreplace")] = content[record.end() : stop - 1]
+            place = stop
+        return found
+
+    def _check_global(self, pax: dict[str, bytes], at: int) -> None:
+        for name in pax:
+            if name in ("path", "size") or name.startswith("GNU.sparse"):
+                raise self._error(f"global header at byte {at} sets {name} of all members; write it again without")
+
+    def _with_pax(self, pax: dict[str, bytes], name: str, size: int, what: str, at: int) -> tuple[str, int, str]:
+        """Name, size and kind of a member with a PAX header."""
+        if (path := pax.get("path")) is not None:
+            name = _text(path).rstrip("/")
+        if (given := pax.get("size")) is not None:
+            if not given.isdigit():
+                raise self._error(f"damaged PAX header at byte {at}: its size is {given!r}; {_REMEDY}")
+            size = int(given)
+        if any(keyword.startswith("GNU.sparse") for keyword in pax):
+            name, what = _text(pax["GNU.sparse.name"]) if "GNU.sparse.name" in pax else name, _SPARSE
+        return name, size, what
+
+    def _after_sparse(self, at: int, header: bytes) -> int:
+        """Byte offset of the content of a sparse file of GNU, after the blocks of its map."""
+        at += BLOCK
+        more = header[482]
+        while more:
+            block = self._extended(at - BLOCK, BLOCK)
+            more, at = block[504], at + BLOCK
+        return at
+
+    def _check_end(self, end: int) -> None:
+        """Two blocks of zeros, and nothing but zeros."""
+        if self._stop == 0:
+            raise NotATarError(f"{self.path} is empty (0 bytes); copy it again")
+        at = end
+        while block := self._read(at, 1 << 16):
+            if rest := block.lstrip(b"\0"):
+                raise self._error(
+                    f"data after the end of the archive at byte {at + len(block) - len(rest)}: a damaged header, or "
+                    "concatenated tars; write it again"
+                )
+            at += len(block)
+        if at < end + _END:
+            raise self._error(
+                f"no end-of-archive marker after byte {end}, so members may be missing; copy it again, or, if it is "
+                f"complete, append one: truncate -s {end + _END} {self.path}"
+            )
+
+
+@contextmanager
+def open_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[TarReader]:
+    """Open a tar, to read all of it and check its end, or a range of its bytes.
+
+    Args:
+        path: the tar.
+        start, stop: as for `TarReader`; without `stop`, the whole file.
+
+    Raises:
+        TarError: it is not a regular file, or cannot be read; and as `TarReader`.
+    """
+    with _opened(path) as stream:
+        size = os.fstat(stream.fileno()).st_size if stop is None else stop
+        yield TarReader(path, _reading(path, stream), start, size, is_whole=stop is None)
+
+
+def read_content(path: Path, member: Member) -> bytes:
+    """The bytes of a member.
+
+    Raises:
+        TarError: it is not a regular file, or the tar was truncated since its headers were read.
+    """
+    if member.fault is not None:
+        raise TarError(f"{path}: {member.fault}", member.fault)
+    with _opened(path) as stream:
+        content = _reading(path, stream)(member.offset, member.size)
+    if len(content) < member.size:
+        problem = f"truncated inside {member.name} at byte {member.offset + len(content)}; {_REMEDY}"
+        raise TarError(f"{path}: {problem}", problem)
+    return content
+
+
+def read_range(descriptor: int, at: int, size: int) -> bytes:
+    """Bytes [at, at + size) of an open file; fewer at its end.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    data = os.pread(descriptor, size, at)
+    if len(data) == size or not data:
+        return data
+    parts, missing = [data], size - len(data)
+    while missing and (data := os.pread(descriptor, missing, at + size - missing)):
+        parts.append(data)  # the system may return less than it was asked for
+        missing -= len(data)
+    return b"".join(parts)
+
+
+def key_faults(members: Iterable[Member]) -> list[tuple[Member, str]]:
+    """Members of one key that cannot be read or told apart, and why."""
+    seen: set[str] = set()
+    faults: list[tuple[Member, str]] = []
+    for member in members:
+        if member.part in seen:
+            faults.append((member, f"{member.name} occurs twice in the tar; write it again"))
+        elif member.kind != FILE and member.fault is not None:
+            faults.append((member, member.fault))
+        seen.add(member.part)
+    return faults
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path)
+    except IrregularFile as error:
+        raise TarError(f"{path} {error}; remove it, or copy the folder again") from error
+    except OSError as error:
+        raise TarError(f"{path} cannot be opened: {error.strerror}; check its name and permissions") from error
+
+
+def _reading(path: Path, stream: BinaryIO) -> Read:
+    descriptor = stream.fileno()  # read without the buffer, which would read the first bytes of each content too
+
+    def read(at: int, size: int) -> bytes:
+        try:
+            return read_range(descriptor, at, size)
+        except OSError as error:
+            raise TarError(
+                f"{path} cannot be read at byte {at}: {error.strerror}; check the file system, or copy it again"
+            ) from error
+
+    return read
+
+
+def _is_sound(header: bytes) -> bool:
+    """Whether a block is a header: its check sum is the sum of its bytes, with spaces in the place of the sum."""
+    if len(header) < BLOCK:
+        return False
+    # The lower half of Adler-32 is 1 + the sum of the bytes, if there are at most 256: a tenth of the time of `sum`.
+    field = header[148:156]
+    adler = zlib.adler32
+    total = (adler(header[:256]) & 0xFFFF) + (adler(header[256:]) & 0xFFFF) - (adler(field) & 0xFFFF) + 255
+    recorded = _number(field)
+    if recorded == total:
+        return True
+    signed = sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:]) + 256
+    return recorded == signed  # as some old programs sum
+
+
+def _number(field: bytes) -> int | None:
+    """An octal number, or one of base 256 (GNU, star); None if it is neither, or negative. An empty field is 0."""
+    try:
+        number = int(field.rstrip(b"\0 "), 8)
+    except ValueError:
+        if field[0] == 0o200:
+            return int.from_bytes(field[1:], "big")
+        text = field.partition(b"\0")[0].strip()
+        try:
+            number = int(text, 8) if text else 0
+        except ValueError:
+            return None
+    return number if number >= 0 else None
+
+
+def _text(field: bytes) -> str:
+    """A name, which ends at a NUL."""
+    return field.partition(b"\0")[0].decode("utf-8", "backslashreplace")
+
+
+def _padded(size: int) -> int:
+    return size + -size % BLOCK
