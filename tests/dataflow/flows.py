@@ -42,10 +42,10 @@ def part_of(numbers: range) -> Iterator[dict[str, Any]]:
     return (FEATURES[number] for number in numbers)
 
 
-def energon_folder(folder: Path) -> Path:
+def energon_folder(folder: Path, count: int = ITEMS) -> Path:
     """Each sample a pack of its own, so that items are the same as those of the others."""
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(one | {"labels": one["input_ids"]}) + "\n" for one in FEATURES))
+    data, features = folder / "data.jsonl", map(feature, range(count))
+    data.write_text("".join(json.dumps(one | {"labels": one["input_ids"]}) + "\n" for one in features))
     options: dict[str, Any] = {"sample_class": "PackedTokensSample", "max_samples_per_pack": 1, "workers": 1}
     return pack(
         PackOptions(inputs=(str(data),), output_dir=folder, seq_len=16, encoder=StoredTokens(), **options)

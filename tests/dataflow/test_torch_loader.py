@@ -56,6 +56,13 @@ def test_the_rest_of_the_epoch_is_identical_from_every_step(
     check_every_step(new_loader)
 
 
+@pytest.mark.parametrize("packer", ["planned", "pool"])
+def test_an_energon_epoch_longer_than_the_interval_of_its_states(tmp_path: Path, packer: str) -> None:
+    """Energon's state is saved every 16 items: a resumed loader passes several of these saves."""
+    folder = energon_folder(tmp_path, count=53)
+    check_every_step(lambda: DataflowLoader(DISTRIBUTORS["energon"](folder), packer=PACKERS[packer](), seed=3))
+
+
 @pytest.mark.parametrize("distributor", DISTRIBUTORS)
 def test_a_loader_that_ignores_its_state_fails_the_harness(folder: Path, distributor: str) -> None:
     class Forgetful(DataflowLoader):

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from energon_packed import pack_lengths
@@ -58,14 +58,24 @@ def test_best_fit_takes_the_fullest_pack_and_first_fit_the_oldest() -> None:
     assert [p.tolist() for p in pack_lengths([7, 8, 1, 2], 10, algorithm="ffd")] == [[1, 3], [0, 2]]
 
 
+RUNS = st.tuples(st.integers(1, 130), st.integers(1, 12))
+"""A length, and how many samples have it: best fit places equal lengths together, by a loop of their own."""
+
+
 @given(
-    lengths=st.lists(st.integers(1, 130), max_size=80),
+    lengths=st.lists(RUNS, max_size=40).map(lambda runs: [length for length, count in runs for _ in range(count)]),
     capacity=st.integers(1, 128),
     algorithm=st.sampled_from(ALGORITHMS),
     max_samples=st.none() | st.integers(1, 5),
     multiple=st.integers(1, 9),
     seed=st.none() | st.integers(0, 3),
 )
+@example([3] * 10, 30, "bfd", 2, 1, None)
+@example([3] * 10, 30, "window_7", 2, 1, None)
+@example([3] * 10, 30, "best", 2, 1, None)
+@example([3] * 10, 30, "ffd", 2, 1, None)
+@example([3] * 10, 30, "sequential", 2, 1, None)
+@example([9, 9, 3, 3, 3, 3, 1], 30, "bfd", 3, 1, None)  # a pack that is opened with one length and filled with others
 def test_every_sample_is_in_one_pack_that_fits(
     lengths: list[int], capacity: int, algorithm: str, max_samples: int | None, multiple: int, seed: int | None
 ) -> None:

@@ -73,6 +73,23 @@ def test_shares_that_round_lose_no_pack() -> None:
     assert [start for start, _ in ranges.values()][1:] == [end for _, end in ranges.values()][:-1]
 
 
+@pytest.mark.parametrize("damage", ["a byte", "the size", "the size, at the same time"])
+def test_a_shard_that_changed_since_it_was_written_is_written_again(build: Any, damage: str) -> None:
+    first = build([{"messages": TURNS}] * 12, max_packs_per_shard=2)
+    entry = first.manifest.shards[1]
+    tar = first.shards / entry.name
+    before, content = tar.stat(), bytearray(tar.read_bytes())
+    content[600] ^= 1
+    tar.write_bytes(content if damage == "a byte" else content[:-512])
+    later = 0 if damage.endswith("same time") else 1_000_000_000
+    os.utime(tar, ns=(before.st_atime_ns, before.st_mtime_ns + later))
+    again = build(max_packs_per_shard=2)
+    assert again.manifest.shards == first.manifest.shards
+    assert hashlib.sha256(tar.read_bytes()).hexdigest() == entry.sha256
+    assert again.manifest.counters["shards_written"] == 1
+    assert again.manifest.counters["shards_reused"] == len(first.manifest.shards) - 1
+
+
 def test_another_image_root_is_another_build(build: Any, tmp_path: Path) -> None:
     for number, name in enumerate("ab"):
         (tmp_path / name).mkdir()
