@@ -16,6 +16,7 @@ from energon_packed import (
     ConfigError,
     DataflowConfig,
     DataflowLoader,
+    IterableDistributor,
     JointLoader,
     MapDistributor,
     PackedDataset,
@@ -141,19 +142,19 @@ def test_after_ctrl_c_inside_the_loader_no_wrong_state_is_saved(folder: Path) ->
     resumed = DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=1)
     state = resumable.state_dict()
     resumed.load_state_dict(state)
-    assert len(ids(resumed)) == 24 - state["steps"] == 20
+    assert len(ids(resumed)) == 24 - state["step"] == 20
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda state: state.pop("steps"),
-        lambda state: state.update(steps=None),
+        lambda state: state.pop("step"),
+        lambda state: state.update(step=None),
         lambda state: state.update(epoch="1"),
-        lambda state: state.update(energon=None, workers=[None]),
-        lambda state: state.update(energon=[], workers=[]),
-        lambda state: state.update(energon={"fields": 5}, workers=5),
-        lambda state: state.update(rank=None, next_worker=7, energon="x"),
+        lambda state: state.update(energon=None, segments=[None]),
+        lambda state: state.update(energon=[], segments=[]),
+        lambda state: state.update(energon={"fields": 5}, segments=5),
+        lambda state: state.update(identity=None),
     ],
 )
 def test_damaged_states_are_refused_in_one_line(make: Make, damage: Callable[[dict[str, Any]], object]) -> None:
@@ -168,12 +169,26 @@ def test_damaged_states_are_refused_in_one_line(make: Make, damage: Callable[[di
         make().load_state_dict(state)
 
 
+def test_a_stream_refuses_a_damaged_state() -> None:
+    def new() -> DataflowLoader:
+        return DataflowLoader(IterableDistributor([{"input_ids": [n, n]} for n in range(9)]), batch_size=2)
+
+    loader = new()
+    next(iter(loader))
+    state = json.loads(json.dumps(loader.state_dict()))
+    new().load_state_dict(copy.deepcopy(state))
+    changes: list[dict[str, Any]] = [{"shards": []}, {"shards": [[1, {}]]}, {"next_worker": 7}, {"num_shards": None}]
+    for change in changes:
+        with pytest.raises(BatchError, match=r"the saved state is damaged \(.*\); load an earlier"):
+            new().load_state_dict(copy.deepcopy(state) | change)
+
+
 def test_a_state_of_another_loader_is_named(folder: Path) -> None:
     energon = get_packed_loader(folder, epochs=1, num_workers=0)
     dataflow = DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=1)
-    with pytest.raises(BatchError, match="the saved state is of DataflowLoader, and this is another loader"):
+    with pytest.raises(BatchError, match="the saved state is of DataflowLoader, and this loader is a PackedLoader"):
         energon.load_state_dict(dataflow.state_dict())
-    with pytest.raises(BatchError, match="the saved state is of get_packed_loader, and this is another loader"):
+    with pytest.raises(BatchError, match="the saved state is of PackedLoader, and this loader is a DataflowLoader"):
         dataflow.load_state_dict(energon.state_dict())
 
 

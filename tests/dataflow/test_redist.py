@@ -56,7 +56,7 @@ def test_every_worker_resumes_where_it_stopped(
     for rank, state in enumerate(redistribute(states[::-1], after[0])):
         loader = new_loader(shards, encoder, rank, *after)
         loader.load_state_dict(state)
-        taken += loader.state_dict()["steps"]
+        taken += loader.state_dict()["step"]
         got |= by_worker(list(itertools.islice(loader, AFTER * after[1])))
     assert got == expected
     assert taken == steps * before[0]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from transformers import TrainingArguments
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from energon_packed import (
     BatchError,
@@ -128,9 +127,9 @@ def test_packed_trainer_groups_by_the_lengths_of_the_data(text_packs: list[Path]
     data = PackedDataset(text_packs[0])
     args = made(tmp_path, train_sampling_strategy="group_by_length")
     trainer = PackedTrainer(tiny_qwen2(), args, train_dataset=data, data_collator=PaddingFreeCollator())
-    sampler = trainer._get_train_sampler()
-    assert isinstance(sampler, LengthGroupedSampler)
-    assert sampler.lengths == data.lengths.tolist()
+    loader = DataflowLoader(MapDistributor(data, balance="attention"), batch_size=8, seed=args.seed)
+    expected = [batch.input_ids.tolist() for batch in loader]
+    assert [inputs["input_ids"].tolist() for inputs in trainer.get_train_dataloader()] == expected
     with pytest.raises(ConfigError, match="`use_cache` is True"):
         PackedTrainer(tiny_qwen2(), made(tmp_path, use_cache=True), train_dataset=data)
 

@@ -107,9 +107,7 @@ def test_what_megatron_decides_is_no_option(encoder: ChatEncoder, name: str) -> 
 
 
 def test_options_of_another_order_are_refused(encoder: ChatEncoder) -> None:
-    with pytest.raises(
-        ConfigError, match="`shuffle_buffer_size` is not an option of the global order"
-    ):
+    with pytest.raises(ConfigError, match="`shuffle_buffer_size` is not an option of the global order"):
         train_valid_test_dataloaders_provider("out", encoder, shuffle_buffer_size=4)
     with pytest.raises(ConfigError, match="`order` must be 'global' or 'energon', got 'random'"):
         train_valid_test_dataloaders_provider("out", encoder, order="random")  # type: ignore[arg-type]
