@@ -80,7 +80,7 @@ def replay_config(
 
     Raises:
         ConfigError: as for `replay`; `batch_size` while streaming.
-        BatchError: more than `max_failures` records are rejected.
+        RejectLimitError: more records are rejected than the config allows.
     """
     share = share or Share(seed=config.seed)
     if not config.streaming:
@@ -89,7 +89,7 @@ def replay_config(
     if batch_size not in (None, 1):
         raise ConfigError(f"`batch_size` is {batch_size}; drop it: with `streaming: true` every batch is one row")
     roles = PackedIterableDataset(config).loader._roles
-    processor = roles.processor if config.max_patches else _Lengths(roles.processor)
+    processor = roles.processor if config.max_patches or config.truncate else _Lengths(roles.processor)
     return _on_ranks(_Streamed(roles._replace(processor=processor, collator=_Names())), step, num_workers, share)
 
 

@@ -26,14 +26,14 @@ class Settings:
     rank: int | None = None
     world_size: int | None = None
     seed: int = 0
-    max_failures: int = 0
+    max_failures: int | None = 0
     drop_last: bool = False
     allow_changed_weights: bool = False
     order_log: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("seed", "max_failures"):
-            if getattr(self, name) < 0:
+            if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ConfigError(f"`{name}` is {getattr(self, name)}; it must be at least 0")
 
 

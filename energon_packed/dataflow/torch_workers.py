@@ -57,6 +57,7 @@ class WorkerStreams(torch.utils.data.IterableDataset[Any]):
         """Set where the iteration begins that is made inside; only workers that start now see more than its epoch."""
         self._epoch[0] = start.epoch
         self._start = start
+        self.roles.failures.start(is_whole=start.rest is None and not any(start.states))
         self.counts.begin()
         self._by_loader = True
         try:

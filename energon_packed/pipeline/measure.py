@@ -125,8 +125,9 @@ class MeasureStage:
         self.counters["tokenized"] += report.tokenized
         self.progress.advance(report.chunk.stop - report.chunk.start, report.records)
         if self.strict and (first := report.first_reject) is not None:
-            rejected = self.reader.rejected(report.chunk.source, first.address, first.id, first.reject)
-            RejectLimits(strict=True).check_record(rejected)
+            reject = first.reject
+            record = first.address, first.id, reject.reason.value, reject.detail[:MOST_DETAIL]
+            RejectLimits(strict=True).check_record(self.reader.rejected(report.chunk.source, [record])[0])
 
     def _tokenizer_engine(self, chunks: Sequence[Chunk]) -> EngineName:
         """The engine that every process uses; `auto` where few records are left to measure.

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from energon_packed.errors import Reason, RecordError, Reject
+from energon_packed.errors import Reason, RecordError
 from energon_packed.formats import codec_for
 from energon_packed.pipeline.flavor_options import AUTO, NARROW
 from energon_packed.pipeline.options import InputOptions
@@ -90,19 +90,25 @@ class RecordReader:
         """Name of a record that has none: its file, the part of it, and its number there."""
         return self.sources[source].reading.named(f"{self._names[source]}{part_suffix(self.part)}:{row}")
 
-    def rejected(self, source: int, address: int, ident: str | None, reject: Reject) -> Rejected:
-        """A line of rejects.jsonl, of a record whose address is known; may read its file up to there.
+    def rejected(self, source: int, records: Sequence[tuple[int, str | None, str, str]]) -> list[Rejected]:
+        """Lines of rejects.jsonl for records whose addresses are known; may read their file up to the last one.
 
         Args:
             source: number of the source.
-            address: of the record.
-            ident: its id; None, or the default id by its address, if it has none.
-            reject: why.
+            records: address, id, reason and detail of each; the id is None, or made of the address, if it has none.
         """
-        row = self.sources[source].row_numbers([address])[0]
-        if ident is None or ident == self.default_id(source, address):
-            ident = self.default_id(source, row)
-        return Rejected(str(self.sources[source].path), row, ident, reject.reason.value, reject.detail)
+        numbers = self.sources[source].row_numbers([address for address, *_ in records])
+        path = str(self.sources[source].path)
+        return [
+            Rejected(
+                source=path,
+                row=row,
+                id=self.default_id(source, row) if ident in (None, self.default_id(source, address)) else str(ident),
+                reason=reason,
+                detail=detail,
+            )
+            for row, (address, ident, reason, detail) in zip(numbers, records, strict=True)
+        ]
 
     @cached_property
     def _names(self) -> list[str]:
