@@ -276,6 +276,30 @@ def test_a_mixture_names_the_rows_of_each_source(options: Options, tmp_path: Pat
     ]
 
 
+def test_a_limit_of_images_rejects_the_same(options: Options, tmp_path: Path, demo: DemoDataset) -> None:
+    image = next(str(p) for p in (demo.jsonl.parent / "images").glob("*.png"))
+    records = [{"images": [image] * count, "prompts": ["<image>" * count], "captions": ["A."]} for count in (1, 2, 3)]
+    given = options([GOOD, *records, LONG], max_images=2, image_root=Path("/"), seq_len=4096)
+    expected = planned(given, tmp_path)
+    assert [row["detail"] for row in expected[1]] == ["3 images, more than max_images 2"]
+    assert streamed(given, tmp_path) == expected
+
+
+def test_a_restored_stream_counts_what_it_reads(options: Options) -> None:
+    """It does not know the rest of the epoch, so the share of rejected records is not checked."""
+    records = [*[{"id": f"g{n}", **GOOD} for n in range(6)], *["{broken"] * 3]
+    given = options(records, shuffle=False, max_reject_rate=0.34, packing=False)
+    first, second = (PackedIterableDataset(DataflowConfig(**given)) for _ in range(2))
+    batches = iter(first)
+    for _ in range(4):
+        next(batches)
+    second.load_state_dict(first.state_dict())
+    for _ in range(2):  # the rest of this epoch, and the next one
+        assert list(second)
+        assert second.failures.counts == {"bad_json": 3}
+        assert [row["row"] for row in second.failures.rows] == [6, 7, 8]
+
+
 def test_a_config_file_for_training_serves_pack(options: Options, tmp_path: Path) -> None:
     given = options([GOOD, "{broken", "{broken"])
     file = tmp_path / "train.yaml"
