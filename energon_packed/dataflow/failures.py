@@ -31,7 +31,7 @@ from energon_packed.pipeline.rejects import (
 _log = logging.getLogger(__name__)
 _OF_RECORDS = tuple(reason.value for reason in Reason)
 _REASONS = (*_OF_RECORDS, "bad_format", "bad_batch", "other", "drop_last")
-_ROOM = 512 << 10  # bytes of the rows that are kept
+_ROOM = 512 << 10  # bytes of the rows that are kept; most rows have some 200
 
 
 class FailureLog:
@@ -229,27 +229,27 @@ class _SharedLines:
 
     def __init__(self, context: Any) -> None:
         self._text = context.Array("c", _ROOM)
-        self._sizes = context.Array("q", 2)  # lines, bytes
+        self._size = context.Value("q", 0)  # bytes in use
 
     def add(self, *values: Any) -> None:
         """Add a line of JSON, if there is room; lone surrogates become question marks, as in rejects.jsonl."""
         clean = [one.encode(errors="replace").decode() if isinstance(one, str) else one for one in values]
         line = orjson.dumps(clean, option=orjson.OPT_APPEND_NEWLINE)
-        with self._sizes.get_lock():
-            lines, size = self._sizes
-            if lines < MOST_ROWS and size + len(line) <= _ROOM:
-                self._text[size : size + len(line)] = line
-                self._sizes[:] = [lines + 1, size + len(line)]
+        with self._size.get_lock():
+            start, end = self._size.value, self._size.value + len(line)
+            if end <= _ROOM:
+                self._text[start:end] = line
+                self._size.value = end
 
     def read(self) -> list[bytes]:
         """The lines."""
-        with self._sizes.get_lock():
-            return list(self._text[: self._sizes[1]].splitlines())
+        with self._size.get_lock():
+            return list(self._text[: self._size.value].splitlines())
 
     def clear(self) -> None:
         """Remove all lines."""
-        with self._sizes.get_lock():
-            self._sizes[:] = [0, 0]
+        with self._size.get_lock():
+            self._size.value = 0
 
 
 def placed(error: Exception, key: str, source: str) -> Exception:
