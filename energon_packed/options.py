@@ -98,6 +98,11 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def declared_again(cls: type[Any], name: str, default: Any) -> Any:
+    """A dataclass field with the declaration that `cls` has under `name`, and another default."""
+    return dataclasses.field(default=default, metadata=cls.__dataclass_fields__[name].metadata)
+
+
 def declared(cls: type[Any]) -> list[Declaration]:
     """All declarations of an option class, in order."""
     hints = typing.get_type_hints(cls)

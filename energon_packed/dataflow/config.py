@@ -11,9 +11,9 @@ from energon_packed.encoding import StoredTokens
 from energon_packed.encoding.settings import IMAGES
 from energon_packed.errors import ConfigError, SourceError
 from energon_packed.foreign import read_yaml
-from energon_packed.options import make, option, short
+from energon_packed.options import declared_again, make, option, short
 from energon_packed.pipeline.config_file import read_config
-from energon_packed.pipeline.options import INPUT, PACKING, RUN, InputOptions, PackOptions
+from energon_packed.pipeline.options import INPUT, PACKING, RUN, PackOptions, RejectOptions
 from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.training_names import translated
@@ -24,7 +24,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataflowConfig(InputOptions):
+class DataflowConfig(RejectOptions):
     """What `get_raw_loader` loads: `PackedIterableDataset` streams it, `plan_in_memory` plans it.
 
         DataflowConfig(dataset_path="data.jsonl", packing_length=4096, processor_config="TOKENIZER_DIR")
@@ -42,13 +42,18 @@ class DataflowConfig(InputOptions):
         packing_strategy: `first_fit`, `best_fit`, `window_N` (sorted by length and packed within windows of N
             samples), `sequential`, `pool_N` (best fit over a buffer of N). Streaming `first_fit` and `best_fit` use a
             buffer of 256 samples; `plan_in_memory` uses all, and windows for `pool_N`.
-        filter_overlong: samples longer than a row are dropped and counted; False raises.
+        overlong: samples longer than a row are dropped and counted (`drop`), stop loading (`error`), or keep their
+            first tokens (`truncate`), as with `pack`.
         shuffle: a new seeded order every epoch.
         processor_config: folder of the tokenizer, or a mapping of the parameters of `ChatEncoder.from_pretrained`.
             Without a tokenizer, records must be tokenized.
         streaming: `get_raw_loader` streams; False plans in memory.
         max_images, max_patches: limits of a row; None for none.
-        max_failures: records of a rank that may be rejected before the run stops.
+        max_failures: records that may be rejected before the run stops, overlong ones not counted; None for any
+            number. Planning counts all records, a stream those of its rank in an epoch.
+        max_reject_rate: share of the records that may be rejected, None for any; a stream checks it when an epoch
+            ends, for the records of its rank.
+        strict: the first rejected record stops the run.
         work_dir: folder for measurements and converted copies, kept for the next run; by default a temporary one.
 
     Raises:
@@ -65,13 +70,13 @@ class DataflowConfig(InputOptions):
         None, help="Tokens in one row.", group=PACKING, flags=(), parse=parse_seq_len, minimum=1
     )
     packing_strategy: str | None = option(None, help="Packer.", group=PACKING, flags=())
-    filter_overlong: bool = option(True, help="Drop and count, or raise.", group=PACKING, flags=())
     shuffle: bool = option(True, help="A new order every epoch.", group=PACKING, flags=())
     processor_config: Any = option(None, help="Tokenizer and image settings.", group=IMAGES, flags=())
     streaming: bool = option(True, help="Stream, or plan in memory.", group=RUN, flags=())
     max_images: int | None = option(None, help="Images in one row.", group=PACKING, flags=(), minimum=1)
     max_patches: int | None = option(None, help="Patches in one row.", group=PACKING, flags=(), minimum=1)
-    max_failures: int = option(1000, help="Records that may be rejected.", group=RUN, flags=(), minimum=0)
+    max_reject_rate: float | None = declared_again(RejectOptions, "max_reject_rate", None)
+    max_failures: int | None = declared_again(RejectOptions, "max_failures", 1000)
     work_dir: Path | None = option(None, help="Folder for measurements.", group=RUN, flags=())
 
     def __post_init__(self) -> None:
@@ -103,13 +108,7 @@ class DataflowConfig(InputOptions):
         Raises:
             ConfigError: it cannot be read, or has an unknown option.
         """
-        values = read_config(Path(path), cls, PackOptions, also=("overlong",))
-        overlong = values.pop("overlong", None)
-        if overlong is None:
-            return make(cls, values)
-        if overlong not in ("drop", "error"):
-            raise ConfigError(f"{path}: `overlong` is {overlong!r}; while training, use drop or error")
-        return make(cls, values | {"filter_overlong": overlong == "drop"})
+        return make(cls, read_config(Path(path), cls, PackOptions))
 
     def packer(self) -> Packer:
         """What groups a stream of samples.
@@ -118,7 +117,7 @@ class DataflowConfig(InputOptions):
             ConfigError: a strategy or limit that is invalid.
         """
         limits: dict[str, Any] = {"max_images": self.max_images, "max_patches": self.max_patches}
-        limits |= {"filter_overlong": self.filter_overlong, "multiple": self.pad_multiple}
+        limits |= {"overlong": self.overlong, "multiple": self.pad_multiple}
         length, strategy = self.row_length, str(self.packing_strategy)
         if not self.packing:
             return SequentialPacker(length, max_samples=1, **limits)

@@ -1,43 +1,171 @@
 """FailureLog: what happens to samples that fail while loading. Energon would skip them and only print a traceback.
 
-Counts are shared with the worker processes, so the main process sees them, and the limit holds for all of a rank.
+Counts and rows are shared with the worker processes, so the main process sees them, and the limit holds for all of a
+rank. Records of input files that are rejected are reported as `pack` does: see `pipeline.rejects`.
 """
 
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from energon_packed.errors import BatchError, DataChangedError, FormatError, Reason, RecordError
+import orjson
+
+from energon_packed.dataflow.process import RecordAt
+from energon_packed.errors import BatchError, DataChangedError, FormatError, Reason, RecordError, Reject
+from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.rejects import (
+    MOST_DETAIL,
+    MOST_ROWS,
+    Rejected,
+    RejectLimits,
+    RejectReport,
+    example_of,
+    is_failure,
+    main_reason,
+    warning_of,
+)
 
 _log = logging.getLogger(__name__)
-_REASONS = (*(reason.value for reason in Reason), "bad_format", "bad_batch", "other", "drop_last")
+_OF_RECORDS = tuple(reason.value for reason in Reason)
+_REASONS = (*_OF_RECORDS, "bad_format", "bad_batch", "other", "drop_last")
+_ROOM = 512 << 10  # bytes of the rows that are kept; most rows have some 200
 
 
 class FailureLog:
     """Counts failures by reason, logs each with its key and source, and stops the run past a limit.
 
+    A loader with epochs counts from the start of the epoch, or from the state that it was restored to.
+
     Args:
-        limit: failures of one rank that are skipped; the next one raises. 0 raises the first one, with its place.
+        limit: failures of one rank that are skipped; the next one raises. 0 raises the first one, with its place. None
+            skips all.
         unchanged: raises DataChangedError for sources that are not the files of before: that is no failure of a
             sample, and is never skipped. None does not look.
         context: start method of the workers, or a context of multiprocessing; None for the default.
+        readers: of the records that are loaded.
+
+    Attributes:
+        limits: on rejected records, beside `limit`.
+        planned: what was rejected before loading; part of `counts` and `rows`.
     """
 
-    def __init__(self, limit: int = 0, unchanged: Callable[[Any], None] | None = None, context: Any = None) -> None:
+    def __init__(
+        self,
+        limit: int | None = 0,
+        unchanged: Callable[[Any], None] | None = None,
+        context: Any = None,
+        readers: Sequence[RecordReader] = (),
+    ) -> None:
         self.limit = limit
+        self.limits = RejectLimits()
+        self.planned = RejectReport()
+        self._readers = readers
+        self._is_whole = False
         self._unchanged = unchanged
         self._last_word: Exception | None = None
         given = multiprocessing.get_context(context) if context is None or isinstance(context, str) else context
         self._counts = given.Array("q", len(_REASONS))
         self._dropped = given.Array("q", len(_REASONS))
+        self._used = given.Value("q", 0)
+        self._rows = _SharedLines(given)
 
     @property
     def counts(self) -> dict[str, int]:
         """Failures and dropped samples so far by reason; only reasons that occur."""
         both = zip(_REASONS, self._counts[:], self._dropped[:], strict=True)
-        return {name: failed + dropped for name, failed, dropped in both if failed + dropped}
+        counts = {name: self.planned.counts.get(name, 0) + failed + dropped for name, failed, dropped in both}
+        return {name: count for name, count in counts.items() if count}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The first 1,000 of them, each a line of rejects.jsonl: `source`, `row`, `id`, `reason` and `detail`.
+
+        In input order. `row` is None for items that are not records of an input file. Row numbers of JSONL and tars
+        are counted now, which reads these files.
+        """
+        found: list[Rejected] = []
+        records: dict[tuple[int, int], list[list[Any]]] = {}  # by number of the reader, and of the source in it
+        for line in map(orjson.loads, self._rows.read()):
+            place = self._reader_of(line[0], line[1])
+            if place is None:
+                found.append(Rejected(line[1], None, *line[3:]))
+            else:
+                records.setdefault((place, line[0]), []).append(line)
+        of_records: list[Rejected] = []
+        for (place, source), lines in sorted(records.items()):
+            rejected = self._readers[place].rejected(source, [(line[2], line[3], line[4], line[5]) for line in lines])
+            of_records += sorted(rejected, key=lambda one: one.row or 0)
+        return (self.planned.rows + [one._asdict() for one in [*of_records, *found]])[:MOST_ROWS]
+
+    def start(self, *, is_whole: bool) -> None:
+        """Count anew, as reading starts; `is_whole`, if it is at the start of an epoch."""
+        self._is_whole = is_whole
+        for shared in (self._counts, self._dropped):
+            with shared.get_lock():
+                shared[:] = [0] * len(_REASONS)
+        with self._used.get_lock():
+            self._used.value = 0
+        self._rows.clear()
+
+    def use(self, items: int) -> None:
+        """Count items that are in a batch."""
+        with self._used.get_lock():
+            self._used.value += items
+
+    def end_epoch(self, epoch: int, *, is_alone: bool) -> None:
+        """Log the rejected records of an epoch in one line, and hold them to the limits.
+
+        Args:
+            epoch: its number.
+            is_alone: this rank reads all records.
+
+        Raises:
+            RejectLimitError: more is rejected than allowed, or everything.
+        """
+        counts = {name: count for name, count in self.counts.items() if name in _OF_RECORDS}
+        if not counts or not self._readers:
+            return
+        used = int(self._used.value)
+        if line := warning_of(counts, used + sum(counts.values()), "`failures.rows` of the loader"):
+            _log.warning("epoch %d: %s", epoch, line)
+        if self._is_whole and (used or is_alone):
+            replace(self.limits, max_failures=self.limit).check_all(counts, used, lambda: self._example(counts))
+
+    def reject(self, at: RecordAt, path: str, reject: Reject, *, overlong: str = "drop") -> None:
+        """Count a record of an input file that is rejected, as `pack` does.
+
+        Args:
+            at: where it is.
+            path: of its file.
+            reject: why.
+            overlong: what happens to samples longer than a row: `error` raises.
+
+        Raises:
+            RejectLimitError: `strict` or `overlong` allow no such record, or there are more than `limit`.
+        """
+        reject = Reject(reject.reason, reject.detail[:MOST_DETAIL])
+        shared = self._counts if is_failure(reject.reason) else self._dropped
+        with shared.get_lock():
+            shared[_REASONS.index(reject.reason.value)] += 1
+        self._rows.add(at.source, path, at.address, at.id, reject.reason.value, reject.detail)
+        limits = replace(self.limits, max_failures=self.limit, overlong=overlong)
+        if limits.strict or overlong == "error":
+            place = self._reader_of(at.source, path)
+            rejected = Rejected(path, None, str(at.id), reject.reason.value, reject.detail)
+            if place is not None:
+                found = self._readers[place].rejected(
+                    at.source, [(at.address, at.id, reject.reason.value, reject.detail)]
+                )
+                rejected = found[0]
+            limits.check_record(rejected)
+        if is_failure(reject.reason):
+            _log.error("record %s of %s is rejected: %s", at.id or f"at {at.address}", path, reject)
+            limits.check_failures(
+                {name: count for name, count in zip(_REASONS, self._counts[:], strict=True) if count}
+            )
 
     def drop(self, reason: str) -> None:
         """Count a sample that the settings drop: it is not held against the limit."""
@@ -59,17 +187,29 @@ class FailureLog:
             self._counts[_REASONS.index(_reason(error))] += 1
             total = sum(self._counts[:])
         key, source = _key(sample), _source(sources)
+        self._rows.add(-1, source, -1, key, _reason(error), str(error)[:MOST_DETAIL])
         _log.error("sample %s%s failed to load: %s: %s", key, source and f" of {source}", type(error).__name__, error)
         if self.limit == 0:
             self._last_word = placed(error, key, source)
             raise self._last_word from (error if self._last_word is not error else None)
-        if total > self.limit:
+        if self.limit is not None and total > self.limit:
             by_reason = ", ".join(f"{name} {count}" for name, count in self.counts.items())
             self._last_word = BatchError(
                 f"{total} samples failed to load, more than `max_failures` {self.limit} ({by_reason}); "
                 f"the last is {key}: {error}; fix the data or raise `max_failures`"
             )
             raise self._last_word from error
+
+    def _reader_of(self, source: int, path: str) -> int | None:
+        """Number of the reader with a source of that number and path, or None."""
+        for number, reader in enumerate(self._readers):
+            if 0 <= source < len(reader.sources) and str(reader.sources[source].path) == path:
+                return number
+        return None
+
+    def _example(self, counts: dict[str, int]) -> str:
+        found = [one for one in self.rows if one["reason"] == main_reason(counts)]
+        return example_of(Rejected(**found[0])) if found else "see `failures.rows`"
 
     def _refuse_changed(self, error: Exception, sources: Any) -> None:
         if isinstance(error, DataChangedError):
@@ -82,6 +222,34 @@ class FailureLog:
         except DataChangedError as changed:
             self._last_word = changed
             raise changed from error
+
+
+class _SharedLines:
+    """The first lines that any process adds, in shared memory of a fixed size."""
+
+    def __init__(self, context: Any) -> None:
+        self._text = context.Array("c", _ROOM)
+        self._size = context.Value("q", 0)  # bytes in use
+
+    def add(self, *values: Any) -> None:
+        """Add a line of JSON, if there is room; lone surrogates become question marks, as in rejects.jsonl."""
+        clean = [one.encode(errors="replace").decode() if isinstance(one, str) else one for one in values]
+        line = orjson.dumps(clean, option=orjson.OPT_APPEND_NEWLINE)
+        with self._size.get_lock():
+            start, end = self._size.value, self._size.value + len(line)
+            if end <= _ROOM:
+                self._text[start:end] = line
+                self._size.value = end
+
+    def read(self) -> list[bytes]:
+        """The lines."""
+        with self._size.get_lock():
+            return list(self._text[: self._size.value].splitlines())
+
+    def clear(self) -> None:
+        """Remove all lines."""
+        with self._size.get_lock():
+            self._size.value = 0
 
 
 def placed(error: Exception, key: str, source: str) -> Exception:

@@ -70,12 +70,14 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
             world_size=world_size,
             **{"seed": config.seed, "max_failures": config.max_failures} | options,
         )
+        self.loader.failures.limits = config.limits
 
     def __iter__(self) -> Iterator[PackedBatch]:
         """The rest of the current epoch; after its last batch, the next epoch.
 
         Raises:
-            BatchError: more than `max_failures` records are rejected.
+            RejectLimitError: more records are rejected than `strict`, `overlong`, `max_failures` or `max_reject_rate`
+                allow.
             ConfigError: it is read in a worker process of another loader, or accelerate splits or dispatches it again.
         """
         refuse_dispatch()
@@ -93,7 +95,7 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
 
     @property
     def failures(self) -> FailureLog:
-        """Records that were rejected or dropped, by reason."""
+        """Records of the current epoch that were rejected: `counts` by reason, and the first `rows`."""
         return self.loader.failures
 
     @property

@@ -1,6 +1,8 @@
 """`plan_in_memory`: raw records are measured and planned at start, and served map-style with a known length."""
 
 import hashlib
+import logging
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +15,21 @@ from energon_packed.dataflow.hf_dataset import hf_dataset
 from energon_packed.dataflow.packers.base import Sizes
 from energon_packed.dataflow.work_folder import work_folder
 from energon_packed.encoding import EncodedSample, SampleSource
-from energon_packed.errors import BY_CHOICE, ConfigError, Reason, RecordError, Reject, RejectLimitError
+from energon_packed.errors import ConfigError, RecordError, Reject
 from energon_packed.packing.balance import RowSizes
 from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.keys import digest, make_keys
 from energon_packed.pipeline.measure import MeasureStage
+from energon_packed.pipeline.plan import plan_rejects
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader, open_reader
-from energon_packed.pipeline.table import RecordRefs, RecordTable, reject_counts
+from energon_packed.pipeline.rejects import RejectReport, warning_of
+from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import Conversation
 
 Int64 = npt.NDArray[np.int64]
+_log = logging.getLogger(__name__)
 
 
 class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
@@ -32,7 +37,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
     Attributes:
         lengths: int64 (P,), tokens of each row.
-        rejects: records that are in no row, by reason.
+        rejects: records that are in no row: `counts` by reason, and the first 1,000 `rows`.
         seq_len: tokens that fit in a row.
     """
 
@@ -50,9 +55,11 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             reader, encoder: as the records were measured with.
             refs: where the packed records are.
             groups: numbers of the records in each row.
-            facts: `rejects`, `seq_len`, and `fingerprint` of what is read.
+            facts: `rejects`; `seq_len`; `truncate`, tokens that longer samples are truncated to, or None; and the
+                `fingerprint` of what is read.
         """
-        self.rejects: dict[str, int] = facts["rejects"]
+        self.rejects: RejectReport = facts["rejects"]
+        self._truncate: int | None = facts["truncate"]
         self.seq_len: int = facts["seq_len"]
         self._fingerprint: str = facts["fingerprint"]
         self._reader, self._encoder, self._refs = reader, encoder, refs
@@ -102,6 +109,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         for one, (_, row) in zip(encoded, read, strict=True):
             if isinstance(one, Reject):
                 raise RecordError.of(one)
+            one = one if self._truncate is None else one.truncated(self._truncate)
             if len(one) != self._refs.length[row]:
                 raise ConfigError(
                     f"sample {one.id} has {len(one)} tokens and was measured with {self._refs.length[row]}: its file "
@@ -140,7 +148,8 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
 
     Raises:
         ConfigError, SourceError: as `pack`; `max_patches`, which lengths do not tell.
-        RejectLimitError: no record can be packed, more than `max_failures` are rejected, or one is overlong.
+        RejectLimitError: no record can be packed, or more are rejected than `strict`, `overlong`, `max_failures` or
+            `max_reject_rate` allow.
     """
     if config.max_patches is not None:
         raise ConfigError("`max_patches` needs the images of a record, which planning does not read; use `max_images`")
@@ -148,50 +157,31 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
     reader = open_reader(config, folder)
     config.check_format(reader)
     keys = make_keys(config, reader.sources, None)
-    table = MeasureStage(
-        folder=folder / "measure" / keys.measure[:16],
-        reader=reader,
-        encoder=config.encoder_loader,
-        engine=LocalEngine(config.processes),
-        progress=progress or Progress(),
-        counters={"measured": 0, "tokenized": 0, "reused": 0},
-        keep_tokens=False,
-        check_images=config.check_images,
-    ).run()
-    usable, rejects = _usable(table, config)
+    with closing(LocalEngine(config.processes)) as engine:
+        table = MeasureStage(
+            folder=folder / "measure" / keys.measure[:16],
+            reader=reader,
+            encoder=config.encoder_loader,
+            engine=engine,
+            progress=progress or Progress(),
+            counters={"measured": 0, "tokenized": 0, "reused": 0},
+            keep_tokens=False,
+            check_images=config.check_images,
+            strict=config.strict,
+        ).run()
+        rejects, _ = plan_rejects(table, config, reader, engine, max_images=config.max_images)
+    rejects.check(config.limits)
+    report, usable = rejects.report(), np.flatnonzero(rejects.status == 0)
+    if line := warning_of(report.counts, len(table), "`rejects.rows` of the dataset"):
+        _log.warning("%s", line)
     refs = table.refs(usable)
+    if config.truncate is not None:
+        refs = replace(refs, length=np.minimum(refs.length, config.truncate))
     lengths = refs.length.astype(np.int64)
     sizes = Sizes(lengths, table.num_images[usable].astype(np.int64), np.zeros_like(lengths))
     groups = config.packer().groups(sizes)
     order = np.random.default_rng(config.seed).permutation(len(groups)) if config.shuffle else range(len(groups))
     groups = [groups[number] for number in order]
     read = digest(keys.input, keys.encoder, config.reading_key())
-    facts = {"rejects": rejects, "seq_len": config.row_length, "fingerprint": read}
+    facts = {"rejects": report, "seq_len": config.row_length, "truncate": config.truncate, "fingerprint": read}
     return PlannedDataset(reader, config.encoder_loader, refs, groups, **facts)
-
-
-def _usable(table: RecordTable, config: DataflowConfig) -> tuple[Int64, dict[str, int]]:
-    """Numbers of the records that fit a row, and the others by reason."""
-    rejects = reject_counts(table.status)
-    failed = sum(count for name, count in rejects.items() if name not in BY_CHOICE)
-    if failed > config.max_failures:
-        by_reason = ", ".join(f"{name} {count}" for name, count in rejects.items())
-        raise RejectLimitError(
-            f"{failed} records are rejected, more than `max_failures` {config.max_failures} ({by_reason}); fix the "
-            "data, or raise `max_failures`"
-        )
-    longest = config.packer().longest or config.row_length
-    images = config.max_images or np.iinfo(np.int64).max
-    good = table.status == 0
-    fits = good & (table.length <= longest) & (table.num_images <= images)
-    if overlong := int((good & ~fits).sum()):
-        if not config.filter_overlong:
-            first = int(table.length[good & ~fits][0])
-            raise RejectLimitError(
-                f"{overlong} records do not fit a row of {longest} tokens, the first has {first}; raise "
-                "`packing_length`, or set `filter_overlong=True` to drop them"
-            )
-        rejects[Reason.OVERLONG.value] = rejects.get(Reason.OVERLONG.value, 0) + overlong
-    if not fits.any():
-        raise RejectLimitError(f"no record can be packed ({rejects or 'the input is empty'})")
-    return np.flatnonzero(fits), rejects

@@ -7,7 +7,7 @@ from typing import Any
 from energon_packed.dataflow.distributors.map import MapDistributor
 from energon_packed.dataflow.order import Segment
 from energon_packed.dataflow.state import check_identity, check_numbers, damaged, without_weights
-from energon_packed.dataflow.worker_stream import Roles, Step, count_failure, encoded, item_name
+from energon_packed.dataflow.worker_stream import Roles, Step, count_failure, encoded, item_name, record_of
 from energon_packed.errors import EnergonPackedError
 
 
@@ -130,12 +130,13 @@ class PlannedSteps:
         samples, used, dropped = [], [], []
         for place, value, found in zip(places, values, encoded(values, roles.processor), strict=True):
             if isinstance(found, EnergonPackedError):
-                count_failure(roles.failures, found, item_name(value, place))
+                count_failure(roles.failures, found, item_name(value, place), record_of(value))
             if isinstance(found, EnergonPackedError) or not found:
                 dropped.append(place)
             else:
                 samples += found
                 used.append(place)
+        roles.failures.use(len(used))
         batch = roles.collator.collate(samples) if samples else None
         return Step(turn, batch, None, used, dropped)
 

@@ -11,11 +11,32 @@ from energon_packed.flavors import PackSample
 from energon_packed.records import Conversation, normalize
 
 
+class RecordAt(NamedTuple):
+    """Where the record of an item is; by this the reject report finds its row number when it is asked for.
+
+    Attributes:
+        source: number of the source in its reader.
+        address: of the record in the source.
+        id: of the record, or None.
+    """
+
+    source: int
+    address: int
+    id: str | None
+
+
 class Sourced(NamedTuple):
-    """A value with the data set that it comes from."""
+    """A value with the data set that it comes from.
+
+    Attributes:
+        value: a conversation, or a Reject.
+        source: the data set.
+        at: where the record is, if it is one of an input file.
+    """
 
     value: Any
     source: SampleSource
+    at: RecordAt | None = None
 
 
 Encoded = list[EncodedSample] | EnergonPackedError

@@ -24,7 +24,8 @@ def get_raw_loader(
         loader = get_raw_loader(DataflowConfig.from_yaml("train.yaml"), num_workers=4)
 
     With `streaming: true` it is the loader of a `PackedIterableDataset`; with `streaming: false`, a
-    `MapDistributor` over `plan_in_memory`, whose length is known.
+    `MapDistributor` over `plan_in_memory`, whose length is known. Its `failures` has the counts and rows of the
+    rejected records in both forms.
 
     Args:
         config: what is read, and how it is packed.
@@ -39,6 +40,9 @@ def get_raw_loader(
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "num_workers": num_workers}
     if config.streaming:
         return PackedIterableDataset(config, collator=collator, **place, **options).loader
-    items = MapDistributor(plan_in_memory(config), shuffle=config.shuffle)
+    dataset = plan_in_memory(config)
     given = {"seed": config.seed, "max_failures": config.max_failures} | options
-    return DataflowLoader(items, collator=collator, **place, **given)
+    items = MapDistributor(dataset, shuffle=config.shuffle)
+    loader = DataflowLoader(items, collator=collator, **place, **given)
+    loader.failures.planned = dataset.rejects
+    return loader

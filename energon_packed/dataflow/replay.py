@@ -91,14 +91,14 @@ def replay_config(config: DataflowConfig, step: int, run: Run) -> Iterator[Repla
 
     Raises:
         ConfigError: as for `replay`, or another `batch_size` while streaming.
-        BatchError: more than `max_failures` records are rejected.
+        RejectLimitError: more records are rejected than the config allows.
     """
     if not config.streaming:
         return _of_ranks(MapDistributor(plan_in_memory(config), shuffle=config.shuffle), step, run)
     if run.batch_size != 1:
         raise ConfigError(f"`batch_size` must be 1 with `streaming: true`, got {run.batch_size}. Drop it.")
     roles = PackedIterableDataset(config).loader._roles
-    processor = roles.processor if config.max_patches else _Lengths(roles.processor)
+    processor = roles.processor if config.max_patches or config.truncate else _Lengths(roles.processor)
     return _streamed(roles._replace(processor=processor, collator=_Names()), step, run)
 
 

@@ -60,7 +60,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         batch_size: items in one batch, in place of a packer: builds a SimpleBatcher.
         num_workers: worker processes; 0 loads in this one.
         options: `rank` and `world_size`, data-parallel place, by default from torch.distributed; `seed`;
-            `max_failures`, samples of this rank that may fail to load; `drop_last`, with `batch_size`;
+            `max_failures`, samples of this rank that may fail to load in an epoch; `drop_last`, with `batch_size`;
             `allow_changed_weights`, a state of other weights of a mixture or blend is restored, and what follows is
             drawn by the new weights; `order_log`, a folder where every step is written down (`energon-packed order
             check` reads it); `even_ranks`, "mask" gives a rank without an item in the last step a row without
@@ -69,7 +69,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             `worker_init_fn`.
 
     Attributes:
-        failures: samples that failed or were dropped, by reason.
+        failures: samples of the current epoch that failed or were dropped: `counts` by reason, and the first `rows`.
 
     accelerator.prepare returns it as it is, as it deals batches to ranks itself; see `integrations.accelerate`.
 
@@ -97,7 +97,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             raise ConfigError(f"`num_workers` is {num_workers!r}; it must be an integer of at least 0")
         if batch_size is not None:
             packer = SimpleBatcher(batch_size, drop_last=settings.drop_last)
-        self.failures = FailureLog(settings.max_failures, context=of_torch.get("multiprocessing_context"))
+        context = of_torch.get("multiprocessing_context")
+        self.failures = FailureLog(settings.max_failures, context=context, readers=distributor.readers)
         self._roles = Roles(
             distributor,
             processor or StoredTokens(),
@@ -257,6 +258,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         return {"seed": self._settings.seed} | own | self._plan.identity()
 
     def _end_epoch(self) -> None:
+        self.failures.end_epoch(self.epoch, is_alone=self._world_size == 1)
         self._empty_epochs = 0 if self._given else self._empty_epochs + 1
         if self._empty_epochs:
             message = (

@@ -26,7 +26,7 @@ class Settings:
     rank: int | None = None
     world_size: int | None = None
     seed: int = 0
-    max_failures: int = 0
+    max_failures: int | None = 0
     drop_last: bool = False
     allow_changed_weights: bool = False
     order_log: str | Path | None = None
@@ -36,7 +36,7 @@ class Settings:
         if self.even_ranks not in ("off", "mask"):
             raise ConfigError(f"`even_ranks` must be 'off' or 'mask', got {self.even_ranks!r}.")
         for name in ("seed", "max_failures"):
-            if getattr(self, name) < 0:
+            if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ConfigError(f"`{name}` is {getattr(self, name)}; it must be at least 0")
 
 

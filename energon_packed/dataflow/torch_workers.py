@@ -38,6 +38,7 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
         self._epoch[0] = position.epoch
         # A mark keeps every update of a mixture since then, and workers do not need it.
         self._start = replace(position, mark=None) if isinstance(position, StreamPosition) else position
+        self.plan.roles.failures.start(is_whole=not position.step and not getattr(position, "shards", ()))
         self.counts.begin()
         self._by_loader = True
         try:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from energon_packed.dataflow.collator import Collator
 from energon_packed.dataflow.distributors.base import Distributor, Item
 from energon_packed.dataflow.failures import FailureLog
-from energon_packed.dataflow.packers.base import Packer
+from energon_packed.dataflow.packers.base import Packer, unfit
 from energon_packed.dataflow.packers.buffer import Held, PackBuffer
-from energon_packed.dataflow.process import Encoded, Sourced, encode_items
+from energon_packed.dataflow.process import Encoded, RecordAt, Sourced, encode_items
 from energon_packed.dataflow.share import Share
 from energon_packed.encoding import Processor
-from energon_packed.errors import BY_CHOICE, BatchError, EnergonPackedError, RecordError
+from energon_packed.errors import BY_CHOICE, BatchError, EnergonPackedError, RecordError, Reject
 
 
 class Roles(NamedTuple):
@@ -63,6 +63,7 @@ class _Encoded(NamedTuple):
         held: its samples; None where there are none.
         error: why not, or None where it stands for no sample.
         name: of the item, where there is an error.
+        at: where its record is, if it is one of an input file, and its dataset.
     """
 
     number: int
@@ -70,6 +71,7 @@ class _Encoded(NamedTuple):
     held: Held | None
     error: EnergonPackedError | None
     name: str
+    at: tuple[RecordAt, str] | None = None
 
 
 class WorkerStream:
@@ -150,6 +152,7 @@ class WorkerStream:
         """A batch of a group; without a group, the items that the end of the epoch dropped."""
         samples = [sample for held in group for sample in held.samples]
         batch = self.roles.collator.collate(samples) if group else None
+        self.roles.failures.use(len(group))
         numbers = [held.number for held in group]
         self._last = max([self._last, *numbers])
         dropped, self._dropped = self._dropped, []
@@ -171,27 +174,40 @@ class WorkerStream:
     def _encoded(self, stream: Iterator[Item]) -> list["_Encoded"]:
         with no_collecting():  # records are gone before it ends
             items = list(islice(stream, self.roles.distributor.read_ahead))
-            found = encode_items([one.value for one in items], self.roles.processor)
+            found = self._encode([item.value for item in items])
         return [
-            _Encoded(item.number, item.cursor, None, one, item_name(item.value, item.number))
+            _Encoded(item.number, item.cursor, None, one, item_name(item.value, item.number), record_of(item.value))
             if isinstance(one, EnergonPackedError)
-            else _Encoded(item.number, item.cursor, Held(item.key, item.number, one) if one else None, None, "")
-            for item, one in zip(items, found, strict=True)
+            else _Encoded(item.number, item.cursor, Held(item.key, item.number, one, at) if one else None, None, "")
+            for item, (one, at) in zip(items, found, strict=True)
+        ]
+
+    def _encode(self, values: list[Any]) -> list[tuple[Encoded, RecordAt | None]]:
+        """The samples of each value, truncated if the packer asks for it, or an error; and where its record is."""
+        packer = self.roles.packer
+        found = encode_items(values, self.roles.processor)
+        if packer.overlong == "truncate" and packer.longest is not None:
+            found = [_truncated(one, packer.longest) for one in found]
+        return [
+            (one, value.at if isinstance(value, Sourced) else None) for one, value in zip(found, values, strict=True)
         ]
 
     def _failed(self, item: "_Encoded") -> None:
         if item.error is not None:
-            count_failure(self.roles.failures, item.error, item.name)
+            count_failure(self.roles.failures, item.error, item.name, item.at)
         self._dropped.append(item.number)
 
-    def _drop(self, held: Held, error: Exception | None) -> None:
+    def _drop(self, held: Held, excess: Reject | None) -> None:
         """A sample that fits no row, or is part of a dropped last batch."""
-        if error is None:
-            self.roles.failures.drop("drop_last")
-        elif self.roles.packer.filter_overlong:
-            self.roles.failures.drop("overlong")
+        failures, packer, source = self.roles.failures, self.roles.packer, held.samples[0].source
+        if excess is None:
+            failures.drop("drop_last")
+        elif held.at is not None and source is not None:
+            failures.reject(held.at, source.dataset, excess, overlong=packer.overlong)
+        elif packer.overlong == "error":
+            raise unfit(excess)
         else:
-            self.roles.failures.handle(error, {"__key__": held.samples[0].id})
+            failures.drop(excess.reason.value)
         self._dropped.append(held.number)
 
     def _restore_buffer(self) -> None:
@@ -215,12 +231,11 @@ class WorkerStream:
 
     def _fill(self, saved: list[Any], values: dict[int, Any]) -> None:
         keys = {number: key for group in saved for number, key in group}
-        encoded = encode_items(list(values.values()), self.roles.processor)
         held = {}
-        for number, one in zip(values, encoded, strict=True):
+        for number, (one, at) in zip(values, self._encode(list(values.values())), strict=True):
             if isinstance(one, EnergonPackedError):
                 raise BatchError(f"item {number} of the saved state cannot be encoded any more: {one}")
-            held[number] = Held(keys[number], number, one)
+            held[number] = Held(keys[number], number, one, at)
         groups = [[held[number] for number, _ in group] for group in saved]
         self._buffer.waiting = groups.pop()
         self._buffer.ready.extend(groups)
@@ -244,12 +259,38 @@ def encoded(values: Sequence[Any], processor: Processor) -> list[Encoded]:
         return encode_items(values, processor)
 
 
-def count_failure(failures: FailureLog, error: EnergonPackedError, name: str) -> None:
-    """Count an item that cannot be used, or raise, as `max_failures` says."""
-    if isinstance(error, RecordError) and error.reason in BY_CHOICE:
+def count_failure(failures: FailureLog, error: EnergonPackedError, name: str, at: tuple[RecordAt, str] | None) -> None:
+    """Count an item that cannot be used, or raise, as the limits say.
+
+    Args:
+        failures: of the loader.
+        error: why it cannot be used.
+        name: of the item.
+        at: where its record is, and its dataset; None for items that are not records of an input file.
+    """
+    if isinstance(error, RecordError) and at is not None:
+        failures.reject(*at, error.reject)
+    elif isinstance(error, RecordError) and error.reason in BY_CHOICE:
         failures.drop(error.reason.value)
     else:
         failures.handle(error, {"__key__": name})
+
+
+def record_of(value: Any) -> tuple[RecordAt, str] | None:
+    """Where the record of an item is, and its dataset."""
+    if isinstance(value, Sourced) and value.at is not None:
+        return value.at, value.source.dataset
+    return None
+
+
+def _truncated(encoded: Encoded, max_length: int) -> Encoded:
+    """A sample of at most `max_length` tokens, or why it cannot be truncated; a pack of several stays as it is."""
+    if not isinstance(encoded, list) or len(encoded) != 1:
+        return encoded
+    try:
+        return [encoded[0].truncated(max_length)]
+    except RecordError as error:
+        return error
 
 
 def item_name(value: Any, number: int) -> str:

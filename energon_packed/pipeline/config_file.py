@@ -15,9 +15,7 @@ from energon_packed.pipeline.training_names import TRAINING_NAMES, TRAINING_ONLY
 _log = logging.getLogger(__name__)
 
 
-def read_config(
-    file: Path, cls: type[Any], others: type[Any] | None = None, also: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def read_config(file: Path, cls: type[Any], others: type[Any] | None = None) -> dict[str, Any]:
     """The options in a YAML file, by name.
 
     Args:
@@ -25,7 +23,6 @@ def read_config(
         cls: the option class; training names (`dataset_path`, `packing_length`, ...) are translated where it has no
             such option, and those that only loaders read are left out.
         others: an option class whose other names are allowed, and left out: they are not for this use of the file.
-        also: names of `others` that are wanted all the same.
 
     Raises:
         ConfigError: it cannot be read, is not a mapping of option names, or has an option twice.
@@ -50,8 +47,6 @@ def read_config(
             out[one.name] = _value(file, key, value, one)
         elif name in TRAINING_NAMES:
             for_training[name] = value
-        elif name in also:
-            out[name] = value
         elif name in ignored:
             _log.info("%s: %s is for packing to disk, and not used here", file, key)
         else:

@@ -13,17 +13,17 @@ import numpy.typing as npt
 from energon_packed.pipeline.chunks import is_measured
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine
-from energon_packed.pipeline.examples import advice, reject_summary
 from energon_packed.pipeline.keys import make_keys
 from energon_packed.pipeline.layouts import image_check
-from energon_packed.pipeline.limits import none_packed
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import PackOptions
+from energon_packed.pipeline.plan import plan_rejects
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader, open_reader
+from energon_packed.pipeline.rejects import advice, none_packed
 from energon_packed.pipeline.sampling import sampled_chunks
-from energon_packed.pipeline.shard_plans import OVERLONG, plan_packs, plan_shards
-from energon_packed.pipeline.table import RecordTable, load_table, most_common, reject_counts
+from energon_packed.pipeline.shard_plans import plan_packs, plan_shards
+from energon_packed.pipeline.table import RecordTable, load_table, most_common
 from energon_packed.pipeline.workspace import Workspace
 
 _SAMPLE = 512  # records measured for an estimate
@@ -99,13 +99,10 @@ def dry_run(options: PackOptions) -> DryRun:
             picked = sampled_chunks(sample, _SAMPLE, options.seed)
             table = sample.run(picked)
             scale = total / max(sum(chunk.stop - chunk.start for chunk in picked), 1)
-        status = table.status.copy()
-        if options.truncate is None:
-            status[(status == 0) & (table.length > options.usable_len)] = OVERLONG
         is_sample = len(known) < len(chunks)
-        summary = reject_summary(table, status, reader.sources, is_sample=is_sample)
+        rejected, _ = plan_rejects(table, options, reader, stage.engine)
+        status, rejects, summary = rejected.status, rejected.counts, rejected.summary(is_sample=is_sample)
         example = _example(table, status, reader)
-    rejects = reject_counts(status)
     if not np.any(status == 0):
         raise none_packed(round(len(table) * scale), summary, advice(rejects))
     found = _planned(table, status, options, scale)

@@ -1,17 +1,14 @@
 """The account of every record: lengths.parquet and rejects.jsonl, streamed chunk by chunk."""
 
-from collections.abc import Callable, Iterator
-
 import numpy as np
-import numpy.typing as npt
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from energon_packed.pipeline.chunks import STATUSES, TRUNCATED, read_rows
+from energon_packed.pipeline.chunks import STATUSES, TRUNCATED
 from energon_packed.pipeline.columns import named, numbers, texts
-from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.table import RecordTable
+from energon_packed.pipeline.rejects import TableRejects
+from energon_packed.pipeline.table import record_ids
 from energon_packed.pipeline.workspace import Workspace
 from energon_packed.shards.files import aside
 
@@ -27,26 +24,16 @@ _SCHEMA = pa.schema(
 )
 
 
-def write_ledger(
-    table: RecordTable,
-    status: npt.NDArray[np.int8],
-    detail_of: Callable[[int], str],
-    reader: RecordReader,
-    *,
-    usable_len: int,
-    space: Workspace,
-) -> None:
+def write_ledger(rejects: TableRejects, *, usable_len: int, space: Workspace) -> None:
     """Write both files.
 
     Args:
-        table: measured records.
-        status: int8 (n,), index into STATUSES, plan-time rejects included.
-        detail_of: detail of a plan-time reject by record number.
-        reader: names sources and records.
+        rejects: the measured records, and which of them are rejected.
         usable_len: tokens of a row; the status of packed records with more is `truncated`.
         space: where they go. lengths.parquet has source, row, id, length (tokens, null where unknown), num_images and
             status; rejects.jsonl has source, row, id, reason and detail.
     """
+    table, reader, status = rejects.table, rejects.reader, rejects.status
     names_of, cut = (*STATUSES, TRUNCATED), len(STATUSES)
     paths = [str(source.path) for source in reader.sources]
     numbered = {path: number for number, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
@@ -76,21 +63,5 @@ def write_ledger(
             ]
             writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA))
             for place in np.flatnonzero(status[part]).tolist():
-                reject = {
-                    "source": paths[int(source[place])],
-                    "row": int(local[place]),
-                    "id": names[place],
-                    "reason": STATUSES[int(status[start + place])],
-                    "detail": chunk_details[place] or detail_of(start + place),
-                }
+                reject = rejects.row(start + place, ids[place], chunk_details[place])._asdict()
                 out.write(orjson.dumps(reject, option=orjson.OPT_APPEND_NEWLINE))
-
-
-def record_ids(table: RecordTable) -> Iterator[tuple[int, list[str | None], list[str | None]]]:
-    """(first row, ids, details) of each chunk file."""
-    start = 0
-    for file in table.files:
-        part = read_rows(file)
-        if part.num_rows:
-            yield start, part["id"].to_pylist(), part["detail"].to_pylist()
-        start += part.num_rows

@@ -12,7 +12,7 @@ from typing import Any
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
 from energon_packed.encoding.conversation_media import ImageCheck, check_pixels
 from energon_packed.encoding.engines import EngineName
-from energon_packed.errors import BY_CHOICE, RecordError, Reject, RejectLimitError
+from energon_packed.errors import BY_CHOICE, RecordError, Reject
 from energon_packed.packing import load_kernels
 from energon_packed.pipeline.chunks import (
     COUNTED,
@@ -31,7 +31,8 @@ from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.engine_trial import EngineTrial
 from energon_packed.pipeline.kept_tokens import write_tokens
 from energon_packed.pipeline.progress import Progress
-from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.reader import RecordReader, raw_id
+from energon_packed.pipeline.rejects import MOST_DETAIL, RejectLimits
 from energon_packed.pipeline.table import RecordTable, load_table
 from energon_packed.records import Conversation
 from energon_packed.sources import Row
@@ -123,8 +124,10 @@ class MeasureStage:
         self.counters["measured"] += report.records
         self.counters["tokenized"] += report.tokenized
         self.progress.advance(report.chunk.stop - report.chunk.start, report.records)
-        if self.strict and report.first_reject is not None:
-            raise self._rejected(report.chunk, report.first_reject)
+        if self.strict and (first := report.first_reject) is not None:
+            reject = first.reject
+            record = first.address, first.id, reject.reason.value, reject.detail[:MOST_DETAIL]
+            RejectLimits(strict=True).check_record(self.reader.rejected(report.chunk.source, [record])[0])
 
     def _tokenizer_engine(self, chunks: Sequence[Chunk]) -> EngineName:
         """The engine that every process uses; `auto` where few records are left to measure.
@@ -150,17 +153,12 @@ class MeasureStage:
                     tokenizer.use("tokenizers")
         return tokenizer.engine
 
-    def _rejected(self, chunk: Chunk, first: "FirstReject") -> RejectLimitError:
-        path = self.reader.sources[chunk.source].path
-        name = f"record {first.id}" if first.id else f"record {first.row} after position {chunk.start}"
-        return RejectLimitError(f"{name} of {path} is rejected: {first.reject} (`strict` stops at the first)")
-
 
 @dataclass(frozen=True, slots=True)
 class FirstReject:
-    """The first rejected record of a chunk: its row in the chunk, its id where it has one, and why."""
+    """The first rejected record of a chunk: its address, its id if it has one, and why."""
 
-    row: int
+    address: int
     id: str | None
     reject: Reject
 
@@ -227,7 +225,7 @@ class Measurer:
             if isinstance(encoder, ChatEncoder):
                 counts["notes"].update(note for c in conversations if c for note in encoder.renderer.notes(c))
             if first is None:
-                first = _first_reject(len(columns["id"]), made["id"], results)
+                first = _first_reject(batch, made["id"], results)
             for name, values in made.items():
                 columns[name] += values
         if chunk.keep_tokens:
@@ -273,16 +271,18 @@ def _columns(
         "num_decoded": [result.decoded for result in results],
         "kind": [0 if c is None else KINDS.index(c.kind) for c in conversations],
         "status": [0 if reject is None else STATUSES.index(reject.reason.value) for reject in rejects],
-        "id": [_raw_id(row.record) if c is None else c.id for row, c in pairs],
-        "detail": [None if reject is None else reject.detail[:500] for reject in rejects],
+        "id": [raw_id(row.record) if c is None else c.id for row, c in pairs],
+        "detail": [None if reject is None else reject.detail[:MOST_DETAIL] for reject in rejects],
     }
 
 
-def _first_reject(start: int, ids: Sequence[str | None], results: Sequence[Measurement]) -> FirstReject | None:
-    """The first rejected record of these, which begin at row `start`."""
+def _first_reject(
+    rows: Sequence[Row], ids: Sequence[str | None], results: Sequence[Measurement]
+) -> FirstReject | None:
+    """The first rejected record of these."""
     for place, result in enumerate(results):
         if result.reject is not None and result.reject.reason not in BY_CHOICE:
-            return FirstReject(start + place, ids[place], result.reject)
+            return FirstReject(rows[place].address, ids[place], result.reject)
     return None
 
 
@@ -294,8 +294,3 @@ def _text_bytes(conversation: Conversation) -> int:
     extra = sum(len(str(m.extra)) for m in conversation.messages if m.extra) + len(str(conversation.tools or ""))
     size = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
     return size + size // 20 + extra + _JSON_OVERHEAD + 40 * len(texts) + 40 * len(conversation.images)
-
-
-def _raw_id(record: Any) -> str | None:
-    ident = record.get("id") if isinstance(record, dict) else None
-    return str(ident)[:200] if isinstance(ident, str | int | float) else None

@@ -1,6 +1,7 @@
 """PackOptions, and what it shares with the survey of lengths: all that decides a run, checked at construction."""
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from energon_packed.pipeline.parse import (
     prefix_of,
 )
 from energon_packed.pipeline.processes import available_cores
+from energon_packed.pipeline.rejects import RejectLimits
 from energon_packed.records import Adapter, FieldMap
 from energon_packed.sources import SourceConfig
 
@@ -184,7 +186,60 @@ class InputOptions(EncoderSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackOptions(InputOptions):
+class RejectOptions(InputOptions):
+    """What happens to records that cannot be used: the same for packing, planning and streaming.
+
+    `overlong` decides about samples longer than a row. `strict`, `max_failures` and `max_reject_rate` stop the run;
+    records that are left out by choice (`BY_CHOICE`) count for none of them, and overlong samples that `overlong`
+    drops do not count for `max_failures`.
+    """
+
+    overlong: Overlong = option(
+        "drop", help="What happens to samples longer than a row.", group=PACKING,
+        choices=("drop", "error", "truncate"), decides="tars",
+    )  # fmt: skip
+    max_reject_rate: float | None = option(
+        0.05, help="Stop before writing when a larger share of the records is rejected.", group=RUN, minimum=0
+    )
+    max_failures: int | None = option(
+        None, help="Stop when more records than this are rejected; overlong ones do not count.", group=RUN, minimum=0,
+        metavar="N",
+    )  # fmt: skip
+    strict: bool = option(False, help="Stop at the first rejected record.", group=RUN)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_reject_rate is not None and self.max_reject_rate > 1:
+            raise ConfigError(f"`max_reject_rate` is {self.max_reject_rate}; it must be between 0 and 1")
+
+    @property
+    @abstractmethod
+    def row_length(self) -> int:
+        """Tokens in one row."""
+
+    @property
+    def usable_len(self) -> int:
+        """Tokens of the longest sample that fits: `seq_len` down to a multiple of `pad_multiple`."""
+        return self.row_length // self.pad_multiple * self.pad_multiple
+
+    @property
+    def limits(self) -> RejectLimits:
+        """What stops the run."""
+        return RejectLimits(
+            strict=self.strict,
+            max_failures=self.max_failures,
+            max_reject_rate=self.max_reject_rate,
+            overlong=self.overlong,
+        )
+
+    @property
+    def truncate(self) -> int | None:
+        """Tokens that longer samples are truncated to, or None."""
+        return self.usable_len if self.overlong == "truncate" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions(RejectOptions):
     """What to pack, and how.
 
     Attributes that have no help text of their own: `part` (I, N) packs the I-th of N parts of the input, as one of N
@@ -201,10 +256,6 @@ class PackOptions(InputOptions):
     group_by: GroupBy = option(
         "none", help="media: text, image and video samples in separate packs.", group=PACKING,
         choices=("none", "media"), decides="tars",
-    )  # fmt: skip
-    overlong: Overlong = option(
-        "drop", help="What happens to samples longer than a row.", group=PACKING,
-        choices=("drop", "error", "truncate"), decides="tars",
     )  # fmt: skip
     split: dict[str, float] = option(
         lambda: {"train": 1.0}, help="Shares of the packs, such as train=0.98,val=0.02 or train=98,val=2.",
@@ -241,10 +292,6 @@ class PackOptions(InputOptions):
         None, help="Address of the Ray cluster.", group=RUN,
         shown_default="the running cluster, else one on this machine", metavar="ADDRESS",
     )  # fmt: skip
-    max_reject_rate: float = option(
-        0.05, help="Stop before writing when a larger share of the records is rejected.", group=RUN, minimum=0
-    )
-    strict: bool = option(False, help="Stop at the first rejected record.", group=RUN)
     resume: bool = option(
         True, help="Reuse completed work from a previous run.", group=RUN, flags=("--resume/--no-resume",)
     )
@@ -266,8 +313,6 @@ class PackOptions(InputOptions):
             raise ConfigError(
                 f"`shard_prefix` {self.shard_prefix!r} must be 1 to 64 letters, digits, '_' and '-': keys have no dots"
             )
-        if self.max_reject_rate > 1:
-            raise ConfigError(f"`max_reject_rate` is {self.max_reject_rate}; it must be between 0 and 1")
         object.__setattr__(self, "split", checked_split(self.split))
 
     def _place_part(self) -> None:
@@ -288,14 +333,9 @@ class PackOptions(InputOptions):
         return str(self.shard_prefix) + part_suffix(None if self.part is None else self.part[0])
 
     @property
-    def usable_len(self) -> int:
-        """Tokens of the longest sample that fits: `seq_len` down to a multiple of `pad_multiple`."""
-        return self.seq_len // self.pad_multiple * self.pad_multiple
-
-    @property
-    def truncate(self) -> int | None:
-        """Tokens that longer samples are truncated to, or None."""
-        return self.usable_len if self.overlong == "truncate" else None
+    def row_length(self) -> int:
+        """Tokens in one row."""
+        return self.seq_len
 
     def deciding_tars(self) -> dict[str, Any]:
         """The options that decide the bytes of the tars, by name."""

@@ -10,9 +10,12 @@ import numpy.typing as npt
 from energon_packed.errors import Reject
 from energon_packed.packing import PackPlan
 from energon_packed.pipeline.chunks import STATUSES
+from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.kept_tokens import KeptTokens, tokens_file
 from energon_packed.pipeline.ledger import write_ledger
-from energon_packed.pipeline.limits import check_limits
+from energon_packed.pipeline.options import RejectOptions
+from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.rejects import TableRejects
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.shard_plans import OVERLONG, ShardPlan, plan_packs, plan_shards
 from energon_packed.pipeline.table import RecordTable
@@ -61,8 +64,12 @@ class PlanStage:
         """
         options = self.state.options
         self.state.progress.start(self.name, len(table), "records")
-        status, details, supervised = self._status(table)
-        self._account(table, status, details)
+        state, space = self.state, self.state.space
+        kept = None if options.truncate is None else kept_tokens(state, table)
+        rejects, supervised = plan_rejects(table, options, state.reader, state.engine, kept=kept)
+        write_ledger(rejects, usable_len=options.usable_len, space=space)
+        rejects.check(options.limits, str(space.rejects))
+        status = rejects.status
         packs = plan_packs(table, status, options)
         mixed = None
         if options.group_by != "none":
@@ -73,58 +80,52 @@ class PlanStage:
         self.state.progress.advance(len(table), len(table))
         return Plan(status=status, supervised=supervised, packs=packs, shards=shards, mixed_utilization=mixed)
 
-    def _status(self, table: RecordTable) -> tuple[Status, dict[int, str], npt.NDArray[np.int32]]:
-        """Status of every record; details, by record number, where truncation fails; targets of every record."""
-        options = self.state.options
-        status, supervised = table.status.copy(), table.supervised.copy()
-        details: dict[int, str] = {}
-        overlong = self._overlong(table)
-        if options.truncate is None:
-            status[overlong] = OVERLONG
-            return status, details, supervised
-        check = TruncationCheck(reader=self.state.reader, encoder=options.encoder_loader, max_length=options.truncate)
-        batches = [overlong[i : i + _TRUNCATION_BATCH] for i in range(0, len(overlong), _TRUNCATION_BATCH)]
-        kept = kept_tokens(self.state, table)
-        tasks = (
-            TruncationTask(rows=batch, records=table.refs(batch), tokens=kept.refs(batch) if kept else None)
-            for batch in batches
-        )
-        with closing(self.state.engine.run(check, tasks)) as batches_done:
-            for row, result in itertools.chain.from_iterable(batches_done):
-                if isinstance(result, Reject):
-                    status[row] = STATUSES.index(result.reason.value)
-                    details[row] = result.detail
-                else:
-                    supervised[row] = result
-        return status, details, supervised
 
-    def _account(self, table: RecordTable, status: Status, details: dict[int, str]) -> None:
-        """Write both reports, then stop where too much is rejected."""
-        state, options = self.state, self.state.options
+def plan_rejects(
+    table: RecordTable,
+    options: RejectOptions,
+    reader: RecordReader,
+    engine: Engine,
+    *,
+    kept: KeptTokens | None = None,
+    max_images: int | None = None,
+) -> tuple[TableRejects, npt.NDArray[np.int32]]:
+    """The rejected records, those included that fit no row; and the targets of every record after truncation.
 
-        def detail_of(row: int) -> str:
-            if row in details:
-                return details[row]
-            limit = f"{table.length[row]} tokens, more than seq_len {options.seq_len}"
-            if options.usable_len != options.seq_len:
-                limit += f" down to a multiple of pad_multiple {options.pad_multiple}, {options.usable_len}"
-            return limit
-
-        space = state.space
-        write_ledger(table, status, detail_of, state.reader, usable_len=options.usable_len, space=space)
-        check_limits(
-            table,
-            status,
-            self._overlong(table),
-            options=options,
-            reader=state.reader,
-            space=space,
-            detail_of=detail_of,
-        )
-
-    def _overlong(self, table: RecordTable) -> npt.NDArray[np.int64]:
-        """Records longer than a row, int64 (k,)."""
-        return np.flatnonzero((table.status == 0) & (table.length > self.state.options.usable_len))
+    Args:
+        table: measured records.
+        options: decide what happens to records longer than a row.
+        reader: of the input.
+        engine: truncates.
+        kept: tokens of the records, if the flavor stores them.
+        max_images: images that fit a row; None for any number.
+    """
+    status, supervised = table.status.copy(), table.supervised.copy()
+    details: dict[int, str] = {}
+    rejects = TableRejects(
+        table=table, reader=reader, status=status, details=details, options=options, max_images=max_images
+    )
+    is_overlong = (status == 0) & (table.length > options.usable_len)
+    if max_images is not None:
+        status[(status == 0) & (table.num_images > max_images)] = OVERLONG
+    if options.truncate is None:
+        status[is_overlong] = OVERLONG
+        return rejects, supervised
+    overlong = np.flatnonzero(is_overlong & (status == 0))
+    check = TruncationCheck(reader=reader, encoder=options.encoder_loader, max_length=options.truncate)
+    batches = [overlong[i : i + _TRUNCATION_BATCH] for i in range(0, len(overlong), _TRUNCATION_BATCH)]
+    tasks = (
+        TruncationTask(rows=batch, records=table.refs(batch), tokens=kept.refs(batch) if kept else None)
+        for batch in batches
+    )
+    with closing(engine.run(check, tasks)) as batches_done:
+        for row, result in itertools.chain.from_iterable(batches_done):
+            if isinstance(result, Reject):
+                status[row] = STATUSES.index(result.reason.value)
+                details[row] = result.detail
+            else:
+                supervised[row] = result
+    return rejects, supervised
 
 
 def kept_tokens(state: RunState, table: RecordTable) -> KeptTokens | None:

@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.formats import codec_for
 from energon_packed.pipeline.flavor_options import AUTO, NARROW
 from energon_packed.pipeline.options import InputOptions
 from energon_packed.pipeline.parse import part_suffix
+from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, normalize
 from energon_packed.sources import Row, Source, open_sources
 
@@ -88,6 +90,26 @@ class RecordReader:
         """Name of a record that has none: its file, the part of it, and its number there."""
         return self.sources[source].reading.named(f"{self._names[source]}{part_suffix(self.part)}:{row}")
 
+    def rejected(self, source: int, records: Sequence[tuple[int, str | None, str, str]]) -> list[Rejected]:
+        """Lines of rejects.jsonl for records whose addresses are known; may read their file up to the last one.
+
+        Args:
+            source: number of the source.
+            records: address, id, reason and detail of each; the id is None, or made of the address, if it has none.
+        """
+        numbers = self.sources[source].row_numbers([address for address, *_ in records])
+        path = str(self.sources[source].path)
+        return [
+            Rejected(
+                source=path,
+                row=row,
+                id=self.default_id(source, row) if ident in (None, self.default_id(source, address)) else str(ident),
+                reason=reason,
+                detail=detail,
+            )
+            for row, (address, ident, reason, detail) in zip(numbers, records, strict=True)
+        ]
+
     @cached_property
     def _names(self) -> list[str]:
         """Stems of the files; their paths, where two have the same stem, and numbers, where two are read from one."""
@@ -97,6 +119,12 @@ class RecordReader:
         if len(set(stems)) == len(stems):
             return [path.name.split(".")[0] for path, _ in files]
         return [str(path) if len(set(once)) == len(once) else f"{path}@{config}" for path, config in files]
+
+
+def raw_id(record: Any) -> str | None:
+    """The id in the report of a record that cannot be read as a conversation; None if it has none."""
+    ident = record.get("id") if isinstance(record, dict) else None
+    return str(ident)[:200] if isinstance(ident, str | int | float) else None
 
 
 def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | None = None) -> RecordReader:

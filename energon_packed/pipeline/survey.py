@@ -13,19 +13,17 @@ from energon_packed.errors import ConfigError
 from energon_packed.options import option, short
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine
-from energon_packed.pipeline.examples import advice, reject_summary
 from energon_packed.pipeline.keys import make_keys
 from energon_packed.pipeline.layouts import image_check
-from energon_packed.pipeline.ledger import record_ids
-from energon_packed.pipeline.limits import none_packed
 from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions
 from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader, open_reader
+from energon_packed.pipeline.rejects import TableRejects, advice, none_packed
 from energon_packed.pipeline.sampling import sampled_chunks
-from energon_packed.pipeline.table import RecordTable, most_common, reject_counts
+from energon_packed.pipeline.table import RecordTable, most_common, record_ids
 from energon_packed.pipeline.workspace import Workspace
 from energon_packed.shards.files import aside
 
@@ -139,10 +137,10 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         )
         chunks = None if options.sample is None else sampled_chunks(stage, options.sample, options.seed)
         table = stage.run(chunks)
-        rejects = reject_counts(table.status)
         if options.output is not None:
             write_lengths(table, reader, options.output)
-        summary = reject_summary(table, table.status, reader.sources, is_sample=options.sample is not None)
+        found = TableRejects(table=table, reader=reader, status=table.status)
+        rejects, summary = found.counts, found.summary(is_sample=options.sample is not None)
     if not np.any(table.status == 0):
         raise none_packed(len(table), summary, advice(rejects))
     return Survey(

@@ -20,7 +20,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.foreign import read_yaml
 from energon_packed.options import declared, short
 
-TRAINING_ONLY = ("dataset_format", "shuffle", "streaming", "max_images", "max_patches", "max_failures", "work_dir")
+TRAINING_ONLY = ("dataset_format", "shuffle", "streaming", "max_images", "max_patches", "work_dir")
 """Names that only loaders read."""
 _TRANSLATED = (
     "dataset_path", "packing_length", "packing_strategy", "packing", "filter_overlong", "processor_config",

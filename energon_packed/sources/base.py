@@ -3,7 +3,7 @@
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -118,9 +118,29 @@ class Source(ABC):
         step = min(max((end - begin) // 64, smallest), largest)
         return [(start, min(start + step, end)) for start in range(begin, end, step)]
 
+    def row_numbers(self, addresses: Sequence[int]) -> list[int]:
+        """Numbers of the rows at these addresses, from 0 at the start of our share.
+
+        Overridden if addresses are not row numbers; it may read the file up to the last address.
+        """
+        chunks = self.chunks()
+        return [address - chunks[0][0] for address in addresses]
+
     def fingerprint(self) -> str:
         """Hex digest of the file's size and of samples of its bytes: the same for a copy elsewhere."""
         return file_fingerprint(self.path)
+
+
+def numbers_of(addresses: Sequence[int], in_order: Iterable[int]) -> list[int]:
+    """The places of some addresses among all of them.
+
+    Args:
+        addresses: some of `in_order`.
+        in_order: of all rows; read up to the last one of `addresses`.
+    """
+    wanted = set(addresses)
+    found = {address: number for number, address in enumerate(in_order) if address in wanted}
+    return [found[address] for address in addresses]
 
 
 def file_fingerprint(path: Path) -> str:

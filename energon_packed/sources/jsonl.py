@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ import orjson
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.records.json_text import parse_json
-from energon_packed.sources.base import Row, Source
+from energon_packed.sources.base import Row, Source, numbers_of
 from energon_packed.sources.convert import converted
 from energon_packed.system import most_open
 
@@ -76,6 +76,11 @@ class JsonlSource(Source):
                 if line.strip():
                     yield offset, line
                 offset += len(line)
+
+    def row_numbers(self, addresses: Sequence[int]) -> list[int]:
+        """Counts the lines up to the last address."""
+        start, stop = self.chunks()[0][0], max(addresses, default=0) + 1
+        return numbers_of(addresses, (offset for offset, _ in self._lines(start, stop)))
 
     def read(self, address: int, size: int) -> Row:
         """The record in bytes [address, address + size)."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, RecordError, Reject, SourceError
 from energon_packed.records import Conversation
-from energon_packed.sources.base import Row, Source, changed_at
+from energon_packed.sources.base import Row, Source, changed_at, numbers_of
 from energon_packed.sources.energon_layout import Layout, layout_of
 from energon_packed.sources.tar_index import TarIndex, keep_index, tar_index
 from energon_packed.sources.tar_records import KeyMembers
@@ -108,6 +108,11 @@ class WebDatasetSource(Source):
             if row.address == address:
                 return row
         raise SourceError(f"{self.path} has no record at byte {address}; it changed while it was read")
+
+    def row_numbers(self, addresses: Sequence[int]) -> list[int]:
+        """Counts the records up to the last address."""
+        start, stop = self.chunks()[0][0], max(addresses, default=0) + 1
+        return numbers_of(addresses, (row.address for row in self.scan(start, stop)))
 
     def fingerprint(self) -> str:
         """Digest of the tar, and of what says how its keys are read."""

@@ -39,7 +39,7 @@ def ranks_of_a_run(log: Path, stops: list[int]) -> None:
         for rank in range(8):
             loader = DataflowLoader(
                 MapDistributor([*DATA, {"id": "long", "input_ids": [1] * 30}]),
-                packer=PoolPacker(16, pool_size=5, filter_overlong=True),
+                packer=PoolPacker(16, pool_size=5, overlong="drop"),
                 rank=rank, world_size=8, order_log=log,
             )  # fmt: skip
             if states[rank] is not None:

@@ -16,13 +16,11 @@ from energon_packed import (
     DataflowLoader,
     MapDistributor,
     PackedIterableDataset,
-    RejectLimitError,
     SourceError,
     get_raw_loader,
     plan_in_memory,
 )
 from energon_packed.demo import DemoDataset
-from energon_packed.errors import BatchError
 from tests.dataflow.flows import check_every_step, signature
 from tests.processes import energon_packed
 from tests.sources.test_sources import RECORDS, write
@@ -66,7 +64,7 @@ def test_every_record_once_in_rows_that_fit(tokens: Path, strategy: str, streami
     if streaming:
         assert flow.failures.counts == {"overlong": 1, "bad_json": 1}
     else:
-        assert plan_in_memory(config).rejects == {"overlong": 1, "bad_json": 1}
+        assert plan_in_memory(config).rejects.counts == {"overlong": 1, "bad_json": 1}
         assert len(flow) == len(batches)
 
 
@@ -119,7 +117,7 @@ def test_streams_of_the_demo_have_the_samples_of_pack(demo: DemoDataset, tokeniz
     manifest = json.loads((tmp_path / "out/webdataset/.nv-meta/packing.json").read_text())
     assert sum(rows.values()) == manifest["tokens"]
     assert len(rows) == manifest["packed"]
-    assert planned.rejects == manifest["rejects"] == stream.failures.counts
+    assert planned.rejects.counts == manifest["rejects"] == stream.failures.counts
     assert len(planned) == manifest["packs"]
 
 
@@ -214,12 +212,6 @@ def test_what_data_does_not_hold_is_said(tokens: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"a.jsonl is jsonl, and `dataset_format` is parquet"):
         plan_in_memory(config_of(tokens, dataset_format="parquet", workers=1))
     assert PackedIterableDataset(config_of(tokens, dataset_format="jsonl"))
-    with pytest.raises(BatchError, match="2 samples failed to load, more than `max_failures` 1"):
-        list(PackedIterableDataset(config_of(tokens, filter_overlong=False, max_failures=1)))
-    with pytest.raises(RejectLimitError, match="1 records do not fit a row of 24 tokens, the first has 40"):
-        plan_in_memory(config_of(tokens, filter_overlong=False, workers=1))
-    with pytest.raises(RejectLimitError, match="1 records are rejected, more than `max_failures` 0"):
-        plan_in_memory(config_of(tokens, max_failures=0, workers=1))
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "no tokenizer"}\n')
     with pytest.raises(ConfigError, match="text, which an encoder must turn into tokens"):
@@ -231,9 +223,10 @@ def test_options_that_only_pack_uses_are_no_error_and_unknown_ones_are(tokens: P
     base = {"inputs": [str(tokens / "a.jsonl")], "seq_len": 24, "output_dir": "x", "strict": True, "overlong": "error"}
     file.write_text(yaml.safe_dump(base))
     config = DataflowConfig.from_yaml(file)
-    assert (config.packing_length, config.filter_overlong, config.packing_strategy) == (24, False, "best_fit")
-    file.write_text(yaml.safe_dump(base | {"overlong": "truncate"}))
-    with pytest.raises(ConfigError, match="`overlong` is 'truncate'; while training, use drop or error"):
+    assert (config.packing_length, config.overlong, config.strict) == (24, "error", True)
+    assert config.packing_strategy == "best_fit"
+    file.write_text(yaml.safe_dump(base | {"overlong": "split"}))
+    with pytest.raises(ConfigError, match="`overlong` is 'split'"):
         DataflowConfig.from_yaml(file)
     file.write_text(yaml.safe_dump(base | {"pakcing_length": 3}))
     with pytest.raises(ConfigError, match="unknown option 'pakcing_length'; did you mean packing_length"):

@@ -248,10 +248,10 @@ def test_a_state_of_other_data_or_settings_is_refused() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_overlong_samples_are_dropped_and_counted_or_raise(packer: Callable[..., Packer], num_workers: int) -> None:
     data = MapDistributor([*FEATURES, {"id": "long", "input_ids": [1] * 17}])
-    loader = DataflowLoader(data, packer=packer(16, filter_overlong=True), num_workers=num_workers)
+    loader = DataflowLoader(data, packer=packer(16, overlong="drop"), num_workers=num_workers)
     assert {ident for batch in loader for ident in batch.ids} == {f"s{number}" for number in range(ITEMS)}
     assert loader.failures.counts == {"overlong": 1}
-    with pytest.raises(BatchError, match="a sample of 17 tokens does not fit a row of 16"):
+    with pytest.raises(BatchError, match="a sample does not fit a row: 17 tokens, more than seq_len 16"):
         list(DataflowLoader(data, packer=packer(16), num_workers=num_workers))
 
 
@@ -268,9 +268,9 @@ def test_images_and_patches_of_a_row_are_limited(packer: Callable[..., Packer], 
     assert max(len(batch.image_grid_thw) for batch in batches) == most
     assert sum(batch.num_samples for batch in batches) == ITEMS
     above = MapDistributor([*data, images(4, 0)])
-    with pytest.raises(BatchError, match=r"more than `max_(images|patches)` (3|8) of a row"):
+    with pytest.raises(BatchError, match=r"a sample does not fit a row: .* more than max_(images|patches) (3|8)"):
         list(DataflowLoader(above, packer=packer(1000, **limit)))
-    loader = DataflowLoader(above, packer=packer(1000, **limit, filter_overlong=True))
+    loader = DataflowLoader(above, packer=packer(1000, **limit, overlong="drop"))
     assert sum(batch.num_samples for batch in loader) == ITEMS
     assert loader.failures.counts == {"overlong": 1}
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from energon_packed.cli.lengths import command as lengths_command
 from energon_packed.errors import Reason, RejectLimitError
-from energon_packed.pipeline.examples import advice, main_reason
+from energon_packed.pipeline.rejects import advice, main_reason
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
 IMAGE = {"images": ["none.png"], "captions": ["A cat."]}

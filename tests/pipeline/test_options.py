@@ -37,7 +37,7 @@ def test_overlong_is_dropped_named_and_counted(build: Any) -> None:
 
 def test_overlong_may_be_an_error(build: Any) -> None:
     long = {"prompts": ["Go on."], "captions": ["word " * 400]}
-    with pytest.raises(RejectLimitError, match=r"1 records are longer than `seq_len` 256, the first is record 1 of"):
+    with pytest.raises(RejectLimitError, match=r"record data:1 of .* is rejected: overlong: .*'error'\); raise"):
         build([{"messages": TURNS}, long], overlong="error")
 
 

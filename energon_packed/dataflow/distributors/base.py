@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from energon_packed.dataflow.distributors.schedule import WeightSchedule
 from energon_packed.dataflow.share import Share
 from energon_packed.errors import BatchError
+from energon_packed.pipeline.reader import RecordReader
 
 
 class Item(NamedTuple):
@@ -36,12 +37,14 @@ class Distributor(ABC):
             be saved while a packer holds samples out of order.
         endless: the items of a share never end.
         read_ahead: items that are read and encoded together.
+        readers: of the records that it reads, for reports of rejected records; () for other items.
         schedule: of weights that may change while it is read; None where nothing does.
     """
 
     can_seek: bool = True
     endless: bool = False
     read_ahead: int = 32
+    readers: Sequence[RecordReader] = ()
     schedule: WeightSchedule | None = None
 
     @abstractmethod

@@ -63,6 +63,7 @@ class MixtureDistributor(Distributor):
         self.repeat = repeat
         self.can_seek = all(one.can_seek for one in distributors)
         self.endless = repeat or any(one.endless for one in distributors)
+        self.readers = [reader for one in distributors for reader in one.readers]
         self.read_ahead = min(one.read_ahead for one in distributors)
         self.names = [str(one) for one in (range(len(weights)) if names is None else names)]
         if len(set(self.names)) != len(self.distributors):

@@ -6,11 +6,11 @@ from itertools import islice
 from typing import Any
 
 from energon_packed.dataflow.distributors.base import Distributor, Item
-from energon_packed.dataflow.process import Sourced
+from energon_packed.dataflow.process import RecordAt, Sourced
 from energon_packed.dataflow.share import Share, shuffled
 from energon_packed.encoding import SampleSource
 from energon_packed.errors import RecordError
-from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.reader import RecordReader, raw_id
 from energon_packed.shards.opened import OpenedFiles
 from energon_packed.sources import Row, Source
 
@@ -34,6 +34,7 @@ class RecordDistributor(Distributor):
 
     def __init__(self, reader: RecordReader, *, shuffle: bool = True, fingerprint: str = "") -> None:
         self.reader = reader
+        self.readers = (reader,)
         self.shuffle = shuffle
         self.fingerprint = fingerprint
         self._opened = OpenedFiles(source.data for source in reader.sources if source.data.is_file())
@@ -68,8 +69,10 @@ class RecordDistributor(Distributor):
         try:
             talk = self.reader.conversation(source, row)
         except RecordError as error:
-            return Sourced(error.reject, of)
-        return Sourced(replace(talk, id=self.reader.default_id(source, row.address)) if talk.id is None else talk, of)
+            return Sourced(error.reject, of, RecordAt(source, row.address, raw_id(row.record)))
+        if talk.id is None:
+            talk = replace(talk, id=self.reader.default_id(source, row.address))
+        return Sourced(talk, of, RecordAt(source, row.address, talk.id))
 
     def _mine(self, share: Share) -> list[tuple[int, tuple[int, int, int]]]:
         """(number, (source, start, stop)) of every chunk of a share, in order."""

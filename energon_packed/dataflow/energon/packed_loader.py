@@ -114,6 +114,11 @@ def _packer_of(packer: Packer | None, config: LoaderConfig, seq_len: int | None)
             "`max_patches` needs the pixels of a sample, which Energon's packing does not have; use `max_images`, or "
             "a DataflowLoader over EnergonDistributor"
         )
+    if packer is not None and packer.overlong != "error":
+        raise ConfigError(
+            f"`overlong` of a packer must be 'error' under Energon, got {packer.overlong!r}. Pack offline with this "
+            "`overlong`, or set `max_failures` to skip samples that fit no row"
+        )
     if isinstance(packer, BalancedPoolPacker):
         raise ConfigError(
             "Energon decides itself when rows leave its buffer, so BalancedPoolPacker balances nothing there; use "

@@ -23,6 +23,7 @@ from energon_packed.dataflow.energon.cookers import cook_pack
 from energon_packed.dataflow.energon.one_pass import OnePass
 from energon_packed.dataflow.opened import OpenedSplits
 from energon_packed.dataflow.packers import Packer, Sizes
+from energon_packed.dataflow.packers.base import unfit
 from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.errors import EnergonPackedError
 from energon_packed.flavors import PackSample
@@ -120,7 +121,7 @@ class PackedTaskEncoder(TaskEncoder):
                 length = self._length(sample)
                 images = sum(len(one.images) for one in sample.conversations())
                 if (excess := self.packer.excess(length, images, 0)) is not None:
-                    raise excess
+                    raise unfit(excess)
             except EnergonPackedError as error:
                 if self.on_failure is None:
                     raise

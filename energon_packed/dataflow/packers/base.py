@@ -2,13 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.errors import BatchError, ConfigError
+from energon_packed.errors import BatchError, ConfigError, Reason, Reject
 from energon_packed.packing.balance import RowSizes
+from energon_packed.pipeline.options import Overlong
+from energon_packed.pipeline.rejects import images_detail, overlong_detail
 
 Int64 = npt.NDArray[np.int64]
 
@@ -36,7 +38,10 @@ class Packer(ABC):
         buffer_size: samples that are collected before `select` is called.
         keeps: the last group of `select` waits for more samples, until the epoch ends.
         max_images, max_patches: limits of a group beside its tokens; a group above one is divided.
-        filter_overlong: a sample above a limit is dropped and counted; False raises.
+        max_tokens: tokens of a row; `longest` or more.
+        multiple: each sample is padded to a multiple of this many tokens.
+        overlong: what happens to a sample above a limit, as with `pack`: `error` stops loading, `drop` drops and
+            counts it, `truncate` keeps its first `longest` tokens (DataflowLoader).
         drop_last: a group that the end of the epoch left incomplete is dropped.
         rows: items that share each row, if their number alone decides; None otherwise.
     """
@@ -46,7 +51,9 @@ class Packer(ABC):
     keeps: bool = False
     max_images: int | None = None
     max_patches: int | None = None
-    filter_overlong: bool = False
+    max_tokens: int | None = None
+    multiple: int = 1
+    overlong: Overlong = "error"
     drop_last: bool = False
     rows: int | None = None
 
@@ -102,18 +109,16 @@ class Packer(ABC):
         plain = {n.lstrip("_"): v for n, v in vars(self).items() if isinstance(v, int | float | str | dict | None)}
         return {"packer": type(self).__name__, **plain}
 
-    def excess(self, tokens: int, images: int, patches: int) -> BatchError | None:
+    def excess(self, tokens: int, images: int, patches: int) -> Reject | None:
         """Why a sample fits no row, or None."""
         if self.longest is not None and tokens > self.longest:
-            return too_long(tokens, self.longest)
+            detail = overlong_detail(tokens, self.max_tokens or self.longest, self.multiple)
+            return Reject(Reason.OVERLONG, detail)
         if self.max_images is None and self.max_patches is None:
             return None
         for name, value, limit in (("images", images, self.max_images), ("patches", patches, self.max_patches)):
             if limit is not None and value > limit:
-                return BatchError(
-                    f"a sample has {value} {name}, more than `max_{name}` {limit} of a row; raise it, or set "
-                    "`filter_overlong=True` to drop such samples"
-                )
+                return Reject(Reason.OVERLONG, images_detail(value, limit, name))
         return None
 
     def _within_limits(self, group: Int64, sizes: Sizes) -> list[Int64]:
@@ -155,8 +160,19 @@ def in_order(lengths: Sequence[int] | Int64, capacity: int, max_samples: int | N
     return [np.array(group, dtype=np.int64) for group in groups if group]
 
 
-def too_long(length: int, longest: int) -> BatchError:
-    """Error for a sample that does not fit a row."""
+def check_overlong(overlong: str) -> None:
+    """Refuse a value that `overlong` does not have.
+
+    Raises:
+        ConfigError: it names the valid values.
+    """
+    if overlong not in (valid := get_args(Overlong)):
+        raise ConfigError(f"`overlong` must be one of {', '.join(valid)}, got {overlong!r}")
+
+
+def unfit(excess: Reject) -> BatchError:
+    """The error of a sample that fits no row."""
     return BatchError(
-        f"a sample of {length} tokens does not fit a row of {longest}; raise `seq_len`, or pack with this `seq_len`"
+        f"a sample does not fit a row: {excess.detail}; raise the limit, pack with this one, or set `overlong` of the "
+        "packer to drop"
     )

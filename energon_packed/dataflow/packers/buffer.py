@@ -8,7 +8,9 @@ import numpy as np
 import orjson
 
 from energon_packed.dataflow.packers.base import Packer, Sizes
+from energon_packed.dataflow.process import RecordAt
 from energon_packed.encoding import EncodedSample
+from energon_packed.errors import Reject
 from energon_packed.packing.balance import RowSizes
 
 
@@ -20,13 +22,15 @@ class Held:
         samples: what it was encoded to.
         size: (tokens, images, patches).
         squares: squared lengths of the samples, summed.
+        at: where its record is, if it is one of an input file.
         ref: number and key of the item as JSON: a state lists it at every step, so it is made once.
     """
 
-    __slots__ = ("number", "ref", "samples", "size", "squares")
+    __slots__ = ("at", "number", "ref", "samples", "size", "squares")
 
-    def __init__(self, key: Any, number: int, samples: list[EncodedSample]) -> None:
+    def __init__(self, key: Any, number: int, samples: list[EncodedSample], at: RecordAt | None = None) -> None:
         self.number = number
+        self.at = at
         self.samples = samples
         self.ref = orjson.dumps([number, key]).decode()
         tokens = images = patches = squares = 0
@@ -49,7 +53,7 @@ class PackBuffer:
         ready: rows that no batch was made of yet.
     """
 
-    def __init__(self, packer: Packer, on_drop: Callable[[Held, Exception | None], None]) -> None:
+    def __init__(self, packer: Packer, on_drop: Callable[[Held, Reject | None], None]) -> None:
         """Args:
         packer: groups the samples.
         on_drop: called with a sample that fits no row (and why), or is part of a dropped last group (and None).
@@ -63,7 +67,7 @@ class PackBuffer:
         """Take a sample.
 
         Raises:
-            BatchError: it fits no row, where `on_drop` raises.
+            EnergonPackedError: it fits no row, and `on_drop` raises.
         """
         if (excess := self.packer.excess(*held.size)) is not None:
             self._on_drop(held, excess)

@@ -5,8 +5,10 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.dataflow.packers.base import Packer, check_positive, too_long
+from energon_packed.dataflow.packers.base import Packer, check_overlong, check_positive
+from energon_packed.errors import BatchError
 from energon_packed.packing import pack_lengths
+from energon_packed.pipeline.options import Overlong
 
 
 class PoolPacker(Packer):
@@ -19,7 +21,7 @@ class PoolPacker(Packer):
         pool_size: samples in the buffer; more pack better, and cost memory and reading at a restore.
         algorithm, max_samples, multiple: as for `pack_lengths`.
         max_images, max_patches: images, and patches of them, in one row; None for no limit.
-        filter_overlong: drop and count samples that fit no row; False raises.
+        overlong: what happens to samples that fit no row: `error`, `drop` or `truncate`.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -37,15 +39,16 @@ class PoolPacker(Packer):
         multiple: int = 1,
         max_images: int | None = None,
         max_patches: int | None = None,
-        filter_overlong: bool = False,
+        overlong: Overlong = "error",
     ) -> None:
         check_positive(pool_size=pool_size, max_images=max_images, max_patches=max_patches)
         pack_lengths([], max_tokens, algorithm=algorithm, max_samples=max_samples, multiple=multiple)
-        self.max_tokens = max_tokens
+        self.max_tokens, self.multiple = max_tokens, multiple
         self.longest = max_tokens - max_tokens % multiple
         self.buffer_size = pool_size
         self.max_images, self.max_patches = max_images, max_patches
-        self.filter_overlong = filter_overlong
+        check_overlong(overlong)
+        self.overlong = overlong
         if window := re.fullmatch(r"window_(\d+)", algorithm):
             self.buffer_size, self.keeps = int(window[1]), False
         self._options = {"algorithm": algorithm, "max_samples": max_samples, "multiple": multiple}
@@ -58,7 +61,7 @@ class PoolPacker(Packer):
         """
         plan = pack_lengths(lengths, self.max_tokens, **self._options)  # type: ignore[arg-type]
         if len(plan.overlong):
-            raise too_long(int(lengths[plan.overlong[0]]), self.longest or 0)
+            raise BatchError(f"{len(plan.overlong)} of the samples are longer than `longest` {self.longest}")
         groups = list(plan)
         if groups and self._options["algorithm"] != "sequential":
             emptiest = int(np.argmin([int(lengths[group].sum()) for group in groups]))

@@ -3,7 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.dataflow.packers.base import Packer, check_positive, in_order
+from energon_packed.dataflow.packers.base import Packer, check_overlong, check_positive, in_order
+from energon_packed.pipeline.options import Overlong
 from energon_packed.seqlens import round_up
 
 
@@ -14,7 +15,7 @@ class SequentialPacker(Packer):
         max_tokens: tokens per row.
         max_samples: samples per row; None for no limit.
         multiple: each sample counts as padded to a multiple of this many tokens.
-        max_images, max_patches, filter_overlong: as for PoolPacker.
+        max_images, max_patches, overlong: as for PoolPacker.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -31,7 +32,7 @@ class SequentialPacker(Packer):
         multiple: int = 1,
         max_images: int | None = None,
         max_patches: int | None = None,
-        filter_overlong: bool = False,
+        overlong: Overlong = "error",
     ) -> None:
         check_positive(max_tokens=max_tokens, max_samples=max_samples, multiple=multiple)
         check_positive(max_images=max_images, max_patches=max_patches)
@@ -40,7 +41,8 @@ class SequentialPacker(Packer):
         self.max_samples = max_samples
         self.multiple = multiple
         self.max_images, self.max_patches = max_images, max_patches
-        self.filter_overlong = filter_overlong
+        check_overlong(overlong)
+        self.overlong = overlong
 
     def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
         """Return groups of consecutive sample numbers."""
