@@ -13,9 +13,9 @@ import yaml
 from click.testing import CliRunner
 
 from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
+from energon_packed.blends import make_blend, render, write_metadataset
 from energon_packed.cli.metadataset import command
 from energon_packed.errors import ConfigError, EnergonPackedError
-from energon_packed.metadataset import make_blend, render, write_metadataset
 
 
 @pytest.fixture(scope="module")

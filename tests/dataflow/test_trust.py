@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from energon_packed import PackedDataset, get_packed_loader
+from energon_packed.blends import make_blend, write_metadataset
 from energon_packed.dataflow import EnergonDistributor, Share
 from energon_packed.errors import ConfigError, EnergonPackedError, FormatError
-from energon_packed.metadataset import make_blend, write_metadataset
 from tests.canary import Canary, changed, dataset_yaml, packed_texts
 
 NAMED = {"part_filter": "sample_loader.py:part_filter", "sample_loader": "sample_loader.py:sample_loader"}

@@ -25,11 +25,11 @@ from energon_packed import (
     pack,
     steps_per_epoch,
 )
+from energon_packed.blends import make_blend
 from energon_packed.cli.main import cli
 from energon_packed.dataflow.energon.redist import redistribute
 from energon_packed.integrations.gathered import gathered, of_this_rank
 from energon_packed.integrations.rows import Rows
-from energon_packed.metadataset import make_blend
 from energon_packed.pipeline import keys
 from energon_packed.version import FORMAT_VERSION
 

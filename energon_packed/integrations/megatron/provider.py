@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from energon_packed.blends import has_split
 from energon_packed.dataflow import get_packed_loader
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
@@ -11,7 +12,6 @@ from energon_packed.integrations.megatron.iterator import MegatronIterator
 from energon_packed.integrations.megatron.layouts import Layout, check_layout
 from energon_packed.integrations.megatron.ranks import Place, check_parallelism
 from energon_packed.integrations.megatron.restore import restore_iterator
-from energon_packed.metadataset import has_split
 
 Provider = Callable[[Any], tuple[MegatronIterator | None, MegatronIterator | None, MegatronIterator | None]]
 _DECIDED = ("rank", "world_size", "split", "epochs", "shuffle")
