@@ -123,7 +123,9 @@ class _AsEnergon(_UniqueKeys):
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or event.tag is not None:
             what = "an alias" if isinstance(event, yaml.AliasEvent) else "a tag"
-            raise yaml.YAMLError(f"line {event.start_mark.line + 1} has {what}, which Energon cannot read")
+            raise yaml.YAMLError(
+                f"line {event.start_mark.line + 1} has {what}, which Energon ignores; write the value"
+            )
         return super().compose_node(parent, index)
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:

@@ -210,7 +210,7 @@ class Metadataset:
             raise ConfigError(f"{self.path} has no split {split!r}; it has {', '.join(self.splits)}")
         blend = self.splits[split]
         if blend.subset is not None:
-            raise ConfigError(_unsupported(self.path, "`subset`"))
+            raise ConfigError(_unsupported(self.path, "'subset'"))
         total = sum(entry.number for entry in blend.entries)
         leaves: list[Leaf] = []
         for entry in blend.entries:
@@ -383,7 +383,7 @@ def _read(path: Path, trusted: bool, outer: tuple[Path, ...], known: dict[Path, 
         raise _invalid(path, f"it has the unknown key {unknown[0][:100]!r}")
     splits = value.get("splits")
     if not isinstance(splits, dict) or not splits:
-        raise _invalid(path, "it has no `splits`")
+        raise _invalid(path, "it has no splits")
     reader = _Reader(path, is_v2, trusted, (*outer, place), known)
     found = Metadataset(path=path, splits={split: reader.blend(split, one) for split, one in splits.items()})
     known[place] = found
@@ -423,13 +423,13 @@ class _Reader:
         if not listed and self.is_v2:
             return Blend(mode="once", entries=(self.entry(value, None),))
         if not listed:
-            more = ", or add `__module__: megatron.energon` and `__class__: MetadatasetV2`"
-            raise _invalid(self.file, f"split {split!r} has no `datasets`; add them{more}")
+            more = ", or add the lines __module__: megatron.energon and __class__: MetadatasetV2"
+            raise _invalid(self.file, f"split {split!r} has no 'datasets'; add them{more}")
         name = listed[0]
         self.check_keys(value, (name, "subset") if self.is_v2 else (name,))
         items = value[name]
         if not isinstance(items, list) or not items:
-            raise _invalid(self.file, f"`{name}` of split {split!r} has no datasets")
+            raise _invalid(self.file, f"{name!r} of split {split!r} has no datasets")
         mode = _LISTS[self.is_v2][name]
         return Blend(
             mode=mode, entries=tuple(self.entry(item, mode) for item in items), subset=self.subset(value.get("subset"))
@@ -449,7 +449,7 @@ class _Reader:
             return self.join(value, numbers)
         self.check_keys(value, (*_REFERENCE[self.is_v2], *numbers))
         if "path" not in value:
-            raise _invalid(self.file, "it has a dataset without a `path`")
+            raise _invalid(self.file, "it has a dataset without a path")
         subflavors = dict(value.get("subflavors") or {})
         if value.get("subflavor") is not None:  # of old V1 files
             subflavors = {"__subflavor__": value["subflavor"], **subflavors}
@@ -467,7 +467,7 @@ class _Reader:
         if number_name is not None:
             number = value.get(number_name, 1)
             if not _is_share(number):
-                limit = f"`{number_name}` of {value['path']} is {short(number)}; it must be above 0"
+                limit = f"{number_name} of {value['path']} must be above 0, got {short(number)}"
                 return replace(found, fault=f"{self.file}: {limit}; remove a dataset that is not wanted")
             found = replace(found, number=number)
         try:
@@ -481,7 +481,7 @@ class _Reader:
         if path.is_file() and (path.name.endswith(".yaml") or not self.is_v2):
             for name in ("aux", "dataset_config", "split_config"):
                 if (aux if name == "aux" else getattr(entry, name)) is not None:
-                    raise _invalid(self.file, f"it sets `{name}` of the Metadataset {path}, which only datasets have")
+                    raise _invalid(self.file, f"it sets {name!r} of the Metadataset {path}, which only datasets have")
             inner = _read(path, self.trusted, self.outer, self.known)
             entry = replace(entry, metadataset=inner)
         elif not (path / NV_META).is_dir() and not (path.is_file() and path.name.endswith(".jsonl")):
@@ -491,7 +491,7 @@ class _Reader:
             entry = replace(entry, aux=paths, fault=fault)
         for name in ("split_config", "subset"):
             if getattr(entry, name) not in (None, SPLIT_FILE):
-                entry = replace(entry, unsupported=_unsupported(self.file, f"`{name}` of {path}"))
+                entry = replace(entry, unsupported=_unsupported(self.file, f"{name!r} of {path}"))
         return entry
 
     def join(self, value: dict[str, Any], numbers: tuple[str, ...]) -> Entry:
@@ -500,11 +500,11 @@ class _Reader:
         found = []
         for item in items:
             if not isinstance(item, dict) or not isinstance(item.get("path"), str):
-                raise _invalid(self.file, "`join` has a dataset without a `path`")
+                raise _invalid(self.file, "'join' has a dataset without a path")
             config = item.get("dataset_config"), item.get("split_config")
             found.append(Entry(path=joined(self.file.parent, item["path"]), dataset_config=config[0],
                                split_config=config[1]))  # fmt: skip
-        fault = _unsupported(self.file, "`join`")
+        fault = _unsupported(self.file, "'join'")
         return Entry(path=found[0].path if found else self.file, join=tuple(found), fault=fault)
 
     def aux(self, value: dict[str, Any]) -> tuple[dict[str, Path], str | None]:
@@ -515,7 +515,7 @@ class _Reader:
             is_folder = isinstance(item, dict) and item.keys() == {"fs_path"}
             given = next(iter(item.values())) if isinstance(item, dict) and len(item) == 1 else item
             if not isinstance(given, str) or (isinstance(item, dict) and not item.keys() <= {"path", "fs_path"}):
-                raise _invalid(self.file, f"`aux` {name!r} is not a path")
+                raise _invalid(self.file, f"aux {name!r} is not a path")
             if isinstance(item, str) and given.startswith("filesystem://"):
                 is_folder, given = True, given.removeprefix("filesystem://")
             if "://" in given:
@@ -524,7 +524,7 @@ class _Reader:
             paths[name] = joined(self.file.parent, given)
             if not is_folder and not (paths[name] / NV_META / "index.sqlite").is_file():
                 fault = fault or (
-                    f"{self.file}: `aux` {name!r} refers to {paths[name]}, which is not a prepared Energon dataset; "
+                    f"{self.file}: aux {name!r} refers to {paths[name]}, which is not a prepared Energon dataset; "
                     "run energon-packed nv-meta on it, or write filesystem://PATH for a folder of files"
                 )
         return paths, fault
@@ -533,7 +533,7 @@ class _Reader:
         if value is None:
             return None
         if not isinstance(value, dict) or not isinstance(value.get("range"), list) or len(value["range"]) != 2:
-            raise _invalid(self.file, "`subset` has no `range` of two values")
+            raise _invalid(self.file, "'subset' has no range of two values")
         return tuple(value["range"])
 
     def remote(self, path: str) -> str:
@@ -549,7 +549,7 @@ class _Reader:
         for name, item in value.items():
             kinds, what = _KINDS.get(name, ((object,), ""))
             if not isinstance(item, kinds):
-                raise _invalid(self.file, f"`{name}` is {short(item)}, not {what}")
+                raise _invalid(self.file, f"{name!r} is {short(item)}, not {what}")
 
 
 def _leaf(entry: Entry, part: str, subflavors: Mapping[str, Any], shuffle_over_epochs: int | None) -> Leaf:
@@ -592,9 +592,7 @@ def _missing(path: Path) -> str:
 
 
 def _unsupported(file: Path, what: str) -> str:
-    return (
-        f"{file} uses {what}, which only Energon's own loader reads; list whole splits of datasets (pack with `split`)"
-    )
+    return f"{file} uses {what}, which only Energon's own loader reads; list whole splits instead"
 
 
 def _invalid(path: Path, reason: str) -> FormatError:

@@ -57,7 +57,7 @@ def metadataset_members(path: Path, split: str | None) -> list[tuple[Path, str]]
     for leaf in leaves:
         if leaf.dataset_config not in (None, DATASET_FILE):
             raise SourceError(
-                f"{path} sets `dataset_config` of {leaf.path}, which selects code or fields of Energon; pass its "
+                f"{path} sets 'dataset_config' of {leaf.path}, which selects code or fields of Energon; pass its "
                 "datasets one by one"
             )
     _LOG.warning("%s: the weights and repetitions of its datasets are ignored; each sample is packed once", path)
