@@ -38,7 +38,7 @@ Mode = Literal["weight", "repetitions", "once"]
 _ENERGON = "megatron.energon"
 _SCHEMAS = ("Metadataset", "MetadatasetV2")
 _DEEPEST = 16  # Metadatasets inside Metadatasets
-_MOST_LEAVES = 100_000  # of one split: nested files that name each other twice stand for billions
+_MOST_LEAVES = 10_000  # of one split: nested files that name each other twice stand for billions
 _LISTS: Mapping[bool, Mapping[str, Mode]] = {  # by schema: V2 or V1
     True: {"blend": "weight", "blend_epochized": "repetitions"},
     False: {"datasets": "weight"},
@@ -170,7 +170,11 @@ class Metadataset:
             FormatError: the split.yaml of a dataset cannot be read.
         """
         self.check_file()
-        return self._flatten(split, {}, 1)[1]
+        leaves = self._flatten(split, {}, 1)[1]
+        for folder, part in dict.fromkeys((leaf.path, leaf.split_part) for leaf in leaves):
+            if folder.is_dir():
+                read_split(folder).required(part)
+        return leaves
 
     def mode(self, split: str) -> Mode:
         """What the numbers of a split mean; of the Metadataset behind it for a single reference to one.
@@ -553,8 +557,6 @@ class _Reader:
 
 
 def _leaf(entry: Entry, part: str, subflavors: Mapping[str, Any], shuffle_over_epochs: int | None) -> Leaf:
-    if entry.path.is_dir():
-        read_split(entry.path).required(part)
     return Leaf(
         path=entry.path,
         split_part=part,

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from energon_packed import EnergonDistributor, EnergonPackedError, PackedDataset, get_packed_loader, steps_per_epoch
 from energon_packed.cli.main import cli
 from energon_packed.dataflow.replay import replay
+from energon_packed.errors import FormatError
 from tests.canary import changed, packed_texts
 
 HEAD = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
@@ -233,12 +234,22 @@ def test_verify_of_a_dataset_without_tars_fails(data: Path, tmp_path: Path) -> N
 
 
 def test_what_two_parsers_read_apart_is_refused_before_energon_runs_it(data: Path, tmp_path: Path) -> None:
-    """PyYAML joins the lines of this text; the parser of Energon fails on it, or reads something else."""
-    text = yaml.safe_dump(train({"path": str(data / "a")}, kind="blend_epochized"))
-    file = written(tmp_path, text + "'__class__\n\n  ': x\n")
+    """PyYAML ends a text in the last line without a line end; the parser of Energon adds a line end."""
+    head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
+    entry = f"    path: {data / 'a'}\n    subflavors:\n      x: |\n        text"
     for load in (get_packed_loader, PackedDataset):
-        with pytest.raises(EnergonPackedError):
-            load(file)
+        load(written(tmp_path, head + entry + "\n"))
+        with pytest.raises(FormatError, match="its YAML parser reads other values from it"):
+            load(written(tmp_path, head + entry))
+
+
+def test_files_that_stand_for_billions_of_datasets_are_refused_at_once(data: Path) -> None:
+    names = ["a"]
+    for depth in range(12):
+        written(data, train(*({"path": names[-1]} for _ in range(20))), f"wide{depth}.yaml")
+        names.append(f"wide{depth}.yaml")
+    with pytest.raises(FormatError, match=r"stands for more than 10,000 datasets"):
+        steps_per_epoch(data / names[-1])
 
 
 def _entry(rng: random.Random, number: str | None, is_v2: bool, nested: list[str], depth: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Loading a dataset of somebody else runs none of its code, unless it is trusted."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,11 @@ def test_objects_are_made_nowhere(dataset: Path, canary: Canary) -> None:
         with changed(dataset, "dataset.yaml", content), pytest.raises(ConfigError, match=r"names os\.mkdir|sets 'x'"):
             loaded(dataset)
         assert not canary.sang()
-    with changed(dataset, "dataset.yaml", canary.tag), pytest.raises(EnergonPackedError):
-        loaded(dataset)
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"):
+        for content in (canary.tag, yaml.safe_dump(canary.object), json.dumps(canary.object)):
+            with changed(dataset, "dataset.yaml", content.encode(encoding)), pytest.raises(EnergonPackedError):
+                loaded(dataset)
+            assert not canary.sang(), encoding
     assert not canary.sang()
 
 
