@@ -237,10 +237,10 @@ def test_what_two_parsers_read_apart_is_refused_before_energon_runs_it(data: Pat
     """PyYAML ends a text in the last line without a line end; the parser of Energon adds a line end."""
     head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
     entry = f"    path: {data / 'a'}\n    subflavors:\n      x: |\n        text"
-    for load in (get_packed_loader, PackedDataset):
-        load(written(tmp_path, head + entry + "\n"))
+    for name in ("get_packed_loader", "PackedDataset"):
+        LOADERS[name](written(tmp_path, head + entry + "\n"), data)
         with pytest.raises(FormatError, match="its YAML parser reads other values from it"):
-            load(written(tmp_path, head + entry))
+            LOADERS[name](written(tmp_path, head + entry), data)
 
 
 def test_files_that_stand_for_billions_of_datasets_are_refused_at_once(data: Path) -> None:
