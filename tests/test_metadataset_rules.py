@@ -253,7 +253,9 @@ def test_files_that_stand_for_billions_of_datasets_are_refused_at_once(data: Pat
 
 
 def _entry(rng: random.Random, number: str | None, is_v2: bool, nested: list[str], depth: int) -> dict[str, Any]:
-    value: dict[str, Any] = {"path": rng.choice(["a", "b", "./c", "x/../a", *nested] if depth else ["a", "b", "c"])}
+    value: dict[str, Any] = {
+        "path": rng.choice(["a", "b", "./c", "x/../a", *nested, *nested, *nested] if depth else ["a", "b", "c"])
+    }
     options: dict[str, Callable[[], Any]] = {
         "split_part": lambda: rng.choice(["train", "train", "val", None]),
         "subflavors": lambda: rng.choice([{"k": 1}, {"k": "2", "l": True}, {"l": None}, {}, None]),
@@ -269,7 +271,7 @@ def _entry(rng: random.Random, number: str | None, is_v2: bool, nested: list[str
     if number:
         options[number] = lambda: rng.choice([1, 2, 0.5, 3.25, "010", "1e1"])
     for name, make in options.items():
-        if rng.random() < 0.35:
+        if rng.random() < (0.7 if name == "subflavors" else 0.3):
             value[name] = make()
     if rng.random() < 0.03:
         value["more"] = 1
