@@ -17,6 +17,7 @@ _MOST_BYTES = 64 << 20  # of a YAML file
 _MOST_NODES = 5_000_000  # of its content, aliases counted each time: a few lines of aliases can stand for billions
 _MOST_NAMES = 1_000_000  # that one list of brace patterns stands for
 _MOST_BRACES = 16  # in one of them
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
 _LAYOUT = "\n\t\xa0\u3000\u200c\u200d"  # white space, and the joiners of scripts and emoji
 
@@ -101,12 +102,69 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(file: Path, *, unique_keys: bool = False) -> Any:
+class _AsEnergon(_UniqueKeys):
+    """Reads scalars and keys as Energon's parser (rapidyaml) does, and refuses what that parser reads otherwise.
+
+    It ignores tags, takes an alias as text, a document after `---` as a list, and fails on a key without a value.
+    Source: megatron/energon/eyaml.py.
+    """
+
+    def compose_document(self) -> Any:
+        """As of the base class."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if event.explicit:
+            raise yaml.YAMLError(
+                f"line {event.start_mark.line + 1} is ---, which Energon cannot read; remove the line"
+            )
+        return super().compose_document()
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """As of the base class."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or event.tag is not None:
+            what = "an alias" if isinstance(event, yaml.AliasEvent) else "a tag"
+            raise yaml.YAMLError(
+                f"line {event.start_mark.line + 1} has {what}, which Energon ignores; write the value"
+            )
+        return super().compose_node(parent, index)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """As of the base class."""
+        if not isinstance(node, yaml.ScalarNode):
+            return super().construct_object(node, deep=True)
+        if node.style is None and not node.value:
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1} has no value; write null, or remove it")
+        return node.value if node.style is not None else _plain_scalar(node.value)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As of the base class."""
+        found: dict[Any, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value in found:
+                given = f"gives {key.value!r} a second time" if isinstance(key, yaml.ScalarNode) else "has no text key"
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1} {given}")
+            found[key.value] = self.construct_object(value, deep=True)
+        return found
+
+
+def _plain_scalar(text: str) -> Any:
+    """A scalar without quotes, as Energon takes it."""
+    known = {"null": None, "~": None, "true": True, "yes": True, "false": False, "no": False}
+    if text.lower() in known:
+        return known[text.lower()]
+    try:
+        return float(text) if "." in text or "e" in text.lower() else int(text)
+    except ValueError:
+        return text
+
+
+def read_yaml(file: Path, *, unique_keys: bool = False, as_energon: bool = False) -> Any:
     """The content of a YAML file of plain types: no tag makes an object, and no file takes all memory.
 
     Args:
         file: the file.
         unique_keys: refuse a key that a mapping has twice.
+        as_energon: read scalars as Energon does, and refuse files that it reads otherwise; implies `unique_keys`.
 
     Raises:
         OSError: the file cannot be read.
@@ -114,9 +172,16 @@ def read_yaml(file: Path, *, unique_keys: bool = False) -> Any:
     """
     if file.stat().st_size > _MOST_BYTES:
         raise yaml.YAMLError(f"it has {file.stat().st_size:,} bytes, and at most {_MOST_BYTES:,} are read")
+    loader = _AsEnergon if as_energon else _UniqueKeys if unique_keys else yaml.SafeLoader
     try:
         with open_regular(file) as stream:
-            value = yaml.load(stream.read(), _UniqueKeys if unique_keys else yaml.SafeLoader)
+            content = stream.read()
+        text: bytes | str = content
+        if as_energon:
+            text = content.decode("utf-8-sig")  # not UTF-16, which YAML allows
+            if _LINE_ENDS.search(text):
+                raise yaml.YAMLError("it has U+0085, U+2028 or U+2029, line ends that Energon takes as text")
+        value = yaml.load(text, loader)
     except IrregularFile as error:
         raise yaml.YAMLError(f"it {error}") from error
     except (RecursionError, ValueError, TypeError, AttributeError) as error:  # nested too deeply; a date that is none

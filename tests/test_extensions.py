@@ -27,11 +27,11 @@ from energon_packed import (
     register_source,
     steps_per_epoch,
 )
+from energon_packed.blends import make_blend, write_metadataset
 from energon_packed.cli.inspect import command as inspect_command
 from energon_packed.cli.report import command as report_command
 from energon_packed.cli.verify import command as verify_command
 from energon_packed.formats import CODECS
-from energon_packed.metadataset import make_blend, write_metadataset
 from energon_packed.records.shapes import SHAPES
 from energon_packed.sources.registry import SOURCES
 

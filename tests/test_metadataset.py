@@ -13,9 +13,9 @@ import yaml
 from click.testing import CliRunner
 
 from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
+from energon_packed.blends import make_blend, render, write_metadataset
 from energon_packed.cli.metadataset import command
 from energon_packed.errors import ConfigError, EnergonPackedError
-from energon_packed.metadataset import make_blend, render, write_metadataset
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
         (["a=nan"], "weight of .*a/webdataset is nan"),
         (["a=0", "b=0"], "all weights are 0"),
         (["a=many"], "weight 'many' of .* is not a number"),
-        (["a", "--split-from", "val"], "has no packs in split 'val'; available: train"),
+        (["a", "--split-from", "val"], "has no packs in split 'val'; it has train"),
         (["a", "--epochized", "--schema", "v1"], "`epochized` requires `schema` 'v2'"),
         (["a", "--subflavor", "x"], "must have the form key=value"),
         (["a", "--val", "a"], "validation data .*a/webdataset and the training data .* share the shard a-000000"),
@@ -156,7 +156,7 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
         ),
         (["epochs.yaml", "c"], "epochs.yaml draws in epochs, but this blend draws by weight"),
         (["outer.yaml", "c"], "mix.yaml would include itself through outer.yaml"),
-        (["--out", "mix.txt", "a"], "mix.txt must end in .yaml or .yml"),
+        (["--out", "mix.txt", "a"], "mix.txt must end in .yaml; Energon"),
         (["broken.yaml"], "broken.yaml is not a Metadataset that Energon can read"),
     ],
 )

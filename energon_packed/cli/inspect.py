@@ -1,7 +1,7 @@
 """`energon-packed inspect`."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from energon_packed.cli.terminal import SafeConsole, echo_json
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.foreign import visible
 from energon_packed.formats import codec_for
-from energon_packed.inspection.blend import read_blend
+from energon_packed.inspection.blend import BlendEntry, read_blend
 from energon_packed.inspection.extract import extract_pack
 from energon_packed.inspection.find import PackFinder
 from energon_packed.inspection.view import PackView, SampleView, view_pack
+from energon_packed.metadatasets import is_metadataset, read_metadataset
 from energon_packed.shards.scan import scan_tar
 
 _LONGEST = 2000  # characters of a turn that are shown
@@ -57,7 +58,7 @@ def command(
     energon-packed inspect mix.yaml
     """
     console = SafeConsole(highlight=False, markup=False)
-    if path.is_file() and path.suffix in (".yaml", ".yml"):
+    if is_metadataset(path):
         if key is not None or tokens or extract is not None:
             raise ConfigError(f"{path} blends several datasets; pass --pack, --tokens and --extract with one of them")
         _show_blend(console, path, as_json)
@@ -215,12 +216,19 @@ def _show_tokens(console: Console, raw: Raw, encoder: Any, view: PackView, as_js
 
 
 def _show_blend(console: Console, path: Path, as_json: bool) -> None:
-    entries = read_blend(path)
+    metadataset = read_metadataset(path)
+    entries = read_blend(metadataset)
     if as_json:
         for entry in entries:
             value = {name: getattr(entry, name) for name in entry.__slots__}
             echo_json(value | {"path": str(entry.path)})
-        return
+    else:
+        _show_entries(console, entries)
+    if problems := metadataset.problems() or [entry.problem for entry in entries if entry.problem]:
+        raise ConfigError(f"{problems[0]}" + (f" (and {len(problems) - 1} more problems)" if problems[1:] else ""))
+
+
+def _show_entries(console: Console, entries: Sequence[BlendEntry]) -> None:
     table = Table("split")
     table.add_column("dataset", overflow="fold", min_width=20)
     for name in ("weight", "packs", "samples", "share", "seen"):

@@ -7,12 +7,11 @@ from typing import Any
 import click
 from rich.table import Table
 
+from energon_packed.blends import WEIGHT_BY, Blend, Subflavor, make_blend, write_metadataset
 from energon_packed.cli.options import GroupedCommand, as_options
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import echo
 from energon_packed.errors import ConfigError
-from energon_packed.metadataset import WEIGHT_BY, Blend, make_blend, write_metadataset
-from energon_packed.metadataset.inputs import Subflavor
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 _MOST_DIGITS = 300

@@ -11,6 +11,7 @@ from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import render_report
 from energon_packed.inspection.report_data import encoder_or_reason, gather
+from energon_packed.metadatasets import read_metadataset
 from energon_packed.shards.files import write_whole
 
 
@@ -31,7 +32,10 @@ def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None
     if output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--output {output} must end in .html")
     if path.is_file():
-        page = render_report(path.name, None, read_blend(path))
+        metadataset = read_metadataset(path)
+        if problems := metadataset.problems():
+            raise ConfigError("; ".join(problems))
+        page = render_report(path.name, None, read_blend(metadataset))
     else:
         folder = PackedFolder.open(path)
         encoder, reason = encoder_or_reason(folder, tokenizer)

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import SafeConsole, echo
 from energon_packed.encoding import ChatEncoder, EncoderSettings
 from energon_packed.encoding.vision import ambiguous
-from energon_packed.errors import ConfigError
+from energon_packed.errors import EnergonPackedError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import Check, verify
+from energon_packed.metadatasets import read_metadataset
 from energon_packed.pipeline.processes import available_cores
-from energon_packed.shards.nv_meta import SPLITS
 
 
 @click.command(name="verify", cls=GroupedCommand)
@@ -47,7 +48,7 @@ def command(
     settings = collect(given, EncoderSettings)
     if min_utilization is not None and math.isnan(min_utilization):
         raise click.BadParameter("nan is not in the range 0<=x<=1.", param_hint="'--min-utilization'")
-    paths = sorted({leaf for split in SPLITS for leaf in _leaves(folder, split)}) if folder.is_file() else [folder]
+    paths, problems = _leaves(folder) if folder.is_file() else ([folder], [])
     results = []
     for path in paths:
         opened = PackedFolder.open(path)
@@ -55,20 +56,26 @@ def command(
         encoder = None if is_fast else _encoder(opened, settings, output)
         limits = {"min_utilization": min_utilization, "processes": workers or available_cores()}
         results.append(_verified(opened, encoder, limits, output))
-    passed = all(result["passed"] for result in results)
-    output.result(results[0] if paths == [folder] else {"metadataset": str(folder), "passed": passed, "of": results})
+    for problem in problems:
+        _show(Check(f"{folder} can be read", problems=[problem], count=1), output)
+    passed = not problems and all(result["passed"] for result in results)
+    if paths == [folder]:
+        output.result(results[0])
+    else:
+        output.result({"metadataset": str(folder), "passed": passed, "problems": problems, "of": results})
     if not passed:
         sys.exit(1)
 
 
-def _leaves(metadataset: Path, split: str) -> list[Path]:
-    """The dataset folders of a Metadataset; none where it has no such split."""
-    from energon_packed.dataflow.manifests import metadataset_leaves
-
-    try:
-        return [leaf for leaf, _ in metadataset_leaves(metadataset, split)]
-    except ConfigError:
-        return []
+def _leaves(path: Path) -> tuple[list[Path], list[str]]:
+    """The dataset folders of all splits of a Metadataset, and why other splits cannot be read."""
+    metadataset = read_metadataset(path)
+    problems = metadataset.problems()
+    found = set()
+    for split in metadataset.splits:
+        with suppress(EnergonPackedError):
+            found |= {leaf.path for leaf in metadataset.leaves(split)}
+    return sorted(found), problems
 
 
 def _verified(

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.dataflow.manifests import LoadedSplit, metadataset_leaves
+from energon_packed.dataflow.manifests import LoadedSplit
 from energon_packed.dataflow.trust import check_trusted
-from energon_packed.errors import ConfigError
+from energon_packed.metadatasets import read_metadataset
 
 Int64 = npt.NDArray[np.int64]
 
@@ -41,31 +41,22 @@ def blended_splits(path: Path, split: str, *, trusted: bool = False) -> list[Ble
 
     Raises:
         FormatError: there is no dataset, or no Metadataset that Energon can read.
-        ConfigError: joins or subsets, which only Energon's loader reads; a dataset without packs in its split. Energon
-            runs the sample_loader.py of the datasets behind a Metadataset: one that is not ours, and not `trusted`.
+        ConfigError: as `Metadataset.leaves`; a dataset without packs in its split; code of a dataset behind a
+            Metadataset that is not ours, and not `trusted`: no loader opens such a blend.
     """
     if not path.is_file():
         return [BlendedSplit(split=LoadedSplit.of_folder(path, split), subflavors={}, weight=None, repetitions=1)]
+    leaves = read_metadataset(path, trusted=trusted).leaves(split)
     if not trusted:
-        check_trusted(path.resolve())
-    metadataset_leaves(path, split, trusted=trusted)  # what cannot be read is refused there
-    from megatron.energon import WorkerConfig
-    from megatron.energon.metadataset.loader import load_dataset, traverse_metadataset
-
-    resolved = path.resolve()
-    leaves = list(traverse_metadataset(resolved, split_part=split))
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    loaded = load_dataset(resolved).get_datasets(training=False, split_part=split, worker_config=config).datasets
-    if len(loaded) != len(leaves) or any(getattr(one.dataset, "subset", None) is not None for one in loaded):
-        raise ConfigError(f"{path} has joins or subsets, which only Energon reads; use get_packed_loader")
+        check_trusted(path)
     return [
         BlendedSplit(
-            split=LoadedSplit.of_folder(Path(str(leaf.path)), leaf.split_part or split),
-            subflavors=dict(leaf.subflavors or {}),
-            weight=one.weight,
-            repetitions=None if one.weight is not None else (1 if one.repetitions is None else one.repetitions),
+            split=LoadedSplit.of_folder(leaf.path, leaf.split_part),
+            subflavors=dict(leaf.subflavors),
+            weight=leaf.weight,
+            repetitions=leaf.repetitions,
         )
-        for leaf, one in zip(leaves, loaded, strict=True)
+        for leaf in leaves
     ]
 
 

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from energon_packed.dataflow.trust import check_metadataset
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_for
+from energon_packed.metadatasets import read_metadataset, read_split
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.complete import check_complete
 from energon_packed.shards.counted import count_packs
-from energon_packed.shards.split import dataset_folder, excluded_names
+from energon_packed.shards.split import dataset_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class LoadedSplit:
     @property
     def packs(self) -> int | None:
         """Packs that are read, None where that is not known; without packing.json, from the indexes."""
-        if excluded_names(self.path):
+        if read_split(self.path).excluded:
             return None
         if self.manifest is not None:
             return self.manifest.packs_in(self.split)
@@ -49,13 +49,8 @@ class LoadedSplit:
             ConfigError: it has no packs in that split.
         """
         folder = dataset_folder(path)
+        read_split(folder).required(split)
         manifest = PackingManifest.load_if_there(folder)
-        if manifest is None:
-            check_complete(folder, split, None)
-            return cls(folder, split, None)
-        if not manifest.packs_in(split):
-            there = ", ".join(sorted({shard.split for shard in manifest.shards}))
-            raise ConfigError(f"{path} has no packs in split {split!r}; it has {there}")
         check_complete(folder, split, manifest)
         return cls(folder, split, manifest)
 
@@ -116,34 +111,12 @@ def loaded_splits(path: Path, split: str, *, trusted: bool = False) -> list[Load
 
     Raises:
         FormatError: there is no dataset, or no Metadataset that Energon can read.
-        ConfigError: a dataset without packs in its split.
+        ConfigError: a dataset without packs in its split, or as `Metadataset.leaves`.
     """
     if not path.is_file():
         return [LoadedSplit.of_folder(path, split)]
-    return [LoadedSplit.of_folder(leaf, part) for leaf, part in metadataset_leaves(path, split, trusted=trusted)]
-
-
-def metadataset_leaves(path: Path, split: str, *, trusted: bool = False) -> list[tuple[Path, str]]:
-    """(dataset folder, split) of everything that a Metadataset refers to, nested ones included.
-
-    Raises:
-        FormatError: the file is not a Metadataset that Energon can read.
-        ConfigError: it has no such split; or names classes of another package, and is not `trusted`.
-    """
-    if not trusted:
-        check_metadataset(path.resolve())
-    from megatron.energon.metadataset.loader import traverse_metadataset
-
-    try:
-        found = list(traverse_metadataset(path.resolve(), split_part=split))
-    except Exception as error:  # Energon raises what its parsers raise
-        if isinstance(error, KeyError) and error.args == (split,):
-            raise ConfigError(f"{path} has no split {split!r}") from error
-        raise FormatError(
-            f"{path} is not a Metadataset that Energon can read: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}"
-        ) from error
-    return [(Path(str(leaf.path)), leaf.split_part or split) for leaf in found]
+    leaves = read_metadataset(path, trusted=trusted).leaves(split)
+    return [LoadedSplit.of_folder(leaf.path, leaf.split_part) for leaf in leaves]
 
 
 def common_seq_len(splits: list[LoadedSplit], seq_len: int | None) -> int | None:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.dataflow.manifests import LoadedSplit
+from energon_packed.metadatasets import read_split
 from energon_packed.shards.opened import OpenedFiles
-from energon_packed.shards.split import shard_names
 
 
 def digests_of(one: LoadedSplit) -> Mapping[Path, str]:
@@ -21,17 +21,21 @@ class OpenedSplits:
     Args:
         splits: of the loader.
 
+    Attributes:
+        folders: the dataset folders, with `.nv-meta`.
+
     Raises:
         FormatError: a tar is missing.
     """
 
     def __init__(self, splits: Sequence[LoadedSplit]) -> None:
+        self.folders = [one.path for one in splits]
         digests: dict[Path, str] = {}
         tars: dict[Path, None] = {}
         for one in splits:
             folder = one.path.resolve()
             digests |= {folder / tar.name: digest for tar, digest in digests_of(one).items()}
-            tars |= dict.fromkeys(folder / name for name in shard_names(one.path).get(one.split, []))
+            tars |= dict.fromkeys(folder / name for name in read_split(one.path).shards(one.split))
         self._shards = OpenedFiles(tars, digests)
         self._found: dict[tuple[Any, str], Path | None] = {}
 

@@ -6,27 +6,20 @@ files here as well, so that both see the same.
 """
 
 import json
-import math
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError, FormatError
+from energon_packed.foreign import read_yaml
 from energon_packed.formats import CODECS, READ_ONLY
-from energon_packed.options import short
+from energon_packed.metadatasets import SPLIT_FILE, TRUST_REMEDY, joined, mappings, read_metadataset, runs_code
 from energon_packed.shards.nv_meta import NV_META, OLD_INFO, loader_files
 
 _ENERGON = "megatron.energon"
-_METADATASETS = ("Metadataset", "MetadatasetV2")
 _KEYS = frozenset(("__module__", "__class__", "sample_type", "field_map", "part_filter", "decoder", "subflavors"))
 _LOADER = ("sample_loader", "part_filter")
 _CLASS = re.compile(r"[A-Z]\w*")
-_DEEPEST = 16  # Metadatasets inside Metadatasets
-_REMEDY = "review it and set `trust_sample_loader=True`"
-Reference = tuple[Path, str]
-"""A dataset folder, and the name of the file in `.nv-meta` that takes the place of dataset.yaml."""
 
 
 def check_trusted(path: str | Path, *, dataset_config: str | None = None) -> None:
@@ -38,64 +31,37 @@ def check_trusted(path: str | Path, *, dataset_config: str | None = None) -> Non
 
     Raises:
         ConfigError: the message names the file and the remedy.
-        FormatError: a Metadataset that cannot be read.
+        FormatError: a Metadataset that cannot be read, or that Energon reads otherwise than `read_metadataset`.
     """
     path = Path(path)
-    folders = check_metadataset(path) if path.is_file() else [(path, dataset_config or "dataset.yaml")]
-    for folder, config in dict.fromkeys(folders):
+    for folder, config in _behind(path) if path.is_file() else [(path, dataset_config or "dataset.yaml")]:
         _check_folder(folder, config)
 
 
-def check_metadataset(path: Path, depth: int = 0) -> list[Reference]:
-    """Refuse a Metadataset that makes objects of other classes than Energon's own; the datasets that it refers to.
-
-    Args:
-        path: the YAML file.
-        depth: of the file inside other Metadatasets.
-
-    Raises:
-        ConfigError: it names a class or a function of another package, in whatever place.
-        FormatError: it cannot be read, or contains itself.
-    """
-    value = _parsed(path)
-    if not isinstance(value, dict):
-        raise FormatError(f"{path} is not a Metadataset: {type(value).__name__}, not a mapping")
-    if depth > _DEEPEST:
-        raise FormatError(f"{path} contains itself")
-    top = {name: item for name, item in value.items() if name not in ("__module__", "__class__")}
-    if value.get("__module__", _ENERGON) != _ENERGON or value.get("__class__", _METADATASETS[0]) not in _METADATASETS:
-        raise _runs(path, value)
-    found: list[Reference] = []
-    for one in _mappings(top):
-        if "__module__" in one:
-            raise _runs(path, one)
-        if "://" in str(one.get("path")):
-            raise ConfigError(
-                f"{path} refers to {one['path']}, which cannot be looked at before it is loaded: {_REMEDY}"
+def _behind(path: Path) -> list[tuple[Path, str]]:
+    """The dataset folders behind a Metadataset, in all its splits, and the file that replaces dataset.yaml in each."""
+    metadataset = read_metadataset(path)
+    metadataset.check_file()
+    for file in metadataset.files():
+        if _parsed(file) != read_yaml(file, as_energon=True):
+            raise FormatError(
+                f"{file} is not a Metadataset that Energon can read: its YAML parser reads other values from it; "
+                "write the file with energon-packed metadataset"
             )
-        for name in ("weight", "repetitions") if "path" in one else ():
-            if one.get(name) is not None and not _is_share(one[name]):
-                raise ConfigError(f"{path}: `{name}` of {one.get('path')} is {short(one[name])}; it must be above 0")
-        aux = one.get("aux")
-        for name in [one.get("path"), *(aux.values() if isinstance(aux, dict) else ())]:
-            target = _joined(path.parent, name)
-            if target.name.endswith((".yaml", ".yml")) and target.is_file():
-                found += check_metadataset(target, depth + 1)
-            elif (target / NV_META).is_dir():
-                found.append((target, str(one.get("dataset_config") or "dataset.yaml")))
-                _check_data(_joined(target / NV_META, one.get("split_config") or "split.yaml"))
-    return found
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    found: dict[tuple[Path, str], None] = {}
+    for entry in metadataset.entries():
+        for folder in (entry.path, *entry.aux.values()):
+            if (folder / NV_META).is_dir():
+                found[folder, entry.dataset_config or "dataset.yaml"] = None
+                _check_data(joined(folder / NV_META, entry.split_config or SPLIT_FILE))
+    return list(found)
 
 
 def _check_folder(folder: Path, config: str) -> None:
     meta = folder / NV_META
     for name in ("split.yaml", "split.json", ".info.json", OLD_INFO):
         _check_data(meta / name)
-    file = _joined(meta, config)
+    file = joined(meta, config)
     if not file.is_file() or _is_ours(file, meta / "sample_loader.py"):
         return  # Energon says what is missing
     value = _parsed(file)
@@ -108,29 +74,24 @@ def _check_folder(folder: Path, config: str) -> None:
     if is_ours and not _loads_ours(value, meta / "sample_loader.py"):
         raise ConfigError(
             f"{meta / 'sample_loader.py'}, or {config} beside it, is not what energon-packed writes; loading "
-            f"would run it: {_REMEDY}, or run energon-packed nv-meta {folder}"
+            f"would run it: {TRUST_REMEDY}, or run energon-packed nv-meta {folder}"
         )
     is_standard = is_standard or is_ours  # perhaps with subflavors of its user
     if not is_standard or not _CLASS.fullmatch(str(kind.get("__class__"))) or "__function__" in kind:
-        raise _runs(file, kind, folder)
+        raise runs_code(file, kind, folder)
     if not is_ours and (named := [name for name in _LOADER if isinstance(value.get(name), str)]):
         raise ConfigError(
             f"{file} names {value[named[0]]!r} as {named[0]}, which is not what energon-packed writes; loading would "
-            f"run it: {_REMEDY}, or run energon-packed nv-meta {folder}"
+            f"run it: {TRUST_REMEDY}, or run energon-packed nv-meta {folder}"
         )
     if unknown := sorted(map(str, value.keys() - _KEYS - set(_LOADER if is_ours else ()))):
         raise ConfigError(
-            f"{file} sets {unknown[0][:100]!r}, which decides what Energon reads or runs: {_REMEDY}, or run "
+            f"{file} sets {unknown[0][:100]!r}, which decides what Energon reads or runs: {TRUST_REMEDY}, or run "
             f"energon-packed nv-meta {folder}"
         )
-    for one in _mappings(rest):
+    for one in mappings(rest):
         if "__module__" in one:
-            raise _runs(file, one, folder)
-
-
-def _joined(folder: Path, name: Any) -> Path:
-    """A path as Energon joins it: `..` is removed from the text, before links are followed."""
-    return Path(os.path.normpath(folder.absolute() / str(name)))
+            raise runs_code(file, one, folder)
 
 
 def _is_ours(file: Path, loader: Path) -> bool:
@@ -163,21 +124,9 @@ def _check_data(file: Path) -> None:
     content = file.read_bytes()
     if b"__module__" not in content and b"\\" not in content:  # nor written with escapes
         return
-    for one in _mappings(_parsed(file)):
+    for one in mappings(_parsed(file)):
         if "__module__" in one:
-            raise _runs(file, one)
-
-
-def _mappings(value: Any) -> Iterator[dict[str, Any]]:
-    """All mappings of a tree of plain types."""
-    stack = [value]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, dict):
-            yield one
-            stack += one.values()
-        elif isinstance(one, list):
-            stack += one
+            raise runs_code(file, one)
 
 
 def _parsed(file: Path) -> Any:
@@ -189,12 +138,3 @@ def _parsed(file: Path) -> Any:
     except (Exception, RecursionError) as error:  # the parser of Energon raises what its parts raise
         what = f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
         raise FormatError(f"{file} cannot be read: {what}; copy it again, or run energon-packed nv-meta") from error
-
-
-def _runs(file: Path, kind: Any, folder: Path | None = None) -> ConfigError:
-    named = [str(kind.get(name, ""))[:100] for name in ("__module__", "__class__", "__function__")] if kind else []
-    nv_meta = f", or run energon-packed nv-meta {folder}" if folder else ""
-    return ConfigError(
-        f"{file} names {'.'.join(filter(None, named)) or 'no class'}, which is neither of energon-packed nor of "
-        f"Energon; loading would run it: {_REMEDY}{nv_meta}"
-    )

@@ -1,15 +1,12 @@
 """Entries of a Metadataset with counts, shares of draws and epochs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from energon_packed.errors import EnergonPackedError, FormatError
-from energon_packed.foreign import read_yaml
-from energon_packed.metadataset import epochs_by_weight, read_input
+from energon_packed.blends import epochs_by_weight, read_input
+from energon_packed.errors import EnergonPackedError
+from energon_packed.metadatasets import Entry, Metadataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,42 +80,28 @@ def by_split(entries: Sequence[BlendEntry]) -> list[BlendSplit]:
     return [BlendSplit(name=name, entries=[e for e in entries if e.split == name]) for name in names]
 
 
-def read_blend(path: Path) -> list[BlendEntry]:
-    """Read the entries of a Metadataset YAML (v1 or v2), including datasets that cannot be read.
-
-    Raises:
-        FormatError: the file is not a valid Metadataset.
-    """
-    try:
-        splits = read_yaml(path)["splits"]
-        entries = [entry for split, value in splits.items() for entry in _entries(path, str(split), value)]
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"{path} is not a valid Metadataset: {type(error).__name__} {error}") from error
-    return [counted for split in splits for counted in _counted([e for e in entries if e.split == split])]
+def read_blend(metadataset: Metadataset) -> list[BlendEntry]:
+    """The entries of all splits of a Metadataset with their counts, including those that cannot be read."""
+    found = []
+    for split, blend in metadataset.splits.items():
+        found += _counted([_entry(split, blend.mode, entry) for entry in blend.entries])
+    return found
 
 
-def _entries(file: Path, split: str, value: Any) -> Iterator[BlendEntry]:
-    for key, mode in (("blend", "weight"), ("datasets", "weight"), ("blend_epochized", "repetitions")):
-        if key in value:
-            for item in value[key]:
-                yield _entry(file, split, item, mode, float(item.get(mode, 1)))
-            return
-    yield _entry(file, split, value, "once", 1.0)
-
-
-def _entry(file: Path, split: str, item: Any, mode: str, number: float) -> BlendEntry:
-    path = file.parent / item["path"]
-    packs = samples = tokens = problem = None
-    try:
-        found = read_input(path, item.get("split_part") or split)
-        packs, samples, tokens = found.packs, found.samples, found.tokens
-    except EnergonPackedError as error:
-        problem = str(error)
+def _entry(split: str, mode: str, entry: Entry) -> BlendEntry:
+    packs = samples = tokens = None
+    problem = entry.fault or entry.unsupported
+    if problem is None:
+        try:
+            found = read_input(entry.path, entry.split_part or split)
+            packs, samples, tokens = found.packs, found.samples, found.tokens
+        except EnergonPackedError as error:
+            problem = str(error)
     return BlendEntry(
         split=split,
-        path=path,
+        path=entry.path,
         mode=mode,
-        number=number,
+        number=entry.number,
         packs=packs,
         samples=samples,
         tokens=tokens,
@@ -134,7 +117,7 @@ def _counted(entries: list[BlendEntry]) -> list[BlendEntry]:
     packs = [entry.packs or 0 for entry in entries]
     numbers = [entry.number for entry in entries]
     if entries[0].mode == "weight":
-        times = epochs_by_weight(numbers, packs) if any(numbers) else [0.0] * len(numbers)
+        times = epochs_by_weight(numbers, packs)
         draws = numbers
     else:
         times = numbers

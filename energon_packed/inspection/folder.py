@@ -12,13 +12,14 @@ from energon_packed.encoding import ChatEncoder, EncoderSettings
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.foreign import read_yaml
 from energon_packed.formats import CODECS, Codec, codec_for, codec_of
+from energon_packed.metadatasets import read_split
 from energon_packed.options import make
 from energon_packed.pipeline.encoders import PretrainedEncoder
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import TarScan, scan_tar
-from energon_packed.shards.split import dataset_folder, shard_names
+from energon_packed.shards.split import dataset_folder
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,7 @@ class PackedFolder:
         Raises:
             FormatError: it cannot be read.
         """
-        found = shard_names(self.path, with_excluded=True)
-        return {name: split for split, names in found.items() for name in names}
+        return {name: split for split, names in read_split(self.path).parts.items() for name in names}
 
     @cached_property
     def tars(self) -> list[Path]:

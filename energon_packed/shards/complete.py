@@ -8,9 +8,9 @@ import yaml
 
 from energon_packed.errors import FormatError
 from energon_packed.foreign import read_yaml
+from energon_packed.metadatasets import read_split
 from energon_packed.shards.manifest import PackingManifest
 from energon_packed.shards.nv_meta import NV_META, OLD_INFO
-from energon_packed.shards.split import excluded_names, shard_names
 
 _OFFSET = 8  # bytes of an entry of .tar.idx: one for each pack, and the end of the last one
 _REMEDY = (
@@ -32,11 +32,12 @@ def check_complete(folder: Path, split: str, manifest: PackingManifest | None) -
     Raises:
         FormatError: they differ; the message names the file, both numbers and the remedy.
     """
-    names = shard_names(folder).get(split, [])
+    splits = read_split(folder)
+    names = splits.shards(split)
     counts = _shard_counts(folder)
     if manifest is not None:
         listed = {shard.name: shard for shard in manifest.shards if shard.split == split}
-        if missing := sorted(listed.keys() - set(names) - set(excluded_names(folder))):
+        if missing := sorted(listed.keys() - set(names) - splits.excluded):
             raise FormatError(
                 f"{folder / NV_META / 'split.yaml'} does not have {missing[0]} in split {split!r}, one of "
                 f"{len(missing)} shards that packing.json lists there; {_REMEDY}"

@@ -5,9 +5,10 @@ from pathlib import Path
 from energon_packed.errors import ConfigError
 from energon_packed.formats import Codec
 from energon_packed.formats.parts import image_count
+from energon_packed.metadatasets import read_split
 from energon_packed.shards.manifest import PackingManifest, ShardEntry
 from energon_packed.shards.reader import ShardReader
-from energon_packed.shards.split import shard_names, shards_in_split
+from energon_packed.shards.split import shards_in_split
 
 
 def count_packs(folder: Path, split: str) -> int:
@@ -21,7 +22,7 @@ def count_packs(folder: Path, split: str) -> int:
         FormatError: split.yaml or an index is missing or invalid.
         ConfigError: split.yaml excludes single packs.
     """
-    if not shard_names(folder).get(split):
+    if not read_split(folder).shards(split):
         return 0
     return len(ShardReader(shards_in_split(folder, split)))
 
@@ -39,8 +40,9 @@ def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:
     entries: list[ShardEntry] = []
     longest = images = 0
     is_known = True
-    for split, names in shard_names(folder).items():
-        for name in names:
+    splits = read_split(folder)
+    for split in splits.parts:
+        for name in splits.shards(split):
             tar = folder / name
             reader = ShardReader([tar])
             samples = tokens = 0

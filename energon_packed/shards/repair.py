@@ -7,12 +7,12 @@ from typing import Any
 
 from energon_packed.errors import FormatError
 from energon_packed.formats import codec_for, codec_of
+from energon_packed.metadatasets import SPLIT_FILE, read_split
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.manifest import FILE_NAME, NewerFormatError, PackingManifest
 from energon_packed.shards.nv_meta import NV_META, SPLITS, write_nv_meta
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import scan_tar
-from energon_packed.shards.split import excluded_names, shard_names
 from energon_packed.shards.tar import ShardRows, ShardSummary
 
 
@@ -68,7 +68,8 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
             detail = str(error) if isinstance(error, FormatError) else f"{type(error).__name__} {error}"
             raise FormatError(f"{tar}: {pack['__key__']} is not a {codec.sample_class}: {detail}") from error
     splits, kept = _splits(folder, [tar.name for tar in tars])
-    excluded = excluded_names(folder)
+    is_split = (folder / NV_META / SPLIT_FILE).is_file()
+    excluded = read_split(folder).exclude_patterns if is_split else []
     stale = _stale_manifest(folder, summaries, splits)
     manifest = None if stale else PackingManifest.load_if_there(folder)
     for index in folder.glob("*.tar.idx"):
@@ -123,9 +124,9 @@ def _splits(folder: Path, names: list[str]) -> tuple[dict[str, list[str]], bool]
     Raises:
         FormatError: split.yaml has other splits, which would be lost.
     """
-    if not (folder / NV_META / "split.yaml").is_file():
+    if not (folder / NV_META / SPLIT_FILE).is_file():
         return {"train": names}, False
-    found = shard_names(folder, with_excluded=True)
+    found = read_split(folder).parts
     if unknown := set(found) - set(SPLITS):
         raise FormatError(
             f"split.yaml of {folder} has the split {sorted(unknown)[0]}, which is not one of {', '.join(SPLITS)}; "

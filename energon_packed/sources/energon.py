@@ -1,22 +1,16 @@
 """Energon datasets: the tars of one split of a folder with `.nv-meta`, and the members of a Metadataset YAML."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import yaml
-
-from energon_packed.errors import SourceError
-from energon_packed.foreign import read_yaml
-from energon_packed.sources.energon_layout import NV_META, read_split
+from energon_packed.errors import ConfigError, EnergonPackedError, SourceError
+from energon_packed.metadatasets import NV_META, SPLIT_FILE, read_metadataset
+from energon_packed.sources.energon_layout import DATASET_FILE, split_of
 from energon_packed.sources.webdataset import WebDatasetSource
 
 DEFAULT_SPLIT = "train"
 _LOG = logging.getLogger(__name__)
-_BLENDS = ("blend", "blend_epochized", "datasets")
-_REFUSED = ("subset", "dataset_config", "split_config", "join")
-_DEEPEST = 16  # Metadatasets inside Metadatasets
 
 
 class EnergonSource(WebDatasetSource):
@@ -35,71 +29,39 @@ class EnergonSource(WebDatasetSource):
         """The tars of the split, in order, without those that split.yaml excludes."""
         folder = _dataset(path)
         assert folder is not None
-        splits, excluded = read_split(folder)
-        if not splits:
+        if not (folder / NV_META / SPLIT_FILE).is_file():
             if split is not None:
                 raise SourceError(f"{folder} has no {NV_META}/split.yaml, so no split {split!r}; run energon prepare")
             return _present(sorted(folder.glob("**/*.tar")), folder)
-        names = [name for name in splits.get(split or DEFAULT_SPLIT, []) if name not in excluded]
-        if not names:
-            there = ", ".join(name for name, shards in splits.items() if shards) or "none"
-            raise SourceError(
-                f"{folder} has no shards in split {split or DEFAULT_SPLIT!r}; set `source_split` to one of: {there}"
-            )
+        try:
+            names = split_of(folder).required(split or DEFAULT_SPLIT)
+        except ConfigError as error:
+            raise SourceError(f"{error}; set `source_split` to one of these") from error
         return _present([folder / name for name in names], folder)
 
 
-def metadataset_members(path: Path, split: str | None, depth: int = 0) -> Iterator[tuple[Path, str]]:
+def metadataset_members(path: Path, split: str | None) -> list[tuple[Path, str]]:
     """(folder or file, split) of each dataset of a Metadataset, in order, nested ones in their place.
 
     Args:
         path: the YAML file.
         split: of the Metadataset; None for train.
-        depth: of `path` inside other Metadatasets.
 
     Raises:
-        SourceError: the file is no Metadataset, has no such split, or uses what cannot be followed.
+        SourceError: as `Metadataset.leaves`, or the file uses `dataset_config`.
     """
-    wanted = split or DEFAULT_SPLIT
     try:
-        value = read_yaml(path)
-        splits = value["splits"]
-        part = splits.get(wanted)
-    except (OSError, yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
-        raise SourceError(f"{path} is not a Metadataset: {type(error).__name__} {error}") from error
-    if part is None:
-        raise SourceError(f"{path} has no split {wanted!r}; set `source_split` to one of: {', '.join(splits)}")
-    if depth > _DEEPEST:
-        raise SourceError(f"{path} contains itself")
+        leaves = read_metadataset(path).leaves(split or DEFAULT_SPLIT)
+    except EnergonPackedError as error:
+        raise SourceError(str(error)) from error
+    for leaf in leaves:
+        if leaf.dataset_config not in (None, DATASET_FILE):
+            raise SourceError(
+                f"{path} sets 'dataset_config' of {leaf.path}, which selects code or fields of Energon; pass its "
+                "datasets one by one"
+            )
     _LOG.warning("%s: the weights and repetitions of its datasets are ignored; each sample is packed once", path)
-    for reference in _references(path, part):
-        member = path.parent / str(reference["path"])
-        split_part = str(reference.get("split_part") or wanted)
-        if is_metadataset(member):
-            yield from metadataset_members(member, split_part, depth + 1)
-        else:
-            yield member, split_part
-
-
-def is_metadataset(path: Path) -> bool:
-    """Whether a file is a YAML file, as a Metadataset is."""
-    return path.suffix.lower() in (".yaml", ".yml") and path.is_file()
-
-
-def _references(path: Path, value: Any) -> Iterator[dict[str, Any]]:
-    """The dataset references of a split: one, or those of a blend."""
-    if not isinstance(value, dict):
-        raise SourceError(f"{path} is not a Metadataset: a dataset is {type(value).__name__}, not an object")
-    if used := [name for name in _REFUSED if value.get(name) is not None]:
-        raise SourceError(f"{path} uses {used[0]}, which cannot be followed; pass its datasets one by one")
-    inner = next((value[name] for name in _BLENDS if value.get(name)), None)
-    if inner is not None:
-        for item in inner:
-            yield from _references(path, item)
-    elif value.get("path"):
-        yield value
-    else:
-        raise SourceError(f"{path} has a dataset without a path")
+    return [(leaf.path, leaf.split_part) for leaf in leaves]
 
 
 def _dataset(path: Path) -> Path | None:

@@ -10,15 +10,16 @@ from typing import Any
 
 import yaml
 
-from energon_packed.errors import SourceError
-from energon_packed.foreign import inner_names, read_yaml
+from energon_packed.errors import FormatError, SourceError
+from energon_packed.foreign import read_yaml
 from energon_packed.formats import CODECS
+from energon_packed.metadatasets import NV_META, SPLIT_FILE, SplitFile, read_split
 from energon_packed.sources.base import changed_at
 from energon_packed.sources.energon_flavors import FLAVORS, flavor_record, sample_record
 from energon_packed.sources.sample_loader import SampleLoader
 from energon_packed.sources.tar_records import KeyMembers, raw_records, read_pack, read_records
 
-NV_META = ".nv-meta"
+DATASET_FILE = "dataset.yaml"
 _LOG = logging.getLogger(__name__)
 _LEVELS = 4  # shards may lie in folders below the dataset
 
@@ -119,30 +120,25 @@ def layout_of(tar: Path) -> Layout:
     folder = dataset_of(tar)
     if folder is None:
         return Layout()
-    file = folder / NV_META / "dataset.yaml"
+    file = folder / NV_META / DATASET_FILE
     layout = _read_layout(file, changed_at(file)) if file.is_file() else Layout()
+    if not (folder / NV_META / SPLIT_FILE).is_file():
+        return layout
     shard = tar.absolute().relative_to(folder).as_posix() + "/"
-    excluded = frozenset(name.removeprefix(shard) for name in read_split(folder)[1] if name.startswith(shard))
+    excluded = frozenset(name.removeprefix(shard) for name in split_of(folder).excluded if name.startswith(shard))
     return replace(layout, excluded=excluded) if excluded else layout
 
 
-def read_split(folder: Path) -> tuple[dict[str, list[str]], list[str]]:
-    """(shard names of each split, excluded names) of split.yaml, with brace ranges expanded; empty without the file.
+def split_of(folder: Path) -> SplitFile:
+    """The split.yaml of an Energon dataset.
 
     Raises:
-        SourceError: split.yaml is invalid.
+        SourceError: it is missing or invalid.
     """
-    file = folder / NV_META / "split.yaml"
-    if not file.is_file():
-        return {}, []
     try:
-        value = read_yaml(file)
-        parts = value["split_parts"] if "split_parts" in value else value["split"]
-        splits = {str(split): inner_names(patterns or []) for split, patterns in parts.items()}
-        excluded = inner_names(value.get("exclude") or [])
-    except (OSError, yaml.YAMLError, LookupError, TypeError, AttributeError, ValueError) as error:
-        raise SourceError(f"{file} is not a valid split file: {type(error).__name__} {error}") from error
-    return splits, excluded
+        return read_split(folder)
+    except FormatError as error:
+        raise SourceError(str(error)) from error
 
 
 @lru_cache(maxsize=64)

@@ -20,8 +20,8 @@ from energon_packed import (
     SimpleBatcher,
     get_packed_loader,
 )
+from energon_packed.blends import make_blend, write_metadataset
 from energon_packed.errors import BatchError, ConfigError
-from energon_packed.metadataset import make_blend, write_metadataset
 from tests.conftest import Packer
 from tests.dataflow.flows import FEATURES, signature
 

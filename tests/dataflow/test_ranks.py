@@ -17,9 +17,9 @@ from energon_packed import (
     get_packed_loader,
     pack,
 )
+from energon_packed.blends import make_blend, write_metadataset
 from energon_packed.cli.verify import command as verify_command
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.metadataset import make_blend, write_metadataset
 from tests.conftest import Packer
 from tests.processes import run_ranks
 

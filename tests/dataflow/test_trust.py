@@ -1,5 +1,6 @@
 """Loading a dataset of somebody else runs none of its code, unless it is trusted."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,9 @@ import pytest
 import yaml
 
 from energon_packed import PackedDataset, get_packed_loader
+from energon_packed.blends import make_blend, write_metadataset
 from energon_packed.dataflow import EnergonDistributor, Share
 from energon_packed.errors import ConfigError, EnergonPackedError, FormatError
-from energon_packed.metadataset import make_blend, write_metadataset
 from tests.canary import Canary, changed, dataset_yaml, packed_texts
 
 NAMED = {"part_filter": "sample_loader.py:part_filter", "sample_loader": "sample_loader.py:sample_loader"}
@@ -88,8 +89,11 @@ def test_objects_are_made_nowhere(dataset: Path, canary: Canary) -> None:
         with changed(dataset, "dataset.yaml", content), pytest.raises(ConfigError, match=r"names os\.mkdir|sets 'x'"):
             loaded(dataset)
         assert not canary.sang()
-    with changed(dataset, "dataset.yaml", canary.tag), pytest.raises(EnergonPackedError):
-        loaded(dataset)
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"):
+        for content in (canary.tag, yaml.safe_dump(canary.object), json.dumps(canary.object)):
+            with changed(dataset, "dataset.yaml", content.encode(encoding)), pytest.raises(EnergonPackedError):
+                loaded(dataset)
+            assert not canary.sang(), encoding
     assert not canary.sang()
 
 
@@ -116,7 +120,7 @@ def test_a_metadataset_makes_no_objects(dataset: Path, canary: Canary, tmp_path:
     for number, value in enumerate(
         [
             canary.object,
-            {**plain, "splits": {"train": {"join": [reference, reference], "joiner": canary.object}}},
+            {**plain, "splits": {"train": {"join": [reference, {**reference}], "joiner": {**canary.object}}}},
             {**plain, "splits": {"train": {**reference, "subflavors": {"a": canary.object}}}},
             {**plain, "splits": {"train": {"path": "inner.yaml"}}},
             {**plain, "splits": {"train": {**reference, "aux": {"a": "inner.yaml"}}}},
@@ -125,7 +129,9 @@ def test_a_metadataset_makes_no_objects(dataset: Path, canary: Canary, tmp_path:
         path = tmp_path / f"blend{number}.yaml"
         path.write_text(yaml.safe_dump(value))
         for load in (loaded, PackedDataset):
-            with pytest.raises(ConfigError, match=r"names os\.mkdir.*trust_sample_loader"):
+            with pytest.raises(
+                ConfigError, match=r"names os\.mkdir.*trust_sample_loader|uses 'join', which only|is not a prepared"
+            ):
                 load(path)
         assert not canary.sang(), value
     for path in (f"file://{tmp_path}/inner.yaml", "msc://elsewhere/inner.yaml"):

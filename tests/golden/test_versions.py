@@ -26,10 +26,10 @@ from energon_packed import (
     pack,
     steps_per_epoch,
 )
+from energon_packed.blends import make_blend
 from energon_packed.cli.main import cli
 from energon_packed.dataflow.energon.redist import redistribute
 from energon_packed.dataflow.energon.state_files import read_state
-from energon_packed.metadataset import make_blend
 from energon_packed.pipeline import keys
 from energon_packed.version import FORMAT_VERSION
 

@@ -17,6 +17,8 @@ from energon_packed.inspection.extract import extract_pack
 from tests.conftest import FLAVORS, Packer
 from tests.shards.test_repair import llava_pack, write_tar
 
+V2 = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
+
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(command, list(map(str, arguments)))
@@ -163,14 +165,15 @@ def test_extract_stays_inside(tmp_path: Path, pack_demo: Packer) -> None:
 def test_a_metadataset(pack_demo: Packer, tmp_path: Path) -> None:
     shards = pack_demo(max_packs_per_shard=3).shards
     mix = tmp_path / "mix.yaml"
-    mix.write_text(
-        f"splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n      - {{path: gone, weight: 1}}\n"
-    )
+    entries = f"      - {{path: {shards}, weight: 3}}\n      - {{path: gone, weight: 1}}\n"
+    mix.write_text(f"{V2}splits:\n  train:\n    blend:\n{entries}")
     shown = run(mix)
-    assert shown.exit_code == 0, shown.output
-    assert "gone does not exist" in shown.output
-    mix.write_text(f"splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n")
+    assert shown.exit_code == 1
+    assert "gone, which does not exist" in shown.output  # beside the dataset that can be read
+    assert shown.output.count("│ train │") == 2
+    assert "gone, which does not exist" in str(shown.exception)
+    mix.write_text(f"{V2}splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n")
     entry = json.loads(run(mix, "--json").output)
     assert (entry["share"], entry["times"], entry["mode"]) == (1.0, 1.0, "weight")
     mix.write_text("- 1\n")
-    assert "mix.yaml is not a valid Metadataset" in str(run(mix).exception)
+    assert "mix.yaml is not a Metadataset that Energon can read" in str(run(mix).exception)

@@ -26,6 +26,7 @@ from tests.conftest import FLAVORS, Packer
 
 EVIL = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\"></p></article>"
 RECORD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Blue."}]}
+V2 = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -168,8 +169,11 @@ parent.document.title = JSON.stringify({width: innerWidth, page: document.docume
 def test_narrow_screens_show_everything(evil: Path, pack_demo: Packer, tmp_path: Path) -> None:
     shards = pack_demo(max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}).shards
     mix = tmp_path / "mix.yaml"
-    entries = "".join(f"      - {{path: {path}, weight: 1}}\n" for path in (shards, evil.parent / "out", "y" * 200))
-    mix.write_text(f"splits:\n  train:\n    blend:\n{entries}  val:\n    path: {shards}\n")
+    entries = "".join(
+        f"      - {{path: {path}, weight: 1}}\n"
+        for path in (shards, evil.parent / "out" / "webdataset", damaged(shards, tmp_path / ("y" * 200)))
+    )
+    mix.write_text(f"{V2}splits:\n  train:\n    blend:\n{entries}  val:\n    path: {shards}\n")
     assert run(shards, "-o", tmp_path / "packed.html").exit_code == 0
     assert run(mix, "-o", tmp_path / "mixed.html").exit_code == 0
     for page in (evil, tmp_path / "packed.html", tmp_path / "mixed.html"):
@@ -248,12 +252,19 @@ def _report(path: Path, folder: Path, *arguments: object) -> str:
     return " ".join(" ".join(_Page((folder / "r.html").read_text()).text).split())
 
 
+def damaged(shards: Path, copy: Path) -> Path:
+    """A copy whose packing.json cannot be read."""
+    shutil.copytree(shards, copy)
+    (copy / ".nv-meta" / "packing.json").write_text("{")
+    return copy
+
+
 def test_a_blend_has_totals_and_shares(pack_demo: Packer, tmp_path: Path) -> None:
     a, b = pack_demo(max_packs_per_shard=3), pack_demo(max_packs_per_shard=3, seq_len=512)
     mix = tmp_path / "mix.yaml"
     paths = [a.shards, b.shards]
     weighted = "".join(f"      - {{path: {path}, weight: {n}}}\n" for path, n in zip(paths, (3, 1), strict=True))
-    mix.write_text(f"splits:\n  train:\n    blend:\n{weighted}")
+    mix.write_text(f"{V2}splits:\n  train:\n    blend:\n{weighted}")
     text = _report(mix, tmp_path)
     packs, tokens = [one.manifest.packs for one in (a, b)], [one.manifest.tokens for one in (a, b)]
     assert f"{sum(packs):,}" in text
@@ -266,25 +277,28 @@ def test_a_blend_has_totals_and_shares(pack_demo: Packer, tmp_path: Path) -> Non
     for share in (0.75, 0.25, drawn[0] / sum(drawn), drawn[1] / sum(drawn)):
         assert f"{share:.2%}" in text
     repeated = weighted.replace("weight", "repetitions")
-    mix.write_text(f"splits:\n  train:\n    blend_epochized:\n{repeated}      - {{path: gone, repetitions: 1}}\n")
+    third = damaged(a.shards, tmp_path / "c")
+    mix.write_text(
+        f"{V2}splits:\n  train:\n    blend_epochized:\n{repeated}      - {{path: {third}, repetitions: 1}}\n"
+    )
     broken = _report(mix, tmp_path)
     assert "1 of 3 datasets cannot be read; the totals are without it" in broken
     assert f"{sum(packs):,}" in broken
-    mix.write_text(f"splits:\n  train:\n    blend_epochized:\n{repeated}")
+    mix.write_text(f"{V2}splits:\n  train:\n    blend_epochized:\n{repeated}")
     assert f"One epoch draws {3 * packs[0] + packs[1]:,} packs" in _report(mix, tmp_path)
 
 
 def test_a_blend(pack_demo: Packer, tmp_path: Path) -> None:
     shards = pack_demo(max_packs_per_shard=3).shards
     mix = tmp_path / "mix.yaml"
-    mix.write_text(
-        f"splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n      - {{path: '<b>', weight: 1}}\n"
-    )
+    damaged(shards, tmp_path / "<b>")
+    entries = f"      - {{path: {shards}, weight: 3}}\n      - {{path: '<b>', weight: 1}}\n"
+    mix.write_text(f"{V2}splits:\n  train:\n    blend:\n{entries}")
     assert run(mix, "-o", tmp_path / "r.html").exit_code == 0
     text = " ".join(_Page((tmp_path / "r.html").read_text()).text)
     assert str(shards) in text
     assert "<b>" in text
-    mix.write_text(f"splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n")
+    mix.write_text(f"{V2}splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n")
     assert run(mix, "-o", tmp_path / "r.html").exit_code == 0
     assert "100.00%" in (tmp_path / "r.html").read_text()
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from energon_packed.blends import make_blend, write_metadataset
 from energon_packed.demo import DemoDataset
-from energon_packed.metadataset import make_blend, write_metadataset
 from tests.conftest import Packer
 
 

@@ -56,10 +56,10 @@ def test_bytes_are_the_same_in_every_environment(tmp_path: Path, text_tokenizer_
 
 
 def test_a_dataset_in_an_odd_folder_loads_and_verifies(tmp_path: Path, text_tokenizer_dir: Path) -> None:
+    from energon_packed.blends import make_blend, write_metadataset
     from energon_packed.inspection.find import PackFinder
     from energon_packed.inspection.folder import PackedFolder
     from energon_packed.inspection.verify import verify
-    from energon_packed.metadataset import make_blend, write_metadataset
     from energon_packed.shards.repair import make_nv_meta
 
     odd = tmp_path / ODD

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
+from energon_packed.blends import make_blend, write_metadataset
 from energon_packed.errors import ConfigError, SourceError
-from energon_packed.metadataset import make_blend, write_metadataset
 from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.parse import parse_part
 from tests.processes import run_python, start_energon_packed

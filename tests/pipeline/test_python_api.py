@@ -26,10 +26,10 @@ from energon_packed import (
     get_packed_loader,
     pack,
 )
+from energon_packed.blends import make_blend
 from energon_packed.cli.lengths import command as lengths_command
 from energon_packed.cli.pack import command as pack_command
 from energon_packed.cli.verify import command as verify_command
-from energon_packed.metadataset import make_blend
 from energon_packed.options import declared
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.parse import parse_seq_len, parse_size, prefix_of

@@ -151,9 +151,7 @@ def test_splits_and_exclusions(tmp_path: Path) -> None:
     assert [one.id for one in read(folder)] == ["00", "20", "21"]
     assert [one.id for one in read(folder, split="val")] == ["30", "31"]
     for unknown in ("test", "validation"):
-        with pytest.raises(
-            SourceError, match=f"no shards in split '{unknown}'; set `source_split` to one of: train, val"
-        ):
+        with pytest.raises(SourceError, match=f"no packs in split '{unknown}'; it has train, val; set `source_split`"):
             read(folder, split=unknown)
     (folder / "shard-2.tar").unlink()
     with pytest.raises(SourceError, match=r"shard-2.tar of .*split.yaml is missing; copy it, or exclude it"):
@@ -430,10 +428,11 @@ def test_a_metadataset_is_its_members(tmp_path: Path, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         assert said(tmp_path / "m.yaml") == ["Text b.", "Text c.", "Text a."]
     assert "the weights and repetitions of its datasets are ignored" in caplog.text
-    with pytest.raises(SourceError, match=r"has no split 'val'; set `source_split` to one of: train"):
+    with pytest.raises(SourceError, match=r"has no split 'val'; it has train"):
         read(tmp_path / "m.yaml", split="val")
-    write_yaml(tmp_path / "s.yaml", {"splits": {"train": {"path": "a", "subset": {"range": ["0%", "50%"]}}}})
-    with pytest.raises(SourceError, match="uses subset, which cannot be followed"):
+    split = {"train": {"path": "a", "dataset_config": "crude.yaml"}}
+    write_yaml(tmp_path / "s.yaml", {**head, "__class__": "MetadatasetV2", "splits": split})
+    with pytest.raises(SourceError, match=r"s.yaml sets 'dataset_config' of .*/a, which selects code or fields"):
         read(tmp_path / "s.yaml")
     write_yaml(tmp_path / "n.yaml", {"other": 1})
     with pytest.raises(SourceError, match="is not a Metadataset"):

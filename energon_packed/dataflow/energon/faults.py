@@ -69,10 +69,10 @@ def _check_unchanged(opened: OpenedSplits, error: Exception) -> None:
 def _fault(path: Path, split: str) -> str | None:
     """The damaged file and the remedy; None where all files are whole."""
     try:
-        folders = [one.path for one in loaded_splits(path, split)]
+        splits = loaded_splits(path, split)
     except EnergonPackedError as error:
         return str(error)
-    return next((fault for folder in folders if (fault := _fault_in(folder, split))), None)
+    return next((fault for one in splits if (fault := _fault_in(one.path, one.split))), None)
 
 
 def _fault_in(folder: Path, split: str) -> str | None:

@@ -92,11 +92,12 @@ class EnergonSource:
             ) from error
 
     def _check_indexed(self) -> None:
-        meta = Path(self.path) / NV_META
-        if meta.is_dir() and not ((meta / ".info.json").is_file() or (meta / OLD_INFO).is_file()):
-            raise FormatError(
-                f"{self.path} is not indexed: {NV_META} has no .info.json; run energon-packed nv-meta on it"
-            )
+        for folder in self.opened.folders:
+            meta = folder / NV_META
+            if not ((meta / ".info.json").is_file() or (meta / OLD_INFO).is_file()):
+                raise FormatError(
+                    f"{folder} is not indexed: {NV_META} has no .info.json; run energon-packed nv-meta on it"
+                )
 
     def _needs_crude(self) -> bool:
         """Whether dataset.yaml names a sample class of another package, so that our cooker reads the parts."""

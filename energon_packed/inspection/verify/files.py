@@ -15,12 +15,12 @@ import orjson
 from energon_packed.errors import FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
+from energon_packed.metadatasets import read_split
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.manifest import ShardEntry
 from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.scan import TarScan, scan_tar
-from energon_packed.shards.split import excluded_names
 
 
 def shards_are_those_named(folder: PackedFolder) -> Check:
@@ -28,9 +28,11 @@ def shards_are_those_named(folder: PackedFolder) -> Check:
     source = "split.yaml" if folder.manifest is None else "packing.json"
     sources = source if folder.manifest is None else "packing.json and split.yaml"
     check = Check(f"shards match {sources}", found=f"{len(folder.tars):,} tars")
-    if excluded := excluded_names(folder.path):
-        check.found += f"; split.yaml excludes {len(excluded):,} names, which Energon skips"
+    if not folder.tars:
+        check.fail("there is no tar, so nothing to check")
     try:
+        if excluded := read_split(folder.path).exclude_patterns:
+            check.found += f"; split.yaml excludes {len(excluded):,} names, which Energon skips"
         named = folder.shards
         there = {tar.name for tar in folder.tars}
         for name in sorted(set(named) - there):

@@ -5,6 +5,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
+from energon_packed.blends import has_split
 from energon_packed.dataflow import Collator, DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
 from energon_packed.dataflow.distributors.map import Balance
 from energon_packed.encoding import Processor
@@ -13,7 +14,6 @@ from energon_packed.integrations.megatron.iterator import MegatronIterator
 from energon_packed.integrations.megatron.layouts import Layout, check_layout
 from energon_packed.integrations.megatron.ranks import Place, check_parallelism
 from energon_packed.integrations.megatron.restore import restore_iterator
-from energon_packed.metadataset import has_split
 from energon_packed.packing.balance import CostModel
 
 Provider = Callable[[Any], tuple[MegatronIterator | None, MegatronIterator | None, MegatronIterator | None]]
