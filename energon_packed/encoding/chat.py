@@ -22,7 +22,7 @@ from energon_packed.encoding.dummy import dummy_sample
 from energon_packed.encoding.engines import EngineName
 from energon_packed.encoding.identity import encoder_digests
 from energon_packed.encoding.image_runs import NO_IMAGES, ImageRun, Pixels, expanded
-from energon_packed.encoding.pretrained import PretrainedTokenizer, load_vision_for
+from energon_packed.encoding.pretrained import load_tokenizer, load_vision_for
 from energon_packed.encoding.processor import Measurement, Processor
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
@@ -47,6 +47,10 @@ class ChatEncoder(Processor):
 
     `text` records are tokenized as documents: the tokenizer's own special tokens around them, its end-of-text token
     at the end, every token supervised. `input_ids` records pass through.
+
+    Attributes:
+        tokenizer: the Transformers tokenizer.
+        vision: how images are seen; None for text only.
     """
 
     def __init__(
@@ -73,8 +77,8 @@ class ChatEncoder(Processor):
         """
         if loss_on not in LOSS_ON:
             raise ConfigError(f"`loss_on` is {loss_on!r}; use one of {', '.join(LOSS_ON)}")
-        self._given = tokenizer
-        self.parts = tokenizer.parts if isinstance(tokenizer, PretrainedTokenizer) else TokenizerParts.of(tokenizer)
+        self.tokenizer = tokenizer
+        self.parts = TokenizerParts.of(tokenizer)
         self.vision = vision
         control = [] if allow_special_in_text else control_tokens_of(self.parts, vision)
         self.text_tokenizer = TextTokenizer(self.parts.backend, tokenizer_engine, control=control)
@@ -114,15 +118,10 @@ class ChatEncoder(Processor):
         Raises:
             ConfigError: a folder without a tokenizer, or settings that contradict each other.
         """
-        tokenizer = PretrainedTokenizer(tokenizer_dir)
+        tokenizer = load_tokenizer(tokenizer_dir)
         vision = load_vision_for(tokenizer_dir, processor_dir, **image_settings)
         options: Any = {"tokenizer_engine": tokenizer_engine, "allow_special_in_text": allow_special_in_text}
         return cls(tokenizer, vision, loss_on=loss_on, **options)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The Transformers tokenizer."""
-        return self._given.loaded if isinstance(self._given, PretrainedTokenizer) else self._given
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Tokens, labels, pixels and positions of one conversation.
