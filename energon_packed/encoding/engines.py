@@ -24,6 +24,9 @@ _SPECIAL_STEP = 8  # one of this many texts is compared with the special tokens 
 _SHOWN = 200  # characters of a text in a message
 LONGEST = 1 << 18
 """Characters of the longest text on which the engines are compared; longer texts are tokenized by tokenizers."""
+FOLDED = "\u017f\u212a"
+"""Letters outside ASCII whose case folding is an ASCII letter (s and k; Unicode CaseFolding.txt). A case-insensitive
+part of a pattern, such as `(?i:'s)` of Qwen's tokenizers, matches them in tokenizers and not in fastokens."""
 _used_in: int | None = None  # process that first tokenized with fastokens, or the parent of this one that did
 
 
@@ -92,6 +95,11 @@ class FastokensEngine:
 def is_safe_here() -> bool:
     """Whether fastokens may be used in this process: no process that it was forked from has used it."""
     return _used_in is None or _used_in == os.getpid()
+
+
+def is_compared(text: str) -> bool:
+    """Whether fastokens may be given a text; all other texts are tokenized by tokenizers."""
+    return len(text) <= LONGEST and not any([letter in text for letter in FOLDED])
 
 
 def prove(backend: Any, fast: Engine) -> None:

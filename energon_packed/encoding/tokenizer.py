@@ -23,12 +23,12 @@ import numpy.typing as npt
 
 from energon_packed.encoding.engines import (
     ENGINES,
-    LONGEST,
     EngineName,
     FastokensEngine,
     HuggingFaceEngine,
     compare,
     compare_engines,
+    is_compared,
     is_safe_here,
     prove,
 )
@@ -86,9 +86,8 @@ class TextTokenizer:
         backend.no_truncation()
         self.serialized: str = backend.to_str()
         self._control = control_tokens(control)
-        settings = json.loads(self.serialized)
-        self._form = _normal_form(settings.get("normalizer"))
-        self._is_byte_level = _is_byte_level(settings) and self._form is not None
+        self._form = _normal_form(_settings(backend.normalizer))
+        self._is_byte_level = _is_byte_level(_settings(backend.pre_tokenizer)) and self._form is not None
         self._slow = HuggingFaceEngine(backend)
         self._fast: FastokensEngine | None = None
         self._is_decided = engine == "tokenizers"
@@ -149,7 +148,7 @@ class TextTokenizer:
         try:
             if not self._is_decided:
                 prove(self.backend, self._fast)
-            compare_engines(self.backend, self._fast, texts)
+            compare_engines(self.backend, self._fast, [text for text in texts if is_compared(text)])
         except EngineMismatch as error:
             if self._wanted == "fastokens":
                 raise
@@ -198,8 +197,7 @@ class TextTokenizer:
             self._decide()
         if self._fast is None or not self._is_decided or not is_safe_here():
             return self._slow.encode(texts, special=special)
-        # Changed by the normalizer, or longer than the texts on which the engines were compared.
-        untried = [n for n, text in enumerate(texts) if len(text) > LONGEST or not self._is_unchanged(text)]
+        untried = [n for n, text in enumerate(texts) if not (is_compared(text) and self._is_unchanged(text))]
         if untried:
             return self._ids_of_both(texts, special, untried)
         input_ids, cu_seqlens = self._fast.encode(texts, special=special)
@@ -325,9 +323,14 @@ def _filled(size: int, first: Int64, after: Int64) -> Bool:
     return filled
 
 
-def _is_byte_level(settings: dict[str, Any]) -> bool:
-    before = settings.get("pre_tokenizer") or {}
-    steps = before.get("pretokenizers") or [before]
+def _settings(part: Any) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer as in tokenizer.json, without parsing the vocabulary there; None without one."""
+    found: dict[str, Any] | None = None if part is None else json.loads(part.__getstate__())
+    return found
+
+
+def _is_byte_level(before: dict[str, Any] | None) -> bool:
+    steps = (before or {}).get("pretokenizers") or [before or {}]
     return any(step.get("type") == "ByteLevel" for step in steps)
 
 
