@@ -7,7 +7,7 @@ Measuring and encoding share one path to the token ids, `_tokenize`, which takes
                                                                                       └─► and pixels     (encode)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -245,13 +245,13 @@ class ChatEncoder(Processor):
 
     def fingerprint(self) -> str:
         """Hex digest of the tokenizer, its template, the image settings and `loss_on`."""
-        return self._digests()[0]
+        return next(self._digests())
 
     def has_fingerprint(self, recorded: str) -> bool:
         """Also of data packed by a `factor` alone, which decides lengths, where this encoder knows more."""
         return recorded in self._digests()
 
-    def _digests(self) -> list[str]:
+    def _digests(self) -> Iterator[str]:
         return encoder_digests(
             self.parts,
             self.vision,

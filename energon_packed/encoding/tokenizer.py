@@ -32,7 +32,7 @@ from energon_packed.encoding.engines import (
     is_safe_here,
     prove,
 )
-from energon_packed.encoding.held_tokenizer import HeldTokenizer
+from energon_packed.encoding.held_tokenizer import HeldTokenizer, covered_by_offsets
 from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.special_text import HeldText, control_tokens
 from energon_packed.errors import ConfigError, EngineMismatch
@@ -304,11 +304,7 @@ class TextTokenizer:
     def _covered_by_offsets(self, text: str, spans: Sequence[Span], ids: Int64) -> Bool:
         encoding = self.backend.encode(text, add_special_tokens=False)
         compare(text, ids, encoding.ids, special=False)
-        starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        covered = np.zeros(len(starts), dtype=bool)
-        for start, end in spans:
-            covered |= (starts < end) & (ends > start)
-        return covered
+        return covered_by_offsets(encoding, spans)
 
 
 def _filled(size: int, first: Int64, after: Int64) -> Bool:
