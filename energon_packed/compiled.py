@@ -1,6 +1,8 @@
 """`compiled`: functions that Numba compiles, and keeps compiled where there is a place for that."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from numba import njit
@@ -8,20 +10,30 @@ from numba import njit
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def compiled(function: Function, signatures: Any = None) -> Function:
-    """Compile a function, without the GIL, and cache the result beside its file or in the cache folder of the user.
+def compiled(function: Function) -> Function:
+    """Compile a function at its first call, without the GIL, and cache the result.
 
-    Where neither can be written (a read-only installation, and a user without a home), each process compiles again.
+    Numba caches it beside the file of the function or, if that folder cannot be written, in the cache folder of the
+    user. If neither can be written (a read-only installation, and a user without a home), each process compiles again,
+    which takes some seconds.
 
     Args:
         function: in the part of Python that Numba compiles.
-        signatures: types of its arguments, which compile it now; None compiles it at the first call.
     """
-    given = () if signatures is None else (signatures,)
-    try:
-        made: Function = njit(*given, cache=True, nogil=True)(function)
-    except RuntimeError as error:
-        if "cannot cache" not in str(error):
-            raise
-        made = njit(*given, nogil=True)(function)
+    if _has_place(function):
+        try:
+            cached: Function = njit(cache=True, nogil=True)(function)
+            return cached
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):
+                raise
+    made: Function = njit(nogil=True)(function)
     return made
+
+
+def _has_place(function: Any) -> bool:
+    """Whether Numba has a folder for compiled code; without a home, it would make one that is named `~`."""
+    if any(os.environ.get(name) for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")) or os.path.expanduser("~") != "~":
+        return True
+    folder = Path(function.__code__.co_filename).parent
+    return os.access(folder / "__pycache__" if (folder / "__pycache__").exists() else folder, os.W_OK)

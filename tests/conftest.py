@@ -27,12 +27,6 @@ def pytest_collection_finish() -> None:
     freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Proofs of tokenizer engines do not go to, or come from, the cache of the user."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-
-
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoDataset:
     return write_dataset(tmp_path_factory.mktemp("demo"), records=120, broken=6)

@@ -62,7 +62,7 @@ def run_measure(source: Path, tokenizer: Path, workers: int) -> dict[str, float]
         counters={"measured": 0, "tokenized": 0, "reused": 0},
         keep_tokens=False,
     )
-    config.encoder_loader.load().text_tokenizer.prepare()
+    config.encoder_loader.load().text_tokenizer.load_fast()
     used, begin = cpu(), time.perf_counter()
     table = stage.run()
     found = {"cpu": cpu() - used, "seconds": time.perf_counter() - begin, "tokens": int(table.length.clip(0).sum())}
@@ -76,7 +76,7 @@ def run_stream(source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
 
     config = DataflowConfig(dataset_path=str(source), packing_length=_SEQ_LEN, processor_config=str(tokenizer))
     stream = PackedIterableDataset(config, num_workers=workers)
-    stream.loader._roles.processor.text_tokenizer.prepare()
+    stream.loader._roles.processor.text_tokenizer.load_fast()
     used, begin = cpu(), time.perf_counter()
     tokens, rows, memory = 0, 0, []
     for rows, batch in enumerate(stream, 1):

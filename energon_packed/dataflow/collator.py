@@ -13,7 +13,6 @@ from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.dummy_images import DummyChoice, DummyImages
 from energon_packed.dataflow.features import from_features, is_features
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
-from energon_packed.encoding.image_patches import ImagePatches, empty
 from energon_packed.encoding.vision_inputs import VisionInputs
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
@@ -258,27 +257,31 @@ def _token_types(samples: Sequence[EncodedSample], bounds: npt.NDArray[np.int32]
 
 
 def _pixel_row(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> torch.Tensor | None:
-    """Pixels of all samples, (patches, patch_dim): one allocation, into which every image writes its slice."""
-    parts = [part for sample in samples if (part := sample.held_pixels) is not None]
+    """Pixels of all samples, (patches, patch_dim)."""
+    parts = [sample.pixel_values for sample in samples if sample.pixel_values is not None]
     if not parts:
         return None
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         raise BatchError(f"patches have different shapes, {sorted(shapes)}; use one encoder for all samples")
-    if any(isinstance(part, torch.Tensor) and part.device.type != "cpu" for part in parts):
-        tensors = [part.tensor() if isinstance(part, ImagePatches) else part for part in parts]
-        return torch.cat([tensor.to(dtype=dtype) for tensor in tensors])
+    if any(part.device.type != "cpu" for part in parts):
+        return torch.cat([part.to(dtype=dtype) for part in parts])
     dtype = dtype or reduce(torch.promote_types, (part.dtype for part in parts))
-    out = empty((sum(part.shape[0] for part in parts), *shapes.pop()), dtype)
+    out = _empty((sum(part.shape[0] for part in parts), *shapes.pop()), dtype)
     start = 0
     for part in parts:
-        rows = out[start : start + part.shape[0]]
-        if isinstance(part, ImagePatches):
-            part.write(rows)
-        else:
-            rows.copy_(part)
-        start += len(rows)
+        out[start : start + len(part)].copy_(part)
+        start += len(part)
     return out
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in memory of NumPy, which requests huge pages: filling it is up to four times as fast."""
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(np.empty(shape, dtype=np.int16)).view(torch.bfloat16)
+    if dtype == torch.float32:
+        return torch.from_numpy(np.empty(shape, dtype=np.float32))
+    return torch.empty(shape, dtype=dtype)
 
 
 def _only(batches: Sequence[PackedBatch]) -> PackedBatch:

@@ -17,7 +17,7 @@ from energon_packed.dataflow.work_folder import work_folder
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
 from energon_packed.pipeline.keys import make_keys
-from energon_packed.pipeline.measure import WORTH_LOADING, WORTH_PROVING
+from energon_packed.pipeline.measure import WORTH_COMPARING
 from energon_packed.pipeline.reader import open_reader
 
 
@@ -57,8 +57,8 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         self._place = (rank, world_size)
         encoder = config.encoder_loader.load()
         chunks = sum(len(source.chunks()) for source in reader.sources)
-        if isinstance(encoder, ChatEncoder) and chunks >= WORTH_LOADING:  # workers inherit the tokenizer engine
-            encoder.text_tokenizer.prepare(may_prove=chunks >= WORTH_PROVING)
+        if isinstance(encoder, ChatEncoder) and chunks >= WORTH_COMPARING:  # workers inherit the tokenizer engine
+            encoder.text_tokenizer.load_fast()
         fingerprint = make_keys(config, reader.sources, None).input
         self.loader = DataflowLoader(
             RecordDistributor(reader, shuffle=config.shuffle, fingerprint=fingerprint),

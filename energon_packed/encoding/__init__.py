@@ -6,13 +6,14 @@ chat.py           ChatEncoder: the path above, for measuring and encoding alike
 settings.py       EncoderSettings: what it is loaded from, declared once; vision_settings.py: the family they describe
 template.py       the chat template; turns.py: where its turns stand; completeness.py: what it drops; time_limit.py
 rendering.py      text and targets; skeleton.py and purity.py: without Jinja where that is proved
-tokenizer.py      ids and supervised tokens of texts; engines.py, engine_proof.py and engine_corpus.py: what tokenizes
+tokenizer.py      ids and supervised tokens of texts
+engines.py        what tokenizes; engine_corpus.py: texts on which two engines are compared
 special_text.py   special tokens that a conversation writes stay text; held_tokenizer.py: their ids
-tokenizer_class.py Transformers tokenizers without torch; user_cache.py keeps what was found out about them
+pretrained.py     tokenizers and image processors of folders; tokenizer_parts.py: the parts of a tokenizer in use
 identity.py       digest of what decides the tokens
 token_batch.py    the rules that tokens must keep, in one place
 images.py         headers and decoding; patch_positions.py, mrope.py
-vision.py         vision families; fused_pixels.py, image_patches.py and patch_kernel.py: their pixels, faster
+vision.py         vision families, with the image processors of Transformers
 processor_vision.py  families that a Transformers processor serves; vision_inputs.py: their tensors, joined for a row
 image_runs.py     tokens and pixels of images; dummy.py: a minimal one
 stored_tokens.py  data that is tokenized already

@@ -7,7 +7,7 @@ Measuring and encoding share one path to the token ids, `_tokenize`, which takes
                                                                                       └─► and pixels     (encode)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -22,7 +22,7 @@ from energon_packed.encoding.dummy import dummy_sample
 from energon_packed.encoding.engines import EngineName
 from energon_packed.encoding.identity import encoder_digests
 from energon_packed.encoding.image_runs import NO_IMAGES, ImageRun, Pixels, expanded
-from energon_packed.encoding.pretrained import PretrainedTokenizer
+from energon_packed.encoding.pretrained import load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
@@ -50,6 +50,10 @@ class ChatEncoder(Processor):
 
     `text` records are tokenized as documents: the tokenizer's own special tokens around them, its end-of-text token
     at the end, every token supervised. `input_ids` records pass through.
+
+    Attributes:
+        tokenizer: the Transformers tokenizer.
+        vision: how images are seen; None for text only.
     """
 
     def __init__(
@@ -76,8 +80,8 @@ class ChatEncoder(Processor):
         """
         if loss_on not in LOSS_ON:
             raise ConfigError(f"`loss_on` is {loss_on!r}; use one of {', '.join(LOSS_ON)}")
-        self._given = tokenizer
-        self.parts = tokenizer.parts if isinstance(tokenizer, PretrainedTokenizer) else TokenizerParts.of(tokenizer)
+        self.tokenizer = tokenizer
+        self.parts = TokenizerParts.of(tokenizer)
         self.vision = vision
         control = [] if allow_special_in_text else control_tokens_of(self.parts, vision)
         self.text_tokenizer = TextTokenizer(self.parts.backend, tokenizer_engine, control=control)
@@ -134,14 +138,9 @@ class ChatEncoder(Processor):
         """
         # locals() are the parameters alone here, so no setting can be left out.
         settings = make(EncoderSettings, {name: value for name, value in locals().items() if name != "cls"})
-        loaded = PretrainedTokenizer(tokenizer)
+        loaded = load_tokenizer(tokenizer)
         options: Any = {"tokenizer_engine": tokenizer_engine, "allow_special_in_text": allow_special_in_text}
         return cls(loaded, load_vision(settings), loss_on=loss_on, **options)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The Transformers tokenizer."""
-        return self._given.loaded if isinstance(self._given, PretrainedTokenizer) else self._given
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Tokens, labels, pixels and positions of one conversation.
@@ -265,13 +264,13 @@ class ChatEncoder(Processor):
 
     def fingerprint(self) -> str:
         """Hex digest of the tokenizer, its template, the image settings and `loss_on`."""
-        return self._digests()[0]
+        return next(self._digests())
 
     def has_fingerprint(self, recorded: str) -> bool:
         """Also of data packed by a `factor` alone, which decides lengths, where this encoder knows more."""
         return recorded in self._digests()
 
-    def _digests(self) -> list[str]:
+    def _digests(self) -> Iterator[str]:
         return encoder_digests(
             self.parts,
             self.vision,

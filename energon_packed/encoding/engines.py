@@ -1,8 +1,8 @@
 """Tokenizer engines: the same ids from Hugging Face tokenizers, or several times as fast from fastokens.
 
-fastokens is used only where it is proved for the tokenizer at hand (`engine_proof`), and a part of the texts is
-compared while it runs. It uses threads that a forked process does not have: a process whose parent tokenized with it
-takes tokenizers.
+fastokens is used only after both engines gave the same ids for the texts of `engine_corpus` with the tokenizer at
+hand, and a part of the texts is compared while it runs. It uses threads that a forked process does not have: a process
+whose parent tokenized with it uses tokenizers.
 """
 
 import os
@@ -19,7 +19,14 @@ Int64 = npt.NDArray[np.int64]
 EngineName = Literal["auto", "tokenizers", "fastokens"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 _BATCH = 64  # texts in one call of tokenizers, whose results take 100 bytes a token: this many stay in the cache
+_TRIED = 64  # texts that are compared together
+_SPECIAL_STEP = 8  # one of this many texts is compared with the special tokens of the post-processor as well
 _SHOWN = 200  # characters of a text in a message
+LONGEST = 1 << 18
+"""Characters of the longest text on which the engines are compared; longer texts are tokenized by tokenizers."""
+FOLDED = "\u017f\u212a"
+"""Letters outside ASCII whose case folding is an ASCII letter (s and k; Unicode CaseFolding.txt). A case-insensitive
+part of a pattern, such as `(?i:'s)` of Qwen's tokenizers, matches them in tokenizers and not in fastokens."""
 _used_in: int | None = None  # process that first tokenized with fastokens, or the parent of this one that did
 
 
@@ -88,6 +95,46 @@ class FastokensEngine:
 def is_safe_here() -> bool:
     """Whether fastokens may be used in this process: no process that it was forked from has used it."""
     return _used_in is None or _used_in == os.getpid()
+
+
+def is_compared(text: str) -> bool:
+    """Whether fastokens may be given a text; all other texts are tokenized by tokenizers."""
+    return len(text) <= LONGEST and not any([letter in text for letter in FOLDED])
+
+
+def prove(backend: Any, fast: Engine) -> None:
+    """Compare the engines on the texts of `engine_corpus`, which takes about half a second.
+
+    Args:
+        backend: `tokenizers.Tokenizer`.
+        fast: the other engine, with the same tokenizer.
+
+    Raises:
+        EngineMismatch: they differ.
+    """
+    from energon_packed.encoding.engine_corpus import proof_texts
+
+    texts = list(proof_texts(backend))
+    compare_engines(backend, fast, texts)
+    compare_engines(backend, fast, texts[::_SPECIAL_STEP], special=True)
+
+
+def compare_engines(backend: Any, fast: Engine, texts: Sequence[str], *, special: bool = False) -> None:
+    """Refuse texts for which the two engines differ.
+
+    Raises:
+        EngineMismatch: they differ.
+    """
+    slow = HuggingFaceEngine(backend)
+    for start in range(0, len(texts), _TRIED):
+        part = texts[start : start + _TRIED]
+        expected, bounds = slow.encode(part, special=special)
+        found, found_bounds = fast.encode(part, special=special)
+        if found.tobytes() == expected.tobytes() and found_bounds.tobytes() == bounds.tobytes():
+            continue
+        for number, text in enumerate(part):
+            ids = found[found_bounds[number] : found_bounds[number + 1]]
+            compare(text, ids, expected[bounds[number] : bounds[number + 1]].tolist(), special=special)
 
 
 def compare(text: str, found: Int64, expected: Sequence[int], *, special: bool) -> None:

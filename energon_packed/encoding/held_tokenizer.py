@@ -61,11 +61,7 @@ class HeldTokenizer:
         ids = np.array(encoding.ids, dtype=np.int64)
         if spans is None:
             return ids, np.ones(len(ids), dtype=bool)
-        starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        covered = np.zeros(len(ids), dtype=bool)
-        for start, end in spans:
-            covered |= (starts < edges[end]) & (ends > edges[start])
-        return ids, covered
+        return ids, covered_by_offsets(encoding, [(edges[start], edges[end]) for start, end in spans])
 
     def _written(self, text: str) -> tuple[str, list[int]]:
         """The text that is tokenized, and where each character of `text` begins in it, and its end."""
@@ -84,6 +80,15 @@ class HeldTokenizer:
         parts.append(text[end:])
         sizes += [1] * (len(text) - end)
         return "".join(parts), list(accumulate(sizes, initial=0))
+
+
+def covered_by_offsets(encoding: Any, spans: Sequence[Span]) -> Bool:
+    """Tokens of a `tokenizers.Encoding` that hold at least one character of a span, bool (L,)."""
+    starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+    covered = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        covered |= (starts < end) & (ends > start)
+    return covered
 
 
 def _held(tokens: Sequence[str]) -> list[str]:

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from energon_packed.encoding.tokenizer_parts import TokenizerParts
@@ -21,8 +22,8 @@ def encoder_digests(
     serialized: str,
     allow_special_in_text: bool,
     options: Mapping[str, Any],
-) -> list[str]:
-    """Hex digests of the data that an encoder reads: first its own.
+) -> Iterator[str]:
+    """Yield the hex digests of the data that an encoder reads: first its own.
 
     It also reads data that was packed knowing nothing of images but how many tokens they take, and data of the version
     before, whose texts hold special tokens rarely; lengths are checked sample by sample.
@@ -42,9 +43,6 @@ def encoder_digests(
     }
     images = [vision.config(), vision.length_config()] if vision else [None]
     versions = [_SPECIAL_IN_TEXT] if allow_special_in_text else [_VERSION, _SPECIAL_IN_TEXT]
-    texts = [
-        json.dumps({**parts, "version": version, "vision": image}, sort_keys=True, default=str)
-        for version in versions
-        for image in images
-    ]
-    return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+    for version, image in product(versions, images):
+        text = json.dumps({**parts, "version": version, "vision": image}, sort_keys=True, default=str)
+        yield hashlib.sha256(text.encode()).hexdigest()

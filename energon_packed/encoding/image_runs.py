@@ -35,7 +35,7 @@ class Pixels:
     """Pixels of the images of a conversation.
 
     Attributes:
-        values: float32 (patches, patch_dim) tensor, or the ImagePatches that become one; None without images.
+        values: float32 (patches, patch_dim) tensor, or None without images.
         grids_tensor: int64 (images, 3) tensor, patches in t, h and w.
         grids: the same as an array.
         runs: tokens of each image.

@@ -2,44 +2,21 @@
 
 import json
 import re
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from energon_packed.encoding.tokenizer_class import load_by_class
-from energon_packed.encoding.tokenizer_parts import TokenizerParts, keep_parts, recall_parts
 from energon_packed.errors import ConfigError
 
 _SETTINGS = ("tokenizer_config.json", "config.json")
+_GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")  # two names of one class
 _MODEL_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
-class PretrainedTokenizer:
-    """The tokenizer of a folder, of which Transformers loads only what no earlier run has kept.
-
-    Args:
-        folder: as `find_pretrained` takes it.
-
-    Raises:
-        ConfigError: as `load_tokenizer`.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = find_pretrained(folder)
-        parts = recall_parts(self.folder)
-        if parts is None:
-            parts = TokenizerParts.of(self.loaded)
-            keep_parts(self.folder, parts)
-        self.parts = parts
-
-    @cached_property
-    def loaded(self) -> Any:
-        """The Transformers tokenizer."""
-        return load_tokenizer(self.folder)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
     """The Transformers tokenizer of a folder.
+
+    Args:
+        folder: as `find_pretrained` takes it.
 
     Raises:
         ConfigError: the folder does not exist and is no cached model, or holds no tokenizer.
@@ -51,14 +28,34 @@ def load_tokenizer(folder: str | Path) -> Any:
             from transformers import PreTrainedTokenizerFast
 
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        elif _is_generic(folder):
+            from transformers import PreTrainedTokenizerFast
+
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
         else:
-            tokenizer = load_by_class(folder)
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         detail = " ".join(str(error).split())[:200]
         raise ConfigError(f"{folder} holds no tokenizer that Transformers can load: {detail}") from error
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _template_beside(folder)
     return tokenizer
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether `AutoTokenizer` would choose PreTrainedTokenizerFast: the settings name it and no model can override it.
+
+    AutoTokenizer itself imports the configurations of all models and, with them, torch, which takes a second.
+    """
+    if (folder / "config.json").exists():
+        return False
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and settings.get("tokenizer_class") in _GENERIC and "auto_map" not in settings
 
 
 def find_pretrained(name: str | Path) -> Path:

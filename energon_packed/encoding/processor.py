@@ -133,5 +133,5 @@ class Processor(ABC):
             media,
             sample=sample if keep_tokens else None,
             supervised=sample.num_supervised,
-            decoded=0 if sample.held_pixels is None and sample.vision_inputs is None else len(conversation.images),
+            decoded=0 if sample.pixel_values is None and sample.vision_inputs is None else len(conversation.images),
         )

@@ -67,11 +67,6 @@ def content_guard(source: str) -> Guard | None:
         return None
 
 
-def only_joins_content(source: str) -> bool:
-    """True when a template joins all contents, whatever they hold."""
-    return content_guard(source) == Guard()
-
-
 class _Purity:
     """Walks a template's syntax tree for `content_guard`."""
 

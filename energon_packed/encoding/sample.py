@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.image_patches import ImagePatches, PixelValues
 from energon_packed.encoding.vision_inputs import VisionInputs
 from energon_packed.errors import Reason, RecordError
 
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100
 """Label of a token that is not a target; default `ignore_index` of torch.nn.CrossEntropyLoss."""
-
-
-_PIXEL_VALUES = PixelValues()
 
 
 class SampleSource(NamedTuple):
@@ -56,8 +52,7 @@ class EncodedSample:
         labels: int64 (L,), unshifted: `input_ids` where supervised, -100 elsewhere.
         id: sample name in reports.
         image_token_id: token that represents image features, or None.
-        pixel_values: float32 (patches, patch_dim) of all images, or None. ImagePatches can be passed too; they become
-            a tensor when the attribute is first read.
+        pixel_values: float32 (patches, patch_dim) of all images, or None.
         image_grid_thw: int64 (images, 3), patches of each image in time, height and width, or None.
         position_ids: int64 (3, L), M-RoPE positions in t, h and w, or None if the model uses 0..L-1.
         patch_positions: int64 (patches, 3), position of each patch as (t, h, w), or None.
@@ -72,7 +67,7 @@ class EncodedSample:
     labels: npt.NDArray[np.int64]
     id: str | None = None
     image_token_id: int | None = None
-    pixel_values: PixelValues = _PIXEL_VALUES
+    pixel_values: "torch.Tensor | None" = None
     image_grid_thw: "torch.Tensor | None" = None
     position_ids: npt.NDArray[np.int64] | None = None
     patch_positions: npt.NDArray[np.int64] | None = None
@@ -104,7 +99,7 @@ class EncodedSample:
             image_token_id: of all samples.
             dummy: of all samples.
         """
-        shared = {"pixel_values": None, "image_token_id": image_token_id, "dummy": dummy}  # else the class's defaults
+        shared = {"image_token_id": image_token_id, "dummy": dummy}  # else the class's defaults
         made = []
         for ident, (start, end) in zip(ids, pairwise(cu_seqlens), strict=True):
             one = object.__new__(cls)
@@ -124,12 +119,6 @@ class EncodedSample:
         if self.vision_inputs is not None:
             return self.vision_inputs.images
         return 0 if self.image_grid_thw is None else len(self.image_grid_thw)
-
-    @property
-    def held_pixels(self) -> "torch.Tensor | ImagePatches | None":
-        """`pixel_values` as they are held: a collator writes ImagePatches straight into the buffer of its row."""
-        held: torch.Tensor | ImagePatches | None = vars(self)["pixel_values"]
-        return held
 
     @property
     def num_supervised(self) -> int:
@@ -161,7 +150,6 @@ class EncodedSample:
             self,
             input_ids=self.input_ids[:max_length],
             labels=self.labels[:max_length],
-            pixel_values=self.held_pixels,
             position_ids=None if self.position_ids is None else self.position_ids[:, :max_length],
             token_type_ids=None if self.token_type_ids is None else self.token_type_ids[:max_length],
         )

@@ -1,6 +1,6 @@
 """Skeleton: the fixed text of a chat template for one sequence of roles.
 
-A template that only joins contents (`purity.only_joins_content`) produces the same fixed text for all conversations
+A template that only joins contents (`purity.content_guard`) produces the same fixed text for all conversations
 with the same roles. It is rendered once, with a marker for each content; later conversations are joined without Jinja:
 
     pieces    "<|im_start|>user\n"     "<|im_end|>\n<|im_start|>assistant\n"    "<|im_end|>\n"

@@ -1,7 +1,6 @@
 """ChatTemplate: the tokenizer's own Jinja template, and which of the text it renders the assistant wrote."""
 
 import hashlib
-import importlib
 import json
 import re
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from typing import Any, NoReturn
 
 from energon_packed.encoding.purity import Guard, content_guard
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
-from energon_packed.encoding.template_memo import TemplateMemo
 from energon_packed.encoding.time_limit import OutOfTime, time_limit
 from energon_packed.encoding.tokenizer_parts import TokenizerParts
 from energon_packed.encoding.turns import TurnFinder, TurnShape
@@ -29,6 +27,7 @@ RENDER_LIMIT = 10.0
 """Seconds of computing in which a template must render one conversation."""
 _SMALL = 100_000  # characters of messages and tools that no template needs long for
 _OF_A_RECORD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+_MOST_SKELETONS = 1024  # sequences of roles whose skeleton is held
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -46,7 +45,6 @@ class ChatTemplate:
         self._added = tokenizer.added_tokens
         # </tool_call> and </think> are added tokens of some tokenizers, but no special ones: they end no turn.
         self._special = tokenizer.special_added_tokens
-        self._memo = TemplateMemo(self._dated, self._variables, self._added, self._special)
         self.is_tagged = bool(self._template and _GENERATION.search(self._template))
         self._guard = None if self._template is None or self.is_tagged else content_guard(self._template)
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
@@ -69,7 +67,9 @@ class ChatTemplate:
         the assistant wrote; `render` and `render_with_spans` then report the problem of each conversation.
         """
         if roles not in self._skeletons:
-            self._skeletons[roles] = self._memo.skeleton(roles, lambda: self._make_skeleton(roles))
+            if len(self._skeletons) >= _MOST_SKELETONS:
+                del self._skeletons[next(iter(self._skeletons))]  # the oldest
+            self._skeletons[roles] = self._make_skeleton(roles)
         return self._skeletons[roles]
 
     def joins(self, contents: Sequence[str]) -> bool:
@@ -85,12 +85,9 @@ class ChatTemplate:
         return replace(guard, literals=(*guard.literals, rest)) if rest else guard
 
     def prepare(self) -> None:
-        """Ask what every conversation needs, and import what renders, where that cannot be told from an earlier run:
-        forked processes inherit it."""
+        """Find the shape of turns, which every conversation needs; forked processes inherit it."""
         if self._guard is not None:
             self.joins(())
-        elif self._template is not None:
-            importlib.import_module("transformers.utils.chat_template_utils")
 
     def _make_skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
         if self._guard is None or roles[0] == "assistant":
@@ -145,9 +142,6 @@ class ChatTemplate:
 
     @cached_property
     def _shape(self) -> TurnShape:
-        return self._memo.shape(self._find_shape)
-
-    def _find_shape(self) -> TurnShape:
         try:
             return TurnShape.of(lambda some, ask: self.render(some, prompt=ask), self._added, self._special)
         except RecordError:

@@ -27,9 +27,12 @@ from energon_packed.encoding.engines import (
     FastokensEngine,
     HuggingFaceEngine,
     compare,
+    compare_engines,
+    is_compared,
     is_safe_here,
+    prove,
 )
-from energon_packed.encoding.held_tokenizer import HeldTokenizer
+from energon_packed.encoding.held_tokenizer import HeldTokenizer, covered_by_offsets
 from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.special_text import HeldText, control_tokens
 from energon_packed.errors import ConfigError, EngineMismatch
@@ -42,7 +45,9 @@ Spans = Sequence[Span] | None
 _log = logging.getLogger(__name__)
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 _COMPARED = 256  # one of this many texts goes through both engines
-_WORTH_IT = 4096  # texts after which `auto` loads fastokens: that takes as long as to tokenize some hundred
+_WORTH_IT = (
+    4096  # texts after which `auto` loads fastokens and compares it: that takes as long as to tokenize some hundred
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,8 @@ class TextTokenizer:
 
     Args:
         backend: the tokenizer; padding and truncation are turned off.
-        engine: of `ENGINES`. `auto` takes fastokens for many texts, if it is installed, proved for this tokenizer and
-            safe in this process; else tokenizers.
+        engine: of `ENGINES`. `auto` uses fastokens for many texts, if it is installed, gives the same tokens with this
+            tokenizer and is safe in this process; else tokenizers.
         control: tokens that a conversation may write as text, as `SpecialText` holds them.
 
     Raises:
@@ -81,16 +86,15 @@ class TextTokenizer:
         backend.no_truncation()
         self.serialized: str = backend.to_str()
         self._control = control_tokens(control)
-        settings = json.loads(self.serialized)
-        self._form = _normal_form(settings.get("normalizer"))
-        self._is_byte_level = _is_byte_level(settings) and self._form is not None
+        self._form = _normal_form(_settings(backend.normalizer))
+        self._is_byte_level = _is_byte_level(_settings(backend.pre_tokenizer)) and self._form is not None
         self._slow = HuggingFaceEngine(backend)
         self._fast: FastokensEngine | None = None
         self._is_decided = engine == "tokenizers"
         self._wanted = engine
         self._seen = 0
         if engine == "fastokens":
-            self.prepare()
+            self.load_fast()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fast": None, "_slow": None, "_is_decided": self._wanted == "tokenizers"}
@@ -99,54 +103,52 @@ class TextTokenizer:
         self.__dict__.update(state)
         self._slow = HuggingFaceEngine(self.backend)
         if self._wanted == "fastokens":
-            self.prepare()
+            self.load_fast()
 
     @property
     def engine(self) -> EngineName:
         """The engine in use now: `tokenizers` or `fastokens`."""
-        return "fastokens" if self._fast is not None and is_safe_here() else "tokenizers"
+        chosen = self._fast is not None and (self._is_decided or self._wanted == "fastokens")
+        return "fastokens" if chosen and is_safe_here() else "tokenizers"
 
-    def prepare(self, *, may_prove: bool = True) -> None:
-        """Decide on the engine now, and load it; forked processes inherit it.
+    def load_fast(self) -> str:
+        """Load fastokens, so that forked processes inherit it. It is compared with tokenizers where it is first used.
 
-        Args:
-            may_prove: make the proof where no earlier run has made it, which takes some seconds.
+        Returns:
+            Why it cannot be used; "" if it is loaded.
 
         Raises:
             ConfigError: `fastokens` was asked for by name, and cannot be used.
         """
-        if self._is_decided:
-            return
-        detail = self._why_not(may_prove or self._wanted == "fastokens")
-        if detail is None:
-            return
+        detail = self._why_not()
         if detail and self._wanted == "fastokens":
             raise ConfigError(f"`tokenizer_engine` fastokens cannot be used: {detail}; use auto or tokenizers")
-        if not detail:
-            self._fast = FastokensEngine(self.serialized)
-        else:
-            _log.info("texts are tokenized by tokenizers, not fastokens: %s", detail)
-        self._is_decided = True
+        return detail
 
     def use(self, engine: EngineName) -> None:
         """Follow the decision that another process made; `auto` is none."""
         if engine == "tokenizers":
-            self._fast, self._is_decided = None, True
-        elif engine == "fastokens":
-            self.prepare()
+            self._fast = None
+        elif engine == "fastokens" and self._fast is None:
+            self.load_fast()
+        self._is_decided |= engine != "auto"
 
     def differs_on(self, texts: Sequence[str]) -> str:
-        """Why fastokens may not be used for these texts; "" where the engines agree or it is not in use.
+        """Compare the engines in this process: on the texts of `engine_corpus`, unless that was done, and on these.
+
+        Returns:
+            Why fastokens may not be used; "" if the engines agree.
 
         Raises:
-            EngineMismatch: they differ, and fastokens was asked for by name.
+            ConfigError, EngineMismatch: it cannot be used or differs, and fastokens was asked for by name.
         """
-        from energon_packed.encoding.engine_proof import compare_engines
-
-        if self.engine == "tokenizers" or self._fast is None:
-            return ""
+        detail = self.load_fast()
+        if detail or self._fast is None:
+            return detail
         try:
-            compare_engines(self.backend, self._fast, texts)
+            if not self._is_decided:
+                prove(self.backend, self._fast)
+            compare_engines(self.backend, self._fast, [text for text in texts if is_compared(text)])
         except EngineMismatch as error:
             if self._wanted == "fastokens":
                 raise
@@ -190,23 +192,23 @@ class TextTokenizer:
         return TokenizedTexts(np.concatenate(ids), np.concatenate(covered), cu_seqlens)
 
     def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:
-        """(input_ids, cu_seqlens) as `Engine.encode`; texts that the normalizer changes take tokenizers."""
-        if not self._is_decided and self._seen >= _WORTH_IT:
-            self.prepare()
-        if self._fast is None or not is_safe_here():
+        """(input_ids, cu_seqlens) as `Engine.encode`."""
+        if not self._is_decided and is_safe_here() and (self._wanted == "fastokens" or self._seen >= _WORTH_IT):
+            self._decide()
+        if self._fast is None or not self._is_decided or not is_safe_here():
             return self._slow.encode(texts, special=special)
-        changed = [number for number, text in enumerate(texts) if not self._is_unchanged(text)] if self._form else []
-        if changed:
-            return self._ids_of_both(texts, special, changed)
+        untried = [n for n, text in enumerate(texts) if not (is_compared(text) and self._is_unchanged(text))]
+        if untried:
+            return self._ids_of_both(texts, special, untried)
         input_ids, cu_seqlens = self._fast.encode(texts, special=special)
         for number in range(-self._seen % _COMPARED, len(texts), _COMPARED):
             expected = self._slow.encode([texts[number]], special=special)[0].tolist()
             compare(texts[number], input_ids[cu_seqlens[number] : cu_seqlens[number + 1]], expected, special=special)
         return input_ids, cu_seqlens
 
-    def _ids_of_both(self, texts: Sequence[str], special: bool, changed: Sequence[int]) -> tuple[Int64, Int64]:
-        slow = self._slow.encode([texts[number] for number in changed], special=special)
-        pieces = dict(zip(changed, np.split(slow[0], slow[1][1:-1]), strict=True))
+    def _ids_of_both(self, texts: Sequence[str], special: bool, untried: Sequence[int]) -> tuple[Int64, Int64]:
+        slow = self._slow.encode([texts[number] for number in untried], special=special)
+        pieces = dict(zip(untried, np.split(slow[0], slow[1][1:-1]), strict=True))
         others = [number for number in range(len(texts)) if number not in pieces]
         if others:
             fast = self._ids([texts[number] for number in others], special)
@@ -216,16 +218,27 @@ class TextTokenizer:
             np.int64
         )
 
-    def _why_not(self, may_prove: bool) -> str | None:
-        """Why fastokens cannot be used; "" where it can, None where that takes a proof that may not be made now."""
-        from energon_packed.encoding.engine_proof import known_proof, prove
+    def _decide(self) -> None:
+        detail = self.differs_on(())
+        if detail:
+            _log.info("texts are tokenized by tokenizers, not fastokens: %s", detail)
+        self.use("tokenizers" if detail else "fastokens")
 
+    def _why_not(self) -> str:
+        """As `load_fast`."""
+        if self._is_decided and self._fast is None:
+            return "it was not chosen"
         if not self._is_byte_level:
             return "it is used for byte-level BPE tokenizers only"
         if not is_safe_here():
             return "a process that this one was forked from has used it already"
-        proof = prove(self.serialized) if may_prove else known_proof(self.serialized)
-        return None if proof is None else "" if proof.holds else proof.detail
+        try:
+            self._fast = self._fast or FastokensEngine(self.serialized)
+        except ImportError:
+            return "fastokens is not installed; run pip install fastokens"
+        except ValueError as error:
+            return f"fastokens cannot read it: {' '.join(str(error).split())[:300]}"
+        return ""
 
     # --- spans -----------------------------------------------------------------------------------------------------
 
@@ -291,11 +304,7 @@ class TextTokenizer:
     def _covered_by_offsets(self, text: str, spans: Sequence[Span], ids: Int64) -> Bool:
         encoding = self.backend.encode(text, add_special_tokens=False)
         compare(text, ids, encoding.ids, special=False)
-        starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        covered = np.zeros(len(starts), dtype=bool)
-        for start, end in spans:
-            covered |= (starts < end) & (ends > start)
-        return covered
+        return covered_by_offsets(encoding, spans)
 
 
 def _filled(size: int, first: Int64, after: Int64) -> Bool:
@@ -310,9 +319,14 @@ def _filled(size: int, first: Int64, after: Int64) -> Bool:
     return filled
 
 
-def _is_byte_level(settings: dict[str, Any]) -> bool:
-    before = settings.get("pre_tokenizer") or {}
-    steps = before.get("pretokenizers") or [before]
+def _settings(part: Any) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer as in tokenizer.json, without parsing the vocabulary there; None without one."""
+    found: dict[str, Any] | None = None if part is None else json.loads(part.__getstate__())
+    return found
+
+
+def _is_byte_level(before: dict[str, Any] | None) -> bool:
+    steps = (before or {}).get("pretokenizers") or [before or {}]
     return any(step.get("type") == "ByteLevel" for step in steps)
 
 

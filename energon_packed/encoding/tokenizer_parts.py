@@ -1,23 +1,9 @@
-"""TokenizerParts: what encoding needs of a Transformers tokenizer, without importing Transformers.
+"""TokenizerParts: the parts of a Transformers tokenizer that encoding uses."""
 
-Importing Transformers takes 0.7 s, and `AutoTokenizer` two seconds more, for what is a tokenizer.json, a chat template
-and a few names. What Transformers made of a folder is kept in the cache folder of the user, by the contents of the
-folder and the versions of Transformers and tokenizers.
-"""
-
-import hashlib
-import json
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from energon_packed.encoding.user_cache import cache_file, keep, recall
 from energon_packed.errors import ConfigError
-
-_READ = (".json", ".jinja", ".txt", ".model")
-_LARGEST = 1 << 26  # bytes; larger files hold weights
-_SERIALIZED = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,41 +71,7 @@ class TokenizerParts:
         return tuple(sorted(found, key=lambda token: (-len(token), token)))
 
 
-def recall_parts(folder: Path) -> TokenizerParts | None:
-    """The parts of a tokenizer folder that an earlier run has loaded; None otherwise."""
-    from tokenizers import Tokenizer
-
-    value = recall(_cache_file(folder))
-    try:
-        source = value["backend"]
-        backend = Tokenizer.from_file(str(folder / _SERIALIZED)) if source is None else Tokenizer.from_str(source)
-        return TokenizerParts(_plain(backend), value["chat_template"], value["special_tokens"])
-    except Exception:  # tokenizers raises no narrower class; a damaged or older file is as none
-        return None
-
-
-def keep_parts(folder: Path, parts: TokenizerParts) -> None:
-    """Keep the parts of a tokenizer folder for later runs."""
-    from tokenizers import Tokenizer
-
-    file, wanted = folder / _SERIALIZED, parts.backend.to_str()
-    is_file = file.is_file() and _plain(Tokenizer.from_file(str(file))).to_str() == wanted
-    if is_file or Tokenizer.from_str(wanted).to_str() == wanted:
-        value = {"chat_template": parts.chat_template, "special_tokens": parts.special_tokens}
-        keep(_cache_file(folder), {**value, "backend": None if is_file else wanted})
-
-
 def _plain(backend: Any) -> Any:
     backend.no_padding()
     backend.no_truncation()
     return backend
-
-
-def _cache_file(folder: Path) -> Path:
-    """By all that Transformers reads: the contents of the small files, the names of all, the name of the folder."""
-    digest = hashlib.sha256(f"{version('transformers')} {version('tokenizers')} {folder.resolve()}".encode())
-    for path in [*sorted(folder.iterdir()), *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
-        digest.update(json.dumps(path.name).encode())
-        if path.suffix in _READ and path.is_file() and path.stat().st_size <= _LARGEST:
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return cache_file("tokenizers", digest.hexdigest())

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.fused_pixels import FusedPixels, settings_of
-from energon_packed.encoding.image_patches import ImagePatches
 from energon_packed.encoding.image_runs import ImageRun, Pixels
 from energon_packed.encoding.mrope import mrope_positions
 from energon_packed.errors import ConfigError, Reason, RecordError
@@ -127,8 +125,8 @@ class VisionFamily(ABC):
         return ImageRun(self.num_tokens(self.num_patches(height, width)))
 
     def read(self, images: "Iterable[Image.Image]") -> Pixels:
-        """Pixels and tokens of all images of a sample, RGB; each is released before the next where `fused` is on."""
-        return self._seen(*self.patches(images))
+        """Pixels and tokens of all images of a sample, RGB."""
+        return self._seen(*self.pixels(list(images)))
 
     def smallest(self) -> Pixels:
         """As `read`, of a grey image of one token, whatever the limits of the processor.
@@ -145,36 +143,9 @@ class VisionFamily(ABC):
             grids = torch.tensor([[1, m, m]], dtype=torch.int64)
         return self._seen(values, grids)
 
-    def _seen(self, values: "ImagePatches | torch.Tensor", grids: "torch.Tensor") -> Pixels:
+    def _seen(self, values: "torch.Tensor", grids: "torch.Tensor") -> Pixels:
         array = grids.numpy().astype(np.int64)
         return Pixels(values, grids, array, [ImageRun(self.num_tokens(int(n))) for n in array.prod(axis=1)])
-
-    def patches(self, images: "Iterable[Image.Image]") -> "tuple[ImagePatches | torch.Tensor, torch.Tensor]":
-        """As `pixels`, with the same values; images wait, resized, for the buffer of their row where `fused` is on.
-
-        Args:
-            images: RGB images; each is released before the next one is taken where `fused` is on.
-        """
-        fused = self.fused
-        if fused is None:
-            return self.pixels(list(images))
-        import torch
-
-        prepared = [fused.prepared(image) for image in images]
-        grids = torch.tensor([grid for _, grid in prepared], dtype=torch.int64).reshape(-1, 3)
-        return ImagePatches([pixels for pixels, _ in prepared], fused.layout), grids
-
-    @property
-    def fused(self) -> FusedPixels | None:
-        """The faster way to the pixels of `pixels`, or None where it is not proved to give the same ones."""
-        if type(self).pixels is not VisionFamily.pixels:
-            return None
-        settings = settings_of(self.image_processor)
-        if self._proved is None or self._proved[0] != settings:
-            self._proved = (settings, FusedPixels.of(self.image_processor))
-        return self._proved[1]
-
-    _proved: "tuple[tuple[str, ...], FusedPixels | None] | None" = None
 
     def position_ids(self, input_ids: Int64, image_token_id: int, grids: Int64) -> Int64 | None:
         """M-RoPE positions, int64 (3, L), or None for models that use 0..L-1."""

@@ -39,8 +39,7 @@ from energon_packed.sources import Row
 
 _log = logging.getLogger(__name__)
 _BATCH = 256  # records held at a time
-WORTH_LOADING = 2  # chunks from which `auto` takes fastokens where it is proved already,
-WORTH_PROVING = 48  # and from which it makes the proof: some thousand records take as long
+WORTH_COMPARING = 48  # chunks from which `auto` compares the tokenizer engines: some thousand records take as long
 _JSON_OVERHEAD = 200  # bytes of keys, id and length of one sample
 
 
@@ -139,18 +138,15 @@ class MeasureStage:
         if not isinstance(encoder, ChatEncoder):
             return "auto"
         encoder.renderer.template.prepare()
-        if len(chunks) < WORTH_LOADING:
-            return "auto"
         tokenizer = encoder.text_tokenizer
-        tokenizer.prepare(may_prove=len(chunks) >= WORTH_PROVING)
-        if tokenizer.engine == "tokenizers":
-            return "auto"  # each process comes to the same decision
+        if len(chunks) < WORTH_COMPARING or tokenizer.load_fast():
+            return "auto"
         trial = EngineTrial(reader=self.reader, encoder=self.encoder)
         with closing(self.engine.run(trial, chunks[:1])) as details:
             for detail in details:
                 if detail:
                     _log.warning("texts are tokenized by tokenizers: %s", detail)
-                    tokenizer.use("tokenizers")
+                tokenizer.use("tokenizers" if detail else "fastokens")
         return tokenizer.engine
 
 

@@ -3,8 +3,8 @@
 import json
 import os
 import pickle
-import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from energon_packed import ChatEncoder, ConfigError, Conversation, pack
-from energon_packed.encoding import engine_proof, engines
+from energon_packed.encoding import engines
+from energon_packed.encoding import tokenizer as tokenizer_module
 from energon_packed.encoding.engine_corpus import proof_texts
-from energon_packed.encoding.engine_proof import Proof, known_proof, prove, try_all
 from energon_packed.encoding.engines import FastokensEngine
 from energon_packed.encoding.tokenizer import TextTokenizer
 from energon_packed.errors import EngineMismatch
@@ -42,7 +42,7 @@ def byte_level(pattern: str | None, normalizer: Any = None, ignore_merges: bool 
     trainer = trainers.BpeTrainer(
         vocab_size=2000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator(list(proof_texts([]))[:1500], trainer)
+    backend.train_from_iterator(list(proof_texts(backend))[:1500], trainer)
     return backend
 
 
@@ -70,37 +70,53 @@ def with_added() -> Any:
 
 
 @pytest.mark.parametrize("make", [lambda: byte_level(None), with_bos, with_added])
-def test_tokenizers_of_the_field_are_proved(make: Any) -> None:
-    assert try_all(make().to_str()) == Proof(True)
+def test_tokenizers_of_the_field_pass_the_comparison(make: Any) -> None:
+    assert TextTokenizer(make()).differs_on(["a text", "é"]) == ""
 
 
-def test_a_proof_finds_the_difference_and_is_kept(
-    unequal: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    serialized = unequal.to_str()
-    assert known_proof(serialized) is None
-    proof = prove(serialized)
-    assert not proof.holds
-    assert "different tokens, from token" in proof.detail
-    monkeypatch.setattr(subprocess, "run", None)  # what was found is not looked for again
-    assert prove(serialized) == known_proof(serialized) == proof
-    assert TextTokenizer(unequal).engine == "tokenizers"
-    with pytest.raises(ConfigError, match="`tokenizer_engine` fastokens cannot be used: .*; use auto or tokenizers"):
-        TextTokenizer(unequal, "fastokens")
+def test_a_tokenizer_with_other_tokens_is_found(unequal: Any) -> None:
     automatic = TextTokenizer(unequal)
-    automatic.prepare()
+    assert "different tokens, from token" in automatic.differs_on([])
+    for _ in range(2):
+        automatic.encode(["a \u180ee"] * 4096, [None] * 4096)
     assert automatic.engine == "tokenizers"
-    assert not list(tmp_path.rglob("*.[0-9]*"))  # no temporary file is left
+    named = TextTokenizer(unequal, "fastokens")
+    with pytest.raises(
+        EngineMismatch, match="different tokens, from token .*; run with `tokenizer_engine=tokenizers`"
+    ):
+        named.encode(["any text"], [None])
 
 
-def test_a_proof_that_does_not_finish_is_not_kept(
-    unequal: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(engine_proof, "_TIME_LIMIT", 0.01)
-    assert "did not finish" in prove(unequal.to_str()).detail
-    assert known_proof(unequal.to_str()) is None
+def test_auto_uses_fastokens_after_many_texts_and_one_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    prove = tokenizer_module.prove
+    monkeypatch.setattr(tokenizer_module, "prove", lambda *parts: (compared.append(1), prove(*parts)))
+    tokenizer = TextTokenizer(byte_level(QWEN))
+    for _ in range(3):
+        assert tokenizer.engine == "tokenizers"
+        tokenizer.encode(["a text"] * 1366, [None] * 1366)
+    for _ in range(3):
+        tokenizer.encode(["a text"], [None])
+        assert tokenizer.engine == "fastokens"
+    assert compared == [1]
+
+
+@pytest.mark.parametrize("text", ["'\u017fa", "it'\u017f", "'\u212a", "IT'Sa", "i'\u017f'\u212aa"])
+def test_letters_that_fold_to_ascii_have_the_same_tokens(text: str) -> None:
+    fast, slow = (TextTokenizer(byte_level(QWEN), name) for name in ("fastokens", "tokenizers"))
+    assert fast.encode([text], [None]).input_ids.tolist() == slow.encode([text], [None]).input_ids.tolist()
+    assert fast.engine == "fastokens"
+
+
+def test_texts_longer_than_the_compared_texts_use_tokenizers() -> None:
+    tokenizer = TextTokenizer(byte_level(QWEN), "fastokens")
+    given = []
+    tokenizer.use("fastokens")
+    tokenizer._fast = SimpleNamespace(encode=lambda texts, special: (given.append(texts), slow(texts, special))[1])  # type: ignore[assignment]
+    slow = lambda texts, special: tokenizer._slow.encode(texts, special=special)  # noqa: E731
+    found = tokenizer.encode(["short", "a" * (engines.LONGEST + 1)], [None, None])
+    assert given[0] == ["short"]
+    assert found.cu_seqlens[-1] == len(found.input_ids)
 
 
 def test_without_fastokens_its_name_is_an_error(unequal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +131,7 @@ def test_without_fastokens_its_name_is_an_error(unequal: Any, monkeypatch: pytes
 def test_other_kinds_of_tokenizers_keep_tokenizers() -> None:
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    automatic = TextTokenizer(backend)
-    automatic.prepare()
-    assert automatic.engine == "tokenizers"
+    assert "byte-level" in TextTokenizer(backend).load_fast()
     with pytest.raises(ConfigError, match="byte-level BPE tokenizers only"):
         TextTokenizer(backend, "fastokens")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from energon_packed import ChatEncoder, ConfigError, Conversation, pack
 from energon_packed.inspection.folder import PackedFolder
@@ -67,3 +68,39 @@ def test_a_template_beside_tokenizer_json(text_tokenizer_dir: Path, tmp_path: Pa
     (tmp_path / "chat_template.json").write_text("[]")
     with pytest.raises(ConfigError, match="holds no chat template"):
         ChatEncoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("class_", "model"),
+    [
+        ("TokenizersBackend", None),
+        ("PreTrainedTokenizerFast", None),
+        ("PreTrainedTokenizer", None),
+        ("Qwen2Tokenizer", None),
+        ("Qwen2TokenizerFast", "qwen2_5_vl"),
+        ("Qwen2Tokenizer", "qwen2"),
+        ("TokenizersBackend", "qwen2"),  # of a model whose class is known to be wrong in published folders
+        ("PreTrainedTokenizerFast", "llama"),
+        ("LlamaTokenizerFast", "llama"),
+        ("GPT2TokenizerFast", "gpt2"),
+        (None, "gpt2"),
+    ],
+)
+def test_a_tokenizer_is_that_of_auto_tokenizer(
+    text_tokenizer_dir: Path, tmp_path: Path, class_: str | None, model: str | None
+) -> None:
+    folder = shutil.copytree(text_tokenizer_dir, tmp_path / "tokenizer")
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": class_}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({name: value for name, value in settings.items() if value is not None})
+    )
+    if model is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model}))
+    encoder, expected = ChatEncoder.from_pretrained(folder), AutoTokenizer.from_pretrained(str(folder))
+    assert type(encoder.tokenizer) is type(expected)
+    assert encoder.tokenizer.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    assert encoder.fingerprint() == ChatEncoder(expected).fingerprint()
+    assert encoder.parts.special_tokens == dict(expected.special_tokens_map)
+    assert encoder.parts.chat_template == expected.get_chat_template()
+    assert set(encoder.parts.added_tokens) == set(expected.added_tokens_encoder)
+    assert encoder.parts.vocabulary == len(expected)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from energon_packed.demo.tokenizer import CHATML_TEMPLATE
-from energon_packed.encoding.purity import only_joins_content
+from energon_packed.encoding.purity import Guard, content_guard
 from energon_packed.encoding.skeleton import Skeleton, marker
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.tokenizer_parts import TokenizerParts
@@ -100,4 +100,4 @@ def test_contents_that_are_changed_behind_a_name_are_noticed(template_of: object
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + "<|im_end|>\n{% endfor %}"
     source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     assert template_of(source).skeleton(("user", "assistant")) is None  # type: ignore[operator]
-    assert not only_joins_content(source)
+    assert content_guard(source) != Guard()

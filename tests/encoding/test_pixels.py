@@ -1,20 +1,13 @@
-"""Images get the pixels of the installed processor, written once, into the buffer of their row."""
+"""Images get the pixels of the installed processor, in the order of their row."""
 
 import io
-import pickle
-import tracemalloc
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 import torch
-import transformers
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from PIL import Image
-from transformers.utils import is_torchvision_available
 
 from energon_packed import (
     ChatEncoder,
@@ -25,8 +18,7 @@ from energon_packed import (
     normalize,
 )
 from energon_packed.dataflow.batch import PackedBatch
-from energon_packed.encoding import EncodedSample, EncoderSettings, VisionFamily, fused_pixels, load_vision
-from energon_packed.encoding.image_patches import ImagePatches
+from energon_packed.encoding import EncodedSample, EncoderSettings, VisionFamily, load_vision
 from energon_packed.encoding.images import load_image
 from energon_packed.errors import BatchError, ConfigError
 
@@ -36,10 +28,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3-VL": {"image_processor": "Qwen3VLProcessor", "min_pixels": 4096, "max_pixels": 150_000},
     "LLaVA-OneVision-2": {"image_processor": "LlavaOnevision2Processor", "factor": 48, "max_pixels": 150_000},
 }
-MODES = ("RGB", "L", "1", "P", "RGBA", "LA", "CMYK", "transparent RGB")
-pillow_processor = pytest.mark.skipif(
-    is_torchvision_available(), reason="torchvision's processor is the installed one"
-)
 
 
 @cache
@@ -60,42 +48,6 @@ def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Im
     return image
 
 
-def tensor(patches: ImagePatches | torch.Tensor) -> torch.Tensor:
-    return patches.tensor() if isinstance(patches, ImagePatches) else patches
-
-
-pictures = st.builds(
-    noise, st.integers(1, 420), st.integers(1, 420), st.sampled_from(MODES), st.integers(0, 2**32 - 1)
-)
-
-
-@given(name=st.sampled_from(sorted(FAMILIES)), images=st.lists(pictures, min_size=1, max_size=3))
-@settings(max_examples=120, deadline=None)
-def test_pixels_are_those_of_the_installed_processor(name: str, images: list[Image.Image]) -> None:
-    assume(all(max(image.size) <= 200 * min(image.size) for image in images))  # the processors refuse others
-    vision = family(name)
-    expected, expected_grids = vision.pixels(images)
-    patches, grids = vision.patches(images)
-    assert grids.tolist() == expected_grids.tolist()
-    assert [int(n) for n in grids.prod(dim=1)] == [vision.num_patches(i.height, i.width) for i in images]
-    assert torch.equal(tensor(patches), expected)
-    if isinstance(patches, ImagePatches):
-        half = torch.empty(patches.shape, dtype=torch.bfloat16)
-        patches.write(half)
-        assert torch.equal(half, expected.to(torch.bfloat16))
-
-
-@pillow_processor
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_built_in_families_take_the_fast_path_on_one_thread(name: str) -> None:
-    patches, _ = family(name).patches([noise(100, 90)])
-    assert isinstance(patches, ImagePatches)
-    assert isinstance(patches.images[0], np.ndarray)
-    assert patches.tensor().shape == patches.shape
-    with pytest.raises(ValueError, match="not initialized"):
-        numba.threading_layer()
-
-
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "transparent RGB"])
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 @pytest.mark.parametrize("orientation", [1, 6])
@@ -110,7 +62,7 @@ def test_pixels_of_files_are_those_of_a_plain_decode(mode: str, kind: str, orien
     assert loaded.size == ((93, 61) if orientation == 6 else (61, 93))
     assert np.array_equal(np.asarray(loaded), np.asarray(turned.convert("RGB")))
     vision = family("Qwen2-VL")
-    assert torch.equal(tensor(vision.patches([loaded])[0]), vision.pixels([loaded])[0])
+    assert torch.equal(vision.read([loaded]).values, vision.pixels([turned.convert("RGB")])[0])
 
 
 @pytest.mark.parametrize(
@@ -131,10 +83,10 @@ def test_patch_order_and_token_count_of_a_factor(name: str, factor: int, patch: 
     cells = np.zeros((rows, columns, 3), dtype=np.uint8)
     cells[..., 0], cells[..., 1] = np.indices((rows, columns)) * 20  # red tells the row, green the column
     image = Image.fromarray(cells.repeat(patch, axis=0).repeat(patch, axis=1))
-    values, grids = vision.patches([image])
+    values, grids = vision.pixels([image])
     assert grids.tolist() == [[1, rows, columns]]
     assert vision.num_tokens(vision.num_patches(image.height, image.width)) == 6
-    pixels = tensor(values).reshape(rows * columns, 3, vision.temporal_patch_size, patch * patch)
+    pixels = values.reshape(rows * columns, 3, vision.temporal_patch_size, patch * patch)
     assert torch.equal(pixels[:, :, 0], pixels[:, :, -1])  # an image is both frames of a temporal patch
     mean, std = np.array(vision.image_mean), np.array(vision.image_std)
     colors = np.rint((pixels[:, :, 0].mean(dim=2).numpy() * std + mean) * 255).astype(int)
@@ -158,26 +110,6 @@ def test_a_factor_without_published_layout_has_candidates() -> None:
         load_vision(EncoderSettings(image_processor="Qwen2VLProcessor", factor=31))
 
 
-# --- where the fast path stays off ----------------------------------------------------------------------------------
-
-
-class Sharp(transformers.Qwen2VLImageProcessorPil):  # type: ignore[misc]
-    """A user's processor, which differs for wide images alone: a picture that agrees proves nothing of it."""
-
-    def resize(self, image: Any, **kwargs: Any) -> Any:
-        found = super().resize(image, **kwargs)
-        return 255 - found if image.shape[-1] > 500 else found
-
-
-def test_a_processor_of_another_class_runs_as_it_is() -> None:
-    vision = type(family("Qwen2-VL"))(Sharp())
-    assert vision.fused is None
-    images = [noise(520, 80)]
-    plain = type(vision)(transformers.Qwen2VLImageProcessorPil()).pixels(images)[0]
-    assert torch.equal(tensor(vision.patches(images)[0]), vision.pixels(images)[0])
-    assert not torch.equal(vision.pixels(images)[0], plain)
-
-
 def test_a_family_with_its_own_pixels_runs_as_it_is(encoder: ChatEncoder) -> None:
     class Gray(type(family("Qwen2.5-VL"))):  # type: ignore[misc]
         def pixels(self, images: list[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,7 +118,6 @@ def test_a_family_with_its_own_pixels_runs_as_it_is(encoder: ChatEncoder) -> Non
     assert encoder.vision is not None
     gray = ChatEncoder(encoder.tokenizer, Gray(encoder.vision.image_processor))
     assert gray.vision is not None
-    assert gray.vision.fused is None
     out = io.BytesIO()
     noise(90, 60).save(out, "PNG")
     record = {"images": [out.getvalue()], "prompts": ["What?"], "captions": ["This."]}
@@ -196,49 +127,10 @@ def test_a_family_with_its_own_pixels_runs_as_it_is(encoder: ChatEncoder) -> Non
     assert not torch.equal(found, encoder.vision.pixels([noise(90, 60)])[0])
 
 
-@pillow_processor
-def test_a_changed_setting_is_noticed() -> None:
-    vision = load_vision(EncoderSettings(**FAMILIES["Qwen2-VL"]))
-    assert vision is not None
-    images = [noise(70, 50)]
-    for name, value in (("image_mean", [0.1, 0.2, 0.3]), ("do_normalize", False), ("do_rescale", False)):
-        before = tensor(vision.patches(images)[0])
-        setattr(vision.image_processor, name, value)
-        now = tensor(vision.patches(images)[0])
-        assert not torch.equal(now, before)
-        assert torch.equal(now, vision.pixels(images)[0])
-        assert vision.fused is not None
-    vision.image_processor.do_resize = False
-    assert vision.fused is None
-
-
-@pillow_processor
-def test_another_arithmetic_of_the_installed_processor_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    table = fused_pixels._table
-    monkeypatch.setattr(fused_pixels, "_table", lambda processor: table(processor) * np.float32(1.000001))
-    vision = load_vision(EncoderSettings(**FAMILIES["Qwen2-VL"]))
-    assert vision is not None
-    assert vision.fused is None
-    assert "Qwen2VLImageProcessorPil is used as it is" in caplog.text
-    assert torch.equal(tensor(vision.patches([noise(70, 50)])[0]), vision.pixels([noise(70, 50)])[0])
-
-
-@pytest.mark.skipif(not is_torchvision_available(), reason="needs torchvision")
-def test_the_processor_of_torchvision_runs_as_it_is() -> None:
-    vision = family("Qwen2.5-VL")
-    assert vision.fused is None
-    images = [noise(300, 211)]
-    assert torch.equal(tensor(vision.patches(images)[0]), vision.pixels(images)[0])
-    pillow = transformers.Qwen2VLImageProcessorPil(max_pixels=100_000)(images=images, return_tensors="pt")
-    assert not torch.equal(vision.pixels(images)[0], pillow["pixel_values"])
-
-
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-def sample(number: int, patches: ImagePatches | torch.Tensor | None, grids: torch.Tensor | None) -> EncodedSample:
+def sample(number: int, patches: torch.Tensor | None, grids: torch.Tensor | None) -> EncodedSample:
     ids = np.arange(5, dtype=np.int64)
     return EncodedSample(id=str(number), input_ids=ids, labels=ids, pixel_values=patches, image_grid_thw=grids)
 
@@ -247,8 +139,7 @@ def sample(number: int, patches: ImagePatches | torch.Tensor | None, grids: torc
 def test_a_row_joins_images_of_any_kind_in_order(dtype: torch.dtype | None) -> None:
     vision = family("LLaVA-OneVision-2")
     groups = [[noise(60, 60), noise(99, 40, "RGBA")], [], [noise(150, 70, seed=1)], [noise(50, 200, seed=2)]]
-    samples = [sample(n, *(vision.patches(group) if group else (None, None))) for n, group in enumerate(groups)]
-    samples[3] = sample(3, *vision.pixels(groups[3]))
+    samples = [sample(n, *(vision.pixels(group) if group else (None, None))) for n, group in enumerate(groups)]
     row = PaddingFreeCollator(pixel_dtype=dtype).collate(samples)
     expected, grids = vision.pixels([image for group in groups for image in group])
     assert row.pixel_values is not None
@@ -260,53 +151,16 @@ def test_a_row_joins_images_of_any_kind_in_order(dtype: torch.dtype | None) -> N
 
 def test_pixels_of_other_processors_keep_their_type_unless_asked() -> None:
     wide = torch.rand(4, 3, dtype=torch.float64)
-    patches, grids = family("Qwen2-VL").patches([noise(40, 40)])
+    patches, grids = family("Qwen2-VL").pixels([noise(40, 40)])
     assert PaddingFreeCollator().collate([sample(0, wide, None)]).pixel_values.dtype == torch.float64  # type: ignore[union-attr]
     joined = PaddingFreeCollator().collate([sample(0, wide.repeat(1, 392), grids), sample(1, patches, grids)])
     assert joined.pixel_values is not None
     assert joined.pixel_values.dtype == torch.float64
-    assert torch.equal(joined.pixel_values[4:], tensor(patches).double())
+    assert torch.equal(joined.pixel_values[4:], patches.double())
     with pytest.raises(BatchError, match=r"different shapes, \[\(3,\), \(1176,\)\]; use one encoder"):
         PaddingFreeCollator().collate([sample(0, wide, grids), sample(1, patches, grids)])
     with pytest.raises(ConfigError, match=r"`pixel_dtype` is torch.float16; use torch.float32 or torch.bfloat16"):
         PaddingFreeCollator(pixel_dtype=torch.float16)
-
-
-@pillow_processor
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_pixels_is_allocated_once(dtype: torch.dtype) -> None:
-    vision = load_vision(EncoderSettings(image_processor="Qwen2_5_VLProcessor"))
-    assert vision is not None
-    images = [noise(420 + 28 * n, 560, seed=n) for n in range(4)]
-    samples = [sample(n, *vision.patches([image])) for n, image in enumerate(images)]
-    collator = PaddingFreeCollator(pixel_dtype=dtype)
-    collator.collate(samples[:1])  # compiled code is loaded
-    tracemalloc.start()
-    try:
-        row = collator.collate(samples)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert row.pixel_values is not None
-    assert row.pixel_values.nbytes > 10**7
-    assert peak < 1.02 * row.pixel_values.nbytes
-
-
-@pillow_processor
-def test_a_sample_gives_a_tensor_and_passes_its_images_on() -> None:
-    vision = family("Qwen3-VL")
-    patches, grids = vision.patches([noise(64, 64)])
-    assert isinstance(patches, ImagePatches)
-    one = sample(0, patches, grids)
-    cut, sent = one.truncated(4), pickle.loads(pickle.dumps(one))
-    assert one.held_pixels is cut.held_pixels is patches
-    assert isinstance(sent.held_pixels, ImagePatches)
-    for each in (one, cut, sent):
-        assert each.pixel_values is not None
-        assert torch.equal(each.pixel_values, vision.pixels([noise(64, 64)])[0])
-        assert each.held_pixels is each.pixel_values
-    assert sample(1, None, None).pixel_values is None
-    assert EncodedSample(input_ids=one.input_ids, labels=one.labels).pixel_values is None
 
 
 def test_loaders_give_the_pixels_of_the_installed_processor(pack_demo: Any, encoder: ChatEncoder) -> None:
