@@ -12,7 +12,7 @@ import torch
 from energon_packed.dataflow.elastic import Rest, RestOfEpoch
 from energon_packed.dataflow.reweighted import ReweightedRest
 from energon_packed.dataflow.share import Share
-from energon_packed.dataflow.transport import Counts, Message, Outbox, guarded
+from energon_packed.dataflow.transport import Counts, Message, guarded, messages
 from energon_packed.dataflow.worker_stream import Roles, Step, WorkerStream
 from energon_packed.errors import ConfigError
 
@@ -83,8 +83,7 @@ class WorkerStreams(torch.utils.data.IterableDataset[Any]):
         gc.freeze()  # what the main process had loaded is not searched for garbage again and again
         gc.set_threshold(100_000)
         one_by_one = self.roles.distributor.schedule is not None  # it counts what workers were asked for
-        outbox = Outbox(worker, self.counts, self.in_flight, one_by_one=one_by_one)
-        return outbox.messages(guarded(steps, physical))
+        return messages(guarded(steps, physical), worker, self.counts, self.in_flight, one_by_one=one_by_one)
 
     def _steps(self, start: Start, worker: int) -> Iterator[Step]:
         saved = start.states[worker]
