@@ -10,7 +10,7 @@ packers/          which samples share a row
 balance.py        ranks of one step get rows of similar cost
 process.py        items to encoded samples; encode.py: packs to encoded samples
 torch_loader.py   DataflowLoader: the roles under torch, by torch_options.py, torch_workers.py and worker_stream.py
-transport.py      how batches travel from worker processes; compact.py: a batch in a tenth of its bytes
+transport.py      how batches travel from worker processes: small tensors as bytes, several steps in one message
 config.py         DataflowConfig: raw records, for the next two
 packed_iterable.py  PackedIterableDataset: packed on the fly
 planned_dataset.py  plan_in_memory: planned at start, map-style

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from megatron.energon import Batch, edataclass
 
+from energon_packed.dataflow.transport import send_by_value
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample, SampleSource
 from energon_packed.encoding.vision_inputs import VisionInputs
 from energon_packed.errors import BatchError
 
 
+@send_by_value
 @edataclass
 class PackedBatch(Batch):
     """One row of T tokens with S sub-samples; several packs of a micro batch are concatenated into one row.

@@ -10,7 +10,7 @@ import torch
 
 from energon_packed.dataflow.planned_steps import PlannedSteps
 from energon_packed.dataflow.stream_steps import StreamPosition, StreamSteps
-from energon_packed.dataflow.transport import Counts, Message, Outbox, guarded
+from energon_packed.dataflow.transport import Counts, Message, guarded, messages
 from energon_packed.dataflow.worker_stream import Step
 from energon_packed.errors import ConfigError
 
@@ -65,5 +65,4 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
         gc.set_threshold(100_000)
         one_by_one = self.plan.roles.distributor.schedule is not None  # it counts what workers were asked for
         worker = (turn + getattr(start, "next_worker", 0)) % self.plan.num_workers
-        outbox = Outbox(worker, self.counts, self.in_flight, one_by_one=one_by_one)
-        return outbox.messages(guarded(steps, turn))
+        return messages(guarded(steps, turn), worker, self.counts, self.in_flight, one_by_one=one_by_one)

@@ -1,171 +1,202 @@
-"""How batches travel from worker processes to the main process: several steps in one message, rows in a compact form.
+"""How batches travel from worker processes to the main process.
 
-    worker   Step, Step, ... ──encoded──► Message: one bytes object, large tensors ──queue of torch's DataLoader──┐
-    main     ... Step, Step ◄──decoded, one of each worker in turn ◄──────────────────────────────────────────────┘
+    worker   PackedBatch ──reduced: small tensors as bytes──┐
+             Step, Step, ... ──────► Message ───────────────┴─queue of torch's DataLoader──┐
+    main     ... Step, Step ◄──unpickled when its turn comes, round-robin over workers ◄───┘
 
-Sending one message costs both processes together some 0.6 ms of CPU time, whatever its size (locks, threads that wake
-up, a request for the next one), and 115 KB through a pipe cost half as much again. A row of 4096 tokens is made in
-1.3 ms. Therefore
+`send_by_value` changes how a class is pickled for another process, in every DataLoader: its small tensors are bytes in
+the message, where torch would share memory for each of them (a file descriptor, a connection and a mapping per
+tensor). Large tensors and all other objects travel as torch sends them.
 
-- up to 16 steps share a message, as many as are made in half a second and fit 256 KiB: a row of pixels goes alone, and
-  so does each batch of a slow processor;
-- a row of text is sent as some 9 KB: its ids in the narrowest integers that hold them, its targets as bits. Labels,
-  weights and positions are made again where they follow from those, which the worker checks for every row: compact.py;
-- tensors above 1 MiB, and batches that are no PackedBatch, travel as torch sends them, in shared memory.
-
-Steps are handed out one of each worker in turn, whatever messages they came in, so order and states do not depend on
-them. A worker far ahead of what was handed out sends empty messages: what waits in the main process is bounded.
+A message costs both processes together 0.2 to 0.4 ms of CPU time, more than collating a row of 4096 text tokens.
+Its bytes cost time too, most of all beyond the buffer of a pipe. Therefore small steps share a message, and integers
+travel in a narrower dtype. Steps are yielded round-robin over workers: order and states do not depend on messages.
+A worker that is far ahead sends empty messages, which bounds what waits in the main process.
+`tools/bench_transport.py` compares this with torch's own transport.
 """
 
+import copyreg
+import io
 import pickle
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch._utils import ExceptionWrapper
 
-from energon_packed.dataflow.compact import decode_batch, encode_batch
-from energon_packed.dataflow.worker_stream import Step
 from energon_packed.errors import EnergonPackedError
 
-_STEPS = 16  # in one message
-_BYTES = 1 << 18  # of a message, from which on it is sent
-_SECONDS = 0.5  # after which a message is sent with what it has
+_LARGE = 1 << 20  # bytes of a tensor above which shared memory is cheaper than a copy through a pipe
+_STEPS = 16  # maximum steps in a message
+_BYTES = 1 << 19  # a message is sent when it has as many
+_SECONDS = 0.5  # or when it is as old
+# dtypes that ids, labels and positions, or weights may fit
+_NARROWER = {"int64": ("int16", "int32"), "float32": ("bool",)}
+_WORTH = 1 << 10  # minimum elements of an array that is narrowed
+_REDUCERS: dict[Any, Any] = {}  # classes of `send_by_value`
+Class = TypeVar("Class", bound=type)
 
 
-class Message(NamedTuple):
-    """What torch's queue takes.
+def send_by_value(cls: Class) -> Class:
+    """Class decorator: small tensors in the fields of `cls` are sent as bytes. Files that contain it do not change.
+
+    Subclasses, which may have a pickled form of their own, are sent as torch sends them.
+    """
+    ForkingPickler.register(cls, _reduced)
+    _REDUCERS[cls] = _reduced
+    return cls
+
+
+def _reduced(value: Any) -> tuple[Any, ...]:
+    make, args, (attributes, slots) = value.__reduce_ex__(2)[:3]
+    return make, args, (attributes, {name: _by_value(one) for name, one in slots.items()})
+
+
+def _by_value(value: Any) -> Any:
+    if type(value) is dict:
+        return {name: _by_value(one) for name, one in value.items()}
+    if type(value) is not torch.Tensor or value.nbytes > _LARGE:
+        return value
+    try:
+        return _Bytes(value.numpy())
+    except (RuntimeError, TypeError):  # on a device, with a gradient, sparse, or bfloat16
+        return value
+
+
+class _Bytes:
+    """A tensor that is pickled as bytes, in the narrowest dtype that restores it bit by bit."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self.array = array
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        array = np.ascontiguousarray(self.array)
+        sent, bits = array, f"u{array.itemsize}"
+        for narrow in _NARROWER.get(array.dtype.name, ()) if array.size >= _WORTH else ():
+            candidate = array.astype(narrow)
+            if np.array_equal(candidate.astype(array.dtype).view(bits), array.view(bits)):
+                sent = candidate
+                break
+        return _tensor, (sent.tobytes(), sent.dtype.char, array.dtype.char, self.array.shape)
+
+
+def _tensor(raw: bytes, sent: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(np.ndarray(shape, sent, raw).astype(dtype))
+
+
+@dataclass(slots=True)
+class Message:
+    """The unit that torch's queue transports.
 
     Attributes:
-        worker: who sends it.
-        blob: the steps, pickled: (batch, bytes, other fields) of each, or an error.
-        objects: tensors and batches that torch sends in its own way; the blob has their numbers.
+        worker: the sender.
+        entries: (step or error, bytes that it counts for); small steps are pickled.
     """
 
     worker: int
-    blob: bytes
-    objects: list[Any]
+    entries: list[Any]
 
-    def entries(self) -> "Iterator[_Entry]":
-        """The steps, as they came."""
-        for one in pickle.loads(self.blob):
-            yield _Entry(self.worker, one, self.objects)
-
-    def pin_memory(self) -> "PinnedMessage":
+    def pin_memory(self) -> "Message":
         """The steps with pinned tensors; the thread of DataLoaders with `pin_memory=True` calls it."""
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        found = []
-        for entry in self.entries():
-            step = entry.decoded()
-            if isinstance(step, Step):
-                step = step._replace(batch=pin_memory(step.batch))  # type: ignore[no-untyped-call]
-            found.append(entry._replace(step=step))
-        return PinnedMessage(self.worker, found)
-
-
-class PinnedMessage(NamedTuple):
-    """A message whose steps were decoded and pinned."""
-
-    worker: int
-    decoded: "list[_Entry]"
-
-    def entries(self) -> "Iterator[_Entry]":
-        """The steps."""
-        return iter(self.decoded)
-
-
-class _Entry(NamedTuple):
-    """A step that arrived.
-
-    Attributes:
-        worker: who sent it.
-        sent: what the blob had.
-        objects: of the message.
-        step: decoded already.
-    """
-
-    worker: int
-    sent: Any
-    objects: list[Any]
-    step: Any = None
-
-    @property
-    def size(self) -> int:
-        return self.sent[1] if isinstance(self.sent, tuple) else 0
-
-    def decoded(self) -> Any:
-        """A Step, or an error."""
-        if self.step is not None or not isinstance(self.sent, tuple):
-            return self.step or self.sent
-        batch, _, *rest = self.sent
-        return Step(self.worker, decode_batch(batch, self.objects), *rest)
+        return Message(self.worker, [(_pinned(_received(entry)), size) for entry, size in self.entries])
 
 
 class Counts:
-    """Steps and bytes of each worker that were handed out, seen by all processes.
+    """Steps and bytes of each worker that were yielded in the main process, seen by all processes.
 
     Args:
-        num_workers: processes.
+        num_workers: number of worker processes.
+
+    Attributes:
+        yielded: int64 (2, workers), steps and bytes, in shared memory.
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._handed = torch.zeros((2, num_workers), dtype=torch.int64)
-        torch.Tensor.share_memory_(self._handed)  # type: ignore[no-untyped-call]
+        self.yielded = torch.zeros((2, num_workers), dtype=torch.int64)
+        torch.Tensor.share_memory_(self.yielded)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Before an epoch, or the rest of one."""
-        self._handed.zero_()
-
-    def handed_out(self) -> npt.NDArray[np.int64]:
-        """int64 (2, workers), steps and bytes, in shared memory."""
-        return np.asarray(self._handed.numpy())
+        """Start an epoch, or the rest of an epoch."""
+        self.yielded.zero_()
 
 
-class Outbox:
-    """The messages of one worker.
+def messages(
+    steps: Iterator[Any], worker: int, counts: Counts, in_flight: int, *, one_by_one: bool
+) -> Iterator[Message]:
+    """The messages of one worker: its steps and errors, in order.
 
     Args:
-        worker: its number.
-        counts: what was handed out.
-        in_flight: messages that torch asks for in advance.
+        steps: the Steps, and errors as values (`guarded`).
+        worker: number of the worker.
+        counts: what the main process yielded.
+        in_flight: messages that torch requests in advance.
         one_by_one: each step is a message.
     """
+    yielded, made = counts.yielded[:, worker].numpy(), np.zeros(2, dtype=np.int64)
+    most, ended = 1 if one_by_one else _STEPS, False
+    while not ended:
+        while not one_by_one and _is_far_ahead(made - yielded, in_flight):
+            yield Message(worker, [])
+        start, entries, size, ended = time.monotonic(), list[Any](), 0, True
+        for step in steps:
+            entries.append(_entry(step))
+            size += entries[-1][1]
+            if len(entries) >= most or size >= _BYTES or time.monotonic() - start >= _SECONDS:
+                ended = False
+                break
+        made += len(entries), size
+        if entries:
+            yield Message(worker, entries)
 
-    def __init__(self, worker: int, counts: Counts, in_flight: int, *, one_by_one: bool) -> None:
-        self._worker, self._handed, self._in_flight = worker, counts.handed_out()[:, worker], in_flight
-        self._steps = 1 if one_by_one else _STEPS
-        self._made = np.zeros(2, dtype=np.int64)
 
-    def messages(self, steps: Iterator[Any]) -> Iterator[Message]:
-        """Send the steps and errors, in order."""
-        ended = False
-        while not ended:
-            while self._steps > 1 and self._is_far_ahead():
-                yield Message(self._worker, _EMPTY, [])
-            begin, size, sent, objects = time.monotonic(), 0, [], list[Any]()
-            ended = True
-            for step in steps:
-                sent.append(encode_step(step, objects))
-                size += sent[-1][1] if isinstance(sent[-1], tuple) else 0
-                if len(sent) >= self._steps or size >= _BYTES or time.monotonic() - begin >= _SECONDS:
-                    ended = False
-                    break
-            self._made += len(sent), size
-            if sent:
-                yield Message(self._worker, pickle.dumps(sent, pickle.HIGHEST_PROTOCOL), objects)
+def _is_far_ahead(waiting: npt.NDArray[np.int64], in_flight: int) -> bool:
+    steps, size = waiting.tolist()
+    return bool(steps > in_flight + 1 and size > 2 * (in_flight + 2) * _BYTES)
 
-    def _is_far_ahead(self) -> bool:
-        steps, size = (self._made - self._handed).tolist()
-        return bool(steps > self._in_flight + 1 and size > 2 * (self._in_flight + 2) * _BYTES)
+
+def _entry(step: Any) -> tuple[Any, int]:
+    """(entry, bytes that it counts for): a small step is pickled here; others are pickled by torch's queue.
+
+    An entry of bytes is unpickled when its turn comes, perhaps after its worker ended. Shared memory must be received
+    before that, so steps that torch shares are unpickled on arrival.
+    """
+    if not isinstance(step, Exception | ExceptionWrapper) and _is_small(step.batch):
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = copyreg.dispatch_table | _REDUCERS
+        pickler.dump(step)
+        return buffer.getvalue(), buffer.tell()
+    return step, 2 * _BYTES
+
+
+def _is_small(batch: Any) -> bool:
+    if type(batch) not in _REDUCERS:
+        return batch is None
+    values = [getattr(batch, name) for name in type(batch).__dataclass_fields__]
+    tensors = [one for value in values for one in (value.values() if type(value) is dict else [value])]
+    return sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor)) <= _LARGE
+
+
+def _received(entry: Any) -> Any:
+    return pickle.loads(entry) if isinstance(entry, bytes) else entry
+
+
+def _pinned(step: Any) -> Any:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    if isinstance(step, Exception | ExceptionWrapper):
+        return step
+    return step._replace(batch=pin_memory(step.batch))  # type: ignore[no-untyped-call]
 
 
 def guarded(steps: Iterator[Any], worker: int) -> Iterator[Any]:
-    """The steps, and an error in its place behind them: the main process raises it in turn."""
+    """The steps; an error is the last value, so that the main process raises it when its turn comes."""
     try:
         yield from steps
     except EnergonPackedError as error:  # torch would turn it into a traceback
@@ -174,44 +205,32 @@ def guarded(steps: Iterator[Any], worker: int) -> Iterator[Any]:
         yield ExceptionWrapper(where=f"in DataLoader worker process {worker}")  # type: ignore[no-untyped-call]
 
 
-def in_turn(messages: Iterator[Any], first: int, counts: Counts) -> Iterator[Any]:
-    """One step of each worker in turn, from worker `first` on, until all ended.
+def in_turn(received: Iterator[Message], first: int, counts: Counts) -> Iterator[Any]:
+    """The steps, round-robin over workers from worker `first` on, until all ended.
 
     Raises:
         EnergonPackedError: a worker raised it.
-        Exception: what else a worker raised, with its traceback in the message, as torch does.
+        Exception: any other exception of a worker, with its traceback in the message, as torch does.
     """
-    handed = counts.handed_out()
-    workers = handed.shape[1]
-    waiting: dict[int, deque[_Entry]] = {(first + place) % workers: deque() for place in range(workers)}
+    yielded = counts.yielded.numpy()
+    workers = yielded.shape[1]
+    waiting: dict[int, deque[tuple[Any, int]]] = {(first + place) % workers: deque() for place in range(workers)}
     while waiting:
-        for worker, mine in list(waiting.items()):
-            while not mine:
-                message = next(messages, None)
+        for worker, entries in list(waiting.items()):
+            while not entries:
+                message = next(received, None)
                 if message is None:
                     return
-                waiting[message.worker].extend(message.entries())
-            entry = mine.popleft()
-            step = entry.decoded()
+                waiting[message.worker].extend(message.entries)
+            entry, size = entries.popleft()
+            step = _received(entry)
             if isinstance(step, ExceptionWrapper):
                 step.reraise()  # type: ignore[no-untyped-call]
             if isinstance(step, Exception):
                 raise step
-            handed[:, worker] += 1, entry.size
+            yielded[:, worker] += 1, size
             if step.ended:
                 del waiting[worker]
             yield step
-    for _ in messages:  # torch's iterator ends, and its workers with it
+    for _ in received:  # torch's iterator ends, and its workers with it
         pass
-
-
-def encode_step(step: Any, objects: list[Any]) -> Any:
-    """What the blob has of a step: (batch, bytes, other fields of it); an error as it is."""
-    if not isinstance(step, Step):
-        return step
-    batch, size = encode_batch(step.batch, objects, alone=_BYTES)
-    size += 0 if step.state is None else len(step.state[1])
-    return batch, size, *step[2:]
-
-
-_EMPTY = pickle.dumps([])
