@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from energon_packed import (
+    BatchError,
     ConfigError,
     DataflowConfig,
     DataflowLoader,
@@ -21,9 +22,8 @@ from energon_packed import (
     get_raw_loader,
     plan_in_memory,
 )
-from energon_packed.demo import DemoDataset
-from energon_packed.errors import BatchError
 from tests.dataflow.flows import check_every_step, signature
+from tests.internals import DemoDataset
 from tests.processes import energon_packed
 from tests.sources.test_sources import RECORDS, write
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from energon_packed import ChatEncoder, get_packed_loader
-from energon_packed.dataflow.state import _load
-from energon_packed.errors import BatchError
+from energon_packed import BatchError, ChatEncoder, get_packed_loader
 from tests.conftest import Packer
+from tests.internals import _load
 from tests.processes import run_python
 
 CASES = [

@@ -17,18 +17,19 @@ from PIL import Image
 from transformers.utils import is_torchvision_available
 
 from energon_packed import (
+    BatchError,
     ChatEncoder,
+    ConfigError,
+    EncodedSample,
     MediaReference,
+    PackedBatch,
     PackedDataset,
     PaddingFreeCollator,
+    VisionFamily,
     get_packed_loader,
     normalize,
 )
-from energon_packed.dataflow.batch import PackedBatch
-from energon_packed.encoding import EncodedSample, VisionFamily, fused_pixels, load_vision
-from energon_packed.encoding.image_patches import ImagePatches
-from energon_packed.encoding.images import load_image
-from energon_packed.errors import BatchError, ConfigError
+from tests.internals import ImagePatches, fused_pixels, load_image, load_vision
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2-VL": {"image_processor": "Qwen2VLProcessor", "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 9},

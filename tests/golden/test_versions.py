@@ -25,13 +25,7 @@ from energon_packed import (
     pack,
     steps_per_epoch,
 )
-from energon_packed.cli.main import cli
-from energon_packed.dataflow.energon.redist import redistribute
-from energon_packed.integrations.gathered import gathered, of_this_rank
-from energon_packed.integrations.rows import Rows
-from energon_packed.metadataset import make_blend
-from energon_packed.pipeline import keys
-from energon_packed.version import FORMAT_VERSION
+from tests.internals import FORMAT_VERSION, Rows, cli, gathered, keys, make_blend, of_this_rank, redistribute
 
 HERE = Path(__file__).parent
 ITEMS = [{"id": f"s{n}", "input_ids": [n] * 3} for n in range(6)]

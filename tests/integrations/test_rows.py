@@ -10,6 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from energon_packed import (
+    BatchError,
     ConfigError,
     DataflowConfig,
     DataflowLoader,
@@ -20,8 +21,7 @@ from energon_packed import (
     PaddingFreeCollator,
     get_packed_loader,
 )
-from energon_packed.errors import BatchError
-from energon_packed.integrations.rows import Rows
+from tests.internals import Rows
 
 LOADERS: dict[str, Any] = {
     "energon": lambda packs, blend: get_packed_loader(packs, epochs=1, num_workers=0),
