@@ -27,14 +27,7 @@ from energon_packed import (
     register_source,
     steps_per_epoch,
 )
-from tests.internals import (
-    CODECS,
-    SHAPES,
-    SOURCES,
-    cli,
-    make_blend,
-    write_metadataset,
-)
+from tests.internals import CODECS, SHAPES, SOURCES, cli, make_blend, write_metadataset
 
 
 class Quiz(Shape):
