@@ -10,8 +10,8 @@ import torch
 from hypothesis import settings
 
 from energon_packed import ChatEncoder, PackOptions, PackResult, pack
-from energon_packed.demo import DemoDataset, write_dataset, write_tokenizer
 from tests.frozen import freeze
+from tests.internals import DemoDataset, write_dataset, write_tokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # tests run side by side

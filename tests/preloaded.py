@@ -7,8 +7,8 @@ import warnings
 
 import torch
 
-from energon_packed.packing.planner import load_kernels
 from tests.frozen import freeze
+from tests.internals import PRELOADED, load_kernels
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the command line sets it before it imports Transformers
 
@@ -19,18 +19,7 @@ _MODULES = (
     "transformers.models.qwen2_vl.image_processing_qwen2_vl",
     "megatron.energon",
     "megatron.energon.cli.main",
-    "energon_packed.cli.main",
-    "energon_packed.cli.pack",
-    "energon_packed.cli.lengths",
-    "energon_packed.cli.verify",
-    "energon_packed.cli.metadataset",
-    "energon_packed.cli.nv_meta",
-    "energon_packed.pipeline.run",
-    "energon_packed.encoding",
-    "energon_packed.encoding.patch_kernel",
-    "energon_packed.dataflow",
-    "energon_packed.dataflow.energon.loader",
-    "energon_packed.integrations.megatron",
+    *PRELOADED,
     "megatron.core.parallel_state",
 )
 

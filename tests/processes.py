@@ -63,7 +63,7 @@ def energon_packed(*arguments: object, **options: Any) -> subprocess.CompletedPr
 
 def start_energon_packed(*arguments: object, **options: Any) -> Python:
     """Our command line, which runs on."""
-    code = "import sys; from energon_packed.cli.main import main; sys.argv[0] = 'energon-packed'; main()"
+    code = "import sys; from tests.internals import main; sys.argv[0] = 'energon-packed'; main()"
     return Python(code, *arguments, **options)
 
 

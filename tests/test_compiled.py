@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from energon_packed.compiled import compiled
+from tests.internals import compiled
 
 
 def test_a_function_that_cannot_be_cached_is_compiled_all_the_same() -> None:

@@ -27,13 +27,7 @@ from energon_packed import (
     register_source,
     steps_per_epoch,
 )
-from energon_packed.blends import make_blend, write_metadataset
-from energon_packed.cli.inspect import command as inspect_command
-from energon_packed.cli.report import command as report_command
-from energon_packed.cli.verify import command as verify_command
-from energon_packed.formats import CODECS
-from energon_packed.records.shapes import SHAPES
-from energon_packed.sources.registry import SOURCES
+from tests.internals import CODECS, SHAPES, SOURCES, cli, make_blend, write_metadataset
 
 
 class Quiz(Shape):
@@ -131,13 +125,13 @@ def test_one_class_each_is_enough(registered: None, tokenizer_dir: Path, encoder
     assert dataset.lengths.sum() == result.manifest.tokens
 
     run = CliRunner().invoke
-    shown = run(inspect_command, [str(out)])
+    shown = run(cli, ["inspect", str(out)])
     assert "QuizSample" in shown.output
     assert "I think, a." in shown.output
-    assert "<|im_start|>" in run(inspect_command, [str(out), "--tokens"]).output
-    checked = run(verify_command, [str(out)])
+    assert "<|im_start|>" in run(cli, ["inspect", str(out), "--tokens"]).output
+    checked = run(cli, ["verify", str(out)])
     assert "all checks passed" in checked.output, checked.output
-    assert run(report_command, [str(out), "-o", str(tmp_path / "r.html")]).exit_code == 0
+    assert run(cli, ["report", str(out), "-o", str(tmp_path / "r.html")]).exit_code == 0
     assert "I think, a." in (tmp_path / "r.html").read_text()
 
     write_metadataset(make_blend([(out, 1), (tmp_path / "b", 3)]), tmp_path / "mix.yaml")

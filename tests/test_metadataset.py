@@ -12,10 +12,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
-from energon_packed.blends import make_blend, render, write_metadataset
-from energon_packed.cli.metadataset import command
-from energon_packed.errors import ConfigError, EnergonPackedError
+from energon_packed import ChatEncoder, ConfigError, EnergonPackedError, PackOptions, get_packed_loader, pack
+from tests.internals import cli, make_blend, render, write_metadataset
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +179,7 @@ def test_refusals_name_what_is_wrong(
     out = "mix.yaml"
     if inputs[0] == "--out":
         out, inputs = inputs[1], inputs[2:]
-    result = CliRunner().invoke(command, [out, *inputs])
+    result = CliRunner().invoke(cli, ["metadataset", out, *inputs])
     assert isinstance(result.exception, EnergonPackedError), result.output
     assert re.search(message, str(result.exception)), str(result.exception)
     assert Path("mix.yaml").read_bytes() == before
@@ -189,7 +187,7 @@ def test_refusals_name_what_is_wrong(
 
 def test_the_command_prints_shares(outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(command, ["mix.yaml", f"{outputs / 'a'}=3", f"{outputs / 'b'}=1"])
+    result = CliRunner().invoke(cli, ["metadataset", "mix.yaml", f"{outputs / 'a'}=3", f"{outputs / 'b'}=1"])
     assert result.exit_code == 0, result.output
     assert "75.00%" in result.output
     assert make_blend([(Path("mix.yaml"), None)]).train[0].samples == 500

@@ -11,11 +11,16 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from energon_packed import EnergonDistributor, EnergonPackedError, PackedDataset, get_packed_loader, steps_per_epoch
-from energon_packed.cli.main import cli
-from energon_packed.dataflow.replay import replay
-from energon_packed.errors import FormatError
+from energon_packed import (
+    EnergonDistributor,
+    EnergonPackedError,
+    FormatError,
+    PackedDataset,
+    get_packed_loader,
+    steps_per_epoch,
+)
 from tests.canary import changed, packed_texts
+from tests.internals import cli, replay
 
 HEAD = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
 V1 = {"__module__": "megatron.energon", "__class__": "Metadataset"}
@@ -308,7 +313,7 @@ def _of_energon(file: Path, split: str) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_reader_agrees_with_energon(data: Path, seed: int) -> None:
-    from energon_packed.metadatasets import read_metadataset
+    from tests.internals import read_metadataset
 
     rng = random.Random(seed)
     accepted = 0
@@ -346,7 +351,7 @@ def test_split_files_are_read_as_by_energon(data: Path, tmp_path: Path) -> None:
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
 
-    from energon_packed.metadatasets import read_split
+    from tests.internals import read_split
 
     folder = tmp_path / "a"
     shutil.copytree(data / "a", folder)

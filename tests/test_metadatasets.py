@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from megatron.energon import TaskEncoder, WorkerConfig, get_loader, get_train_dataset
 
-from energon_packed import ChatEncoder, PackedDataset, get_packed_loader
-from energon_packed.errors import ConfigError
+from energon_packed import ChatEncoder, ConfigError, PackedDataset, get_packed_loader
 from tests.conftest import Packer
 
 RECIPES = Path(__file__).parents[1] / "metadatasets"

@@ -18,10 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from energon_packed import ChatEncoder, Conversation, FormatError, PackedDataset, SourceError, get_packed_loader, pack
-from energon_packed.cli.main import cli
-from energon_packed.shards.reader import ShardReader
-from energon_packed.sources import open_sources
-from energon_packed.tarfiles import TarError, open_tar, read_content
+from tests.internals import ShardReader, TarError, cli, open_sources, open_tar, read_content
 
 Entries = list[tuple[str, bytes]]
 BLOCK = 512

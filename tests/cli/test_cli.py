@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from energon_packed import PackingManifest
-from energon_packed.cli.main import cli
-from energon_packed.demo import DemoDataset
-from energon_packed.errors import ConfigError
+from energon_packed import ConfigError, PackingManifest
 from tests.canary import packed_texts
+from tests.internals import DemoDataset, cli
 from tests.processes import energon_packed
 
 TOOL = Path(sys.executable).with_name("energon-packed")
@@ -148,9 +146,8 @@ def test_the_demo_does_not_touch_other_data(tmp_path: Path) -> None:
 
 def test_help_is_instant_and_imports_nothing_heavy() -> None:
     code = (
-        "import sys; sys.argv = ['energon-packed', '--help']\n"
-        "from energon_packed.cli.main import main\n"
-        "try: main()\nexcept SystemExit: pass\n"
+        "import runpy, sys; sys.argv = ['energon-packed', '--help']\n"
+        "try: runpy.run_module('energon_packed', run_name='__main__')\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'megatron', 'numba', 'pyarrow', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from energon_packed.cli.main import cli
-from energon_packed.errors import EnergonPackedError
+from energon_packed import EnergonPackedError
 from tests.canary import Canary, changed, copied, dataset_yaml, packed_texts
+from tests.internals import cli
 
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{b}: &{b} [{','.join(['*' + a] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from energon_packed.cli.progress import TerminalProgress, duration
-from energon_packed.demo import DemoDataset
 from tests.cli.test_cli import run, run_installed
+from tests.internals import DemoDataset, TerminalProgress, duration
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,9 @@ import yaml
 from click.testing import CliRunner, Result
 from PIL import Image
 
-from energon_packed import ChatEncoder, PackedDataset, PackOptions, pack
-from energon_packed.blends import make_blend
-from energon_packed.cli.main import cli
-from energon_packed.cli.options import as_options
-from energon_packed.errors import ConfigError
-from energon_packed.pipeline.lock import FolderLock
-from energon_packed.shards import PackingManifest
+from energon_packed import ChatEncoder, ConfigError, PackedDataset, PackingManifest, PackOptions, pack
 from tests.encoding.test_vision_settings import write_model_folder
+from tests.internals import FolderLock, as_options, cli, make_blend
 
 LENGTHS = (
     "lengths --jsonl part_00.jsonl --tokenizer DIR --image-processor Qwen2_5_VLProcessor --factor 48 "

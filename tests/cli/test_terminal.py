@@ -9,9 +9,7 @@ import pytest
 from click.testing import CliRunner
 from rich.table import Table
 
-from energon_packed.cli.main import cli, main
-from energon_packed.cli.terminal import SafeConsole, echo, echo_json
-from energon_packed.foreign import visible
+from tests.internals import SafeConsole, cli, echo, echo_json, main, visible
 
 ATTACK = "\x1b[31mred\x1b]0;title\x07\x1b[2J\x9b31m\u202etxt.exe\u2066\u200b\x7f\r\b"
 SEEN = r"\x1b[31mred\x1b]0;title\x07\x1b[2J\x9b31m\u202etxt.exe\u2066\u200b\x7f\r\x08"

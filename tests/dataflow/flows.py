@@ -24,7 +24,7 @@ from energon_packed import (
     SimpleBatcher,
     pack,
 )
-from energon_packed.encoding import StoredTokens
+from tests.internals import StoredTokens
 
 ITEMS = 13
 LENGTHS = [3 + (7 * n) % 11 for n in range(ITEMS)]

@@ -28,9 +28,9 @@ from energon_packed import (
     get_packed_loader,
     pack,
 )
-from energon_packed.encoding import StoredTokens
 from tests.conftest import Packer
 from tests.dataflow.flows import saved, signature
+from tests.internals import StoredTokens
 
 RANKS = 8
 ATTENTION = CostModel(token=0, square=1, patch=0)

@@ -22,9 +22,8 @@ from energon_packed import (
     pack,
     steps_per_epoch,
 )
-from energon_packed.cli.verify import command
-from energon_packed.encoding import StoredTokens
 from tests.dataflow.flows import check_every_step
+from tests.internals import StoredTokens, cli
 
 PACKS = {"a": 40, "b": 12, "c": 8}
 
@@ -141,12 +140,12 @@ def test_verify_checks_every_dataset_of_a_blend(outputs: dict[str, Path], tmp_pa
     blend = ", ".join(f"{{path: {path}, weight: 1}}" for path in (outputs["b"], broken))
     recipe = metadataset(tmp_path / "w.yaml", f"{{blend: [{blend}]}}")
     runner = CliRunner()
-    done = runner.invoke(command, [str(recipe), "--fast", "--workers", "1"])
+    done = runner.invoke(cli, ["verify", str(recipe), "--fast", "--workers", "1"])
     assert done.exit_code == 0, done.output
     assert done.output.count("all checks passed") == 2
     tar = next(broken.glob("*.tar"))
     tar.write_bytes(tar.read_bytes()[:-2000])
-    done = runner.invoke(command, [str(recipe), "--fast", "--workers", "1"])
+    done = runner.invoke(cli, ["verify", str(recipe), "--fast", "--workers", "1"])
     assert done.exit_code == 1
     assert f"do not train on {broken}" in done.output
     assert f"all checks passed: {outputs['b']}" in done.output

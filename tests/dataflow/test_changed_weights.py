@@ -17,10 +17,9 @@ from energon_packed import (
     PackOptions,
     pack,
 )
-from energon_packed.dataflow.state import ratio
-from energon_packed.encoding import StoredTokens
 from tests.dataflow.flows import PACKERS, feature
 from tests.dataflow.test_elastic import Ranks
+from tests.internals import StoredTokens, ratio
 
 PACKS = {"a": 60, "b": 20}
 

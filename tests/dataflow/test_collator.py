@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from energon_packed import EncodedSample, PackedBatch, PaddingFreeCollator
-from energon_packed.errors import BatchError, ConfigError
+from energon_packed import BatchError, ConfigError, EncodedSample, PackedBatch, PaddingFreeCollator
 
 
 def sample(ids: list[int], first_target: int = 0, *, mrope: bool = False) -> EncodedSample:

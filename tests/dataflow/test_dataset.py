@@ -12,15 +12,16 @@ import torch
 
 from energon_packed import (
     ChatEncoder,
+    ConfigError,
+    FormatError,
     PackedDataset,
     PackOptions,
     PaddingFreeCollator,
     get_packed_loader,
     pack,
 )
-from energon_packed.errors import ConfigError, FormatError
-from energon_packed.shards import streams
 from tests.conftest import FLAVORS
+from tests.internals import streams
 
 
 def same(left: Any, right: Any) -> bool:

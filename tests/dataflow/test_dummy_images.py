@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from energon_packed import ChatEncoder, ConfigError, EncodedSample, PackedBatch, PaddingFreeCollator
-from energon_packed.errors import BatchError
-from energon_packed.integrations.megatron import megatron_batch
+from energon_packed import BatchError, ChatEncoder, ConfigError, EncodedSample, PackedBatch, PaddingFreeCollator
 from tests.dataflow.dummy_script import MODELS, encoder_of, samples, trained
+from tests.internals import megatron_batch
 
 STEPS = 20
 

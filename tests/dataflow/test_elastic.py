@@ -23,9 +23,8 @@ from energon_packed import (
     gather_state,
     get_packed_loader,
 )
-from energon_packed.dataflow.energon.redist import redistribute
-from energon_packed.dataflow.order_log import check_order
 from tests.dataflow.flows import DISTRIBUTORS, FEATURES, ITEMS, PACKERS, energon_folder, feature
+from tests.internals import check_order, redistribute
 from tests.processes import run_ranks
 
 

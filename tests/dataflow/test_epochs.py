@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from energon_packed import (
+    BatchError,
     ChatEncoder,
+    ConfigError,
     DataflowConfig,
     DataflowLoader,
     JointLoader,
@@ -20,10 +22,9 @@ from energon_packed import (
     SimpleBatcher,
     get_packed_loader,
 )
-from energon_packed.blends import make_blend, write_metadataset
-from energon_packed.errors import BatchError, ConfigError
 from tests.conftest import Packer
 from tests.dataflow.flows import FEATURES, signature
+from tests.internals import make_blend, write_metadataset
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from energon_packed import ChatEncoder, PackedBatch, PaddingFreeCollator, get_packed_loader, normalize
-from energon_packed.demo import DemoDataset
 from tests.conftest import Packer
 from tests.dataflow.models import tiny_model
+from tests.internals import DemoDataset
 
 MODELS = [(name, attention) for name in ("qwen2", "llama", "qwen2_5_vl") for attention in ("sdpa", "eager")]
 

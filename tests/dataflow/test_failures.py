@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from energon_packed import ChatEncoder, PackedDataset, PoolPacker, get_packed_loader
-from energon_packed.errors import BatchError, FormatError, RecordError
+from energon_packed import (
+    BatchError,
+    ChatEncoder,
+    FormatError,
+    PackedDataset,
+    PoolPacker,
+    RecordError,
+    get_packed_loader,
+)
 from tests.conftest import FLAVORS, Packer
 
 

@@ -105,7 +105,7 @@ def test_loss_by_source_is_the_loss_of_each_alone() -> None:
 
 
 def _of(name: str) -> Any:
-    from energon_packed.encoding import SampleSource
+    from energon_packed import SampleSource
 
     return SampleSource(name, {})
 

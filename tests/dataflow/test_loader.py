@@ -10,8 +10,15 @@ import pytest
 import yaml
 from PIL import Image
 
-from energon_packed import ChatEncoder, PaddingFreeCollator, get_packed_loader, normalize, steps_per_epoch
-from energon_packed.errors import ConfigError, FormatError
+from energon_packed import (
+    ChatEncoder,
+    ConfigError,
+    FormatError,
+    PaddingFreeCollator,
+    get_packed_loader,
+    normalize,
+    steps_per_epoch,
+)
 from tests.conftest import FLAVORS, Packer
 from tests.processes import run_ranks
 
@@ -210,7 +217,7 @@ def test_ranks_of_a_process_group_do_not_hang(pack_demo: Packer, tokenizer_dir: 
 def test_a_dataset_is_built_once_an_epoch_and_only_when_needed(
     pack_demo: Packer, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from energon_packed.dataflow.energon.source import EnergonSource
+    from tests.internals import EnergonSource
 
     built: list[int] = []
     dataset = EnergonSource.dataset

@@ -20,10 +20,10 @@ from energon_packed import (
     JointLoader,
     MapDistributor,
     PackedDataset,
+    RowSizes,
     gather_state,
     plan_in_memory,
 )
-from energon_packed.packing.balance import RowSizes
 from tests.dataflow.flows import energon_folder, feature
 
 ITEMS = 23

@@ -23,10 +23,8 @@ from energon_packed import (
     SequentialPacker,
     get_raw_loader,
 )
-from energon_packed.cli.order import command
-from energon_packed.dataflow.order_log import check_order
-from energon_packed.demo import DemoDataset
 from tests.dataflow.flows import FEATURES, energon_folder, feature, signature
+from tests.internals import DemoDataset, check_order, cli
 from tests.printed import printed_json
 
 DATA = [feature(number % 13, number) for number in range(150)]
@@ -59,7 +57,7 @@ def test_the_log_of_eight_ranks_stopped_three_times_proves_that_nothing_is_lost(
     assert found.dropped == 1
     assert found.repeated == 24
     assert found.complete == [0]
-    done = CliRunner().invoke(command, ["check", str(tmp_path)])
+    done = CliRunner().invoke(cli, ["order", "check", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "no sample lost, none twice, equal after every resume" in done.output
 
@@ -76,7 +74,7 @@ def test_a_log_with_a_loss_a_repeat_or_a_difference_fails(tmp_path: Path, change
     ranks_of_a_run(tmp_path, [])
     file = tmp_path / "order-00003.jsonl"
     file.write_text("\n".join(change(file.read_text().splitlines())) + "\n")
-    done = CliRunner().invoke(command, ["check", str(tmp_path)])
+    done = CliRunner().invoke(cli, ["order", "check", str(tmp_path)])
     assert done.exit_code == 1
     assert problem in done.output
 
@@ -95,11 +93,11 @@ def test_replay_tells_what_a_step_holds(tmp_path: Path, num_workers: int) -> Non
         )
         for step, batch in enumerate(loader, 1):
             options = ["--step", step, "--world-size", 2, "--batch-size", 2, "--num-workers", num_workers, "--seed", 4]
-            replayed = printed_json(command, ["replay", str(folder), "--json", *map(str, options)])
+            replayed = printed_json(cli, ["order", "replay", str(folder), "--json", *map(str, options)])
             assert replayed["ranks"][rank]["ids"] == batch.ids
     with pytest.raises(ConfigError, match="`step` must be at most [34], the steps of the epoch, got 9"):
         CliRunner().invoke(
-            command, ["replay", str(folder), "--step", "9", "--batch-size", "4"], catch_exceptions=False
+            cli, ["order", "replay", str(folder), "--step", "9", "--batch-size", "4"], catch_exceptions=False
         )
 
 
@@ -121,13 +119,13 @@ def test_replay_of_a_config_tells_what_a_step_holds(
     assert min(map(len, ids)) > 8
     for step in {1, 7, min(map(len, ids)), max(map(len, ids))}:
         arguments = ["replay", str(file), "--json", "--world-size", "2", "--num-workers", str(num_workers)]
-        ranks = printed_json(command, [*arguments, "--step", str(step)])["ranks"]
+        ranks = printed_json(cli, ["order", *arguments, "--step", str(step)])["ranks"]
         assert [one["ids"] for one in ranks] == [(of_rank[step - 1 :] or [[]])[0] for of_rank in ids]
     with pytest.raises(ConfigError, match=f"`step` must be at most {max(map(len, ids))}, the st"):
-        CliRunner().invoke(command, [*arguments, "--step", "999"], catch_exceptions=False)
+        CliRunner().invoke(cli, ["order", *arguments, "--step", "999"], catch_exceptions=False)
     if streaming:
         with pytest.raises(ConfigError, match="`batch_size` must be 1 with `streaming: true`, got 2"):
-            CliRunner().invoke(command, [*arguments, "--step", "1", "--batch-size", "2"], catch_exceptions=False)
+            CliRunner().invoke(cli, ["order", *arguments, "--step", "1", "--batch-size", "2"], catch_exceptions=False)
 
 
 def new_joint(**options: Any) -> JointLoader:

@@ -9,12 +9,18 @@ import pytest
 import torch
 from transformers.utils import is_torchvision_available as has_torchvision
 
-from energon_packed import ChatEncoder, ConfigError, EncodedSample, PackedBatch, PaddingFreeCollator, check_isolation
-from energon_packed.encoding.processor_vision import TESTED
-from energon_packed.errors import BatchError
-from energon_packed.integrations.megatron import megatron_batch
+from energon_packed import (
+    BatchError,
+    ChatEncoder,
+    ConfigError,
+    EncodedSample,
+    PackedBatch,
+    PaddingFreeCollator,
+    check_isolation,
+)
 from tests import oldest
 from tests.encoding.test_processor_vision import pictures, talk
+from tests.internals import TESTED, megatron_batch
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 from tiny_vision import MODELS, NEED_TORCHVISION, PROCESSORS, vision_model, write_processor

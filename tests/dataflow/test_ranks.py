@@ -11,16 +11,16 @@ from click.testing import CliRunner
 
 from energon_packed import (
     ChatEncoder,
+    ConfigError,
+    FormatError,
     PackedDataset,
     PackOptions,
     PaddingFreeCollator,
     get_packed_loader,
     pack,
 )
-from energon_packed.blends import make_blend, write_metadataset
-from energon_packed.cli.verify import command as verify_command
-from energon_packed.errors import ConfigError, FormatError
 from tests.conftest import Packer
+from tests.internals import cli, make_blend, write_metadataset
 from tests.processes import run_ranks
 
 
@@ -109,7 +109,7 @@ def test_excluded_packs_do_not_count_as_steps(pack_demo: Packer, encoder: ChatEn
         get_packed_loader(copy, encoder, even_ranks="repeat", **options)
     packs = sum(len(list(get_packed_loader(copy, encoder, **options | {"rank": rank}))) for rank in range(2))
     assert packs == result.manifest.packs - result.manifest.shards[0].packs
-    shown = CliRunner().invoke(verify_command, [str(copy)])
+    shown = CliRunner().invoke(cli, ["verify", str(copy)])
     assert shown.exit_code == 0, shown.output
     assert "split.yaml excludes 1 names" in shown.output
 
@@ -127,7 +127,7 @@ def test_padding_that_was_not_planned_is_told(
 
 ON_THE_FLY = """
 from energon_packed import ChatEncoder, get_packed_loader
-from energon_packed.errors import ConfigError
+from energon_packed import ConfigError
 try:
     get_packed_loader(sys.argv[4], ChatEncoder.from_pretrained(sys.argv[5]), epochs=1, packing_buffer_size=20)
 except ConfigError as error:

@@ -20,8 +20,8 @@ from energon_packed import (
     get_raw_loader,
     plan_in_memory,
 )
-from energon_packed.demo import DemoDataset
 from tests.dataflow.flows import check_every_step, signature
+from tests.internals import DemoDataset
 from tests.processes import energon_packed
 from tests.sources.test_sources import RECORDS, write
 

@@ -10,13 +10,10 @@ import torch
 from click.testing import CliRunner
 from megatron.energon.tools.checkpoint import command_redist
 
-from energon_packed import ChatEncoder, gather_state, get_packed_loader
-from energon_packed.cli.main import cli
-from energon_packed.dataflow.energon.plain import from_plain, to_plain
-from energon_packed.dataflow.energon.redist import redistribute
-from energon_packed.errors import BatchError
+from energon_packed import BatchError, ChatEncoder, gather_state, get_packed_loader
 from tests.conftest import Packer
 from tests.dataflow.test_resume import signature
+from tests.internals import cli, from_plain, redistribute, to_plain
 
 PACKED: dict[str, Any] = {"sample_class": "PackedTokensSample", "max_packs_per_shard": 2, "seq_len": 2048}
 AFTER = 5  # batches of each worker that are compared

@@ -23,7 +23,7 @@ from energon_packed import (
     pack,
     plan_in_memory,
 )
-from energon_packed.demo import DemoDataset
+from tests.internals import DemoDataset
 from tests.processes import energon_packed
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]

@@ -33,7 +33,7 @@ from energon_packed import (
     get_packed_loader,
     pack,
 )
-from energon_packed.encoding import StoredTokens
+from tests.internals import StoredTokens
 
 EPOCHS = int(os.environ.get("ENERGON_PACKED_SOAK", "9"))
 LONG = EPOCHS >= 100

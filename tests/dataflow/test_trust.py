@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 import yaml
 
-from energon_packed import PackedDataset, get_packed_loader
-from energon_packed.blends import make_blend, write_metadataset
-from energon_packed.dataflow import EnergonDistributor, Share
-from energon_packed.errors import ConfigError, EnergonPackedError, FormatError
+from energon_packed import (
+    ConfigError,
+    EnergonDistributor,
+    EnergonPackedError,
+    FormatError,
+    PackedDataset,
+    Share,
+    get_packed_loader,
+)
 from tests.canary import Canary, changed, dataset_yaml, packed_texts
+from tests.internals import make_blend, write_metadataset
 
 NAMED = {"part_filter": "sample_loader.py:part_filter", "sample_loader": "sample_loader.py:sample_loader"}
 OPTIONS: dict[str, Any] = {"epochs": 1, "num_workers": 0, "shuffle": False}
@@ -169,7 +175,7 @@ def test_a_dataset_config_in_another_place(dataset: Path, canary: Canary, tmp_pa
 
 
 def test_crude_data_and_fields_by_name_are_not_code(dataset: Path, tmp_path: Path) -> None:
-    from energon_packed.dataflow.trust import check_trusted
+    from tests.internals import check_trusted
 
     check_trusted(dataset, dataset_config="crude.yaml")
     with changed(dataset, "dataset.yaml", dataset_yaml(field_map={"text": "txt"})):

@@ -38,10 +38,7 @@ from energon_packed import (
     get_packed_loader,
     pack,
 )
-from energon_packed.cli.main import cli
-from energon_packed.dataflow.energon.answers import Answers
-from energon_packed.dataflow.worker_errors import end_workers, lost_worker, watched
-from energon_packed.encoding import StoredTokens
+from tests.internals import Answers, StoredTokens, cli, end_workers, lost_worker, watched
 
 RECORDS, NEW = 24, 5000  # tokens of records that replace others begin at NEW
 HANG = 240  # seconds: what takes longer is a hang, also on a slow machine

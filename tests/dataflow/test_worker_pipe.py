@@ -24,13 +24,12 @@ from energon_packed import (
     MapDistributor,
     PackedBatch,
     PaddingFreeCollator,
+    SampleSource,
     Share,
 )
-from energon_packed.dataflow.transport import Counts, Message, in_turn, messages
-from energon_packed.dataflow.worker_stream import Step
-from energon_packed.encoding import SampleSource
-from energon_packed.encoding.vision_inputs import VisionInputs
 from tests.dataflow.flows import FEATURES, signature
+from tests.internals import Counts, Step, VisionInputs, in_turn, messages
+from tests.internals import TransportMessage as Message
 
 EXAMPLES = int(os.environ.get("ENERGON_PACKED_FUZZ", "25"))
 

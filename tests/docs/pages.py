@@ -104,7 +104,7 @@ def needs_demo(page: Path) -> bool:
 def make_demo(folder: Path) -> None:
     """What `energon-packed demo --output-dir demo-out --records 160` leaves in `folder`; README runs that command."""
     from energon_packed import pack
-    from energon_packed.demo import write_dataset, write_tokenizer
+    from tests.internals import write_dataset, write_tokenizer
 
     with contextlib.chdir(folder):
         data = write_dataset(Path("demo-out/source"), records=160)

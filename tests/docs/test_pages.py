@@ -14,6 +14,7 @@ from filelock import FileLock
 
 from tests import oldest
 from tests.docs.pages import PAGES, ROOT, make_demo, needs_demo, normalized, run_page, steps
+from tests.internals import cli
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -75,11 +76,9 @@ def test_option_tables_are_up_to_date() -> None:
 
 @pytest.mark.parametrize(("name", "page"), [("pack", "packing.md"), ("lengths", "inspect.md")])
 def test_every_option_is_on_its_page(name: str, page: str) -> None:
-    module: Any = __import__(f"energon_packed.cli.{name}", fromlist=["command"])
+    command: Any = cli.get_command(None, name)
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    missing = [
-        flag for one in module.command.params for flag in one.opts if flag.startswith("--") and flag not in text
-    ]
+    missing = [flag for one in command.params for flag in one.opts if flag.startswith("--") and flag not in text]
     assert not missing
 
 

@@ -13,9 +13,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from energon_packed.encoding.rendering import Renderer
-from energon_packed.encoding.template import TODAY, ChatTemplate
-from energon_packed.encoding.tokenizer_parts import TokenizerParts
+from tests.internals import TODAY, ChatTemplate, Renderer, TokenizerParts
 
 BAR = "\uff5c"
 """The full-width bar in DeepSeek's tokens."""

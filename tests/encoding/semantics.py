@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image
 
 from energon_packed import ChatEncoder, RecordError, normalize
-from energon_packed.encoding.sample import IGNORE_INDEX
+from tests.internals import IGNORE_INDEX
 
 # As Qwen2.5-VL's: a system prompt of its own, contents as text or parts; tools, calls and reasoning have no place.
 QWEN_VL = (

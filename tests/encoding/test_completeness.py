@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 
 from energon_packed import ChatEncoder, Conversation, Message, RecordError, StoredSample
-from energon_packed.demo.tokenizer import CHATML_TEMPLATE
-from energon_packed.encoding.sample import IGNORE_INDEX
-from energon_packed.encoding.supervision import supervised_turns
-from energon_packed.formats import codec_for
 from tests.encoding.semantics import LLAMA
+from tests.internals import CHATML_TEMPLATE, IGNORE_INDEX, codec_for, supervised_turns
 
 WITHOUT_CALLS = CHATML_TEMPLATE.replace(
     "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}", ""

@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from energon_packed import ChatEncoder, ConfigError, Conversation, pack
-from energon_packed.encoding import engines
-from energon_packed.encoding import tokenizer as tokenizer_module
-from energon_packed.encoding.engine_corpus import proof_texts
-from energon_packed.encoding.engines import FastokensEngine
-from energon_packed.encoding.tokenizer import TextTokenizer
-from energon_packed.errors import EngineMismatch
-from energon_packed.records import Message
+from energon_packed import ChatEncoder, ConfigError, Conversation, Message, pack
+from tests.internals import EngineMismatch, FastokensEngine, TextTokenizer, engines, proof_texts
+from tests.internals import tokenizer as tokenizer_module
 
 # The pre-tokenizers of Qwen2, Llama 3 and GPT-2, from their tokenizer.json.
 QWEN = (

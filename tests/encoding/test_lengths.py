@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from energon_packed import ChatEncoder, MediaReference, normalize
-from energon_packed.encoding.images import load_image, read_header
-from energon_packed.errors import RecordError
+from energon_packed import ChatEncoder, MediaReference, RecordError, normalize
+from tests.internals import load_image, read_header
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 SETTINGS = [

@@ -20,12 +20,10 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image as reference_load
 
-from energon_packed import ChatEncoder, MediaReference, normalize
-from energon_packed.encoding import images as images_module
-from energon_packed.encoding.images import MAX_PIXELS, load_image, read_header
-from energon_packed.errors import RecordError
-from energon_packed.records import media
+from energon_packed import ChatEncoder, MediaReference, RecordError, normalize
 from tests import oldest
+from tests.internals import MAX_PIXELS, load_image, media, read_header
+from tests.internals import images as images_module
 
 ORIENTATION = 0x0112
 
@@ -306,9 +304,8 @@ def test_a_file_that_grows_is_read_up_to_its_size(tmp_path: Path, monkeypatch: p
 
 LIMITED = """
 import resource, sys
-from energon_packed import MediaReference
-from energon_packed.encoding.images import load_image, read_header
-from energon_packed.errors import RecordError
+from energon_packed import MediaReference, RecordError
+from tests.internals import load_image, read_header
 used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sys.argv[1:]:
     for function in (read_header, load_image):

@@ -13,8 +13,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from energon_packed import ChatEncoder, EncodedSample, Reject, normalize
-from energon_packed.demo import DemoDataset
-from energon_packed.encoding.mrope import mrope_positions
+from tests.internals import DemoDataset, mrope_positions
 
 IMAGE = 9
 

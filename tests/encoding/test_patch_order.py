@@ -9,11 +9,8 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from energon_packed import ChatEncoder
-from energon_packed.encoding import EncoderSettings, load_vision
-from energon_packed.encoding.mrope import mrope_positions
-from energon_packed.errors import ConfigError, RecordError
-from energon_packed.records import Conversation, normalize
+from energon_packed import ChatEncoder, ConfigError, Conversation, RecordError, normalize
+from tests.internals import EncoderSettings, load_vision, mrope_positions
 
 LAYOUTS = {2: {"factor": 28}, 3: {"factor": 48}}
 

@@ -10,17 +10,19 @@ import torch
 from PIL import Image
 
 from energon_packed import (
+    BatchError,
     ChatEncoder,
+    ConfigError,
+    EncodedSample,
     MediaReference,
+    PackedBatch,
     PackedDataset,
     PaddingFreeCollator,
+    VisionFamily,
     get_packed_loader,
     normalize,
 )
-from energon_packed.dataflow.batch import PackedBatch
-from energon_packed.encoding import EncodedSample, EncoderSettings, VisionFamily, load_vision
-from energon_packed.encoding.images import load_image
-from energon_packed.errors import BatchError, ConfigError
+from tests.internals import EncoderSettings, load_image, load_vision
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2-VL": {"image_processor": "Qwen2VLProcessor", "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 9},

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from energon_packed import ChatEncoder, ConfigError, Conversation, pack
-from energon_packed.inspection.folder import PackedFolder
-from energon_packed.records import Message
+from energon_packed import ChatEncoder, ConfigError, Conversation, Message, pack
+from tests.internals import PackedFolder
 
 CHAT = Conversation(messages=(Message("user", "Hi"), Message("assistant", "Hello.")))
 REVISION = "0123456789abcdef0123456789abcdef01234567"

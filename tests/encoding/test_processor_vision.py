@@ -14,8 +14,7 @@ from transformers import AutoProcessor
 from transformers.utils import is_torchvision_available as has_torchvision
 
 from energon_packed import ChatEncoder, ConfigError, Conversation, EncodedSample, MediaReference, Message, RecordError
-from energon_packed.encoding import processor_vision
-from energon_packed.encoding.processor_vision import ProcessorVision
+from tests.internals import ProcessorVision, processor_vision
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 from tiny_vision import NEED_TORCHVISION, PROCESSORS, write_processor

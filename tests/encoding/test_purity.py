@@ -2,8 +2,7 @@
 
 import pytest
 
-from energon_packed.demo.tokenizer import CHATML_TEMPLATE
-from energon_packed.encoding.purity import Guard, content_guard
+from tests.internals import CHATML_TEMPLATE, Guard, content_guard
 
 LOOP = "{% for m in messages %}%s{% endfor %}"
 

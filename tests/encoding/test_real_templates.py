@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
-from energon_packed import ChatEncoder, normalize, pack
-from energon_packed.encoding.supervision import supervised_turns
-from energon_packed.encoding.template import ChatTemplate
-from energon_packed.encoding.turns import content_places
-from energon_packed.errors import RecordError
+from energon_packed import ChatEncoder, RecordError, normalize, pack
 from tests.encoding.real_templates import (
     AGENTS,
     BAR,
@@ -30,6 +26,7 @@ from tests.encoding.real_templates import (
     tokenizer_of,
     twin_runs,
 )
+from tests.internals import ChatTemplate, content_places, supervised_turns
 
 FAMILIES = families()
 _ALTERNATE = "starts with assistant, assistant after system, two answers"

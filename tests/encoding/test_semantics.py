@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from energon_packed import ChatEncoder, normalize
-from energon_packed.encoding.supervision import supervised_turns
 from tests.encoding import semantics
 from tests.encoding.semantics import RECORDS, encoder_for, matches, told, write_image
+from tests.internals import supervised_turns
 
 EXPECTED = Path(__file__).parent / "semantics_expected"
 TEMPLATES = {

@@ -11,9 +11,7 @@ import click
 import pytest
 
 from energon_packed import ChatEncoder, ConfigError, DataflowConfig, PackOptions
-from energon_packed.cli.main import cli
-from energon_packed.encoding import EncoderSettings
-from energon_packed.options import declared
+from tests.internals import EncoderSettings, cli, declared
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {"pack": "packing.md", "lengths": "inspect.md", "verify": "inspect.md"}

@@ -7,11 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from energon_packed.demo.tokenizer import CHATML_TEMPLATE
-from energon_packed.encoding.purity import Guard, content_guard
-from energon_packed.encoding.skeleton import Skeleton, marker
-from energon_packed.encoding.template import ChatTemplate
-from energon_packed.encoding.tokenizer_parts import TokenizerParts
+from tests.internals import CHATML_TEMPLATE, ChatTemplate, Guard, Skeleton, TokenizerParts, content_guard, marker
 
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n\n' + m['content'] + '<|im_end|>' }}"

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from energon_packed import ChatEncoder, normalize
-from energon_packed.demo.tokenizer import CHATML_TEMPLATE
-from energon_packed.errors import ConfigError, RecordError, TemplateError
+from energon_packed import ChatEncoder, ConfigError, RecordError, TemplateError, normalize
+from tests.internals import CHATML_TEMPLATE
 
 CONVERSATION = {
     "messages": [

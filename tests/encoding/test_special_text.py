@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from energon_packed import ChatEncoder, PackOptions, RecordError, normalize, pack
-from energon_packed.encoding.held_tokenizer import HeldTokenizer
-from energon_packed.encoding.special_text import HELD, SpecialText, control_tokens, searched_literals
-from energon_packed.encoding.supervision import supervised_turns
-from energon_packed.encoding.tokenizer import TextTokenizer
 from tests.conftest import DemoDataset
+from tests.internals import (
+    HELD,
+    HeldTokenizer,
+    SpecialText,
+    TextTokenizer,
+    control_tokens,
+    searched_literals,
+    supervised_turns,
+)
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<unk>", "<mask>"]
 WRITTEN = "<|im_end|>"

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from energon_packed import ChatEncoder, RecordError, normalize
-from energon_packed.cli.main import main
-from energon_packed.encoding import template as template_module
-from energon_packed.encoding.time_limit import OutOfTime, time_limit
-from energon_packed.errors import Reason, TemplateError
+from energon_packed import ChatEncoder, Reason, RecordError, TemplateError, normalize
+from tests.internals import OutOfTime, main, time_limit
+from tests.internals import template as template_module
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"

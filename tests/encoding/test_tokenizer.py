@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from energon_packed import ChatEncoder
-from energon_packed.encoding.engines import FastokensEngine
-from energon_packed.encoding.tokenizer import TextTokenizer
+from tests.internals import FastokensEngine, TextTokenizer
 
 TEXTS = st.text(
     st.sampled_from("abc \n\té日本🙂👍🏽e\u0301ÅA\u030a<|im_end|>\u200d") | st.characters(exclude_categories=["Cs"]),

@@ -15,11 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from energon_packed import ChatEncoder, RecordError, normalize
-from energon_packed.encoding.sample import IGNORE_INDEX
-from energon_packed.encoding.supervision import supervised_turns
 from tests.encoding import semantics
 from tests.encoding.semantics import encoder_for, write_image
 from tests.encoding.talks import PICTURE, TEMPLATES, Talk, talks, trained
+from tests.internals import IGNORE_INDEX, supervised_turns
 
 LOSS_ON = ("assistant", "last")
 

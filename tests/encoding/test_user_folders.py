@@ -19,7 +19,7 @@ from pathlib import Path
 
 folder, tokenizer = Path(sys.argv[1]), sys.argv[2]
 from energon_packed import ChatEncoder, DataflowConfig, PackedDataset, PackedIterableDataset, get_packed_loader, pack
-from energon_packed.cli.main import main
+from tests.internals import main
 
 out = folder / "out"
 result = pack(folder / "d.jsonl", output_dir=out, tokenizer=tokenizer, seq_len=256, workers=2, shard_prefix="p")

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from energon_packed import ChatEncoder, ConfigError
-from energon_packed.encoding import EncoderSettings, VisionFamily, load_vision
-from energon_packed.records import normalize
+from energon_packed import ChatEncoder, ConfigError, VisionFamily, normalize
+from tests.internals import EncoderSettings, load_vision
 
 QWEN = "Qwen2_5_VLProcessor"
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from energon_packed import Conversation, MediaReference, Message, RecordError, StoredImage, StoredSample
-from energon_packed.errors import FormatError
-from energon_packed.formats import CODECS, codec_for, codec_of
+from energon_packed import Conversation, FormatError, MediaReference, Message, RecordError, StoredImage, StoredSample
+from tests.internals import CODECS, codec_for, codec_of
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: "<image>" not in text)
 NUMBER = st.integers(-5, 200)

@@ -14,6 +14,7 @@ from PIL import Image
 
 from energon_packed import (
     ChatEncoder,
+    FormatError,
     PackedDataset,
     PackOptions,
     get_packed_loader,
@@ -21,13 +22,7 @@ from energon_packed import (
     pack,
     steps_per_epoch,
 )
-from energon_packed.errors import FormatError
-from energon_packed.formats import READ_ONLY, codec_of
-from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.report import render_report
-from energon_packed.inspection.report_data import gather
-from energon_packed.shards.repair import make_nv_meta
-from energon_packed.sources import open_sources
+from tests.internals import READ_ONLY, PackedFolder, codec_of, gather, make_nv_meta, open_sources, render_report
 from tests.outside import write_llava_onevision2
 from tests.sources.tars import conversations, picture, write_tar
 

@@ -15,15 +15,18 @@ import yaml
 from megatron.energon import DefaultTaskEncoder, Sample, SampleDecoder, WorkerConfig, get_loader, get_val_dataset
 from PIL import Image
 
-from energon_packed import ChatEncoder, Conversation, Message, PackOptions, PackResult, get_packed_loader, pack
-from energon_packed.encoding.images import load_image
-from energon_packed.errors import ConfigError
-from energon_packed.formats import codec_for
-from energon_packed.formats.llava_onevision2 import TIMESTAMPS_ADDED
-from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.verify import verify
-from energon_packed.records import MediaReference
-from energon_packed.shards.repair import make_nv_meta
+from energon_packed import (
+    ChatEncoder,
+    ConfigError,
+    Conversation,
+    MediaReference,
+    Message,
+    PackOptions,
+    PackResult,
+    get_packed_loader,
+    pack,
+)
+from tests.internals import TIMESTAMPS_ADDED, PackedFolder, codec_for, load_image, make_nv_meta, verify
 from tests.outside import read_packs
 from tests.sources.tars import picture
 

@@ -9,10 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from energon_packed import Conversation, MediaReference, Message, StoredImage, StoredSample
-from energon_packed.errors import ConfigError, FormatError, RecordError
-from energon_packed.formats import codec_for, codec_of
-from energon_packed.formats.parts import image_count
+from energon_packed import (
+    ConfigError,
+    Conversation,
+    FormatError,
+    MediaReference,
+    Message,
+    RecordError,
+    StoredImage,
+    StoredSample,
+)
+from tests.internals import codec_for, codec_of, image_count
 
 PLAIN = StoredSample(
     conversation=Conversation(id="a", messages=(Message("user", "Hi?"), Message("assistant", "Yes."))), length=9

@@ -14,10 +14,7 @@ from click.testing import CliRunner
 from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
 
 from energon_packed import ChatEncoder, ConfigError, FormatError, PackedDataset, get_packed_loader
-from energon_packed.cli.inspect import command as inspect
-from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.verify import verify
-from energon_packed.shards.repair import make_nv_meta
+from tests.internals import PackedFolder, cli, make_nv_meta, verify
 
 HERE = Path(__file__).parent
 EXPECTED = json.loads((HERE / "expected.json").read_text())
@@ -122,7 +119,7 @@ def test_verify_and_inspect(golden: Path, golden_encoder: ChatEncoder, name: str
         assert problems[0] == "special-000000.tar: special_00000000, sample x0 has 49 tokens, recorded are 43"
     else:
         assert not problems
-    shown = CliRunner().invoke(inspect, ["--json", "--limit", "9", str(golden / name)])
+    shown = CliRunner().invoke(cli, ["inspect", "--json", "--limit", "9", str(golden / name)])
     assert shown.exit_code == 0, shown.output
     samples = [one for line in shown.stdout.splitlines() for one in json.loads(line).get("samples", [])]
     assert sorted(one["id"] for one in samples) == expected_ids(name)

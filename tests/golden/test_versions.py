@@ -26,12 +26,7 @@ from energon_packed import (
     pack,
     steps_per_epoch,
 )
-from energon_packed.blends import make_blend
-from energon_packed.cli.main import cli
-from energon_packed.dataflow.energon.redist import redistribute
-from energon_packed.dataflow.energon.state_files import read_state
-from energon_packed.pipeline import keys
-from energon_packed.version import FORMAT_VERSION
+from tests.internals import FORMAT_VERSION, cli, keys, make_blend, read_state, redistribute
 
 HERE = Path(__file__).parent
 ITEMS = [{"id": f"s{n}", "input_ids": [n] * 3} for n in range(6)]

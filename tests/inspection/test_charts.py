@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from energon_packed.inspection.charts import even_bins, integer_bins, log_integer_bins
+from tests.internals import even_bins, integer_bins, log_integer_bins
 
 
 def test_integers_have_bins_of_integers() -> None:

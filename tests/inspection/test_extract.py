@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from energon_packed.cli.inspect import command
-from energon_packed.errors import EnergonPackedError, FormatError
-from energon_packed.inspection.extract import extract_pack
-from energon_packed.shards.scan import scan_tar
+from energon_packed import EnergonPackedError, FormatError
+from tests.internals import cli, extract_pack, scan_tar
 
 
 def tar_of(path: Path, name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> Path:
@@ -59,7 +57,7 @@ def test_a_link_in_the_folder_is_not_written_through(tmp_path: Path) -> None:
 def test_links_and_devices_are_refused(tmp_path: Path, kind: bytes, what: str) -> None:
     tar = tar_of(tmp_path / "s.tar", "0.img0_0.jpg", kind, "/etc/passwd")
     assert f"0.img0_0.jpg is a {what}" in scan_tar(tar).problems[0]
-    result = CliRunner().invoke(command, [str(tar), "--extract", str(tmp_path / "to")])
+    result = CliRunner().invoke(cli, ["inspect", str(tar), "--extract", str(tmp_path / "to")])
     assert isinstance(result.exception, EnergonPackedError), result.output
     assert "which is never read" in str(result.exception)
     assert not (tmp_path / "to").exists()

@@ -9,19 +9,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
-from energon_packed.cli.inspect import command
-from energon_packed.demo.tokenizer import CHATML_TEMPLATE
-from energon_packed.errors import FormatError
-from energon_packed.inspection.extract import extract_pack
+from energon_packed import ChatEncoder, FormatError, PackOptions, get_packed_loader, pack
 from tests.conftest import FLAVORS, Packer
+from tests.internals import CHATML_TEMPLATE, cli, extract_pack
 from tests.shards.test_repair import llava_pack, write_tar
 
 V2 = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(command, list(map(str, arguments)))
+    return CliRunner().invoke(cli, ["inspect", *map(str, arguments)])
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

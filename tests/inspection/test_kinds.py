@@ -6,11 +6,8 @@ from typing import Any
 import pytest
 
 from energon_packed import ChatEncoder
-from energon_packed.formats import codec_for
-from energon_packed.inspection.kinds import KINDS, map_pack
-from energon_packed.inspection.tokens import token_rows
-from energon_packed.shards.reader import ShardReader
 from tests.conftest import FLAVORS, Packer
+from tests.internals import KINDS, ShardReader, codec_for, map_pack, token_rows
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from energon_packed.cli.lengths import command
-from energon_packed.inspection.lengths import compare, histogram, percentiles, recommend
 from tests.conftest import Packer
+from tests.internals import cli, compare, histogram, percentiles, recommend
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(command, list(map(str, arguments)))
+    return CliRunner().invoke(cli, ["lengths", *map(str, arguments)])
 
 
 def test_shares_are_those_of_a_whole_pack(demo: Any, tokenizer_dir: Path, pack_demo: Packer) -> None:

@@ -13,16 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from energon_packed import pack
-from energon_packed.cli.report import command
-from energon_packed.demo import DemoDataset
-from energon_packed.errors import ConfigError
-from energon_packed.formats import codec_for
-from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.report import _zoomed
-from energon_packed.inspection.report_data import gather
-from energon_packed.shards.reader import ShardReader
+from energon_packed import ConfigError, pack
 from tests.conftest import FLAVORS, Packer
+from tests.internals import DemoDataset, PackedFolder, ShardReader, _zoomed, cli, codec_for, gather
 
 EVIL = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\"></p></article>"
 RECORD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Blue."}]}
@@ -31,7 +24,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(command, list(map(str, arguments)))
+    return CliRunner().invoke(cli, ["report", *map(str, arguments)])
 
 
 class _Page(HTMLParser):

@@ -15,9 +15,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from energon_packed import PackOptions, pack
-from energon_packed.cli.verify import command
-from energon_packed.shards.repair import make_nv_meta
 from tests.conftest import FLAVORS, Packer
+from tests.internals import cli, make_nv_meta
 
 Change = Callable[[Path], None]
 
@@ -31,7 +30,7 @@ def copy(pack_demo: Packer, tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(command, [str(folder), *arguments])
+    return CliRunner().invoke(cli, ["verify", str(folder), *arguments])
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

@@ -10,12 +10,10 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from energon_packed import FormatError
-from energon_packed.cli.main import cli
-from energon_packed.cli.options import as_options
-from energon_packed.errors import ConfigError
+from energon_packed import ConfigError, FormatError
 from tests.conftest import Packer
 from tests.encoding.test_vision_settings import QWEN, write_model_folder
+from tests.internals import as_options, cli
 
 ENCODED = "✓ samples encode to their recorded length, with a supervised token ("
 

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 
-from energon_packed import DataflowLoader, MapDistributor, PackedDataset, PaddingFreeCollator, get_packed_loader
-from energon_packed.errors import ConfigError
-from energon_packed.integrations.accelerate import prepare_loader
+from energon_packed import (
+    ConfigError,
+    DataflowLoader,
+    MapDistributor,
+    PackedDataset,
+    PaddingFreeCollator,
+    get_packed_loader,
+    prepare_loader,
+)
 from tests.integrations.launched import report, tiny_qwen2
 
 IDS = "sample_ids"

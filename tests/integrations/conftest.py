@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from energon_packed.blends import make_blend, write_metadataset
-from energon_packed.demo import DemoDataset
 from tests.conftest import Packer
+from tests.internals import DemoDataset, make_blend, write_metadataset
 
 
 @pytest.fixture(scope="session")

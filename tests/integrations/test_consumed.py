@@ -29,8 +29,8 @@ from energon_packed import (
     get_packed_loader,
     prepare_loader,
 )
-from energon_packed.integrations.consumed import ConsumedBatches
 from tests.dataflow.flows import feature
+from tests.internals import ConsumedBatches
 
 LOADERS: dict[str, Any] = {
     "energon": lambda packs, blend: get_packed_loader(packs, epochs=1, num_workers=0),

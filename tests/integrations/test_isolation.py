@@ -9,10 +9,8 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from energon_packed import IsolationError, check_isolation
-from energon_packed.integrations import isolation
-from energon_packed.integrations.isolation import isolation_table, measure, short_row
-from energon_packed.integrations.transformers import IsolationCheck
+from energon_packed import IsolationCheck, IsolationError, check_isolation
+from tests.internals import isolation, isolation_table, measure, short_row
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 from isolation_table import family, images

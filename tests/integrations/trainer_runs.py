@@ -12,15 +12,21 @@ import torch
 from transformers import AutoTokenizer, Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from energon_packed import ChatEncoder, PackedBatch, PackedDataset, PaddingFreeCollator, get_packed_loader
-from energon_packed.dataflow import DataflowLoader, MapDistributor
-from energon_packed.errors import BatchError, ConfigError
-from energon_packed.integrations.transformers import (
+from energon_packed import (
+    BatchError,
     BlendEpochs,
+    ChatEncoder,
+    ConfigError,
+    DataflowLoader,
+    MapDistributor,
+    PackedBatch,
+    PackedDataset,
     PackedTrainer,
+    PaddingFreeCollator,
     StreamState,
     TrainerStream,
     check_training_arguments,
+    get_packed_loader,
     packed_training_arguments,
 )
 from tests.dataflow.models import tiny_model

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from energon_packed import ConfigError, CostModel, RowSizes
-from energon_packed.packing.balance import balanced_steps, imbalance
+from tests.internals import balanced_steps, imbalance
 
 
 def steps_of(costs: np.ndarray, ranks: int, rows: int, seed: int = 0, window: int = 32) -> tuple[np.ndarray, ...]:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from energon_packed import pack_lengths
-from energon_packed.errors import ConfigError
-from energon_packed.packing import bitset, planner
+from energon_packed import ConfigError, pack_lengths
+from tests.internals import bitset, planner
 
 ALGORITHMS = ["bfd", "ffd", "sequential", "window_7", "best"]
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from energon_packed import pack_lengths
-from energon_packed.packing import bitset, kernels, search
-from energon_packed.packing.placement import Placement
+from tests.internals import Placement, bitset, kernels, search
 
 Packs = list[list[int]]
 CASES = [(seed, limit) for seed in range(8) for limit in (None, 1, 2, 5)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from energon_packed import PackOptions, PackResult, pack
-from energon_packed.demo import write_dataset, write_tokenizer
+from tests.internals import write_dataset, write_tokenizer
 from tests.pipeline.faults import CommandLine
 from tests.pipeline.undisturbed import Build
 

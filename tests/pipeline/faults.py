@@ -6,7 +6,7 @@ such event. At the n-th of them the process gets a signal, or the call fails as 
 all later writes (RLIMIT_FSIZE) or more memory (RLIMIT_AS). A run without fault lists the events.
 
 `CommandLine` is a process that has imported the package and forks for each run, so that a run costs no imports; the
-child calls `energon_packed.cli.main.main` with its arguments, as the console script does.
+child calls `main` with its arguments, as the console script does.
 """
 
 import ctypes
@@ -285,15 +285,13 @@ class CommandLine:
 
 
 def _serve() -> None:
-    from energon_packed.cli import main as command_line
-
-    for name in ("pack", "lengths", "verify"):
-        command_line.cli.get_command(None, name)  # type: ignore[arg-type]
     import pyarrow.parquet  # noqa: F401
 
     from energon_packed import ChatEncoder
-    from energon_packed.packing import load_kernels
+    from tests.internals import cli, load_kernels, main
 
+    for name in ("pack", "lengths", "verify"):
+        cli.get_command(None, name)
     load_kernels()
     ChatEncoder.from_pretrained(sys.argv[1]).renderer.template.prepare()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -308,7 +306,7 @@ def _serve() -> None:
         pipes = {name: os.pipe() for name in ("out", "err")}  # not files, which a limit on files would hit
         pid = os.fork()
         if pid == 0:
-            _be_the_run(command_line.main, request, {name: pipes[name][1] for name in pipes})
+            _be_the_run(main, request, {name: pipes[name][1] for name in pipes})
         status, orphans = _wait(pid, begin + _LIMIT)
         fault = request["fault"]
         answer = {"status": status, "orphans": orphans, "seconds": time.monotonic() - begin}

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from energon_packed.records.shapes import SHAPES
+from tests.internals import SHAPES
 from tests.pipeline.test_adversity import png
 
 PICTURE = "data:image/png;base64," + base64.b64encode(png(40, 40)).decode()

@@ -15,17 +15,15 @@ from PIL import Image
 
 from energon_packed import (
     ChatEncoder,
+    ConfigError,
     PackingManifest,
+    RejectLimitError,
+    SourceError,
     get_packed_loader,
     pack,
 )
-from energon_packed.demo.tokenizer import CHATML_TEMPLATE
-from energon_packed.errors import ConfigError, RejectLimitError, SourceError
-from energon_packed.pipeline.shard_plans import split_ranges
-from energon_packed.shards.files import aside
-from energon_packed.shards.reader import ShardReader
-from energon_packed.shards.tar import TarShardWriter
 from tests.encoding.test_spans import FORGETTING
+from tests.internals import CHATML_TEMPLATE, ShardReader, TarShardWriter, aside, split_ranges
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
 

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from energon_packed import DataflowConfig, PackOptions
-from energon_packed.errors import ConfigError
-from energon_packed.options import declared, make
-from energon_packed.pipeline.config_file import read_config
-from energon_packed.pipeline.survey import LengthsOptions
+from energon_packed import ConfigError, DataflowConfig, PackOptions
+from tests.internals import LengthsOptions, declared, make, read_config
 
 NESTED = f"sources: {'[' * 3000}{']' * 3000}"
 BOMB = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))])

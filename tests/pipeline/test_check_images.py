@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from energon_packed import ConfigError, PackingManifest
-from energon_packed.cli.main import cli
 from tests.encoding.test_media_hostile import BAD_PIXELS, noise, saved
+from tests.internals import cli
 
 GOOD = {"good.jpg": saved(noise(64, 64), "JPEG"), "good.gif": saved(noise(64, 64), "GIF")}
 

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
-from energon_packed.demo import DemoDataset
 from tests.conftest import FLAVORS, Packer
+from tests.internals import DemoDataset
 
 
 def packed_samples(folder: Path, encoder: ChatEncoder) -> dict[str, list[Any]]:

@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from energon_packed import ChatEncoder, Conversation, EncodedSample, PackingManifest, PackResult, Processor, pack
-from energon_packed.cli.display import result_table
-from energon_packed.encoding import Measurement
-from energon_packed.pipeline import reader as reader_module
-from energon_packed.pipeline.chunks import count_texts
-from energon_packed.pipeline.table import most_common
-from energon_packed.records import Message
+from energon_packed import (
+    ChatEncoder,
+    Conversation,
+    EncodedSample,
+    Measurement,
+    Message,
+    PackingManifest,
+    PackResult,
+    Processor,
+    pack,
+)
+from tests.internals import chunks, count_texts, index_stage, measure_stage, most_common, result_table, table
+from tests.internals import reader as reader_module
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 MESSAGES = tuple(Message(**turn) for turn in TURNS)
@@ -72,13 +78,11 @@ def test_long_lists_are_cut_with_a_count(build: Any) -> None:
 
 
 def test_a_chunk_without_counts_is_measured_again(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from energon_packed.pipeline import chunks
-
     with monkeypatch.context() as earlier:
         earlier.setattr(chunks, "COUNTED", ())
-        earlier.setattr("energon_packed.pipeline.table.COUNTED", ())
-        earlier.setattr("energon_packed.pipeline.measure.COUNTED", ())
-        earlier.setattr("energon_packed.pipeline.index.most_common", lambda counts: {})
+        earlier.setattr(table, "COUNTED", ())
+        earlier.setattr(measure_stage, "COUNTED", ())
+        earlier.setattr(index_stage, "most_common", lambda counts: {})
         with pytest.raises(KeyError):
             build([{"messages": TURNS}] * 5)
     assert build([{"messages": TURNS}] * 5).manifest.counters["measured"] == 5
@@ -109,7 +113,7 @@ def test_sources_are_counted_one_by_one_up_to_a_limit(
     expected = [([str(path)], n + 1, n, n * length) for path, n in zip(inputs, [2, 0, 3, 1], strict=True)]
     assert [(one.path, one.records, one.packed, one.tokens) for one in manifest.sources] == expected
     assert PackingManifest.load(tmp_path / "out").sources == manifest.sources
-    monkeypatch.setattr("energon_packed.pipeline.index._MOST_SOURCES", 2)
+    monkeypatch.setattr(index_stage, "_MOST_SOURCES", 2)
     cut = build(inputs=inputs, overwrite=True, resume=False).manifest
     assert [(one.path, one.records, one.packed, one.tokens) for one in cut.sources] == [
         *expected[:2],

@@ -232,7 +232,7 @@ def test_folders_for_temporary_and_cached_files_may_be_missing(undisturbed: Buil
 FEW_FILES = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from energon_packed.cli.main import main
+from tests.internals import main
 folder, tokenizer = sys.argv[1:]
 sys.argv = ["energon-packed", "pack", f"{folder}/in", "-o", f"{folder}/out", "--tokenizer", tokenizer, "--quiet",
             "--workers", "3", "--seq-len", "64", "--max-packs-per-shard", "1", "--sample-class", "PackedTokensSample"]

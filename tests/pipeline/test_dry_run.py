@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from energon_packed import PackOptions
-from energon_packed.cli.pack import command as pack_command
-from energon_packed.demo import DemoDataset
-from energon_packed.errors import ConfigError, RejectLimitError
-from energon_packed.pipeline import dry_run
+from energon_packed import ConfigError, PackOptions, RejectLimitError
 from tests.conftest import FLAVORS
+from tests.internals import DemoDataset, cli, dry_run
 from tests.printed import printed_json
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
@@ -66,11 +63,11 @@ def test_the_command_prints_a_table_or_json_and_writes_nothing(
     demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path
 ) -> None:
     given = [str(demo.jsonl), "-o", str(tmp_path / "out"), "--seq-len", "1k", "--tokenizer", str(tokenizer_dir)]
-    shown = CliRunner().invoke(pack_command, [*given, "--dry-run"])
+    shown = CliRunner().invoke(cli, ["pack", *given, "--dry-run"])
     assert shown.exit_code == 0, shown.output
     assert "dry run: nothing is written" in shown.output
     assert "free disk space" in shown.output
-    value = printed_json(pack_command, [*given, "--dry-run", "--json"])
+    value = printed_json(cli, ["pack", *given, "--dry-run", "--json"])
     assert value["records"] == demo.records
     assert not (tmp_path / "out").exists()
 
@@ -108,7 +105,7 @@ def test_the_first_record_is_shown_with_what_is_not_used(tmp_path: Path, tokeniz
     records = [{"question": "", "answer": ""}, {"question": "One?\nTwo?", "answer": "Three.", "source": "s"}]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     arguments = [str(data), "-o", str(tmp_path / "out"), "--seq-len", "512", "--tokenizer", str(tokenizer_dir)]
-    shown = CliRunner().invoke(pack_command, [*arguments, "--dry-run"], catch_exceptions=False).output
+    shown = CliRunner().invoke(cli, ["pack", *arguments, "--dry-run"], catch_exceptions=False).output
     assert "\n  user      One?\n            Two?\n  assistant Three.\n" in shown
     assert "fields not used: source 1" in shown
     assert not (tmp_path / "out").exists()

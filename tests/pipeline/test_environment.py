@@ -56,11 +56,7 @@ def test_bytes_are_the_same_in_every_environment(tmp_path: Path, text_tokenizer_
 
 
 def test_a_dataset_in_an_odd_folder_loads_and_verifies(tmp_path: Path, text_tokenizer_dir: Path) -> None:
-    from energon_packed.blends import make_blend, write_metadataset
-    from energon_packed.inspection.find import PackFinder
-    from energon_packed.inspection.folder import PackedFolder
-    from energon_packed.inspection.verify import verify
-    from energon_packed.shards.repair import make_nv_meta
+    from tests.internals import PackedFolder, PackFinder, make_blend, make_nv_meta, verify, write_metadataset
 
     odd = tmp_path / ODD
     dataset = packed_texts(odd, text_tokenizer_dir, shard_prefix=None, max_packs_per_shard=1)

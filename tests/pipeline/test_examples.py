@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from energon_packed.cli.lengths import command as lengths_command
-from energon_packed.errors import Reason, RejectLimitError
-from energon_packed.pipeline.rejects import advice, main_reason
+from energon_packed import Reason, RejectLimitError
+from tests.internals import advice, cli, main_reason
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
 IMAGE = {"images": ["none.png"], "captions": ["A cat."]}
@@ -49,13 +48,13 @@ def test_lengths_shows_the_example_too(tmp_path: Path, tokenizer_dir: Path) -> N
     data = tmp_path / "data.jsonl"
     options = [str(data), "--tokenizer", str(tokenizer_dir), "--workers", "1"]
     data.write_text("".join(json.dumps(record) + "\n" for record in [IMAGE] * 9))
-    failed = str(CliRunner().invoke(lengths_command, options).exception)
+    failed = str(CliRunner().invoke(cli, ["lengths", *options]).exception)
     assert "none of 9 records can be packed: 9 x missing_image, e.g. row 0 of" in failed
     data.write_text("".join(json.dumps(record) + "\n" for record in [{"messages": TURNS}, IMAGE]))
-    shown = CliRunner().invoke(lengths_command, options).output
+    shown = CliRunner().invoke(cli, ["lengths", *options]).output
     assert "rejected: 1 x missing_image, e.g. row 1 of" in shown
     assert "; set --image-root to the folder that image paths start from" in shown
-    sampled = CliRunner().invoke(lengths_command, [*options, "--sample", "1000"]).output
+    sampled = CliRunner().invoke(cli, ["lengths", *options, "--sample", "1000"]).output
     assert "e.g. a record of" in sampled
 
 

@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 
 from energon_packed import ChatEncoder, PackedDataset, PackResult, get_packed_loader, pack
-from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.verify import verify
+from tests.internals import PackedFolder, verify
 from tests.pipeline.mutations import RECORDS, dumped, mutated_lines
 
 FUZZ = int(os.environ.get("ENERGON_PACKED_FUZZ", "400"))  # mutated records; `make hard` sets more

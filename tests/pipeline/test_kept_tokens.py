@@ -7,10 +7,8 @@ import numpy as np
 import orjson
 import pytest
 
-from energon_packed import ChatEncoder, PackedDataset, normalize
-from energon_packed.encoding import EncodedSample
-from energon_packed.errors import RecordError
-from energon_packed.pipeline.kept_tokens import KeptTokens, TokenReader, tokens_size, write_tokens
+from energon_packed import ChatEncoder, EncodedSample, PackedDataset, RecordError, normalize
+from tests.internals import KeptTokens, TokenReader, tokens_size, write_tokens
 
 FLAVOR = {"sample_class": "PackedTokensSample"}
 

@@ -7,11 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from energon_packed import ChatEncoder, PackedDataset
-from energon_packed.cli.inspect import command
-from energon_packed.encoding.sample import IGNORE_INDEX
-from energon_packed.formats import codec_for
-from energon_packed.shards.reader import ShardReader
 from tests.conftest import FLAVORS
+from tests.internals import IGNORE_INDEX, ShardReader, cli, codec_for
 
 HI, ASK = {"role": "user", "content": "Hi"}, {"role": "user", "content": "2 + 3?"}
 HELLO, FIVE = {"role": "assistant", "content": "Hello."}, {"role": "assistant", "content": "5."}
@@ -57,7 +54,7 @@ def test_masked_turns_are_stored_restored_and_shown(build: Any, encoder: ChatEnc
 
     shown = {}
     for raw in packs:
-        output = CliRunner().invoke(command, [str(result.shards), "--pack", raw["__key__"], "--json"]).output
+        output = CliRunner().invoke(cli, ["inspect", str(result.shards), "--pack", raw["__key__"], "--json"]).output
         for view in json.loads(output)["samples"]:
             shown[view["id"]] = view
     for ident, text in TRAINED.items():

@@ -10,14 +10,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from energon_packed import ChatEncoder, PackResult
-from energon_packed.cli.display import result_table
-from energon_packed.cli.verify import command as verify_command
-from energon_packed.demo import DemoDataset
-from energon_packed.errors import ConfigError, RejectLimitError, SourceError
-from energon_packed.inspection.view import view_pack
-from energon_packed.shards.reader import ShardReader
+from energon_packed import ChatEncoder, ConfigError, PackResult, RejectLimitError, SourceError
 from tests.conftest import Packer
+from tests.internals import DemoDataset, ShardReader, cli, result_table, view_pack
 from tests.pipeline.test_conservation import packed_samples
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
@@ -73,7 +68,7 @@ def test_overlong_may_be_cut(build: Any, encoder: ChatEncoder, demo: DemoDataset
     reader = ShardReader(sorted(result.shards.glob("*.tar")))
     cut = {s.id: s.truncated_to for pack in range(len(reader)) for s in view_pack(reader[pack]).samples}
     assert cut == {"short": None, "cut": None if flavor == "PackedTokensSample" else 256}
-    verified = CliRunner().invoke(verify_command, [str(result.shards)])
+    verified = CliRunner().invoke(cli, ["verify", str(result.shards)])
     assert verified.exit_code == 0, verified.output
 
 

@@ -14,11 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
-from energon_packed.blends import make_blend, write_metadataset
-from energon_packed.errors import ConfigError, SourceError
-from energon_packed.pipeline.lock import FolderLock
-from energon_packed.pipeline.parse import parse_part
+from energon_packed import ChatEncoder, ConfigError, PackOptions, SourceError, get_packed_loader, pack
+from tests.internals import FolderLock, make_blend, parse_part, write_metadataset
 from tests.processes import run_python, start_energon_packed
 
 
@@ -147,7 +144,7 @@ def test_one_process_does_not_lock_a_folder_twice(tmp_path: Path) -> None:
     with FolderLock(tmp_path):
         with pytest.raises(ConfigError, match=f"is being written by process {os.getpid()}"), FolderLock(tmp_path):
             pass
-        code = "import sys; from pathlib import Path; from energon_packed.pipeline.lock import FolderLock\n"
+        code = "import sys; from pathlib import Path; from tests.internals import FolderLock\n"
         code += "with FolderLock(Path(sys.argv[1])): pass"
         other = run_python(code, tmp_path)
         assert f"is being written by process {os.getpid()}" in other.stderr  # the refusal did not give it away

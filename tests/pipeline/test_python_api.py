@@ -26,14 +26,16 @@ from energon_packed import (
     get_packed_loader,
     pack,
 )
-from energon_packed.blends import make_blend
-from energon_packed.cli.lengths import command as lengths_command
-from energon_packed.cli.pack import command as pack_command
-from energon_packed.cli.verify import command as verify_command
-from energon_packed.options import declared
-from energon_packed.pipeline.engine import LocalEngine
-from energon_packed.pipeline.parse import parse_seq_len, parse_size, prefix_of
-from energon_packed.pipeline.survey import LengthsOptions
+from tests.internals import (
+    LengthsOptions,
+    LocalEngine,
+    cli,
+    declared,
+    make_blend,
+    parse_seq_len,
+    parse_size,
+    prefix_of,
+)
 
 
 def tars(result: PackResult) -> dict[str, bytes]:
@@ -69,7 +71,7 @@ def test_the_command_line_a_config_file_and_python_make_the_same_shards(
     (tmp_path / "pack.yaml").write_text(yaml.safe_dump(config))
     run = CliRunner().invoke
     options = ["--config", str(tmp_path / "pack.yaml"), "-o", str(tmp_path / "b"), "--seq-len", "512"]
-    assert run(pack_command, options).exit_code == 0
+    assert run(cli, ["pack", *options]).exit_code == 0
     options = ["-o", str(tmp_path / "c"), "--seq-len", "512", "--tokenizer", str(tokenizer_dir), "--no-npy"]
     options += [
         "--shard-prefix",
@@ -81,7 +83,7 @@ def test_the_command_line_a_config_file_and_python_make_the_same_shards(
         "--max-reject-rate",
         "0.5",
     ]
-    assert run(pack_command, [str(demo.jsonl), *options]).exit_code == 0
+    assert run(cli, ["pack", str(demo.jsonl), *options]).exit_code == 0
     for name in ("b", "c"):
         assert {t.name: t.read_bytes() for t in (tmp_path / name / "webdataset").glob("*.tar")} == tars(first)
 
@@ -109,7 +111,7 @@ def test_mistakes_in_a_config_file_are_named(
     if "seq_len" not in text:
         options += ["--seq-len", "64"]
     inputs = [] if "inputs" in text else [str(demo.jsonl)]
-    assert message in str(CliRunner().invoke(pack_command, [*inputs, *options]).exception)
+    assert message in str(CliRunner().invoke(cli, ["pack", *inputs, *options]).exception)
 
 
 def test_mistakes_in_python_are_named(tokenizer_dir: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
@@ -140,10 +142,10 @@ def test_numbers_of_tokens_take_a_k_everywhere(demo: Any, tokenizer_dir: Path, t
     (tmp_path / "c.yaml").write_text("seq_len: 1k\nmax_reject_rate: 0.5\nworkers: 1\n")
     options = [str(demo.jsonl), "--tokenizer", str(tokenizer_dir), "--config", str(tmp_path / "c.yaml")]
     for folder, more in (("a", []), ("b", ["--seq-len", "2K"])):
-        done = CliRunner().invoke(pack_command, [*options, "-o", str(tmp_path / folder), *more])
+        done = CliRunner().invoke(cli, ["pack", *options, "-o", str(tmp_path / folder), *more])
         assert done.exit_code == 0, done.output
         assert PackingManifest.load(tmp_path / folder).seq_len == 1024 * (1 + len(more) // 2)
-    shown = CliRunner().invoke(lengths_command, [*options[:3], "--workers", "1", "--seq-len", "1k", "2k"])
+    shown = CliRunner().invoke(cli, ["lengths", *options[:3], "--workers", "1", "--seq-len", "1k", "2k"])
     assert "2,048" in shown.output
 
 
@@ -230,16 +232,16 @@ def test_a_processor_of_ones_own_packs_and_loads(tmp_path: Path, flavor: str, wo
         ids = [s.id for pack in source for s in pack] if isinstance(source, PackedDataset) else []
         ids = ids or [name for batch in source for name in batch.ids]
         assert sorted(ids) == sorted(f"d:{n}" for n in range(100))
-    shown = CliRunner().invoke(verify_command, [str(tmp_path / "o")])
+    shown = CliRunner().invoke(cli, ["verify", str(tmp_path / "o")])
     assert "was packed with the Processor tests.pipeline.test_python_api.Letters" in str(shown.exception)
-    assert CliRunner().invoke(verify_command, [str(tmp_path / "o"), "--fast"]).exit_code == 0
+    assert CliRunner().invoke(cli, ["verify", str(tmp_path / "o"), "--fast"]).exit_code == 0
     again = pack(tmp_path / "d.jsonl", encoder=Letters(), workers=workers, overwrite=True, **options)
     assert again.manifest.counters["reused"] == 0  # without a fingerprint nothing is reused
 
 
 def test_pack_reuses_what_lengths_measured(demo: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
     common = [str(demo.jsonl), "--tokenizer", str(tokenizer_dir), "-o", str(tmp_path / "out"), "--workers", "1"]
-    shown = CliRunner().invoke(lengths_command, [*common, "--seq-len", "512", "1024"])
+    shown = CliRunner().invoke(cli, ["lengths", *common, "--seq-len", "512", "1024"])
     assert shown.exit_code == 0, shown.output
     result = pack(
         demo.jsonl, tokenizer=tokenizer_dir, output_dir=tmp_path / "out", seq_len=512, max_reject_rate=0.5, workers=1
@@ -250,7 +252,7 @@ def test_pack_reuses_what_lengths_measured(demo: Any, tokenizer_dir: Path, tmp_p
     clean = tmp_path / "clean.jsonl"
     clean.write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(50)))
     common[0] = str(clean)
-    assert CliRunner().invoke(lengths_command, [*common, "--seq-len", "64"]).exit_code == 0
+    assert CliRunner().invoke(cli, ["lengths", *common, "--seq-len", "64"]).exit_code == 0
     result = pack(clean, tokenizer=tokenizer_dir, output_dir=tmp_path / "out", seq_len=64, workers=1, overwrite=True)
     counters = {"measured": 0, "tokenized": 0, "reused": 50, "shards_written": 1, "shards_reused": 0}
     assert result.manifest.counters == counters
@@ -261,7 +263,7 @@ def test_workers_can_be_spawned(demo: Any, tokenizer_dir: Path, tmp_path: Path) 
     assert sorted(LocalEngine(2, "spawn").run(abs, range(-20, 0))) == [*range(1, 21)]
     code = (
         "import sys; from energon_packed import pack\n"
-        "from energon_packed.pipeline import engine\n"
+        "from tests.internals import engine\n"
         "if __name__ == '__main__':\n"
         "    engine.sys = type('S', (), {'platform': 'darwin'})\n"
         "    assert engine.LocalEngine(2).start_method == 'spawn'\n"
@@ -288,7 +290,7 @@ def test_workers_can_be_spawned(demo: Any, tokenizer_dir: Path, tmp_path: Path) 
 
 
 def test_cores_are_counted_where_affinity_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    from energon_packed.pipeline.processes import available_cores
+    from tests.internals import available_cores
 
     assert available_cores() >= 1
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)

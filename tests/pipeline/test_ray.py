@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from energon_packed import PackOptions, pack
-from energon_packed.cli.main import main
-from energon_packed.pipeline.progress import Progress
+from energon_packed import PackOptions, Progress, pack
 from tests.conftest import Packer
+from tests.internals import main
 from tests.pipeline.faults import ROOT
 from tests.pipeline.undisturbed import Build, chunks, shards_done
 from tests.pipeline.undisturbed import contents as packed_files
@@ -161,7 +160,7 @@ from pathlib import Path
 from tests.pipeline.faults import Fault, Hook
 Hook(Fault(**json.loads(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]))
 sys.argv = ["energon-packed", *sys.argv[4:]]
-from energon_packed.cli.main import main
+from tests.internals import main
 main()
 """
 

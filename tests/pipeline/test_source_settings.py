@@ -11,9 +11,7 @@ import yaml
 from click.testing import CliRunner
 
 from energon_packed import ConfigError, PackingManifest, PackOptions, SourceConfig, SourceError, pack
-from energon_packed.cli.main import cli, main
-from energon_packed.pipeline import dry_run
-from energon_packed.shards.reader import ShardReader
+from tests.internals import ShardReader, cli, dry_run, main
 from tests.sources.tars import picture, write_tar
 
 NARROW = "PackedCaptioningSample"

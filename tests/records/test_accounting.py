@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packed import Conversation, normalize
-from energon_packed.errors import RecordError
-from energon_packed.records.shapes import SHAPES
+from energon_packed import Conversation, RecordError, normalize
+from tests.internals import SHAPES
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello."}

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from energon_packed.errors import RecordError
-from energon_packed.records import Conversation, normalize
-from energon_packed.records.json_text import _has_long_number, parse_json
+from energon_packed import Conversation, RecordError, normalize
+from tests.internals import _has_long_number, parse_json
 from tests.pipeline.mutations import KEYS, RECORDS
 
 EXAMPLES = min(int(os.environ.get("ENERGON_PACKED_FUZZ", "400")), 5000)

@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from energon_packed import ChatEncoder, Conversation, PackedDataset
-from energon_packed.cli.main import cli
-from energon_packed.demo import write_tokenizer
-from energon_packed.records import MediaReference, Message
+from energon_packed import ChatEncoder, Conversation, MediaReference, Message, PackedDataset
 from tests.docs.record_pages import PAGE, Entry, entries, image_bytes, write_files
+from tests.internals import cli, write_tokenizer
 
 TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n# Tools' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}"

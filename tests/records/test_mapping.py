@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from energon_packed import Adapter, Conversation, FieldMap, PackOptions, normalize, pack
-from energon_packed.errors import ConfigError, RecordError
-from energon_packed.pipeline.keys import make_keys
+from energon_packed import Adapter, ConfigError, Conversation, FieldMap, PackOptions, RecordError, normalize, pack
+from tests.internals import make_keys
 
 ADAPTERS = """
 from energon_packed import Conversation, Message
@@ -144,7 +143,7 @@ def test_both_pack_and_are_in_the_fingerprint(adapters: str, tokenizer_dir: Path
     assert len({one.measure for one in keys}) == len({one.tars for one in keys}) == 4
     Path(f"{adapters}.py").write_text(ADAPTERS + "\n# changed\n")
     del sys.modules[adapters]
-    from energon_packed.records import mapping
+    from tests.internals import mapping
 
     mapping._load.cache_clear()
     assert make_keys(options(adapter=f"{adapters}:swap"), [], None).tars != before.tars

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from energon_packed import MediaReference
-from energon_packed.errors import RecordError
+from energon_packed import MediaReference, RecordError
 
 
 def test_paths_bytes_ranges_and_data_urls(tmp_path: Path) -> None:

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packed.errors import RecordError
-from energon_packed.records import normalize
-from energon_packed.records.shapes import SHAPES, Draft, Shape, register_shape
+from energon_packed import Draft, RecordError, Shape, normalize, register_shape
+from tests.internals import SHAPES, normalize_module
 
-MODULE = __import__("sys").modules["energon_packed.records.normalize"]
 TEXT = st.sampled_from(["Hi", "", " ", "<image>", "<img>a.jpg</img>", "<video>", "a\nb", "日本"])
 ROLE = st.sampled_from(["user", "assistant", "human", "gpt", "system", "tool", "function_call", "User ", "other"])
 TURN = st.fixed_dictionaries(
@@ -44,14 +42,14 @@ def outcome(record: Any) -> Any:
 def test_the_short_way_gives_what_the_long_way_gives(record: dict[str, Any]) -> None:
     short = outcome(record)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MODULE, "plain_conversation", lambda record, shape: None)
+        patch.setattr(normalize_module, "plain_conversation", lambda record, shape: None)
         assert outcome(record) == short
 
 
 def test_the_short_way_is_taken() -> None:
     record = {"id": 1, "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MODULE, "read_media", None)  # the long way cannot go on
+        patch.setattr(normalize_module, "read_media", None)  # the long way cannot go on
         assert normalize(record).id == "1"
         assert (
             len(
@@ -78,7 +76,7 @@ def test_one_turn_that_is_not_plain_takes_the_long_way(turn: Any) -> None:
     record = {"messages": [{"role": "user", "content": "Hi"}, turn]}
     short = outcome(record)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MODULE, "plain_conversation", lambda record, shape: None)
+        patch.setattr(normalize_module, "plain_conversation", lambda record, shape: None)
         assert outcome(record) == short
 
 

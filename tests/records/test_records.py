@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from energon_packed import normalize
-from energon_packed.errors import RecordError
+from energon_packed import RecordError, normalize
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello."}

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from energon_packed import normalize
-from energon_packed.errors import RecordError
-from energon_packed.records.placing import NO_PLACEHOLDER
+from energon_packed import RecordError, normalize
+from tests.internals import NO_PLACEHOLDER
 
 PNG = base64.b64encode(b"png").decode()
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from energon_packed import RecordError, normalize
-from energon_packed.records.tools import CALLS_IN_TEXT, TOOLS_IN_TEXT
+from tests.internals import CALLS_IN_TEXT, TOOLS_IN_TEXT
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"x": "int"}}}
 SUB = {"type": "function", "function": {"name": "sub", "parameters": {}}}

@@ -13,8 +13,8 @@ from megatron.energon import WorkerConfig
 from megatron.energon.flavors.webdataset.sharder import Sharder
 
 from energon_packed import PackingManifest, steps_per_epoch
-from energon_packed.shards.steps import packs_per_worker
 from tests.conftest import FLAVORS, Packer
+from tests.internals import packs_per_worker
 from tests.processes import energon
 
 

@@ -63,7 +63,8 @@ def test_every_sample_is_there_with_its_images(pack_demo: Packer, demo: Any) -> 
 
 @pytest.mark.parametrize("keys", [{"captions", "images", "sample_count"}, {"captions", "images", "prompts"}])
 def test_a_pack_of_another_packer_loads_without_our_keys(keys: set[str]) -> None:
-    from energon_packed.flavors.packed_captioning import PackedCaptioningSample, sample_loader
+    from energon_packed import PackedCaptioningSample
+    from tests.internals import captioning_sample_loader as sample_loader
 
     value = {"captions": ["A cat.", ["A dog.", "Two."]], "images": [["img0_0.jpg"], []], "sample_count": 2}
     value["prompts"] = [["What is it?"], ["And", "How many?"]]

@@ -12,13 +12,9 @@ import pytest
 import yaml
 from PIL import Image
 
-from energon_packed import ChatEncoder, PackedDataset, get_packed_loader
-from energon_packed.encoding import StoredTokens
-from energon_packed.errors import ConfigError, FormatError
-from energon_packed.shards.reader import ShardReader
-from energon_packed.shards.repair import make_nv_meta
-from energon_packed.shards.scan import scan_tar
+from energon_packed import ChatEncoder, ConfigError, FormatError, PackedDataset, get_packed_loader
 from tests.conftest import FLAVORS, Packer
+from tests.internals import ShardReader, StoredTokens, make_nv_meta, scan_tar
 from tests.processes import energon
 
 Members = list[tuple[str, bytes]]

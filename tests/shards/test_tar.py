@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from energon_packed.errors import FormatError
-from energon_packed.shards.tar import ShardRows, TarShardWriter
+from energon_packed import FormatError
+from tests.internals import ShardRows, TarShardWriter
 
 
 def write(path: Path, packs: int = 3) -> ShardRows:

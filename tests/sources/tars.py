@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from energon_packed.records import Conversation, MediaReference, normalize
-from energon_packed.sources import Source
+from energon_packed import Conversation, MediaReference, Source, normalize
 
 
 def picture(seed: int, size: int = 40, kind: str = "JPEG") -> bytes:

@@ -19,10 +19,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from energon_packed.errors import EnergonPackedError, RecordError, SourceError
-from energon_packed.records import Conversation, normalize
-from energon_packed.sources import open_sources
-from energon_packed.sources.csv import CsvSource
+from energon_packed import Conversation, EnergonPackedError, RecordError, SourceError, normalize
+from tests.internals import CsvSource, open_sources
 from tests.pipeline.mutations import KEYS
 
 DAMAGES = int(os.environ.get("ENERGON_PACKED_FUZZ", "400")) // 20  # of each file

@@ -12,11 +12,9 @@ import pytest
 import yaml
 from PIL import Image
 
-from energon_packed import PackOptions, pack
-from energon_packed.errors import SourceError
-from energon_packed.shards.reader import ShardReader
-from energon_packed.sources import open_sources
+from energon_packed import PackOptions, SourceError, pack
 from tests.conftest import FLAVORS, Packer
+from tests.internals import ShardReader, open_sources
 from tests.processes import energon as run_energon
 from tests.sources.tars import conversations, picture, write_tar
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from energon_packed.errors import SourceError
-from energon_packed.sources import open_sources
+from energon_packed import SourceError
+from tests.internals import open_sources
 from tests.sources.tars import conversations, picture, write_tar
 from tests.sources.test_sources import read_all
 

@@ -11,11 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from energon_packed.errors import EnergonPackedError, SourceError
-from energon_packed.formats import codec_for
-from energon_packed.inspection.view import _shape
-from energon_packed.sources import open_sources
+from energon_packed import EnergonPackedError, SourceError
 from tests.canary import Canary
+from tests.internals import _shape, codec_for, open_sources
 from tests.sources.tars import conversations, write_tar
 
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Blue."}]

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from energon_packed.errors import SourceError
-from energon_packed.sources import open_sources
+from energon_packed import SourceError
+from tests.internals import open_sources
 
 ROWS = [{"id": f"r{n}", "text": f"Text {n}."} for n in range(60)]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()

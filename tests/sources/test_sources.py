@@ -17,9 +17,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packed.errors import SourceError
-from energon_packed.sources import JsonlSource, Source, open_sources
-from energon_packed.sources.parquet import parquet_batches
+from energon_packed import Source, SourceError
+from tests.internals import JsonlSource, open_sources, parquet_batches
 
 RECORDS = [
     {

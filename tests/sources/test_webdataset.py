@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packed import PackOptions, pack
-from energon_packed.errors import SourceError
-from energon_packed.records import MediaReference
-from energon_packed.sources import open_sources, tar_index
+from energon_packed import MediaReference, PackOptions, SourceError, pack
+from tests.internals import open_sources, tar_index
 from tests.sources.tars import conversations, picture, write_tar
 
 TURNS = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "A cat."}]

@@ -8,10 +8,9 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from energon_packed import ChatEncoder, EncodedSample, PaddingFreeCollator, get_packed_loader
-from energon_packed.errors import ConfigError
-from energon_packed.integrations.megatron import megatron_batch
+from energon_packed import ChatEncoder, ConfigError, EncodedSample, PaddingFreeCollator, get_packed_loader
 from tests.conftest import Packer
+from tests.internals import megatron_batch
 
 
 def random_samples(rng: np.random.Generator) -> list[EncodedSample]:

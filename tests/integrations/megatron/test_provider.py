@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 
-from energon_packed import ChatEncoder, PaddingFreeCollator
-from energon_packed.errors import ConfigError
-from energon_packed.integrations.megatron import train_valid_test_dataloaders_provider
-from energon_packed.integrations.megatron.ranks import Place, check_parallelism
+from energon_packed import ChatEncoder, ConfigError, PaddingFreeCollator
 from tests.conftest import Packer
+from tests.internals import Place, check_parallelism, ranks, train_valid_test_dataloaders_provider
 from tests.processes import Python
 
 RANK = """
 import os, sys, torch
 from megatron.core import parallel_state
 from energon_packed import ChatEncoder
-from energon_packed.integrations.megatron import train_valid_test_dataloaders_provider
+from tests.internals import train_valid_test_dataloaders_provider
 rank, world, tensor, pipeline, store, shards, tokenizer, layout, order = sys.argv[1:]
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
 parallel_state.initialize_model_parallel(int(tensor), int(pipeline))
@@ -138,7 +136,7 @@ def test_what_the_multimodal_example_would_do_silently_is_refused(monkeypatch: p
         check_parallelism(place(), "megatron-lm", PaddingFreeCollator(loss_weighting="sqrt"))
     check_parallelism(place(), "megatron-gpt", PaddingFreeCollator(loss_weighting="sqrt"))
     arguments = Namespace(sequence_parallel=True)
-    monkeypatch.setattr("energon_packed.integrations.megatron.ranks.megatron_lm_args", lambda: arguments)
+    monkeypatch.setattr(ranks, "megatron_lm_args", lambda: arguments)
     with pytest.raises(ConfigError, match="replaces the boundaries of samples"):
         check_parallelism(place(), "megatron-lm", None)
 

@@ -12,13 +12,10 @@ import pytest
 import torch
 from megatron.energon.savable_loader import SavableDataLoaderState
 
-from energon_packed import ChatEncoder, get_packed_loader
-from energon_packed.errors import BatchError, ConfigError
-from energon_packed.integrations.megatron import MegatronIterator
-from energon_packed.integrations.megatron import restore as module
-from energon_packed.integrations.megatron.provider import ordered_loader
-from energon_packed.integrations.megatron.restore import restore_iterator, state_file
+from energon_packed import BatchError, ChatEncoder, ConfigError, get_packed_loader
 from tests.conftest import Packer
+from tests.internals import MegatronIterator, ordered_loader, restore_iterator, state_file
+from tests.internals import restore as module
 
 LOOP = Path(__file__).with_name("training_loop.py")
 NAME = "train_dataloader_dprank000.pt"

@@ -20,7 +20,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer import TransformerConfig
 
 from energon_packed import ChatEncoder
-from energon_packed.integrations.megatron import train_valid_test_dataloaders_provider
+from tests.internals import train_valid_test_dataloaders_provider
 
 STEPS, COMPLETE, INTERRUPTED = 6, 3, 4
 

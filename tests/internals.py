@@ -1,0 +1,240 @@
+"""The only place from which tests take what is not public, so that moving code needs an edit here alone.
+
+    from tests.internals import ShardReader, main
+
+Each name is loaded when it is first used: torch, Energon and optional packages are imported only by tests that need
+them. A name belongs here if no public one (`energon_packed`, the command line) shows what the test checks.
+"""
+
+from importlib import import_module
+from typing import Any
+
+PLACES = {
+    # cli: the command line without the cost of a process; texts as a terminal of any size and encoding shows them
+    "cli": "cli.main:cli",
+    "TerminalProgress": "cli.progress:TerminalProgress",
+    "duration": "cli.progress:duration",
+    "as_options": "cli.options:as_options",
+    "SafeConsole": "cli.terminal:SafeConsole",
+    "echo": "cli.terminal:echo",
+    "echo_json": "cli.terminal:echo_json",
+    "main": "cli.main:main",
+    "result_table": "cli.display:result_table",
+    # compiled: kernels without Numba
+    "compiled": "compiled:compiled",
+    # dataflow: parts that only a failing process, a full pipe or a damaged state would show
+    "ratio": "dataflow.state:ratio",
+    "torch_loader": "dataflow.torch_loader",
+    "check_order": "dataflow.order_log:check_order",
+    "redistribute": "dataflow.energon.redist:redistribute",
+    "EnergonSource": "dataflow.energon.source:EnergonSource",
+    "from_plain": "dataflow.energon.plain:from_plain",
+    "to_plain": "dataflow.energon.plain:to_plain",
+    "check_trusted": "dataflow.trust:check_trusted",
+    "end_workers": "dataflow.worker_errors:end_workers",
+    "lost_worker": "dataflow.worker_errors:lost_worker",
+    "watched": "dataflow.worker_errors:watched",
+    "Answers": "dataflow.energon.answers:Answers",
+    "Step": "dataflow.worker_stream:Step",
+    "Counts": "dataflow.transport:Counts",
+    "TransportMessage": "dataflow.transport:Message",
+    "in_turn": "dataflow.transport:in_turn",
+    "messages": "dataflow.transport:messages",
+    "read_state": "dataflow.energon.state_files:read_state",
+    "replay": "dataflow.replay:replay",
+    # demo: the data and the tokenizer that tests pack
+    "DemoDataset": "demo:DemoDataset",
+    "write_dataset": "demo:write_dataset",
+    "write_tokenizer": "demo:write_tokenizer",
+    "CHATML_TEMPLATE": "demo.tokenizer:CHATML_TEMPLATE",
+    # encoding: what decides tokens, one step at a time, against Transformers and Jinja; limits against hostile images
+    "StoredTokens": "encoding:StoredTokens",
+    "TESTED": "encoding.processor_vision:TESTED",
+    "VisionInputs": "encoding.vision_inputs:VisionInputs",
+    "TokenizerParts": "encoding.tokenizer_parts:TokenizerParts",
+    "TODAY": "encoding.template:TODAY",
+    "ChatTemplate": "encoding.template:ChatTemplate",
+    "Renderer": "encoding.rendering:Renderer",
+    "IGNORE_INDEX": "encoding.sample:IGNORE_INDEX",
+    "supervised_turns": "encoding.supervision:supervised_turns",
+    "TextTokenizer": "encoding.tokenizer:TextTokenizer",
+    "FastokensEngine": "encoding.engines:FastokensEngine",
+    "proof_texts": "encoding.engine_corpus:proof_texts",
+    "engines": "encoding.engines",
+    "load_image": "encoding.images:load_image",
+    "load_vision": "encoding:load_vision",
+    "read_header": "encoding.images:read_header",
+    "MAX_PIXELS": "encoding.images:MAX_PIXELS",
+    "images": "encoding.images",
+    "mrope_positions": "encoding.mrope:mrope_positions",
+    "ProcessorVision": "encoding.processor_vision:ProcessorVision",
+    "processor_vision": "encoding.processor_vision",
+    "Guard": "encoding.purity:Guard",
+    "content_guard": "encoding.purity:content_guard",
+    "content_places": "encoding.turns:content_places",
+    "Skeleton": "encoding.skeleton:Skeleton",
+    "marker": "encoding.skeleton:marker",
+    "HELD": "encoding.special_text:HELD",
+    "SpecialText": "encoding.special_text:SpecialText",
+    "control_tokens": "encoding.special_text:control_tokens",
+    "searched_literals": "encoding.special_text:searched_literals",
+    "HeldTokenizer": "encoding.held_tokenizer:HeldTokenizer",
+    "OutOfTime": "encoding.time_limit:OutOfTime",
+    "time_limit": "encoding.time_limit:time_limit",
+    "template": "encoding.template",
+    "tokenizer": "encoding.tokenizer",
+    "EncoderSettings": "encoding:EncoderSettings",
+    # errors: bases and messages of errors
+    "EngineMismatch": "errors:EngineMismatch",
+    # flavors: what Energon calls of a dataset
+    "captioning_sample_loader": "flavors.packed_captioning:sample_loader",
+    # foreign: text of files as messages show it
+    "visible": "foreign:visible",
+    # formats: each codec without a pipeline
+    "codec_for": "formats:codec_for",
+    "CODECS": "formats:CODECS",
+    "codec_of": "formats:codec_of",
+    "READ_ONLY": "formats:READ_ONLY",
+    "TIMESTAMPS_ADDED": "formats.llava_onevision2:TIMESTAMPS_ADDED",
+    "image_count": "formats.parts:image_count",
+    # inspection: reports as values, in place of HTML and tables
+    "PackedFolder": "inspection.folder:PackedFolder",
+    "gather": "inspection.report_data:gather",
+    "render_report": "inspection.report:render_report",
+    "verify": "inspection.verify:verify",
+    "even_bins": "inspection.charts:even_bins",
+    "integer_bins": "inspection.charts:integer_bins",
+    "log_integer_bins": "inspection.charts:log_integer_bins",
+    "extract_pack": "inspection.extract:extract_pack",
+    "token_rows": "inspection.tokens:token_rows",
+    "KINDS": "inspection.kinds:KINDS",
+    "map_pack": "inspection.kinds:map_pack",
+    "compare": "inspection.lengths:compare",
+    "histogram": "inspection.lengths:histogram",
+    "percentiles": "inspection.lengths:percentiles",
+    "recommend": "inspection.lengths:recommend",
+    "_zoomed": "inspection.report:_zoomed",
+    "PackFinder": "inspection.find:PackFinder",
+    "view_pack": "inspection.view:view_pack",
+    "_shape": "inspection.view:_shape",
+    # integrations: stages of Megatron and Transformers that need a trainer, or many processes, to be reached
+    "megatron_batch": "integrations.megatron:megatron_batch",
+    "Place": "integrations.megatron.ranks:Place",
+    "ranks": "integrations.megatron.ranks",
+    "check_parallelism": "integrations.megatron.ranks:check_parallelism",
+    "train_valid_test_dataloaders_provider": "integrations.megatron:train_valid_test_dataloaders_provider",
+    "restore_iterator": "integrations.megatron.restore:restore_iterator",
+    "state_file": "integrations.megatron.restore:state_file",
+    "restore": "integrations.megatron.restore",
+    "MegatronIterator": "integrations.megatron:MegatronIterator",
+    "isolation_table": "integrations.isolation:isolation_table",
+    "measure": "integrations.isolation:measure",
+    "short_row": "integrations.isolation:short_row",
+    "isolation": "integrations.isolation",
+    "ordered_loader": "integrations.megatron.provider:ordered_loader",
+    "ConsumedBatches": "integrations.consumed:ConsumedBatches",
+    # options: declarations of options, for tables that must agree with them
+    "declared": "options:declared",
+    "make": "options:make",
+    # packing: kernels and their limits; plans are checked through `pack_lengths`
+    "balanced_steps": "packing.balance:balanced_steps",
+    "imbalance": "packing.balance:imbalance",
+    "bitset": "packing.bitset",
+    "planner": "packing.planner",
+    "Placement": "packing.placement:Placement",
+    "kernels": "packing.kernels",
+    "search": "packing.search",
+    "load_kernels": "packing:load_kernels",
+    # pipeline: stages on their own, for faults and limits that a small run does not meet
+    "FolderLock": "pipeline.lock:FolderLock",
+    "keys": "pipeline.keys",
+    "split_ranges": "pipeline.shard_plans:split_ranges",
+    "LengthsOptions": "pipeline.survey:LengthsOptions",
+    "read_config": "pipeline.config_file:read_config",
+    "chunks": "pipeline.chunks",
+    "most_common": "pipeline.table:most_common",
+    "count_texts": "pipeline.chunks:count_texts",
+    "reader": "pipeline.reader",
+    "dry_run": "pipeline:dry_run",
+    "KeptTokens": "pipeline.kept_tokens:KeptTokens",
+    "TokenReader": "pipeline.kept_tokens:TokenReader",
+    "tokens_size": "pipeline.kept_tokens:tokens_size",
+    "write_tokens": "pipeline.kept_tokens:write_tokens",
+    "parse_part": "pipeline.parse:parse_part",
+    "available_cores": "pipeline.processes:available_cores",
+    "parse_seq_len": "pipeline.parse:parse_seq_len",
+    "parse_size": "pipeline.parse:parse_size",
+    "prefix_of": "pipeline.parse:prefix_of",
+    "LocalEngine": "pipeline.engine:LocalEngine",
+    "make_keys": "pipeline.keys:make_keys",
+    "table": "pipeline.table",
+    "measure_stage": "pipeline.measure",
+    "index_stage": "pipeline.index",
+    "engine": "pipeline.engine",
+    "advice": "pipeline.rejects:advice",
+    "main_reason": "pipeline.rejects:main_reason",
+    # records: shapes and media on their own, for records that no run would accept
+    "media": "records.media",
+    "normalize_module": "records.normalize",
+    "SHAPES": "records.shapes:SHAPES",
+    "_has_long_number": "records.json_text:_has_long_number",
+    "parse_json": "records.json_text:parse_json",
+    "mapping": "records.mapping",
+    "NO_PLACEHOLDER": "records.placing:NO_PLACEHOLDER",
+    "CALLS_IN_TEXT": "records.tools:CALLS_IN_TEXT",
+    "TOOLS_IN_TEXT": "records.tools:TOOLS_IN_TEXT",
+    # shards: files of a dataset, to read, damage and repair them
+    "streams": "shards.streams",
+    "make_nv_meta": "shards.repair:make_nv_meta",
+    "scan_tar": "shards.scan:scan_tar",
+    "ShardReader": "shards.reader:ShardReader",
+    "TarShardWriter": "shards.tar:TarShardWriter",
+    "aside": "shards.files:aside",
+    "packs_per_worker": "shards.steps:packs_per_worker",
+    "ShardRows": "shards.tar:ShardRows",
+    # sources: readers of files on their own, for damages and limits
+    "open_sources": "sources:open_sources",
+    "CsvSource": "sources.csv:CsvSource",
+    "parquet_batches": "sources.parquet:parquet_batches",
+    "JsonlSource": "sources:JsonlSource",
+    "SOURCES": "sources.registry:SOURCES",
+    "tar_index": "sources.tar_index",
+    # version: of the files of a dataset
+    "FORMAT_VERSION": "version:FORMAT_VERSION",
+    # blends: what the command `metadataset` writes, from a function
+    "make_blend": "blends:make_blend",
+    "write_metadataset": "blends:write_metadataset",
+    "render": "blends:render",
+    # metadatasets: the reader itself, against Energon's
+    "read_split": "metadatasets:read_split",
+    "read_metadataset": "metadatasets:read_metadataset",
+    # tarfiles: the reader itself, against Python's tarfile and GNU tar
+    "TarError": "tarfiles:TarError",
+    "open_tar": "tarfiles:open_tar",
+    "read_content": "tarfiles:read_content",
+}
+"""Name for tests -> `module:name` below `energon_packed`, or `module` alone."""
+
+PRELOADED = (
+    "energon_packed.cli.main",
+    "energon_packed.cli.pack",
+    "energon_packed.cli.lengths",
+    "energon_packed.cli.verify",
+    "energon_packed.cli.metadataset",
+    "energon_packed.cli.nv_meta",
+    "energon_packed.pipeline.run",
+    "energon_packed.encoding",
+    "energon_packed.encoding.patch_kernel",
+    "energon_packed.dataflow",
+    "energon_packed.dataflow.energon.loader",
+    "energon_packed.integrations.megatron",
+)
+"""Modules that `tests/preloaded.py` imports once for all processes: those that take the time of a start."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PLACES:
+        raise AttributeError(f"tests.internals has no {name!r}; add its place to PLACES")
+    module, _, attribute = PLACES[name].partition(":")
+    found = import_module(f"energon_packed.{module}")
+    return getattr(found, attribute) if attribute else found
