@@ -18,6 +18,7 @@ from energon_packed import (
     DataflowConfig,
     DataflowLoader,
     GatheredLoader,
+    IterableDistributor,
     JointLoader,
     MapDistributor,
     MixtureDistributor,
@@ -185,6 +186,39 @@ def test_learned_weights_and_batches_are_those_of_the_run_without_interruption(w
         resumed = run(step + 1, steps, states[step])
         assert resumed[1] == weights[step + 1 :], f"weights after step {step}"
         assert resumed[0] == rows[step + 1 :], f"batches after step {step}"
+
+
+def test_gathered_states_are_continued_by_other_ranks() -> None:
+    """Items with a global order: the state of any rank; a stream: the states of all, here without a process group."""
+    data = [feature(n % 13, 13 * (n // 13)) for n in range(26)]
+    makes: dict[str, Any] = {
+        "order": lambda **place: GatheredLoader(DataflowLoader(MapDistributor(data), **place)),
+        "stream": lambda **place: GatheredLoader(
+            DataflowLoader(IterableDistributor(data), packer=PoolPacker(24, pool_size=3), **place), steps=40
+        ),
+    }
+    for kind, make in makes.items():
+        before = [make(rank=rank, world_size=2) for rank in range(2)]
+        seen = []
+        for loader in before:
+            for _ in islice(loader, 2):
+                pass
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in before]
+        if kind == "order":
+            assert states[0] == states[1]
+            state = states[0]
+        else:
+            state = states[0] | {"ranks": [one["ranks"][0] for one in states]}
+        for rank in range(3):
+            loader = make(rank=rank, world_size=3)
+            loader.load_state_dict(state)
+            seen += [name for batch in loader.loader.rest_of_epoch() for name in batch.ids]
+        used = [name for rank in range(2) for name in first_ids(make, rank)]
+        assert sorted(seen + used) == sorted(one["id"] for one in data), kind
+
+
+def first_ids(make: Any, rank: int) -> list[str]:
+    return [name for batch in islice(make(rank=rank, world_size=2).loader, 2) for name in batch.ids]
 
 
 def test_a_hundred_thousand_steps_without_a_checkpoint_take_no_memory() -> None:

@@ -7,9 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from energon_packed import ChatEncoder, PackedDataset, PaddingFreeCollator, steps_per_epoch
+from energon_packed import (
+    ChatEncoder,
+    DataflowLoader,
+    MapDistributor,
+    PackedDataset,
+    PackedTrainer,
+    PaddingFreeCollator,
+    TrainerStream,
+    packed_training_arguments,
+    steps_per_epoch,
+)
 from tests import oldest
 from tests.integrations.launched import launch, tiny_qwen2
+from tests.integrations.trainer_runs import QUIET, Recording
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +37,7 @@ def ranks(
         raise
 
 
-@pytest.mark.parametrize("kind", ["map", "grouped"])
+@pytest.mark.parametrize("kind", ["map", "grouped", "ordered"])
 def test_map_style_has_each_sample_twice_in_two_epochs(ranks: list[Any], text_packs: list[Path], kind: str) -> None:
     data = PackedDataset(text_packs[0])
     assert len(data) % 2 == 0, "accelerate fills up uneven data with packs from the start"
@@ -46,23 +57,53 @@ def test_trl_trains_on_text_and_images(
         assert any(sample.image_grid_thw is not None for sample in data[0])
 
 
-@pytest.mark.parametrize(
-    "kind", ["map", "grouped", "blend", "stream", "stream_of_blend", "dataflow", "sft", "sft_images"]
-)
+KINDS = ("map", "ordered", "grouped", "ordered_blend", "blend", "stream", "stream_of_blend", "dataflow")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "sft", "sft_images"])
 def test_a_resumed_run_equals_the_one_without_interruption(ranks: list[Any], kind: str) -> None:
     saved = 2 if kind.startswith("sft") else 3
     for rank in ranks:
         complete, first, second = (rank[kind][part] for part in ("complete", "first", "second"))
-        accumulated = complete["used"] // complete["steps"]
         assert complete["steps"] > saved
         assert saved <= first["steps"] <= saved + 1
         assert first["seen"][: first["used"]] == complete["seen"][: first["used"]]
-        rest = complete["seen"][saved * accumulated : complete["used"]]
+        rest = complete["seen"][complete["until"][str(saved)] : complete["used"]]
         assert second["seen"][: len(rest)] == rest, "samples are replayed or skipped"
         losses = [
             {step: loss for step, loss in run["losses"].items() if int(step) > saved} for run in (complete, second)
         ]
         assert losses[0] == losses[1] != {}
+
+
+def test_the_order_is_that_of_a_dataflow_loader(ranks: list[Any], text_packs: list[Path]) -> None:
+    for number, rank in enumerate(ranks):
+        order = MapDistributor(PackedDataset(text_packs[0]))
+        loader = DataflowLoader(order, batch_size=1, rank=number, world_size=2, seed=42)  # the Trainer's default seed
+        expected = [batch.ids for _ in range(2) for batch in loader]
+        assert rank["ordered"]["complete"]["seen"] == expected
+
+
+@pytest.mark.parametrize("kind", ["ordered", "dataflow"])
+def test_one_process_continues_the_checkpoint_of_two(
+    ranks: list[Any], text_packs: list[Path], tmp_path: Path, kind: str
+) -> None:
+    """With twice the accumulation, the steps are those of the two processes, and no pack is lost or repeated."""
+    folder = Path(ranks[0]["folder"]) / kind / "parts"
+    data: Any = PackedDataset(text_packs[0])
+    if kind == "dataflow":
+        data = TrainerStream(DataflowLoader(MapDistributor(data)))
+    collator = Recording(of_stream=kind == "dataflow")
+    steps = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+    args = packed_training_arguments(str(tmp_path), data, **QUIET | {"save_strategy": "no"} | steps)
+    trainer = PackedTrainer(tiny_qwen2(), args, train_dataset=data, data_collator=collator)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    complete = [rank[kind]["complete"] for rank in ranks]
+    assert trainer.state.global_step == complete[0]["steps"]
+    expected = [
+        batch for step in zip(*(one["seen"][3 : one["used"]] for one in complete), strict=True) for batch in step
+    ]
+    assert collator.seen[: len(expected)] == expected
 
 
 def test_evaluation_while_training_changes_no_batch(ranks: list[Any]) -> None:

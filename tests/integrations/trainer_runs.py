@@ -81,6 +81,21 @@ class Draws(TrainerCallback):
         torch.rand(1 + args.process_index)
 
 
+class Used(TrainerCallback):
+    """Counts the micro batches that were trained on until each step."""
+
+    def __init__(self) -> None:
+        self.used = 0
+        self.until: dict[int, int] = {}
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.used += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.used += 1
+        self.until[state.global_step] = self.used
+
+
 def train(
     folder: Path,
     data: Any,
@@ -88,34 +103,35 @@ def train(
     stop: int = 0,
     resume: str | None = None,
     validation: Any = None,
-    by_length: bool = False,
+    packed: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Steps, samples and losses of one run; with validation data by PackedTrainer, which needs no callbacks."""
+    """Steps, samples and losses of one run; with validation data, or `packed`, by PackedTrainer without callbacks."""
+    by_length = arguments.pop("by_length", False)
     if validation is not None:
         arguments |= {"eval_strategy": "steps", "eval_steps": 2}
     args = packed_training_arguments(str(folder), data, **(QUIET | arguments))
     collator = Recording(of_stream=isinstance(data, TrainerStream))
-    callbacks: list[Any] = [StopAt(stop)] if stop else []
-    if validation is not None:
-        pass
+    used = Used()
+    callbacks: list[Any] = [used, StopAt(stop)] if stop else [used]
+    packed |= validation is not None
+    if packed:
+        callbacks.append(Draws())
     elif isinstance(data, TrainerStream):
         callbacks.append(StreamState(data))
     elif len(data.blend) > 1:
         callbacks.append(BlendEpochs(data))
     if by_length:
-        args.train_sampling_strategy = "group_by_length"
-        callbacks.append(Draws())
-    kind = Trainer if validation is None and not by_length else PackedTrainer
+        args.train_sampling_strategy = "group_by_length"  # on finished arguments, as the page says
+    kind = PackedTrainer if packed else Trainer
     trainer = kind(
         tiny_qwen2(), args, train_dataset=data, eval_dataset=validation, data_collator=collator, callbacks=callbacks
     )
     trainer.train(resume_from_checkpoint=resume)
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-    used = trainer.state.global_step * args.gradient_accumulation_steps
     evaluated = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
-    found = {"steps": trainer.state.global_step, "seen": collator.seen, "losses": losses, "used": used}
-    return found | {"evaluated": evaluated}
+    found = {"steps": trainer.state.global_step, "seen": collator.seen, "losses": losses, "used": used.used}
+    return found | {"evaluated": evaluated, "until": used.until}
 
 
 def twice(folder: Path, make: Any, **arguments: Any) -> dict[str, Any]:
@@ -143,7 +159,8 @@ def sft(folder: Path, data: PackedDataset, model: Any, tokenizer: str, **argumen
         trainer.train(resume_from_checkpoint=str(parts / resume) if resume else None)
         losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
         used = trainer.state.global_step
-        found[name] = {"steps": used, "seen": collator.seen, "losses": losses, "used": used}
+        until = {step: step for step in range(1, used + 1)}
+        found[name] = {"steps": used, "seen": collator.seen, "losses": losses, "used": used, "until": until}
     return found
 
 
@@ -213,7 +230,16 @@ def main() -> None:
     map_style = {"per_device_train_batch_size": 1, "num_train_epochs": 2}
     result: dict[str, Any] = {
         "map": twice(folder / "map", lambda: PackedDataset(packs), **map_style),
-        "grouped": twice(folder / "grouped", lambda: PackedDataset(packs), by_length=True, **map_style),
+        "ordered": twice(folder / "ordered", lambda: PackedDataset(packs), packed=True, **map_style),
+        "grouped": twice(folder / "grouped", lambda: PackedDataset(packs), packed=True, by_length=True, **map_style),
+        "ordered_blend": twice(
+            folder / "ordered_blend",
+            lambda: PackedDataset(blend),
+            packed=True,
+            gradient_accumulation_steps=2,
+            dataloader_num_workers=1,
+            **map_style | {"num_train_epochs": 3},
+        ),
         "blend": twice(folder / "blend", lambda: PackedDataset(blend), **map_style),
         "stream": twice(
             folder / "stream",
@@ -234,6 +260,7 @@ def main() -> None:
         ),
         "sft": sft(folder / "sft", PackedDataset(packs), tiny_qwen2, str(tokenizer), **ONE_EPOCH),
         "sft_images": sft_images(folder / "sft_images", images, image_tokenizer),
+        "folder": str(folder),
         "evaluation": evaluation(folder / "evaluation", packs),
         "refusals": refusals(folder / "refusals", packs),
     }
