@@ -9,7 +9,7 @@ from energon_packed.errors import BatchError
 def until_the_end(rest: Callable[[], Iterator[Any]], *, empty: int) -> Iterator[Any]:
     """The rest of an epoch, or the next epoch where nothing is left of one that was begun.
 
-    A loop that counts its steps leaves the iterator behind the last batch, and so does a state saved there: what
+    A loop that counts its steps leaves the iterator after the last batch, and so does a state saved there: what
     follows is the next epoch, as after a loop that met the end.
 
     Args:

@@ -52,8 +52,8 @@ class JointLoader:
         seed: of the draws.
         stop: `first` ends when a loader ends, `all` when every one ended once, `never` repeats indefinitely; a loader
             that ends before begins its next epoch.
-        allow_changed_weights: a state of other weights is restored: each loader goes on where it was, and what follows
-            is drawn by the new weights.
+        allow_changed_weights: a state of other weights is restored: each loader continues where it was, and later
+            batches are drawn by the new weights.
 
     Raises:
         ConfigError: names that differ, or an invalid weight.
@@ -117,7 +117,7 @@ class JointLoader:
         self._ended = []
 
     def _rest_of(self, name: str) -> Iterator[Any]:
-        """What is left of the epoch of a loader, so that its end is seen, also behind its last batch."""
+        """What is left of the epoch of a loader, so that its end is seen, also after its last batch."""
         loader = self.loaders[name]
         rest = getattr(loader, "rest_of_epoch", None)
         return iter(loader if rest is None else rest())
@@ -143,8 +143,8 @@ class JointLoader:
         """Continue after the batch at which `state` was saved; call it before iterating.
 
         Args:
-            state: of this rank, or of all ranks as `gather_state` returned it: then every loader that can goes on with
-                another number of ranks or workers.
+            state: of this rank, or of all ranks as `gather_state` returned it: then each loader continues with another
+                number of ranks or workers, if it can.
 
         Raises:
             BatchError: it is of other loaders, weights or data.

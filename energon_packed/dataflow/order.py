@@ -9,7 +9,7 @@
 
 Everything follows from seed and epoch, so each rank and worker computes its items. The number of workers decides
 nothing, and the position in the data is (epoch, step), the same on all ranks. Where the ranks, the rows of a step or
-the weights of a blend change within an epoch, a `Segment` records the step: the epoch continues behind the last item
+the weights of a blend change within an epoch, a `Segment` records the step: the epoch continues after the last item
 that was used, whatever the number of ranks and workers is from there on.
 """
 
@@ -231,7 +231,7 @@ class Order:
         return order
 
     def _shuffled(self, epoch: int, seed: int, weights: tuple[float, ...] | None) -> tuple[Int64, np.random.Generator]:
-        """The items of an epoch before they are aligned, and the generator that goes on with them."""
+        """The items of an epoch before they are aligned, and the generator that continues with them."""
         numbers = self._numbers_of(epoch, weights)
         rng = np.random.default_rng([seed, epoch] if self.cost is None else [seed, epoch, 3])
         return (rng.permutation(numbers) if self.shuffle else numbers.copy()), rng
@@ -254,7 +254,7 @@ class Order:
         return np.concatenate([steps.transpose(0, 2, 1).reshape(-1), rest])
 
     def _redrawn(self, used: Int64, count: int, segment: Segment, epoch: int, seed: int) -> Int64:
-        """`count` items by other weights, behind the items that the epoch has used."""
+        """`count` items by other weights, after the items that the epoch has used."""
         rng = np.random.default_rng([seed, epoch, 4, segment.item])
         drawn: Int64 = self.dataset.redrawn(used, count, segment.weights, rng)
         return rng.permutation(drawn) if self.shuffle else drawn

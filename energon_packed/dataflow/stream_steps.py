@@ -225,8 +225,8 @@ class StreamSteps:
             )
         if not distributor.can_seek:
             raise BatchError(
-                f"{type(distributor).__name__} over a one-shot iterator cannot go on with another number of ranks or "
-                f"workers ({saved}, {now}): pass a function that returns a new iterator, or keep their number"
+                f"{type(distributor).__name__} over a one-shot iterator cannot continue with another number of "
+                f"ranks or workers ({saved}, {now}): pass a function that returns a new iterator, or keep their number"
             )
         if distributor.endless and self.count > first["num_shards"]:
             raise BatchError(

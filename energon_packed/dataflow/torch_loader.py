@@ -49,7 +49,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             ...
         state = loader.state_dict()                     # exact at every step
 
-    Iterating again after a break resumes behind the last batch; after the last batch of an epoch the next one begins,
+    Iterating again after a break resumes after the last batch; after the last batch of an epoch the next one begins,
     whether the loop met the end or counted steps.
 
     Args:
@@ -183,7 +183,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         return self._to_come
 
     def _next_of(self, steps: Iterator[Any]) -> Any:
-        """The next step, or None; after an error, iterating begins anew, at the state."""
+        """The next step, or None; after an error, iterating starts again, at the state."""
         try:
             return next(steps, None)
         except BaseException:

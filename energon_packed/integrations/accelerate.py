@@ -41,11 +41,11 @@ class PreparedLoader(DataLoaderShard):
         self.dataset.placeholders = batches
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all ranks behind the last batch that was handed out, in plain types; every rank must call it."""
+        """State of all ranks after the last batch that was handed out, in plain types; every rank must call it."""
         return gathered(self.dataset.state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue behind the batch at which the state was saved; call it before iterating.
+        """Continue after the batch at which the state was saved; call it before iterating.
 
         Raises:
             BatchError: the check of the loader fails.
@@ -108,7 +108,7 @@ class _Ahead(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     Attributes:
         placeholders: empty batches that come first in the next iteration, for a Trainer that skips as many: the loader
-            is behind the batches that these stand for.
+            is after the batches that these stand for.
     """
 
     def __init__(self, loader: Any, to_inputs: Callable[[Any], Any]) -> None:
@@ -138,7 +138,7 @@ class _Ahead(torch.utils.data.IterableDataset[dict[str, Any]]):
         self._waiting = None
 
     def state(self) -> dict[str, Any]:
-        """State behind the last batch that was handed out."""
+        """State after the last batch that was handed out."""
         return self._batches.state()
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""ConsumedBatches: batches of a loader for a trainer that reads ahead, and the loader's state behind each used batch.
+"""ConsumedBatches: batches of a loader for a trainer that reads ahead, and the loader's state after each used batch.
 
 read        1  2  3  4  5  6  7  8  9 10     the trainer reads ahead
 used        1  2  3  4  5  6  7              `use(7)`
 positions                        7  8  9 10  of the loader; earlier ones are dropped
-state()     the state of the loader behind batch 7, with every update of a mixture until now
+state()     the state of the loader after batch 7, with every update of a mixture until now
 """
 
 from collections import deque
@@ -15,14 +15,14 @@ from energon_packed.errors import BatchError, ConfigError
 
 
 class ConsumedBatches:
-    """Counts the batches of a loader, and keeps its position behind each batch that is read and not used.
+    """Counts the batches of a loader, and keeps its position after each batch that is read and not used.
 
-    The state of a loader is that behind the last batch that was *read*. A trainer that reads ahead saves the state
-    behind the last batch that it has *used*. Nothing is read again, and memory grows with what is read ahead alone.
+    The state of a loader is that after the last batch that was *read*. A trainer that reads ahead saves the state
+    after the last batch that it has *used*. Nothing is read again, and memory grows with what is read ahead alone.
 
     Args:
         loader: PackedLoader, DataflowLoader, PackedIterableDataset, JointLoader, or another iterable with `state_dict`
-            and `load_state_dict`, that resumes behind the last batch and begins a new epoch behind the last batch of
+            and `load_state_dict`, that resumes after the last batch and begins a new epoch after the last batch of
             an epoch.
 
     Attributes:
@@ -44,7 +44,7 @@ class ConsumedBatches:
         self._positions: deque[tuple[int, Any]] = deque()
 
     def epoch(self) -> Iterator[Any]:
-        """The batches of the current epoch that were not read yet; behind the last batch, those of the next epoch."""
+        """The batches of the current epoch that were not read yet; after the last batch, those of the next epoch."""
         self._begin()
         while True:
             before = self.read
@@ -63,12 +63,12 @@ class ConsumedBatches:
             self._positions.popleft()
 
     def state(self) -> dict[str, Any]:
-        """State of the loader behind the last used batch, in plain types."""
+        """State of the loader after the last used batch, in plain types."""
         self._begin()
         return state_at(self.loader, self._positions[0][1])
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue behind the batch at which `state` was saved; call it before iterating.
+        """Continue after the batch at which `state` was saved; call it before iterating.
 
         Raises:
             BatchError: the state is of other data or settings.

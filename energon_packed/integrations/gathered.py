@@ -21,7 +21,7 @@ class GatheredLoader:
 
     Args:
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank.
-        steps: batches of one iteration; the loader goes on with its next epoch where it ends before. By default as
+        steps: batches of one iteration; the loader continues with its next epoch where it ends before. By default as
             many as an epoch of the loader has.
 
     Raises:
@@ -65,11 +65,11 @@ class GatheredLoader:
         self._used = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all ranks behind the last batch, in plain types; every rank must call it."""
+        """State of all ranks after the last batch, in plain types; every rank must call it."""
         return gather_state(self.loader) | {_PLACE: self._used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the batch at which `state` was saved; call it before iterating.
+        """Continue after the batch at which `state` was saved; call it before iterating.
 
         Raises:
             BatchError: the check of the loader fails.

@@ -266,7 +266,7 @@ def test_what_cannot_change_says_so() -> None:
     loader = new_loader(stream())
     next(iter(loader))
     with pytest.raises(
-        BatchError, match="over a one-shot iterator cannot go on .*1 ranks of 1 workers saved, 2 of 1 now"
+        BatchError, match="over a one-shot iterator cannot continue .*1 ranks of 1 workers saved, 2 of 1 now"
     ):
         new_loader(stream(), rank=0, world_size=2).load_state_dict(gather_state(loader))
     two = [new_loader(FEATURES, rank=rank, world_size=2) for rank in range(2)]

@@ -17,7 +17,7 @@ class Item(NamedTuple):
         number: place in the share, from 0 in each epoch.
         value: what a Processor takes: a record, a Conversation, a pack, or encoded samples.
         key: what `Distributor.item` needs to read it again; by default its number.
-        cursor: what `Distributor.items` needs to continue behind it; by default the next number.
+        cursor: what `Distributor.items` needs to continue after it; by default the next number.
     """
 
     number: int
@@ -33,7 +33,7 @@ class Distributor(ABC):
     saved in loader states.
 
     Attributes:
-        can_seek: items behind the current one can be read again. False for one-shot iterators: such a stream cannot
+        can_seek: items after the current one can be read again. False for one-shot iterators: such a stream cannot
             be saved while a packer holds samples out of order.
         endless: the items of a share never end.
         read_ahead: items that are read and encoded together.

@@ -6,7 +6,7 @@ asks a worker for a step only when one of an earlier step was handed out, at mos
     main       handed out: 0 1 2 | announce(w): from step 2 + 1 + in_flight of each worker
     worker     ... step 5: items up to 811 are in batches, up to 843 may be read  ->  w holds from item 843 on
 
-The worker turns the step into an item: the number of items behind its steps so far, and `read_ahead` more. Its state
+The worker turns the step into an item: the number of items after its steps so far, and `read_ahead` more. Its state
 holds that item, so that one who resumes draws the same items.
 """
 
@@ -200,7 +200,7 @@ class WeightSchedule:
             del self._changes[0]
 
     def stream_state(self) -> dict[str, Any]:
-        """Of the worker behind the step that it makes, in plain types."""
+        """Of the worker after the step that it makes, in plain types."""
         return {"made": self._made, "changes": [list(one) for one in self._changes]}
 
     def weights_at(self, number: int) -> Weights:

@@ -56,7 +56,7 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
 
     @property
     def batches(self) -> ConsumedBatches:
-        """The batches, with the state behind each used batch."""
+        """The batches, with the state after each used batch."""
         if self._batches is None:
             self._batches = ConsumedBatches(self.loader)
         return self._batches
@@ -128,7 +128,7 @@ class LoaderState(TrainerCallback):
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """State of the loader for all ranks, behind the last batch that was used."""
+        """State of the loader for all ranks, after the last batch that was used."""
         raise NotImplementedError
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
