@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 
 from energon_packed.dataflow.distributors.map import Balance, check_balance
-from energon_packed.dataflow.order import Order
+from energon_packed.dataflow.order import Order, check_sizes
 from energon_packed.dataflow.share import place_of
 from energon_packed.errors import ConfigError
 from energon_packed.packing.balance import CostModel, Imbalance
@@ -59,8 +59,9 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         for name, value in (("ranks", self.ranks), ("batch_size", batch_size)):
             if value < 1:
                 raise ConfigError(f"`{name}` must be at least 1, got {value}.")
+        check_sizes(dataset)
         self.rows, self.seed, self.drop_last, self.epoch = batch_size, seed, drop_last, 0
-        self.order = Order(dataset, shuffle=shuffle, cost=cost or CostModel())
+        self.order = Order(_Indexed(dataset), shuffle=shuffle, cost=cost or CostModel())
 
     def set_epoch(self, epoch: int) -> None:
         """Order anew, as DistributedSampler's."""
@@ -93,3 +94,19 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         if self.rank is None:
             return full * self.ranks * self.rows + rest
         return full * self.rows + -(-rest // self.ranks)
+
+
+class _Indexed:
+    """A dataset by the indices of its present epoch, which samplers give: a blend has other packs in each epoch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.row_sizes = dataset.row_sizes
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the packs of the epoch."""
+        if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
+            set_epoch(epoch)

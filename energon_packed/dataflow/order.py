@@ -16,7 +16,6 @@ that was used, whatever the number of ranks and workers is from there on.
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -81,9 +80,9 @@ class Segment:
 class Order:
     """The items of a map-style dataset in the order of training.
 
-    A dataset that is drawn anew in each epoch (a blend) has `epoch_items(epoch, weights)`, which returns the numbers
-    of the items of an epoch, int64 (N,), and `item(number)`, which reads one. Other datasets are indexed, after
-    `set_epoch(epoch)` if they have that method.
+    A dataset that is drawn in each epoch (a blend) has `epoch_items(epoch, weights)`, which returns the numbers of the
+    items of an epoch, int64 (N,), `item(number)`, which reads an item, `item_sizes()` and `weights`. Other datasets
+    are indexed, after `set_epoch(epoch)` if they have that method.
 
     Args:
         dataset: with a length and random access.
@@ -100,11 +99,8 @@ class Order:
     def __init__(
         self, dataset: Any, *, shuffle: bool = True, cost: CostModel | None = None, repeat: bool = False
     ) -> None:
-        if cost is not None and not callable(getattr(dataset, "row_sizes", None)):
-            raise ConfigError(
-                f"`balance` needs the sizes of rows, which {type(dataset).__name__} does not have. Use PackedDataset "
-                "or plan_in_memory."
-            )
+        if cost is not None:
+            check_sizes(dataset)
         if repeat and not len(dataset):
             raise ConfigError("`repeat` needs at least 1 item, got an empty dataset. Pass data with items.")
         # Each loader sets the epoch of its own copy, which shares the open files.
@@ -112,7 +108,7 @@ class Order:
         self.shuffle, self.cost, self.repeat = shuffle, cost, repeat
         self._cached: tuple[Any, Int64] | None = None
         if cost is not None:
-            _ = self._costs  # before workers start, which inherit what was read
+            self._costs()  # before workers start, which inherit what was read
 
     def __len__(self) -> int:
         """Items of one epoch."""
@@ -121,7 +117,7 @@ class Order:
     @property
     def weights(self) -> tuple[float, ...] | None:
         """Weights of the datasets of a blend by weight; None for other data."""
-        found = getattr(self.dataset, "weights", None)
+        found = self.dataset.weights if hasattr(self.dataset, "epoch_items") else None
         return None if found is None else tuple(found)
 
     def segment(self, ranks: int, rows: int) -> Segment:
@@ -194,12 +190,11 @@ class Order:
             order[: count * segment.width].reshape(count, segment.rows, segment.ranks).transpose(0, 2, 1)
             for order in orders
         ]
-        before, after = (imbalance(self._costs, one) for one in steps)
+        before, after = (imbalance(self._costs(), one) for one in steps)
         return Imbalance(before=before, after=after)
 
-    @cached_property
     def _costs(self) -> npt.NDArray[np.float64]:
-        """Cost of each item by its number, float64."""
+        """Cost of each item by its number, float64; of a dataset without `item_sizes`, in the epoch that is set."""
         sizes = getattr(self.dataset, "item_sizes", None) or self.dataset.row_sizes
         return (self.cost or CostModel()).costs(sizes())
 
@@ -248,7 +243,7 @@ class Order:
     def _aligned(self, order: Int64, segment: Segment, rng: np.random.Generator) -> Int64:
         """Steps whose items cost the same on all ranks; the last, short step stays as it is."""
         steps, rest = balanced_steps(
-            self._costs, order, ranks=segment.ranks, rows=segment.rows, window=WINDOW, rng=rng
+            self._costs(), order, ranks=segment.ranks, rows=segment.rows, window=WINDOW, rng=rng
         )
         # (step, rank, row) to the order of items, in which rank r has every `ranks`-th item of a step
         return np.concatenate([steps.transpose(0, 2, 1).reshape(-1), rest])
@@ -258,3 +253,16 @@ class Order:
         rng = np.random.default_rng([seed, epoch, 4, segment.item])
         drawn: Int64 = self.dataset.redrawn(used, count, segment.weights, rng)
         return rng.permutation(drawn) if self.shuffle else drawn
+
+
+def check_sizes(dataset: Any) -> None:
+    """Refuse a dataset whose rows cannot be aligned by cost.
+
+    Raises:
+        ConfigError: it has no `row_sizes()`.
+    """
+    if not callable(getattr(dataset, "row_sizes", None)):
+        raise ConfigError(
+            f"`balance` needs the sizes of rows, which {type(dataset).__name__} does not have. Use PackedDataset or "
+            "plan_in_memory."
+        )

@@ -148,6 +148,31 @@ def test_samplers_of_all_ranks_have_every_pack(dataset: PackedDataset, batch_siz
     assert re.match(r"imbalance \d\.\d{3} -> 1\.0\d\d \(slowest rank", str(samplers[0].imbalance))
 
 
+def test_a_sampler_of_a_blend_gives_the_packs_of_each_epoch(dataset: PackedDataset, tmp_path: Path) -> None:
+    folder = dataset.blend[0].split.path
+    members = [{"path": str(folder), "repetitions": times} for times in (1.5, 0.25)]
+    (tmp_path / "blend.yaml").write_text(
+        json.dumps(
+            {
+                "__module__": "megatron.energon",
+                "__class__": "MetadatasetV2",
+                "splits": {"train": {"blend_epochized": members}},
+            }
+        )
+    )
+    blend = PackedDataset(tmp_path / "blend.yaml")
+    sampler = BalancedSampler(blend, 2, "all", cost=ATTENTION)
+    order = MapDistributor(blend, balance="attention", cost=ATTENTION).order
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        numbers = list(sampler)
+        assert sorted(numbers) == list(range(len(blend)))
+        names = sorted(blend.sample(number).__key__ for number in numbers)
+        items = order.epoch_order(epoch, 0, [order.segment(2, 1)])
+        assert names == sorted(blend.pack(int(number)).__key__ for number in items)
+        assert 1 <= sampler.imbalance.after <= sampler.imbalance.before
+
+
 def test_stateful_loaders_resume_in_the_middle(dataset: PackedDataset) -> None:
     def new() -> Any:
         sampler = BalancedSampler(dataset, RANKS, 1, batch_size=2, cost=ATTENTION)
