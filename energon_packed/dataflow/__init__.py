@@ -4,25 +4,28 @@
 
 batch.py          PackedBatch and its forms for frameworks
 collator.py       Collator, PaddingFreeCollator; features.py: ordinary features
-distributors/     which items a rank and worker reads; share.py: its share
-elastic.py        the rest of an epoch for other ranks or workers; reweighted.py: for other weights
+order.py          the one order of an epoch for all ranks; planned_steps.py: its steps, position (epoch, step)
+distributors/     which items a rank and worker reads; share.py: worker shards of a stream
+stream_steps.py   steps of a stream, position in each worker shard; worker_stream.py: one worker shard
 packers/          which samples share a row
-balance.py        ranks of one step get rows of similar cost
+balance.py        BalancedSampler: the ranks of a step get rows of similar cost
 process.py        items to encoded samples; encode.py: packs to encoded samples
-torch_loader.py   DataflowLoader: the roles under torch, by torch_options.py, torch_workers.py and worker_stream.py
+torch_loader.py   DataflowLoader: the roles under torch; torch_options.py, torch_workers.py, worker_errors.py
 transport.py      how batches travel from worker processes: small tensors as bytes, several steps in one message
-config.py         DataflowConfig: raw records, for the next two
+config.py         DataflowConfig: raw records, for the next two; work_folder.py: its temporary folder
 packed_iterable.py  PackedIterableDataset: packed on the fly
 planned_dataset.py  plan_in_memory: planned at start, map-style
 raw_loader.py     get_raw_loader: one of these two, by `streaming`
 joint_loader.py   JointLoader: several loaders, one state
-order_log.py      which samples each step used, and the proof; replay.py: which ones a step will use
+order_log.py      the samples of each step, and the check of all steps; replay.py: the samples of a later step
 metrics.py        FlowMetrics
-dataset.py        PackedDataset: finished shards and blends (blend.py) map-style; steps.py: steps per epoch
-manifests.py      what the manifests of a dataset or Metadataset say
+dataset.py        PackedDataset: finished shards and blends (blend.py), map-style; hf_dataset.py: as datasets.Dataset
+steps.py          steps_per_epoch; manifests.py: the manifests of a dataset or Metadataset
+opened.py         raises if a dataset changes while it is open
+dummy_images.py   dummy image of a row without images
 trust.py          code of a dataset is refused before Energon runs it
 failures.py       samples that fail to load
-state.py          loader states; epochs.py: where an epoch ends
+state.py          the one form of loader states; epochs.py: the end of an epoch
 process_group.py  torch.distributed; resharding.py: data that another tool would split over ranks again
 energon/          the same roles under Energon, and its loader
 """

@@ -1,11 +1,12 @@
-"""Distributors: which items does this share read, in what order, and from where does it resume.
+"""Distributors: the items of each rank and worker, their order, and where they resume.
 
-base.py              Distributor, Item: counts, guards and re-reads
-map.py               map-style datasets, a permutation every epoch
-iterable.py          any stream, dealt item by item
-rank_partitioned.py  files or shards, dealt part by part
-mixture.py           several distributors by ratio; weights that learn: bandit.py, from which item on: schedule.py
-energon.py           packs in Energon's own order
+base.py              Distributor, Item: checks the numbers of items and reads items again
+map.py               MapDistributor: map-style datasets, in one order for all ranks
+iterable.py          IterableDistributor: a stream, of which each worker reads every n-th item
+rank_partitioned.py  RankPartitioned: files, each read by one worker
+records.py           the records of all sources, for PackedIterableDataset
+mixture.py           several distributors by ratio; bandit.py: learned weights; schedule.py: where they apply
+energon.py           packs in the order of Energon's loader
 """
 
 from energon_packed.dataflow.distributors.base import Distributor, Item

@@ -8,9 +8,10 @@ task_encoder.py   Energon's hooks, each a call of one role
 cookers.py        packs from raw parts
 ranks.py          ranks that end an epoch together
 one_pass.py       an epoch that ends once, also after a restore
+faults.py         errors of Energon that name the file; answers.py: waiting for worker processes
 fingerprint.py, plain.py   of loader states
 redist.py         states for another number of ranks
-state_files.py    the files that Megatron saves them in
+state_files.py    the files in which Megatron saves states
 """
 
 from energon_packed.dataflow.energon.config import LoaderConfig

@@ -2,9 +2,9 @@
 
 layouts.py   the dictionaries that their training steps read
 iterator.py  MegatronIterator: the endless iterator whose state goes into their checkpoints
-provider.py  train_valid_test_dataloaders_provider
-ranks.py     place of this process, and settings that would be wrong there
-restore.py   the file with the data position of this rank in a checkpoint
+provider.py  train_valid_test_dataloaders_provider; ordered_loader: its loader in the global order
+ranks.py     ranks of this process, and settings that would be wrong there
+restore.py   the file with the loader state of this rank in a checkpoint
 """
 
 from energon_packed.integrations.megatron.iterator import MegatronIterator

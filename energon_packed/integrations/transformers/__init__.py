@@ -1,8 +1,8 @@
 """transformers.Trainer on packed data.
 
-arguments.py    packed_training_arguments, check_training_arguments: what the Trainer must be told
+arguments.py    packed_training_arguments, check_training_arguments: arguments that fit packed data
 stream.py       TrainerStream and StreamState: a loader as streaming data, resumed exactly
-evaluation.py   PackedTrainer: the evaluation loss is a mean over tokens
+trainer.py      PackedTrainer: the global order of the data, evaluation loss as the mean over tokens
 callbacks.py    IsolationCheck, BlendEpochs
 """
 
