@@ -6,8 +6,8 @@
 
 `items` are places in the global order of the epoch, over all ranks; of a stream, numbers in the shard. An epoch has
 each of them from 0 on once, in a batch or dropped. The line at the end of a worker, or of a shard, has no step. A
-resumed run repeats the lines after its checkpoint, and they must be equal; with other ranks, a segment says from which
-step on its lines replace the others.
+resumed run repeats the lines after its checkpoint, and they must be equal. With other ranks, the lines of a shard are
+those of before, and a segment says from which step on its lines replace the others.
 """
 
 import json
@@ -107,12 +107,16 @@ def check_order(folder: Path) -> OrderReport:
     problems: list[str] = []
     repeated = 0
     for line in _lines(folder):
-        end = (line["worker"], line.get("shard")) if line["step"] is None else None
-        key = (line["epoch"], line["rank"], line["step"], end, json.dumps(line.get("segments")))
-        before = lines.setdefault(key, line)
+        before = lines.setdefault(_place_of(line), line)
         if before is not line:
             repeated += 1
-            if before != line:
+            same_ranks = all(before[name] == line[name] for name in ("rank", "world_size", "num_workers"))
+            if same_ranks and before["step"] != line["step"]:
+                problems.append(
+                    f"epoch {line['epoch']}, rank {line['rank']}: {len(line['items'])} items are twice, in steps "
+                    f"{before['step']} and {line['step']}: {_some(line['items'])}"
+                )
+            elif any(before[name] != line[name] for name in ("ids", "sources", "items", "dropped")):
                 where = f"epoch {line['epoch']}, step {line['step']}, rank {line['rank']}"
                 problems.append(
                     f"{where} had {_some(before['ids'])} before a resume, and {_some(line['ids'])} after it"
@@ -136,6 +140,18 @@ def check_order(folder: Path) -> OrderReport:
         sources=dict(Counter(str(name) for line in kept for name in line["sources"])),
         problems=problems,
     )
+
+
+def _place_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    """Where a line is in the run: a line at the same place is that of a resumed run.
+
+    The steps of a shard belong to it, whichever rank reads it after a resume.
+    """
+    items = line["items"] or line["dropped"]
+    if "segments" not in line:
+        return line["epoch"], line["shard"], line["step"] is None, items[0] if items else None
+    end = line["worker"] if line["step"] is None else None
+    return line["epoch"], line["rank"], line["step"], end, json.dumps(line["segments"])
 
 
 Checked = tuple[list[dict[str, Any]], bool, list[str]]

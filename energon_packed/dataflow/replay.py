@@ -60,7 +60,12 @@ class Run:
     seed: int = 0
 
 
-def replay(path: str | Path, step: int, run: Run, *, split: str = "train", shuffle: bool = True) -> Iterator[Replayed]:
+_DEFAULT = Run()
+
+
+def replay(
+    path: str | Path, step: int, run: Run = _DEFAULT, *, split: str = "train", shuffle: bool = True
+) -> Iterator[Replayed]:
     """Step `step` of `DataflowLoader(MapDistributor(PackedDataset(path)), batch_size=...)` on every rank.
 
     Args:
@@ -78,7 +83,7 @@ def replay(path: str | Path, step: int, run: Run, *, split: str = "train", shuff
     return _of_ranks(MapDistributor(dataset, shuffle=shuffle), step, run)
 
 
-def replay_config(config: DataflowConfig, step: int, run: Run) -> Iterator[Replayed]:
+def replay_config(config: DataflowConfig, step: int, run: Run = _DEFAULT) -> Iterator[Replayed]:
     """Step `step` of `get_raw_loader(config)` on every rank.
 
     Records are read and tokenized as far as packing needs their lengths, and no pixel is decoded: an image whose

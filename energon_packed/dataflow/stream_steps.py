@@ -147,11 +147,13 @@ class StreamSteps:
             state = self._own(states)
         else:
             states = _in_one_epoch(states)
-            self._check_elastic(states)
             shards = [shard for one in states for shard in one["shards"]]
+            self._check_elastic(states, is_begun=bool(shards))
             own = [shard for shard in shards if shard[0] % self.count in self._indices]
             step = max(one["step"] for one in states)
             state = states[0] | {"step": step, "next_worker": 0, "shards": own}
+            if not shards:  # no rank has begun the epoch: it has the shards of the new workers
+                state["num_shards"] = self.count
         if self._schedule is not None and "schedule" in state and not changed:
             self._schedule.load_state_dict(state["schedule"])
         if changed:  # what was learned by other weights does not hold any more
@@ -203,8 +205,8 @@ class StreamSteps:
             )
         return dict(own)
 
-    def _check_elastic(self, states: Sequence[dict[str, Any]]) -> None:
-        """Refuse states that other ranks or workers cannot continue."""
+    def _check_elastic(self, states: Sequence[dict[str, Any]], *, is_begun: bool) -> None:
+        """Refuse states that other ranks or workers cannot continue; an epoch that has begun has more conditions."""
         first, distributor = states[0], self.roles.distributor
         saved = f"{first['world_size']} ranks of {first['num_workers']} workers saved"
         now = f"{self.count // self.num_workers} of {self.num_workers} now"
@@ -213,6 +215,8 @@ class StreamSteps:
                 f"the saved state is of rank {first['rank']} alone, and the shards of all ranks are assigned anew "
                 f"({saved}, {now}): load what gather_state(loader) returned, which has the states of all ranks"
             )
+        if not is_begun:
+            return
         if len({(one["epoch"], one["num_shards"]) for one in states}) > 1:
             raise BatchError(
                 f"the ranks are in different epochs, and cannot continue as other ranks ({saved}, {now}): save while "

@@ -1,6 +1,9 @@
 """WorkerSteps: the dataset under torch's DataLoader, which yields the steps of each worker process."""
 
 import gc
+import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +16,8 @@ from energon_packed.dataflow.stream_steps import StreamPosition, StreamSteps
 from energon_packed.dataflow.transport import Counts, Message, guarded, messages
 from energon_packed.dataflow.worker_stream import Step
 from energon_packed.errors import ConfigError
+
+_SECONDS = 2.0  # between two looks at the parent process
 
 
 class WorkerSteps(torch.utils.data.IterableDataset[Any]):
@@ -61,8 +66,27 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
         steps = self.plan.steps(start, turn)
         if info is None:
             return steps
+        _end_with_parent()
         gc.freeze()  # what the main process had loaded is not searched for garbage again and again
         gc.set_threshold(100_000)
         one_by_one = self.plan.roles.distributor.schedule is not None  # it counts what workers were asked for
         worker = (turn + getattr(start, "next_worker", 0)) % self.plan.num_workers
         return messages(guarded(steps, turn), worker, self.counts, self.in_flight, one_by_one=one_by_one)
+
+
+def _end_with_parent() -> None:
+    """End this worker process when its parent was killed.
+
+    Torch's worker notices that, too. But then it waits until its queue is empty, and the reader of the queue is gone:
+    the worker, and what holds its output open, would wait indefinitely.
+    """
+    if any(thread.name == _end_with_parent.__name__ for thread in threading.enumerate()):
+        return  # a persistent worker in a later epoch
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name=_end_with_parent.__name__).start()

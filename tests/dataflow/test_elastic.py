@@ -312,6 +312,43 @@ def test_an_order_log_goes_on_with_other_ranks(tmp_path: Path) -> None:
     ]
 
 
+def test_an_order_log_of_a_stream_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    def new_loader(**place: Any) -> DataflowLoader:
+        return DataflowLoader(IterableDistributor(FEATURES), batch_size=2, order_log=tmp_path, **place)
+
+    two = Ranks(new_loader, 2)
+    two.take(1)
+    state = two.state()
+    two.take(1)  # after the checkpoint: the resumed run logs these steps again, by another rank
+    Ranks(new_loader, 1, state).take()
+    report = check_order(tmp_path)
+    assert (report.problems, report.samples, report.complete, report.repeated) == ([], ITEMS, [0], 2)
+    file = tmp_path / "order-00000.jsonl"
+    file.write_text(file.read_text().replace('"s2"', '"s0"', 1))
+    assert check_order(tmp_path).problems
+
+
+def test_learned_weights_go_on_with_other_ranks_from_the_next_epoch() -> None:
+    mixtures = []
+
+    def new_loader(**place: Any) -> DataflowLoader:
+        parts = [MapDistributor(FEATURES), MapDistributor([feature(number, 100) for number in range(ITEMS)])]
+        mixtures.append(MixtureDistributor(parts, [1, 1], names=["a", "b"]))
+        return DataflowLoader(mixtures[-1], seed=2, **place)
+
+    two = Ranks(new_loader, 2)
+    two.take(3)
+    for mixture in mixtures:
+        mixture.update({"a": 1.0, "b": 5.0})
+    with pytest.raises(BatchError, match="finish the epoch with the same ranks and workers"):
+        Ranks(new_loader, 3, two.state())
+    two.take()
+    weights = mixtures[0].current_weights
+    three = Ranks(new_loader, 3, two.state())
+    assert all(mixture.current_weights == weights for mixture in mixtures[-3:])
+    assert set(three.take().values()) == {1}
+
+
 def test_one_checkpoint_gathers_all_ranks(tmp_path: Path) -> None:
     outputs = [json.loads(out) for out in run_ranks(GATHER, 2, tmp_path / "store")]
     assert outputs[0][1] == outputs[1][1]

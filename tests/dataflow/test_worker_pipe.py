@@ -42,7 +42,7 @@ class Broken(Distributor):
 
     def items(self, share: Share, start: Any) -> Iterator[Item]:
         for number in range(start, 5):
-            if number == 3 and share.worker == 0:
+            if number == 3 and share.index == 0:
                 raise self.error
             yield Item(number, FEATURES[number])
 
@@ -167,7 +167,7 @@ def test_a_saved_batch_is_pickled_as_ever() -> None:
 
 def steps_of(worker: int, batches: list[Any]) -> Iterator[Step]:
     for number, batch in enumerate([*batches, None]):
-        yield Step(worker, batch, str(number), [number], [])
+        yield Step(worker, batch, (worker, str(number)), [number], [], ended=batch is None)
 
 
 def test_small_steps_share_a_message_and_large_ones_do_not() -> None:
@@ -237,20 +237,20 @@ class Own:
 def test_the_thread_of_pin_memory_pins_every_batch_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedBatch, "pin_memory", lambda batch: "pinned")
     steps = [
-        Step(0, numbered(1), "1", [0], []),
-        Step(0, None, "2", [], []),
-        Step(0, Own(), "3", [2], []),
+        Step(0, numbered(1), (0, "1"), [0], []),
+        Step(0, None, (0, "2"), [], []),
+        Step(0, Own(), (0, "3"), [2], []),
         BatchError("bad"),
     ]
     sent = list(messages(iter(steps), 0, Counts(1), 2, one_by_one=False))
     assert [len(message.entries) for message in sent] == [3, 1]
     pin: Any = torch.utils.data._utils.pin_memory.pin_memory
     row, end, own, error = [step for message in sent for step, _ in pin(message).entries]
-    assert row == Step(0, "pinned", "1", [0], [])
-    assert end == Step(0, None, "2", [], [])
+    assert row == Step(0, "pinned", (0, "1"), [0], [])
+    assert end == Step(0, None, (0, "2"), [], [])
     assert isinstance(error, BatchError)
     assert own.batch.pinned
-    assert own[2:] == ("3", [2], [])
+    assert own[2:] == ((0, "3"), [2], [], False)
 
 
 class Dicts(PaddingFreeCollator):
