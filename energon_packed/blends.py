@@ -16,12 +16,12 @@ from typing import Literal
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
+from energon_packed.files import write_whole
 from energon_packed.foreign import read_yaml
 from energon_packed.formats import codec_of
 from energon_packed.metadatasets import NV_META, read_metadataset, read_split
 from energon_packed.options import refuse_remote
 from energon_packed.shards import PackingManifest
-from energon_packed.shards.files import write_whole
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.split import dataset_folder, shards_in_split
 

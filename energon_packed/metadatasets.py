@@ -306,6 +306,11 @@ def read_split(folder: Path) -> SplitFile:
         raise FormatError(f"{file} is not a valid split file: {type(error).__name__} {error}") from error
 
 
+def prepared_folder(path: Path) -> Path | None:
+    """`path` or `path/webdataset`, the first that has `.nv-meta`; None if neither has."""
+    return next((folder for folder in (path, path / "webdataset") if (folder / NV_META).is_dir()), None)
+
+
 def is_metadataset(path: Path) -> bool:
     """Whether a path is a YAML file, as a Metadataset is."""
     return path.suffix.lower() in (".yaml", ".yml") and path.is_file()
@@ -584,8 +589,8 @@ def _kind(value: Any) -> str:
 
 
 def _missing(path: Path) -> str:
-    if (path / "webdataset" / NV_META).is_dir():
-        return f"which has no {NV_META} folder; use {path / 'webdataset'}"
+    if inner := prepared_folder(path):
+        return f"which has no {NV_META} folder; use {inner}"
     if path.is_dir():
         return f"which has no {NV_META} folder; run energon-packed nv-meta on it"
     if path.is_file():

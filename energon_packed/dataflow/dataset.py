@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from energon_packed.dataflow.blend import BlendedSplit, blended_splits, by_weight, drawn, least_used, packs_of_epoch
+from energon_packed.dataflow.blend import by_weight, drawn, least_used, packs_of_epoch
 from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.failures import verify_tells
 from energon_packed.dataflow.hf_dataset import hf_dataset
-from energon_packed.dataflow.manifests import processor_for
+from energon_packed.dataflow.manifests import LoadedSplit, loaded_splits, processor_for
 from energon_packed.dataflow.opened import digests_of
 from energon_packed.dataflow.resharding import refuse_dispatch
+from energon_packed.dataflow.trust import check_blend_trusted
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.encoding.conversation_media import measure_media
 from energon_packed.errors import FormatError, RecordError
@@ -70,8 +71,10 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         seed: int = 0,
         trust_sample_loader: bool = False,
     ) -> None:
-        self.blend = blended_splits(Path(path), split, trusted=trust_sample_loader)
-        self.encoder = processor_for([one.split for one in self.blend], encoder, check=check_encoder)
+        if not trust_sample_loader:
+            check_blend_trusted(path)
+        self.blend = loaded_splits(Path(path), split, trusted=trust_sample_loader)
+        self.encoder = processor_for(self.blend, encoder, check=check_encoder)
         self.check_lengths = check_lengths
         self.seed = seed
         self._folders = [_Folder(one) for one in self.blend]
@@ -184,10 +187,10 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         """
         shards = []
         for one in self.blend:
-            if one.split.manifest is None:
+            if one.manifest is None:
                 return ""
-            split = None if one.split.split == "train" else one.split.split
-            shards.append([split, one.repetitions, [shard.sha256 for shard in one.split.manifest.shards]])
+            split = None if one.split == "train" else one.split
+            shards.append([split, one.repetitions, [shard.sha256 for shard in one.manifest.shards]])
         return digest(self.seed, shards)[:16]
 
     def to_hf(self) -> Any:
@@ -231,10 +234,10 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 class _Folder:
     """The packs of one dataset folder."""
 
-    def __init__(self, found: BlendedSplit) -> None:
-        manifest = found.split.manifest
-        self.reader = ShardReader(shards_in_split(found.split.path, found.split.split), digests_of(found.split))
-        self.source = SampleSource(str(found.split.path), found.subflavors)
+    def __init__(self, split: LoadedSplit) -> None:
+        manifest = split.manifest
+        self.reader = ShardReader(shards_in_split(split.path, split.split), digests_of(split))
+        self.source = SampleSource(str(split.path), dict(split.subflavors))
         self._recorded_codec = codec_for(manifest.sample_class) if manifest else None
         self._lengths: list[Int64] | None = None
         self._sizes: RowSizes | None = None

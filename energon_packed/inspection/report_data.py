@@ -14,7 +14,7 @@ import orjson
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.images import load_image, read_header
-from energon_packed.errors import ConfigError, RecordError
+from energon_packed.errors import RecordError
 from energon_packed.formats import Codec, codec_for
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.kinds import KINDS, MappedPack, map_pack
@@ -154,25 +154,6 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
         wrong_shards=[s.name for s, tar in zip(manifest.shards, tars, strict=True) if tar.stat().st_size != s.bytes],
         rejects=list(_rejects(folder.path.parent / "rejects.jsonl", manifest)),
     )
-
-
-def encoder_or_reason(folder: PackedFolder, tokenizer: Path | None) -> tuple[ChatEncoder | None, str]:
-    """The encoder of the dataset, or why it is not available; one that is named must be the right one."""
-    if tokenizer is None and folder.manifest is not None:
-        given = folder.manifest.encoder
-        if "processor_class" in given:
-            return None, f"a Processor of your own, {given['processor_class']}, packed it, which a report cannot load"
-        if not Path(given.get("tokenizer", "")).is_dir():
-            return None, f"the tokenizer {given.get('tokenizer')} of packing.json does not exist here; use --tokenizer"
-    try:
-        encoder = folder.load_encoder({} if tokenizer is None else {"tokenizer": tokenizer})
-        if encoder.vision is not None and tokenizer is None:
-            encoder.vision.check_decided()
-        return encoder, ""
-    except ConfigError as error:
-        if tokenizer is not None:
-            raise
-        return None, str(error)
 
 
 def _picked(rng: np.random.Generator, count: int, most: int) -> list[int]:

@@ -74,11 +74,6 @@ class SampleView:
     video: bool = False
     truncated_to: int | None = None
 
-    @property
-    def kind(self) -> str:
-        """`text`, `image` or `video`."""
-        return "video" if self.video else "image" if self.images else "text"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackView:
@@ -89,7 +84,6 @@ class PackView:
         sample_class: flavor.
         parts: bytes of each member, by part name.
         shapes: shape and dtype of each .npy member.
-        schema: notes on what the pack does not record.
         samples: in order.
     """
 
@@ -97,7 +91,6 @@ class PackView:
     sample_class: str
     parts: Mapping[str, int]
     shapes: Mapping[str, str]
-    schema: Sequence[str]
     samples: Sequence[SampleView]
 
     @property
@@ -136,7 +129,6 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
         sample_class=codec.sample_class,
         parts={part: len(content) for part, content in raw.items() if not part.startswith("__")},
         shapes={part: _shape(content) for part, content in raw.items() if part.endswith(".npy")},
-        schema=["lengths are not recorded"] if None in lengths else [],
         samples=[
             _view(sample, None if None in lengths else start, encoder)
             for sample, start in zip(samples, starts, strict=False)

@@ -11,7 +11,6 @@ from energon_packed.metadatasets import SPLIT_FILE, read_split
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.manifest import FILE_NAME, NewerFormatError, PackingManifest
 from energon_packed.shards.nv_meta import NV_META, SPLITS, write_nv_meta
-from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import scan_tar
 from energon_packed.shards.tar import ShardRows, ShardSummary
 
@@ -103,13 +102,14 @@ def _checked(tars: list[Path]) -> tuple[list[ShardSummary], list[dict[str, Any]]
     summaries, first_packs = [], []
     owner: dict[str, str] = {}
     for tar in tars:
-        rows = scan_tar(tar).rows()
+        scan = scan_tar(tar)
+        rows = scan.rows()
         for key in rows.keys:
             if key in owner:
                 raise FormatError(f"key {key} is in {owner[key]} and in {tar.name}; keys must be unique in a dataset")
             owner[key] = tar.name
         summaries.append(ShardSummary(rows.name, rows.size, _digest(rows), len(rows.keys)))
-        first_packs.append(ShardReader.from_offsets({tar: rows.offsets})[0])
+        first_packs.append(next(scan.packs()))
     return summaries, first_packs
 
 

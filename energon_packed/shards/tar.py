@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from energon_packed.errors import FormatError
+from energon_packed.files import aside_name, named, remove, rename_whole
 from energon_packed.formats import Part
-from energon_packed.shards.files import aside_name, named, remove, rename_whole
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)  # POSIX.1-1988: an archive ends with two zero blocks

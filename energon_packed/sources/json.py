@@ -1,6 +1,7 @@
 """JSON: an array of records, rewritten once as JSONL; a .json file of JSON lines is read in place.
 
-The elements are cut out of the array as they are written, and each is parsed like a line: what is no JSON costs itself.
+The elements are cut out of the array as they are written, and each is parsed like a line, so that one that is no JSON
+costs itself alone.
 """
 
 import codecs
