@@ -190,7 +190,7 @@ def _show_blend(console: Console, path: Path, as_json: bool) -> None:
             echo_json(value | {"path": str(entry.path)})
     else:
         _show_entries(console, entries)
-    if problems := metadataset.problems() or [entry.problem for entry in entries if entry.problem]:
+    if problems := metadataset.all_leaves()[1] or [entry.problem for entry in entries if entry.problem]:
         raise ConfigError(f"{problems[0]}" + (f" (and {len(problems) - 1} more problems)" if problems[1:] else ""))
 
 

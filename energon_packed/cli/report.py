@@ -34,7 +34,7 @@ def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None
         raise ConfigError(f"--output {output} must end in .html")
     if path.is_file():
         metadataset = read_metadataset(path)
-        if problems := metadataset.problems():
+        if problems := metadataset.all_leaves()[1]:
             raise ConfigError("; ".join(problems))
         page = render_report(path.name, None, read_blend(metadataset))
     else:

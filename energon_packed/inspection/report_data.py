@@ -3,9 +3,10 @@
 import base64
 import io
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ _THUMBNAIL = 240  # pixels of the longer side
 _IMAGE = re.compile(r"img(\d+)_\d+\.(?!npy$)\w+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PackSize:
     """What a pack holds, by its lengths and the names of its members.
 
@@ -129,10 +130,12 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
     tars = [folder.path / shard.name for shard in manifest.shards]
     reader = ShardReader(tars)
     rng = np.random.default_rng(seed)
-    if is_counted:
-        measured = [_counted(reader, pack, codec, encoder) for pack in _picked(rng, len(reader), _MOST_COUNTED)]
-    else:
-        measured = [_size(reader, pack, codec) for pack in _picked(rng, len(reader), _MOST_MEASURED)]
+    contents = partial(_counted, encoder=encoder) if is_counted else _recorded
+    measured = [
+        PackSize(pack, key, reader.tars[reader.locate(pack)[0]].name, lengths, images)
+        for pack in _picked(rng, len(reader), _MOST_COUNTED if is_counted else _MOST_MEASURED)
+        for key, lengths, images in [contents(reader, pack, codec)]
+    ]
     if not manifest.seq_len:  # neither packing.json nor recorded lengths
         manifest = replace(manifest, seq_len=max((pack.tokens for pack in measured), default=0))
     mapped = _picked(rng, len(reader), _MOST_MAPPED)
@@ -161,9 +164,10 @@ def _picked(rng: np.random.Generator, count: int, most: int) -> list[int]:
     return sorted(rng.permutation(count)[:most].tolist()) if count > most else list(range(count))
 
 
-def _size(reader: ShardReader, pack: int, codec: Codec) -> PackSize:
+def _recorded(reader: ShardReader, pack: int, codec: Codec) -> tuple[str, list[int], list[int]]:
+    """Key of a pack, recorded tokens and images of each sample; by the names of the members, which are not read."""
     raw: dict[str, Any] = {}
-    images: dict[int, int] = defaultdict(int)
+    images: Counter[int] = Counter()
     for member, content in reader.members(pack, only=codec.lengths_part):
         raw.setdefault("__key__", member.key)
         if member.part == codec.lengths_part:
@@ -171,29 +175,19 @@ def _size(reader: ShardReader, pack: int, codec: Codec) -> PackSize:
         elif (found := _IMAGE.fullmatch(member.part)) is not None:
             images[int(found[1])] += 1
     lengths = [length or 0 for length in codec.lengths(raw)]
-    return PackSize(
-        number=pack,
-        key=raw["__key__"],
-        shard=reader.tars[reader.locate(pack)[0]].name,
-        lengths=lengths,
-        images=[images[number] for number in range(len(lengths))],
-    )
+    return raw["__key__"], lengths, [images[number] for number in range(len(lengths))]
 
 
-def _counted(reader: ShardReader, pack: int, codec: Codec, encoder: ChatEncoder | None) -> PackSize:
-    """What a pack of another packer holds: recorded lengths, else measured ones, else 0."""
+def _counted(
+    reader: ShardReader, pack: int, codec: Codec, encoder: ChatEncoder | None
+) -> tuple[str, list[int], list[int]]:
+    """As `_recorded` for a pack of another packer: recorded tokens, else measured ones, else 0."""
     raw = reader[pack]
     samples = codec.read(raw)
     lengths = [sample.length for sample in samples]
     if None in lengths and encoder is not None:
         lengths = [one.length for one in encoder.measure([sample.conversation for sample in samples])]
-    return PackSize(
-        number=pack,
-        key=str(raw["__key__"]),
-        shard=reader.tars[reader.locate(pack)[0]].name,
-        lengths=[max(0, length or 0) for length in lengths],
-        images=[len(sample.images) for sample in samples],
-    )
+    return raw["__key__"], [max(0, length or 0) for length in lengths], [len(sample.images) for sample in samples]
 
 
 def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[int, int]], int]:

@@ -12,7 +12,7 @@ import orjson
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Processor
 from energon_packed.encoding.images import read_header
 from energon_packed.encoding.supervision import supervised_turns
-from energon_packed.errors import FormatError, RecordError
+from energon_packed.errors import RecordError
 from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.records import Conversation, MediaReference
 
@@ -116,12 +116,7 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
         FormatError: the parts match no flavor, or are damaged.
     """
     codec = codec or codec_of(raw)
-    try:
-        samples = codec.read(raw)
-    except FormatError:
-        raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise FormatError(f"{raw['__key__']} is not a {codec.sample_class}: {type(error).__name__} {error}") from error
+    samples = codec.read(raw)
     lengths = [sample.length for sample in samples]
     starts = [0, *accumulate(length or 0 for length in lengths)]
     return PackView(

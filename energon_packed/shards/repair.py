@@ -1,6 +1,7 @@
 """`make_nv_meta`: indexes and `.nv-meta` for a folder of tars that are there already, without rewriting them."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,10 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
     for tar, pack in zip(tars, first_packs, strict=True):
         try:
             codec.read(pack)
-        except (FormatError, KeyError, TypeError, ValueError) as error:
-            detail = str(error) if isinstance(error, FormatError) else f"{type(error).__name__} {error}"
-            raise FormatError(f"{tar}: {pack['__key__']} is not a {codec.sample_class}: {detail}") from error
-    splits, kept = _splits(folder, [tar.name for tar in tars])
-    is_split = (folder / NV_META / SPLIT_FILE).is_file()
-    excluded = read_split(folder).exclude_patterns if is_split else []
+        except FormatError as error:
+            raise FormatError(f"{tar}: {pack['__key__']} is not a {codec.sample_class}: {error}") from error
+    found = read_split(folder) if (folder / NV_META / SPLIT_FILE).is_file() else None
+    splits, kept = _splits(folder, [tar.name for tar in tars], found.parts if found else {})
     stale = _stale_manifest(folder, summaries, splits)
     manifest = None if stale else PackingManifest.load_if_there(folder)
     for index in folder.glob("*.tar.idx"):
@@ -84,7 +83,7 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
         shards=summaries,
         rows=(scan_tar(tar).rows() for tar in tars),
         splits=splits,
-        exclude=excluded,
+        exclude=found.exclude_patterns if found else [],
         dataset_module=manifest.dataset_module if manifest is not None else None,
     )
     return RepairedFolder(
@@ -118,15 +117,12 @@ def _digest(rows: ShardRows) -> str:
     return hashlib.sha256(repr((rows.name, rows.size, rows.keys, rows.parts)).encode()).hexdigest()
 
 
-def _splits(folder: Path, names: list[str]) -> tuple[dict[str, list[str]], bool]:
+def _splits(folder: Path, names: list[str], found: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], bool]:
     """Shards by split: where an existing split.yaml puts them, new ones for training; whether it knew them all.
 
     Raises:
         FormatError: split.yaml has other splits, which would be lost.
     """
-    if not (folder / NV_META / SPLIT_FILE).is_file():
-        return {"train": names}, False
-    found = read_split(folder).parts
     if unknown := set(found) - set(SPLITS):
         raise FormatError(
             f"split.yaml of {folder} has the split {sorted(unknown)[0]}, which is not one of {', '.join(SPLITS)}; "

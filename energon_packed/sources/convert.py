@@ -75,3 +75,15 @@ def write_batches(schema: Any, batches: Iterator[Any], out: BinaryIO) -> None:
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 writer.write_batch(batch.slice(start, BATCH_ROWS))
+
+
+def nested_type(kind: Any, replaced: Callable[[Any], Any]) -> Any:
+    """An Arrow type with `replaced(t)` in place of each type t, also inside lists and structs."""
+    if pa.types.is_struct(kind):
+        inner = map(kind.field, range(kind.num_fields))
+        return pa.struct([field.with_type(nested_type(field.type, replaced)) for field in inner])
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(nested_type(kind.value_type, replaced)))
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(nested_type(kind.value_type, replaced)))
+    return replaced(kind)
