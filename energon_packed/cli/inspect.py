@@ -183,7 +183,7 @@ def _show_tokens(console: Console, raw: Raw, encoder: Any, view: PackView, as_js
 
 def _show_blend(console: Console, path: Path, as_json: bool) -> None:
     metadataset = read_metadataset(path)
-    entries = read_blend(metadataset)
+    entries = [entry for split in read_blend(metadataset) for entry in split.entries]
     if as_json:
         for entry in entries:
             value = {name: getattr(entry, name) for name in entry.__slots__}

@@ -189,7 +189,7 @@ def utilization_is_at_least(folder: PackedFolder, least: float) -> Check:
     """Tokens fill at least this share of the rows, by the counts of packing.json."""
     manifest = folder.manifest
     assert manifest is not None
-    found = manifest.tokens / (manifest.packs * manifest.seq_len) if manifest.packs else 0.0
+    found = manifest.utilization
     check = Check(f"utilization is at least {least:.2%}", found=f"{found:.2%}")
     if found < least:
         check.fail(
