@@ -25,7 +25,6 @@ from energon_packed.shards.scan import scan_tar
 
 _MOST_TARS = 20  # of a folder that are shown
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yellow"}
-Raw = Mapping[str, Any]
 
 
 @click.command(name="inspect")
@@ -163,7 +162,7 @@ def _show_sample(console: Console, number: int, sample: SampleView) -> None:
         console.print(line)
 
 
-def _show_tokens(console: Console, raw: Raw, encoder: Any, view: PackView, as_json: bool) -> None:
+def _show_tokens(console: Console, raw: Mapping[str, Any], encoder: Any, view: PackView, as_json: bool) -> None:
     from energon_packed.inspection.tokens import token_rows
 
     rows = token_rows(raw, encoder, codec_for(view.sample_class))

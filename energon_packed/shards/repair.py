@@ -68,8 +68,8 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
             raise FormatError(f"{tar}: {pack['__key__']} is not a {codec.sample_class}: {error}") from error
     found = read_split(folder) if (folder / NV_META / SPLIT_FILE).is_file() else None
     splits, kept = _splits(folder, [tar.name for tar in tars], found.parts if found else {})
-    stale = _stale_manifest(folder, summaries, splits)
-    manifest = None if stale else PackingManifest.load_if_there(folder)
+    manifest = _manifest_of(folder, summaries, splits)
+    stale = manifest is None and (folder / NV_META / FILE_NAME).is_file()
     for index in folder.glob("*.tar.idx"):
         if not index.with_suffix("").is_file():
             index.unlink()
@@ -140,16 +140,14 @@ def _splits(folder: Path, names: list[str], found: Mapping[str, list[str]]) -> t
     return splits, not new
 
 
-def _stale_manifest(folder: Path, summaries: list[ShardSummary], splits: dict[str, list[str]]) -> bool:
-    """Whether there is a packing.json that describes other shards than these."""
-    if not (folder / NV_META / FILE_NAME).is_file():
-        return False
+def _manifest_of(folder: Path, summaries: list[ShardSummary], splits: dict[str, list[str]]) -> PackingManifest | None:
+    """The packing.json, if it describes these shards."""
     try:
-        entries = PackingManifest.load(folder).shards
+        manifest = PackingManifest.load_if_there(folder)
     except NewerFormatError:
         raise
     except FormatError:
-        return True
+        return None
     split_of = {name: split for split, names in splits.items() for name in names}
-    recorded = {(entry.name, entry.bytes, entry.packs, entry.split) for entry in entries}
-    return recorded != {(s.name, s.size, s.packs, split_of[s.name]) for s in summaries}
+    recorded = {(entry.name, entry.bytes, entry.packs, entry.split) for entry in manifest.shards} if manifest else {}
+    return manifest if recorded == {(s.name, s.size, s.packs, split_of[s.name]) for s in summaries} else None
