@@ -37,11 +37,16 @@ class LoadedSplit:
 
     @property
     def packs(self) -> int | None:
-        """Packs that are read, None where that is not known; without packing.json, from the indexes."""
-        if read_split(self.path).excluded:
+        """Packs that are read; without packing.json, from the indexes.
+
+        None where that is not known: single packs are excluded, or an index is missing.
+        """
+        split = read_split(self.path)
+        if split.excluded_packs:
             return None
         if self.manifest is not None:
-            return self.manifest.packs_in(self.split)
+            names = set(split.shards(self.split))
+            return sum(shard.packs for shard in self.manifest.shards if shard.name in names)
         try:
             return len(ShardReader(shards_in_split(self.path, self.split)))
         except FormatError:  # no index: Energon says so

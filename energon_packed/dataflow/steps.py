@@ -43,7 +43,10 @@ def steps_per_epoch(
     check_blend_trusted(path)
     blend = loaded_splits(Path(path), split)
     if unknown := [one.path for one in blend if one.packs is None]:
-        raise FormatError(f"the packs of {unknown[0]} are not known; run energon-packed nv-meta")
+        raise FormatError(
+            f"the packs of {unknown[0]} are not known: split.yaml excludes single packs, or an index is missing; run "
+            "energon-packed nv-meta"
+        )
     counts = [one.packs or 0 for one in blend]
     if any(one.weight is not None for one in blend):
         raise ConfigError(
