@@ -16,12 +16,11 @@ from typing import Literal
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.foreign import read_yaml
+from energon_packed.files import write_whole
 from energon_packed.formats import codec_of
-from energon_packed.metadatasets import NV_META, read_metadataset, read_split
+from energon_packed.metadatasets import read_metadataset, read_split
 from energon_packed.options import refuse_remote
 from energon_packed.shards import PackingManifest
-from energon_packed.shards.files import write_whole
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.split import dataset_folder, shards_in_split
 
@@ -137,8 +136,6 @@ def _scan(folder: Path, split: str) -> BlendInput:
     """Count a dataset packed by other tools, from its indexes and the JSON part of each pack."""
     tars = shards_in_split(folder, split)
     reader = ShardReader(tars)
-    if not len(reader):
-        raise ConfigError(f"{folder} has no packs in split {split!r}")
     codec = codec_of(reader[0])
     lengths = [one for pack in range(len(reader)) for one in codec.lengths(reader.part(pack, codec.lengths_part))]
     known = [length for length in lengths if length is not None]
@@ -149,16 +146,9 @@ def _scan(folder: Path, split: str) -> BlendInput:
         samples=len(lengths),
         tokens=sum(known) if len(known) == len(lengths) else None,
         counted_by="counted in the tars, no packing.json",
-        settings={"seq_len": None, "tokenizer": None, "flavor": _flavor(folder)},
+        settings={"seq_len": None, "tokenizer": None, "flavor": codec.sample_class},
         shards=frozenset(tar.stem for tar in tars),
     )
-
-
-def _flavor(folder: Path) -> object:
-    try:
-        return read_yaml(folder / NV_META / "dataset.yaml")["sample_type"]["__class__"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        return None
 
 
 def has_split(path: str | Path, split: str) -> bool:
@@ -172,11 +162,6 @@ def has_split(path: str | Path, split: str) -> bool:
     folder = dataset_folder(path)
     manifest = PackingManifest.load_if_there(folder)
     return bool(read_split(folder).shards(split)) if manifest is None else manifest.packs_in(split) > 0
-
-
-def validation_split(path: Path) -> str:
-    """`val` if the input has it, else `train`."""
-    return "val" if path.is_file() or has_split(path, "val") else "train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +251,8 @@ def make_blend(
     train = _weighed(train, [weight for _, weight in inputs], weight_by, epochized)
     given_val = [Path(path) for path in val]
     if given_val:
-        validation = [read_input(path, validation_split(path)) for path in given_val]
+        splits = ["val" if path.is_file() or has_split(path, "val") else "train" for path in given_val]
+        validation = [read_input(path, split) for path, split in zip(given_val, splits, strict=True)]
     else:
         have = [one.path for one in train if split_from != "val" and has_split(one.path, "val")]
         validation = [read_input(path, "val") for path in have]

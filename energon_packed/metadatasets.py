@@ -19,7 +19,7 @@ for the split that is read. Nothing here imports Energon or torch.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -70,9 +70,7 @@ class Leaf:
         weight: share of the draws, 0 to 1; None in a split that does not draw by weight.
         repetitions: how often an epoch has each sample; None in a split that draws by weight.
         subflavors: of all Metadatasets that lead here; those of an outer one win.
-        aux: paths of the auxiliary datasets and folders, by name.
         dataset_config: file that replaces dataset.yaml, or None.
-        shuffle_over_epochs: product of the `shuffle_over_epochs_multiplier` on the way; None without shuffle.
     """
 
     path: Path
@@ -80,9 +78,7 @@ class Leaf:
     weight: float | None = None
     repetitions: float | None = None
     subflavors: Mapping[str, Any] = field(default_factory=dict)
-    aux: Mapping[str, Path] = field(default_factory=dict)
     dataset_config: str | None = None
-    shuffle_over_epochs: int | None = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +89,9 @@ class Entry:
         path: absolute path; `..` is removed from the text before links are followed, as by Energon.
         split_part: split that is read there; None for that of the outer split.
         number: weight or repetitions; 1 if not given.
-        subflavors, aux, dataset_config, shuffle_over_epochs: as in `Leaf`.
+        subflavors, dataset_config: as in `Leaf`.
+        aux: paths of the auxiliary datasets and folders, by name.
         split_config: file that replaces split.yaml, or None.
-        subset: `range` of `subset`, or None.
         join: the joined datasets; empty for a single one.
         metadataset: the Metadataset at `path`; None for a dataset.
         fault: why the whole file is refused, or None.
@@ -109,8 +105,6 @@ class Entry:
     aux: Mapping[str, Path] = field(default_factory=dict)
     dataset_config: str | None = None
     split_config: str | None = None
-    shuffle_over_epochs: int | None = 1
-    subset: Sequence[Any] | None = None
     join: tuple["Entry", ...] = ()
     metadataset: "Metadataset | None" = None
     fault: str | None = None
@@ -124,12 +118,12 @@ class Blend:
     Attributes:
         mode: meaning of the numbers of the entries: `weight`, `repetitions`, or `once` for a single reference.
         entries: its references, in order.
-        subset: `range` of a `subset` of the whole blend, or None.
+        unsupported: why it is refused as a whole, or None.
     """
 
     mode: Mode
     entries: tuple[Entry, ...]
-    subset: Sequence[Any] | None = None
+    unsupported: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +164,7 @@ class Metadataset:
             FormatError: the split.yaml of a dataset cannot be read.
         """
         self.check_file()
-        leaves = self._flatten(split, {}, 1)[1]
+        leaves = self._flatten(split, {})[1]
         for folder, part in dict.fromkeys((leaf.path, leaf.split_part) for leaf in leaves):
             if folder.is_dir():
                 read_split(folder).required(part)
@@ -183,17 +177,18 @@ class Metadataset:
             ConfigError, FormatError: as `leaves`.
         """
         self.check_file()
-        return self._flatten(split, {}, 1)[0]
+        return self._flatten(split, {})[0]
 
-    def problems(self) -> list[str]:
-        """Why splits of this file cannot be read, each reason once; empty for a file that is accepted."""
-        found: dict[str, None] = {}
+    def all_leaves(self) -> tuple[list[Leaf], list[str]]:
+        """The datasets of all splits that can be read, and why the others cannot, each reason once."""
+        leaves: list[Leaf] = []
+        problems: dict[str, None] = {}
         for split in self.splits:
             try:
-                self.leaves(split)
+                leaves += self.leaves(split)
             except (ConfigError, FormatError) as error:
-                found[str(error)] = None
-        return list(found)
+                problems[str(error)] = None
+        return leaves, list(problems)
 
     def _nested(self) -> list["Metadataset"]:
         found: dict[Path, Metadataset] = {}
@@ -209,24 +204,28 @@ class Metadataset:
         found = [entry for blend in self.splits.values() for entry in blend.entries]
         return [*found, *(joined for entry in found for joined in entry.join)]
 
-    def _flatten(self, split: str, subflavors: Mapping[str, Any], multiplier: int | None) -> tuple[Mode, list[Leaf]]:
+    def _flatten(self, split: str, subflavors: Mapping[str, Any]) -> tuple[Mode, list[Leaf]]:
         if split not in self.splits:
             raise ConfigError(f"{self.path} has no split {split!r}; it has {', '.join(self.splits)}")
         blend = self.splits[split]
-        if blend.subset is not None:
-            raise ConfigError(_unsupported(self.path, "'subset'"))
         total = sum(entry.number for entry in blend.entries)
         leaves: list[Leaf] = []
         for entry in blend.entries:
-            if entry.unsupported is not None:
-                raise ConfigError(entry.unsupported)
+            if reason := blend.unsupported or entry.unsupported:
+                raise ConfigError(reason)
             part = entry.split_part or split
             flavors = {**entry.subflavors, **subflavors}
-            epochs = _multiplied(multiplier, entry.shuffle_over_epochs)
             if entry.metadataset is not None:
-                mode, inner = entry.metadataset._flatten(part, flavors, epochs)
+                mode, inner = entry.metadataset._flatten(part, flavors)
             else:
-                mode, inner = "once", [_leaf(entry, part, flavors, epochs)]
+                leaf = Leaf(
+                    path=entry.path,
+                    split_part=part,
+                    repetitions=1,
+                    subflavors=flavors,
+                    dataset_config=entry.dataset_config,
+                )
+                mode, inner = "once", [leaf]
             if blend.mode == "once":
                 return mode, inner
             if mode not in ("once", blend.mode):
@@ -304,6 +303,11 @@ def read_split(folder: Path) -> SplitFile:
         )
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise FormatError(f"{file} is not a valid split file: {type(error).__name__} {error}") from error
+
+
+def prepared_folder(path: Path) -> Path | None:
+    """`path` or `path/webdataset`, the first that has `.nv-meta`; None if neither has."""
+    return next((folder for folder in (path, path / "webdataset") if (folder / NV_META).is_dir()), None)
 
 
 def is_metadataset(path: Path) -> bool:
@@ -435,9 +439,8 @@ class _Reader:
         if not isinstance(items, list) or not items:
             raise _invalid(self.file, f"{name!r} of split {split!r} has no datasets")
         mode = _LISTS[self.is_v2][name]
-        return Blend(
-            mode=mode, entries=tuple(self.entry(item, mode) for item in items), subset=self.subset(value.get("subset"))
-        )
+        unsupported = _unsupported(self.file, "'subset'") if self.has_subset(value) else None
+        return Blend(mode=mode, entries=tuple(self.entry(item, mode) for item in items), unsupported=unsupported)
 
     def entry(self, value: Any, number_name: str | None) -> Entry:
         """One reference.
@@ -463,8 +466,6 @@ class _Reader:
             subflavors=subflavors,
             dataset_config=value.get("dataset_config"),
             split_config=value.get("split_config"),
-            shuffle_over_epochs=value.get("shuffle_over_epochs_multiplier", 1),
-            subset=self.subset(value.get("subset")),
         )
         if "://" in value["path"]:
             return replace(found, fault=self.remote(value["path"]))
@@ -475,28 +476,28 @@ class _Reader:
                 return replace(found, fault=f"{self.file}: {limit}; remove a dataset that is not wanted")
             found = replace(found, number=number)
         try:
-            return self.resolved(found, value.get("aux"))
+            return self.resolved(found, value)
         except OSError as error:
             return replace(found, fault=f"{self.file} refers to {found.path}: {error.strerror}")
 
-    def resolved(self, entry: Entry, aux: dict[str, Any] | None) -> Entry:
+    def resolved(self, entry: Entry, value: dict[str, Any]) -> Entry:
         """The entry with the Metadataset behind it, its auxiliary data and its faults."""
         path = entry.path
         if path.is_file() and (path.name.endswith(".yaml") or not self.is_v2):
             for name in ("aux", "dataset_config", "split_config"):
-                if (aux if name == "aux" else getattr(entry, name)) is not None:
+                if value.get(name) is not None:
                     raise _invalid(self.file, f"it sets {name!r} of the Metadataset {path}, which only datasets have")
             inner = _read(path, self.trusted, self.outer, self.known)
             entry = replace(entry, metadataset=inner)
         elif not (path / NV_META).is_dir() and not (path.is_file() and path.name.endswith(".jsonl")):
             return replace(entry, fault=f"{self.file} refers to {path}, {_missing(path)}")
-        if aux is not None:
-            paths, fault = self.aux(aux)
+        if value.get("aux") is not None:
+            paths, fault = self.aux(value["aux"])
             entry = replace(entry, aux=paths, fault=fault)
-        for name in ("split_config", "subset"):
-            if getattr(entry, name) not in (None, SPLIT_FILE):
-                entry = replace(entry, unsupported=_unsupported(self.file, f"{name!r} of {path}"))
-        return entry
+        refused = "split_config" if entry.split_config not in (None, SPLIT_FILE) else ""
+        if self.has_subset(value):
+            refused = "subset"
+        return replace(entry, unsupported=_unsupported(self.file, f"{refused!r} of {path}")) if refused else entry
 
     def join(self, value: dict[str, Any], numbers: tuple[str, ...]) -> Entry:
         self.check_keys(value, (*_JOIN, *numbers))
@@ -533,12 +534,14 @@ class _Reader:
                 )
         return paths, fault
 
-    def subset(self, value: dict[str, Any] | None) -> Sequence[Any] | None:
-        if value is None:
-            return None
-        if not isinstance(value, dict) or not isinstance(value.get("range"), list) or len(value["range"]) != 2:
+    def has_subset(self, value: dict[str, Any]) -> bool:
+        """Whether a `subset` is given, which must be valid."""
+        subset = value.get("subset")
+        if subset is None:
+            return False
+        if not isinstance(subset, dict) or not isinstance(subset.get("range"), list) or len(subset["range"]) != 2:
             raise _invalid(self.file, "'subset' has no range of two values")
-        return tuple(value["range"])
+        return True
 
     def remote(self, path: str) -> str:
         return (
@@ -556,25 +559,6 @@ class _Reader:
                 raise _invalid(self.file, f"{name!r} is {short(item)}, not {what}")
 
 
-def _leaf(entry: Entry, part: str, subflavors: Mapping[str, Any], shuffle_over_epochs: int | None) -> Leaf:
-    return Leaf(
-        path=entry.path,
-        split_part=part,
-        repetitions=1,
-        subflavors=subflavors,
-        aux=entry.aux,
-        dataset_config=entry.dataset_config,
-        shuffle_over_epochs=shuffle_over_epochs,
-    )
-
-
-def _multiplied(outer: int | None, inner: int | None) -> int | None:
-    """None (no shuffle) wins over -1 (without end), which wins over the product."""
-    if outer is None or inner is None:
-        return None
-    return -1 if -1 in (outer, inner) else outer * inner
-
-
 def _is_share(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
@@ -584,8 +568,8 @@ def _kind(value: Any) -> str:
 
 
 def _missing(path: Path) -> str:
-    if (path / "webdataset" / NV_META).is_dir():
-        return f"which has no {NV_META} folder; use {path / 'webdataset'}"
+    if inner := prepared_folder(path):
+        return f"which has no {NV_META} folder; use {inner}"
     if path.is_dir():
         return f"which has no {NV_META} folder; run energon-packed nv-meta on it"
     if path.is_file():

@@ -98,6 +98,7 @@ PLACES = {
     "TIMESTAMPS_ADDED": "formats.llava_onevision2:TIMESTAMPS_ADDED",
     "image_count": "formats.parts:image_count",
     # inspection: reports as values, in place of HTML and tables
+    "extract_pack": "inspection.extract:extract_pack",
     "PackedFolder": "inspection.folder:PackedFolder",
     "gather": "inspection.report_data:gather",
     "render_report": "inspection.report:render_report",
@@ -105,7 +106,6 @@ PLACES = {
     "even_bins": "inspection.charts:even_bins",
     "integer_bins": "inspection.charts:integer_bins",
     "log_integer_bins": "inspection.charts:log_integer_bins",
-    "extract_pack": "inspection.extract:extract_pack",
     "token_rows": "inspection.tokens:token_rows",
     "KINDS": "inspection.kinds:KINDS",
     "map_pack": "inspection.kinds:map_pack",
@@ -114,7 +114,6 @@ PLACES = {
     "percentiles": "inspection.lengths:percentiles",
     "recommend": "inspection.lengths:recommend",
     "_zoomed": "inspection.report:_zoomed",
-    "PackFinder": "inspection.find:PackFinder",
     "view_pack": "inspection.view:view_pack",
     "_shape": "inspection.view:_shape",
     # integrations: stages of Megatron and Transformers that need a trainer, or many processes, to be reached
@@ -184,12 +183,12 @@ PLACES = {
     "CALLS_IN_TEXT": "records.tools:CALLS_IN_TEXT",
     "TOOLS_IN_TEXT": "records.tools:TOOLS_IN_TEXT",
     # shards: files of a dataset, to read, damage and repair them
-    "streams": "shards.streams",
+    "streams": "files",
     "make_nv_meta": "shards.repair:make_nv_meta",
     "scan_tar": "shards.scan:scan_tar",
     "ShardReader": "shards.reader:ShardReader",
     "TarShardWriter": "shards.tar:TarShardWriter",
-    "aside": "shards.files:aside",
+    "aside": "files:aside",
     "packs_per_worker": "shards.steps:packs_per_worker",
     "ShardRows": "shards.tar:ShardRows",
     # sources: readers of files on their own, for damages and limits

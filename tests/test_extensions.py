@@ -14,6 +14,7 @@ from energon_packed import (
     Codec,
     Conversation,
     Draft,
+    FormatError,
     Message,
     PackedDataset,
     Row,
@@ -137,3 +138,11 @@ def test_one_class_each_is_enough(registered: None, tokenizer_dir: Path, encoder
     write_metadataset(make_blend([(out, 1), (tmp_path / "b", 3)]), tmp_path / "mix.yaml")
     blended = iter(get_packed_loader(tmp_path / "mix.yaml", encoder, num_workers=0))
     assert {next(blended).__key__[0][0] for _ in range(40)} == {"a", "b"}
+
+
+def test_damage_of_a_pack_is_named_for_a_flavor_of_ones_own() -> None:
+    for read in (QuizCodec().read, QuizCodec().lengths):
+        with pytest.raises(FormatError, match=r"a_1 is damaged, or no QuizSample \(KeyError: 'quiz.json'\)"):
+            read({"__key__": "a_1"})
+        with pytest.raises(FormatError, match="is damaged, or no QuizSample"):
+            read({"__key__": "a_1", "quiz.json": b"[1]"})

@@ -258,7 +258,6 @@ def test_a_member_that_is_not_a_regular_file_is_one_fault_for_all(
     assert message in inspected(folder / "x.tar")["problems"][0]
     assert message in run("verify", folder, "--fast")
     assert message in run("nv-meta", folder)
-    assert message in run("inspect", folder, "--extract", tmp_path / "to")
     packed = PackedDataset(folder, encoder)
     with pytest.raises(FormatError, match=re.escape(message)):
         [packed[place] for place in range(3)]
@@ -315,9 +314,10 @@ def test_a_part_that_occurs_twice_is_one_fault_for_all(tmp_path: Path) -> None:
     assert (rows.ids, rows.rejected) == (["p1", "p2"], [message])
     assert inspected(path)["problems"] == [message]
     assert message in run("nv-meta", path.parent)
-    end = len(b"".join(member(*entry) for entry in twice[:3]))
+    ends = [0, len(b"".join(member(*entry) for entry in twice[:3]))]
+    path.with_suffix(".tar.idx").write_bytes(b"".join(end.to_bytes(8, "little") for end in ends))
     with pytest.raises(FormatError, match=message):
-        ShardReader.from_offsets({path: [0, end]})[0]
+        ShardReader([path])[0]
 
 
 def test_packing_a_tar_of_macos_with_a_fifo(tmp_path: Path, tokenizer_dir: Path) -> None:

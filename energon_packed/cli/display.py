@@ -1,26 +1,31 @@
 """The closing table of a run, counts and sizes as text."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
+from energon_packed.foreign import visible
 from energon_packed.pipeline import DryRun, PackResult
-from energon_packed.shards import steps_per_epoch
+from energon_packed.pipeline.survey import Survey
 from energon_packed.shards.nv_meta import SPLITS
 
 _MOST_COUNTED = 10  # field names in the closing table
 _LONGEST_NAME = 60
-_LONGEST_TURN = 1000  # characters
+_LONGEST_TURN = 2000  # characters that are shown
 
 
-def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, num_workers: int) -> Table:
-    """The closing table of a run."""
+def result_table(result: PackResult, steps: Sequence[int], place: Mapping[str, int]) -> Table:
+    """The closing table of a run.
+
+    Args:
+        result: of the run.
+        steps: of each rank in one epoch; none where packing on the fly decides them.
+        place: the ranks and workers that they are for.
+    """
     manifest = result.manifest
-    table = Table(show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
+    table = _table()
     rejected = sum(manifest.rejects.values())
     table.add_row("records", f"{manifest.records:,}")
     table.add_row("packed", f"{manifest.packed:,}")
@@ -28,8 +33,7 @@ def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, 
         table.add_row("  truncated", f"{manifest.truncated:,}")
         table.add_row("  tokens truncated", f"{manifest.tokens_cut:,}")
     table.add_row("rejected", f"{rejected:,} ({rejected / max(manifest.records, 1):.2%})")
-    for reason, count in sorted(manifest.rejects.items(), key=lambda item: (-item[1], item[0])):
-        table.add_row(f"  {reason}", f"{count:,}")
+    _add_rejects(table, manifest.rejects)
     _add_counts(table, "fields not used", manifest.unused_fields)
     _add_counts(table, "notes", manifest.notes)
     table.add_section()
@@ -60,27 +64,20 @@ def result_table(result: PackResult, *, world_size: int, micro_batch_size: int, 
     for stage, seconds in result.seconds.items():
         table.add_row(f"{stage} seconds", f"{seconds:.2f}")
     table.add_section()
-    if manifest.algorithm == "none":  # packing on the fly decides the steps
+    if not steps:
         return table
-    steps = steps_per_epoch(
-        manifest, world_size=world_size, micro_batch_size=micro_batch_size, num_workers=num_workers
-    )
     spread = f"{min(steps):,}" if min(steps) == max(steps) else f"{min(steps):,} to {max(steps):,} by rank"
     table.add_row(
-        f"steps per epoch\n  world size {world_size}, micro batch {micro_batch_size},\n  {num_workers} loader workers",
+        f"steps per epoch\n  world size {place['world_size']}, micro batch {place['micro_batch_size']},\n"
+        f"  {place['num_workers']} loader workers",
         spread,
     )
     return table
 
 
-def result_dict(result: PackResult, *, world_size: int, micro_batch_size: int, num_workers: int) -> dict[str, Any]:
-    """What `pack --json` prints: paths, times, steps and the manifest."""
+def result_dict(result: PackResult, steps: Sequence[int]) -> dict[str, Any]:
+    """What `pack --json` prints: paths, times, steps of each rank and the manifest."""
     manifest = result.manifest
-    steps: list[int] = []
-    if manifest.algorithm != "none":
-        steps = steps_per_epoch(
-            manifest, world_size=world_size, micro_batch_size=micro_batch_size, num_workers=num_workers
-        )
     return {
         "shards": str(result.shards),
         "lengths": str(result.lengths),
@@ -96,9 +93,7 @@ def result_dict(result: PackResult, *, world_size: int, micro_batch_size: int, n
 def dry_run_table(found: DryRun) -> Table:
     """What `pack --dry-run` prints; numbers from a sample are marked."""
     about = "about " if found.sampled else ""
-    table = Table(show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
+    table = _table()
     table.add_row("input files", f"{len(found.files):,} ({format_bytes(found.input_bytes)})")
     table.add_row("to measure", f"{found.to_measure:.0%} ({format_bytes(found.to_measure * found.input_bytes)})")
     table.add_row("measured before, reused", f"{1 - found.to_measure:.0%}")
@@ -108,14 +103,26 @@ def dry_run_table(found: DryRun) -> Table:
     table.add_row("records", f"{about}{found.records:,}")
     rejected = sum(found.rejects.values())
     table.add_row("rejected", f"{about if rejected else ''}{rejected:,}")
-    for reason, count in sorted(found.rejects.items(), key=lambda item: (-item[1], item[0])):
-        table.add_row(f"  {reason}", f"{about}{count:,}")
+    _add_rejects(table, found.rejects, about)
     table.add_section()
     for name in ("packs", "tokens", "shards"):
         table.add_row(name, f"{about}{getattr(found, name):,}")
     table.add_row("size of the shards", f"about {format_bytes(found.num_bytes)}")
     table.add_row("free disk space", format_bytes(found.free_bytes))
     return table
+
+
+def _table() -> Table:
+    """Two columns: names and values."""
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    return table
+
+
+def _add_rejects(table: Table, rejects: Mapping[str, int], about: str = "") -> None:
+    for reason, count in sorted(rejects.items(), key=lambda item: (-item[1], item[0])):
+        table.add_row(f"  {reason}", f"{about}{count:,}")
 
 
 def _add_counts(table: Table, title: str, counts: Mapping[str, int]) -> None:
@@ -130,26 +137,24 @@ def _add_counts(table: Table, title: str, counts: Mapping[str, int]) -> None:
         table.add_row("  others, in packing.json", f"{len(counts) - _MOST_COUNTED:,} more")
 
 
-def listed_counts(counts: Mapping[str, int]) -> str:
-    """`url 40, source 40, and 3 more`."""
-    shown = [f"{printable(text)} {count:,}" for text, count in list(counts.items())[:_MOST_COUNTED]]
-    more = [f"and {len(counts) - _MOST_COUNTED:,} more"] if len(counts) > _MOST_COUNTED else []
-    return ", ".join(shown + more)
+def unread_lines(found: DryRun | Survey) -> Iterator[str]:
+    """`fields not used: url 40, source 40, and 3 more`, and the same for notes, where there are any."""
+    for title, counts in (("fields not used", found.unused_fields), ("notes", found.notes)):
+        shown = [f"{printable(text)} {count:,}" for text, count in list(counts.items())[:_MOST_COUNTED]]
+        shown += [f"and {len(counts) - _MOST_COUNTED:,} more"] if len(counts) > _MOST_COUNTED else []
+        if shown:
+            yield f"{title}: {', '.join(shown)}"
 
 
-def turn_line(role: str, text: str) -> str:
-    """`  user      What is it?`, further lines of the text below its first one."""
+def turn_text(role: str, text: str) -> str:
+    """`  user      What is it?`, further lines of the text below its first one; the end of a long text is left out."""
     shown = text if len(text) <= _LONGEST_TURN else f"{text[:_LONGEST_TURN]} … ({len(text):,} characters)"
-    lines = [
-        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in one)
-        for one in shown.replace("\t", " ").split("\n")
-    ]
-    return f"  {role:9} " + f"\n{' ' * 12}".join(lines)
+    return f"  {role:9} " + visible(shown).replace("\n", f"\n{' ' * 12}")
 
 
 def printable(text: str) -> str:
     """At most 60 characters of one line, control characters as escapes: names come from the data."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    shown = visible(text, keep="")
     return shown if len(shown) <= _LONGEST_NAME else f"{shown[: _LONGEST_NAME - 1]}…"
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from energon_packed.cli.display import format_bytes
+from energon_packed.cli.display import format_bytes, turn_text
 from energon_packed.cli.options import as_options
 from energon_packed.cli.terminal import SafeConsole, echo_json
 from energon_packed.errors import ConfigError, FormatError
@@ -18,14 +18,14 @@ from energon_packed.foreign import visible
 from energon_packed.formats import codec_for
 from energon_packed.inspection.blend import BlendEntry, read_blend
 from energon_packed.inspection.extract import extract_pack
-from energon_packed.inspection.find import PackFinder
+from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.view import PackView, SampleView, view_pack
 from energon_packed.metadatasets import is_metadataset, read_metadataset
+from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.scan import scan_tar
 
-_LONGEST = 2000  # characters of a turn that are shown
+_MOST_TARS = 20  # of a folder that are shown
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yellow"}
-Raw = Mapping[str, Any]
 
 
 @click.command(name="inspect")
@@ -63,53 +63,33 @@ def command(
             raise ConfigError(f"{path} blends several datasets; pass --pack, --tokens and --extract with one of them")
         _show_blend(console, path, as_json)
         return
-    finder = PackFinder.open(path)
+    folder = PackedFolder.of_tars(path)
     if key is None:
-        for tar in finder.tars if path.is_file() else finder.tars[:20]:
+        for tar in folder.tars[:_MOST_TARS]:
             _show_tar(console, tar, as_json)
-        if not path.is_file() and len(finder.tars) > 20:
-            console.print(f"and {len(finder.tars) - 20:,} more tars")
-        _show_manifest(console, finder, as_json)
+        if len(folder.tars) > _MOST_TARS:
+            console.print(f"and {len(folder.tars) - _MOST_TARS:,} more tars")
+        if not as_json and (folder.path / NV_META).is_dir():
+            _show_manifest(console, folder)
+    shown = [folder.pack(key)] if key is not None else list(folder.first(limit))
     if extract is not None:
-        finder.check_extractable()
-    shown = [finder.pack(key)] if key is not None else list(finder.first(limit))
-    encoder, unknown = _encoder_or_reason(finder, tokenizer, needed=tokens) if shown else (None, "")
+        folder.check_extractable()
+    encoder, unknown = folder.encoder_or_reason(tokenizer) if shown else (None, "")
+    if unknown and tokens:
+        raise ConfigError(unknown)
     if unknown and not as_json:
         console.print(f"what is supervised is not known: {as_options(unknown)}\n", soft_wrap=True)
     for raw in shown:
-        view = view_pack(raw, codec_for(finder.manifest.sample_class) if finder.manifest else None, encoder)
+        view = view_pack(raw, codec_for(folder.manifest.sample_class) if folder.manifest else None, encoder)
         if tokens:
             _show_tokens(console, raw, encoder, view, as_json)
         elif as_json:
             echo_json(view.as_dict())
         else:
-            _show_pack(console, view, finder.manifest.seq_len if finder.manifest else None)
+            _show_pack(console, view, folder.manifest.seq_len if folder.manifest else None)
         if extract is not None:
             written = extract_pack(raw, extract)
             console.print(f"{len(written)} files in {written[0].parent}", soft_wrap=True)
-
-
-def _encoder_or_reason(finder: PackFinder, tokenizer: Path | None, *, needed: bool) -> tuple[Any, str]:
-    """The encoder, or why there is none."""
-    try:
-        return _encoder(finder, tokenizer), ""
-    except ConfigError as error:
-        if needed or tokenizer is not None:
-            raise
-        return None, str(error)
-
-
-def _encoder(finder: PackFinder, tokenizer: Path | None) -> Any:
-    if finder.manifest is not None and finder.folder is not None:
-        from energon_packed.inspection.folder import PackedFolder
-
-        given = {} if tokenizer is None else {"tokenizer": tokenizer}
-        return PackedFolder(finder.folder, finder.manifest).load_encoder(given)
-    if tokenizer is None:
-        raise ConfigError("there is no packing.json that names a tokenizer; pass `tokenizer`")
-    from energon_packed.encoding import ChatEncoder
-
-    return ChatEncoder.from_pretrained(tokenizer)
 
 
 def _show_tar(console: Console, tar: Path, as_json: bool) -> None:
@@ -141,14 +121,12 @@ def _kind(part: str) -> str:
     return f"img*.{extension}" if name.startswith("img") else part or "(no part)"
 
 
-def _show_manifest(console: Console, finder: PackFinder, as_json: bool) -> None:
-    manifest = finder.manifest
-    if as_json or finder.folder is None:
-        return
+def _show_manifest(console: Console, folder: PackedFolder) -> None:
+    manifest = folder.manifest
     if manifest is None:
         console.print("no packing.json: packed by another tool; lengths may be unknown\n")
         return
-    there = {tar.name for tar in finder.folder.glob("*.tar")}
+    there = {tar.name for tar in folder.path.glob("*.tar")}
     for shard in manifest.shards:
         if shard.name not in there:
             console.print(f"✗ {shard.name} is missing", style="red")
@@ -168,8 +146,6 @@ def _show_pack(console: Console, view: PackView, seq_len: int | None) -> None:
     console.print(f"{view.key}  {view.sample_class}  {len(view.samples)} samples, {count}", style="bold", markup=False)
     for part, shape in view.shapes.items():
         console.print(f"  {part}  {shape}", markup=False)
-    for note in view.schema:
-        console.print(f"  {note}", markup=False)
     for number, sample in enumerate(view.samples):
         _show_sample(console, number, sample)
     console.print()
@@ -190,14 +166,12 @@ def _show_sample(console: Console, number: int, sample: SampleView) -> None:
         what = image.problem or f"{image.width} x {image.height}"
         console.print(f"  {image.name}  {what}, {format_bytes(image.bytes)}", style="blue", markup=False)
     for turn in sample.turns:
-        text = turn.shown
-        text = text if len(text) <= _LONGEST else text[:_LONGEST] + f" … ({len(text):,} characters)"
-        line = Text(f"  {turn.role:9} ", style=_ROLES.get(turn.role, "white"))
-        line.append(visible(text).replace("\n", f"\n{' ' * 12}"), style="green" if turn.supervised else "")
+        line = Text(turn_text(turn.role, turn.shown), style="green" if turn.supervised else "")
+        line.stylize(_ROLES.get(turn.role, "white"), 0, 12)
         console.print(line)
 
 
-def _show_tokens(console: Console, raw: Raw, encoder: Any, view: PackView, as_json: bool) -> None:
+def _show_tokens(console: Console, raw: Mapping[str, Any], encoder: Any, view: PackView, as_json: bool) -> None:
     from energon_packed.inspection.tokens import token_rows
 
     rows = token_rows(raw, encoder, codec_for(view.sample_class))
@@ -217,14 +191,14 @@ def _show_tokens(console: Console, raw: Raw, encoder: Any, view: PackView, as_js
 
 def _show_blend(console: Console, path: Path, as_json: bool) -> None:
     metadataset = read_metadataset(path)
-    entries = read_blend(metadataset)
+    entries = [entry for split in read_blend(metadataset) for entry in split.entries]
     if as_json:
         for entry in entries:
             value = {name: getattr(entry, name) for name in entry.__slots__}
             echo_json(value | {"path": str(entry.path)})
     else:
         _show_entries(console, entries)
-    if problems := metadataset.problems() or [entry.problem for entry in entries if entry.problem]:
+    if problems := metadataset.all_leaves()[1] or [entry.problem for entry in entries if entry.problem]:
         raise ConfigError(f"{problems[0]}" + (f" (and {len(problems) - 1} more problems)" if problems[1:] else ""))
 
 

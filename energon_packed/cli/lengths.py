@@ -9,11 +9,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from energon_packed.cli.display import listed_counts
+from energon_packed.cli.display import unread_lines
 from energon_packed.cli.options import MESSAGES, DeclaredOption, GroupedCommand, as_options, collect, options_of
 from energon_packed.cli.output import Output
-from energon_packed.cli.progress import TerminalProgress
-from energon_packed.cli.terminal import SafeConsole, echo_json
 from energon_packed.inspection.lengths import Candidate, compare, histogram, percentiles, recommend
 from energon_packed.options import make
 from energon_packed.pipeline.survey import LengthsOptions, Survey, parse_seq_lens, survey_lengths
@@ -47,10 +45,10 @@ def command(
         raise click.UsageError("give at least one INPUT (or --jsonl FILE)")
     if values.get("tokenizer") is None:
         raise click.UsageError("Missing option '--tokenizer'.")
-    console = SafeConsole(stderr=as_json, highlight=False)
-    progress = TerminalProgress(console)
+    output = Output(as_json=as_json)
+    progress = output.progress()
     try:
-        with Output().logs():
+        with output.logs():
             options = make(LengthsOptions, values, what="option")
             survey = survey_lengths(options, progress)
     finally:
@@ -64,20 +62,16 @@ def command(
         multiple=options.pad_multiple,
     )
     best, reason = recommend(compared, survey.lengths)
-    if as_json:
-        echo_json(_as_dict(survey, compared, best, reason), indented=True)
-        return
+    output.result(_as_dict(survey, compared, best, reason))
+    console = output.console
     _show(console, survey, compared)
     if survey.rejects:
         remedy = f"; {survey.advice}" if survey.advice else ""
-        console.print(f"rejected: {as_options(survey.reject_summary + remedy)}", soft_wrap=True, markup=False)
-    for title, counts in (("fields not used", survey.unused_fields), ("notes", survey.notes)):
-        if counts:
-            console.print(f"{title}: {listed_counts(counts)}", soft_wrap=True, markup=False)
+        console.print(f"rejected: {as_options(survey.reject_summary + remedy)}", soft_wrap=True)
+    for line in unread_lines(survey):
+        console.print(line, soft_wrap=True)
     if options.output is not None:
-        console.print(
-            f"{options.output}: NAME:LENGTH of {len(survey.lengths):,} records", soft_wrap=True, markup=False
-        )
+        console.print(f"{options.output}: NAME:LENGTH of {len(survey.lengths):,} records", soft_wrap=True)
     console.print(f"recommended: --seq-len {best.seq_len}: {as_options(reason)}", soft_wrap=True)
 
 

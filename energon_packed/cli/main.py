@@ -78,14 +78,10 @@ def _run() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except EnergonPackedError as error:
+    except (EnergonPackedError, OSError) as error:
         from energon_packed.cli.options import as_options
 
-        _fail(as_options(str(error)), 1)
-    except OSError as error:
-        from energon_packed.cli.options import as_options
-
-        _fail(as_options(described(error)), 1)
+        _fail(as_options(described(error) if isinstance(error, OSError) else str(error)), 1)
     except UnicodeEncodeError as error:
         around = error.object[max(0, error.start - 40) : error.end + 40]
         _fail(f"{around!r} holds a name that is not UTF-8; rename the file or folder", 1)

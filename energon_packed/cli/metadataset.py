@@ -7,7 +7,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from energon_packed.blends import WEIGHT_BY, Blend, Subflavor, make_blend, write_metadataset
+from energon_packed.blends import WEIGHT_BY, Blend, BlendInput, Subflavor, make_blend, write_metadataset
 from energon_packed.cli.options import GroupedCommand, as_options
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import echo
@@ -80,14 +80,10 @@ def _as_dict(blend: Blend, out: Path) -> dict[str, Any]:
     return {
         "metadataset": str(out),
         "train": [
-            {"path": str(one.path), "split": one.split, "packs": one.packs, "samples": one.samples}
-            | {"weight": one.weight, "weighed_by": one.weighed_by, "seen": times}
+            _counts(one) | {"weight": one.weight, "weighed_by": one.weighed_by, "seen": times}
             for one, times in zip(blend.train, blend.times_seen(), strict=True)
         ],
-        "val": [
-            {"path": str(one.path), "split": one.split, "packs": one.packs, "samples": one.samples}
-            for one in blend.val
-        ],
+        "val": [_counts(one) for one in blend.val],
         "epochized": blend.epochized,
         "schema": blend.schema,
         "warnings": [as_options(warning) for warning in blend.warnings()],
@@ -102,14 +98,18 @@ def _table(blend: Blend) -> Table:
     table.add_column("split")
     for name in ("packs", "samples", "per pack", "repeated" if blend.epochized else "draws", "seen"):
         table.add_column(name, justify="right")
-    for one, times in zip(blend.train, blend.times_seen(), strict=True):
-        share = f"{one.weight:g}" if blend.epochized else f"{one.weight / total:.2%}"
+    rows = [
+        (one, "train", f"{one.weight:g}" if blend.epochized else f"{one.weight / total:.2%}", f"{times:.2f}")
+        for one, times in zip(blend.train, blend.times_seen(), strict=True)
+    ]
+    for one, split, share, seen in [*rows, *((one, "val", "", "1.00") for one in blend.val)]:
         counts = (f"{one.packs:,}", f"{one.samples:,}", f"{one.samples_per_pack:.2f}")
-        table.add_row(str(one.path), "train", *counts, share, f"{times:.2f}")
-    for one in blend.val:
-        counts = (f"{one.packs:,}", f"{one.samples:,}", f"{one.samples_per_pack:.2f}")
-        table.add_row(str(one.path), "val", *counts, "", "1.00")
+        table.add_row(str(one.path), split, *counts, share, seen)
     return table
+
+
+def _counts(one: BlendInput) -> dict[str, Any]:
+    return {"path": str(one.path), "split": one.split, "packs": one.packs, "samples": one.samples}
 
 
 def _with_weight(given: str) -> tuple[str, float | None]:

@@ -1,17 +1,21 @@
 """`energon-packed pack`."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from energon_packed.cli.display import dry_run_table, listed_counts, result_dict, result_table, turn_line
+from energon_packed.cli.display import dry_run_table, result_dict, result_table, turn_text, unread_lines
 from energon_packed.cli.options import DeclaredOption, GroupedCommand, as_options, collect, options_of
 from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
 from energon_packed.pipeline import PackOptions, dry_run, pack
 from energon_packed.pipeline.status import run_status
+from energon_packed.shards.steps import steps_of_ranks
+
+_PLACE = {"world_size": 1, "micro_batch_size": 1, "num_workers": 2}
 
 
 @click.command(cls=GroupedCommand)
@@ -48,8 +52,8 @@ def command(
     out/lengths.parquet  one row per record
     out/rejects.jsonl    every rejected record, with the reason
     """
-    steps = {name: given.pop(name) for name in ("world_size", "micro_batch_size")}
-    steps["num_workers"] = given.pop("loader_workers")
+    place = {name: given.pop(name) for name in ("world_size", "micro_batch_size")}
+    place["num_workers"] = given.pop("loader_workers")
     values = collect(given, PackOptions)
     if is_status:
         if values.get("output_dir") is None:
@@ -66,7 +70,7 @@ def command(
     if is_dry:
         show_dry_run(make(PackOptions, values, what="option"), output)
         return
-    show_run(make(PackOptions, values, what="option"), **steps, output=output)
+    show_run(make(PackOptions, values, what="option"), place=place, output=output)
 
 
 def show_status(output_dir: Path, output: Output) -> None:
@@ -89,30 +93,22 @@ def show_dry_run(options: PackOptions, output: Output) -> None:
     output.console.print(dry_run_table(found))
     if found.reject_summary:
         output.console.print(f"rejected: {as_options(found.reject_summary)}", soft_wrap=True)
-    for title, counts in (("fields not used", found.unused_fields), ("notes", found.notes)):
-        if counts:
-            output.console.print(f"{title}: {listed_counts(counts)}", soft_wrap=True)
+    for line in unread_lines(found):
+        output.console.print(line, soft_wrap=True)
     if found.example:
         output.console.print("the first record that would be packed:", soft_wrap=True)
     for role, text in found.example:
-        output.console.print(turn_line(role, text), soft_wrap=True)
+        output.console.print(turn_text(role, text), soft_wrap=True)
     output.console.print("dry run: nothing is written", soft_wrap=True)
     output.result(asdict(found) | {"output_dir": str(options.output_dir)})
 
 
-def show_run(
-    options: PackOptions,
-    *,
-    world_size: int = 1,
-    micro_batch_size: int = 1,
-    num_workers: int = 2,
-    output: Output | None = None,
-) -> None:
+def show_run(options: PackOptions, *, place: Mapping[str, Any] = _PLACE, output: Output | None = None) -> None:
     """Pack with a bar per stage, and print the table.
 
     Args:
         options: of the run.
-        world_size, micro_batch_size, num_workers: for the steps in the table.
+        place: `world_size`, `micro_batch_size` and `num_workers`, for the steps in the table.
         output: where it is printed.
     """
     output = output or Output()
@@ -122,9 +118,11 @@ def show_run(
         result = pack(options, progress=progress)
     finally:
         progress.stop()
-    steps = {"world_size": world_size, "micro_batch_size": micro_batch_size, "num_workers": num_workers}
-    console.print(f"\n{result.manifest.sample_class} in {result.shards}", soft_wrap=True)
-    console.print(result_table(result, **steps))
-    if result.manifest.rejects:
+    manifest, steps = result.manifest, []
+    if manifest.algorithm != "none":  # otherwise packing on the fly decides the steps
+        steps = steps_of_ranks([(manifest.packs_in("train"), 1)], **place)
+    console.print(f"\n{manifest.sample_class} in {result.shards}", soft_wrap=True)
+    console.print(result_table(result, steps, place))
+    if manifest.rejects:
         console.print(f"rejected records, with reasons: {result.rejects}", soft_wrap=True)
-    output.result(result_dict(result, **steps))
+    output.result(result_dict(result, steps))

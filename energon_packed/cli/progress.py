@@ -24,7 +24,8 @@ class TerminalProgress(Progress):
         self._console = console
         self._interval = interval
         self._bar: Bar | None = None
-        self._ticker: _Ticker | None = None
+        self._done = threading.Event()
+        self._ticker: threading.Thread | None = None
         self._task = TaskID(0)
         self._stage = self._unit = ""
         self._total = self._units = self._records = 0
@@ -50,7 +51,9 @@ class TerminalProgress(Progress):
             self._task = self._bar.add_task(stage, total=max(total, 1), note="")
             self._bar.start()
         else:
-            self._ticker = _Ticker(self)
+            self._done.clear()
+            self._ticker = threading.Thread(target=self._tell_often, name="energon-packed progress", daemon=True)
+            self._ticker.start()
 
     def advance(self, units: int, records: int = 0) -> None:
         """Move the bar."""
@@ -72,7 +75,8 @@ class TerminalProgress(Progress):
             self._bar.stop()
             self._bar = None
         if self._ticker is not None:
-            self._ticker.stop()
+            self._done.set()
+            self._ticker.join()
             self._ticker = None
 
     def tell(self) -> None:
@@ -86,10 +90,10 @@ class TerminalProgress(Progress):
             soft_wrap=True,
         )
 
-    @property
-    def interval(self) -> float:
-        """Seconds between two lines."""
-        return self._interval
+    def _tell_often(self) -> None:
+        """Print lines from a thread: one task may run for longer than a minute, and says nothing meanwhile."""
+        while not self._done.wait(self._interval):
+            self.tell()
 
     def _rate(self) -> str:
         elapsed = time.perf_counter() - self._begin
@@ -97,25 +101,6 @@ class TerminalProgress(Progress):
 
     def _count(self) -> int:
         return self._records or self._units
-
-
-class _Ticker:
-    """A thread that prints lines: one task may run for longer than a minute, and says nothing meanwhile."""
-
-    def __init__(self, progress: TerminalProgress) -> None:
-        self._progress = progress
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="energon-packed progress", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """No more lines."""
-        self._done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._done.wait(self._progress.interval):
-            self._progress.tell()
 
 
 def duration(seconds: float) -> str:

@@ -5,14 +5,15 @@ from pathlib import Path
 import click
 
 from energon_packed.cli.display import format_bytes
+from energon_packed.cli.options import as_options
 from energon_packed.cli.terminal import echo
 from energon_packed.errors import ConfigError
+from energon_packed.files import write_whole
 from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import render_report
-from energon_packed.inspection.report_data import encoder_or_reason, gather
+from energon_packed.inspection.report_data import gather
 from energon_packed.metadatasets import read_metadataset
-from energon_packed.shards.files import write_whole
 
 
 @click.command(name="report")
@@ -33,12 +34,12 @@ def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None
         raise ConfigError(f"--output {output} must end in .html")
     if path.is_file():
         metadataset = read_metadataset(path)
-        if problems := metadataset.problems():
+        if problems := metadataset.all_leaves()[1]:
             raise ConfigError("; ".join(problems))
         page = render_report(path.name, None, read_blend(metadataset))
     else:
         folder = PackedFolder.open(path)
-        encoder, reason = encoder_or_reason(folder, tokenizer)
-        page = render_report(str(path), gather(folder, encoder, not_encoded=reason, seed=seed))
+        encoder, reason = folder.encoder_or_reason(tokenizer)
+        page = render_report(str(path), gather(folder, encoder, not_encoded=as_options(reason), seed=seed))
     write_whole(output, page.encode())
     echo(f"{output}: {format_bytes(len(page.encode()))}")

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import SafeConsole, echo
 from energon_packed.encoding import ChatEncoder, EncoderSettings
 from energon_packed.encoding.vision import ambiguous
-from energon_packed.errors import EnergonPackedError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import Check, verify
 from energon_packed.metadatasets import read_metadataset
@@ -48,7 +46,10 @@ def command(
     settings = collect(given, EncoderSettings)
     if min_utilization is not None and math.isnan(min_utilization):
         raise click.BadParameter("nan is not in the range 0<=x<=1.", param_hint="'--min-utilization'")
-    paths, problems = _leaves(folder) if folder.is_file() else ([folder], [])
+    paths, problems = [folder], list[str]()
+    if folder.is_file():
+        leaves, problems = read_metadataset(folder).all_leaves()
+        paths = sorted({leaf.path for leaf in leaves})
     results = []
     for path in paths:
         opened = PackedFolder.open(path)
@@ -65,17 +66,6 @@ def command(
         output.result({"metadataset": str(folder), "passed": passed, "problems": problems, "of": results})
     if not passed:
         sys.exit(1)
-
-
-def _leaves(path: Path) -> tuple[list[Path], list[str]]:
-    """The dataset folders of all splits of a Metadataset, and why other splits cannot be read."""
-    metadataset = read_metadataset(path)
-    problems = metadataset.problems()
-    found = set()
-    for split in metadataset.splits:
-        with suppress(EnergonPackedError):
-            found |= {leaf.path for leaf in metadataset.leaves(split)}
-    return sorted(found), problems
 
 
 def _verified(

@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from energon_packed.dataflow.blend import BlendedSplit, blended_splits, by_weight, drawn, least_used, packs_of_epoch
+from energon_packed.dataflow.blend import by_weight, drawn, least_used, packs_of_epoch
 from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.failures import verify_tells
 from energon_packed.dataflow.hf_dataset import hf_dataset
-from energon_packed.dataflow.manifests import processor_for
+from energon_packed.dataflow.manifests import LoadedSplit, loaded_splits, processor_for
 from energon_packed.dataflow.opened import digests_of
 from energon_packed.dataflow.resharding import refuse_dispatch
+from energon_packed.dataflow.trust import check_blend_trusted
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.encoding.conversation_media import measure_media
 from energon_packed.errors import FormatError, RecordError
@@ -70,11 +71,13 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         seed: int = 0,
         trust_sample_loader: bool = False,
     ) -> None:
-        self.blend = blended_splits(Path(path), split, trusted=trust_sample_loader)
-        self.encoder = processor_for([one.split for one in self.blend], encoder, check=check_encoder)
+        if not trust_sample_loader:
+            check_blend_trusted(path)
+        self.blend = loaded_splits(Path(path), split, trusted=trust_sample_loader)
+        self.encoder = processor_for(self.blend, encoder, check=check_encoder)
         self.check_lengths = check_lengths
         self.seed = seed
-        self._folders = [_Folder(one) for one in self.blend]
+        self._folders = [_Folder(one, self.encoder) for one in self.blend]
         self._starts = np.cumsum([0, *self.packs])
         self.set_epoch(0)
 
@@ -184,10 +187,10 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         """
         shards = []
         for one in self.blend:
-            if one.split.manifest is None:
+            if one.manifest is None:
                 return ""
-            split = None if one.split.split == "train" else one.split.split
-            shards.append([split, one.repetitions, [shard.sha256 for shard in one.split.manifest.shards]])
+            split = None if one.split == "train" else one.split
+            shards.append([split, one.repetitions, [shard.sha256 for shard in one.manifest.shards]])
         return digest(self.seed, shards)[:16]
 
     def to_hf(self) -> Any:
@@ -197,7 +200,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     @property
     def lengths(self) -> Int64:
         """Tokens of each pack, int64 (N,); the first use reads what every pack recorded, and no image."""
-        return np.concatenate([folder.lengths(self.encoder) for folder in self._folders])[self._packs]
+        return np.concatenate([folder.lengths for folder in self._folders])[self._packs]
 
     def row_sizes(self) -> RowSizes:
         """Sizes that decide the cost of each pack of the epoch."""
@@ -208,7 +211,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
         The first use reads what every pack recorded, and the headers of its images.
         """
-        parts = [folder.sizes(self.encoder) for folder in self._folders]
+        parts = [folder.sizes for folder in self._folders]
         names = ("tokens", "squares", "patches")
         return RowSizes(**{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
 
@@ -231,14 +234,11 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 class _Folder:
     """The packs of one dataset folder."""
 
-    def __init__(self, found: BlendedSplit) -> None:
-        manifest = found.split.manifest
-        self.reader = ShardReader(shards_in_split(found.split.path, found.split.split), digests_of(found.split))
-        self.source = SampleSource(str(found.split.path), found.subflavors)
-        self._recorded_codec = codec_for(manifest.sample_class) if manifest else None
-        self._lengths: list[Int64] | None = None
-        self._sizes: RowSizes | None = None
-        self._has_images = manifest is None or manifest.images > 0
+    def __init__(self, split: LoadedSplit, encoder: Processor) -> None:
+        self.reader = ShardReader(shards_in_split(split.path, split.split), digests_of(split))
+        self.source = SampleSource(str(split.path), dict(split.subflavors))
+        self._manifest = split.manifest
+        self._encoder = encoder
 
     def sample(self, pack: int) -> PackSample:
         return load_pack(self._codec, self.reader[pack])
@@ -247,34 +247,37 @@ class _Folder:
         shard, _, _ = self.reader.locate(pack)
         return f"{self.reader.tars[shard]}, pack {pack} of its split"
 
-    def lengths(self, encoder: Processor) -> Int64:
-        if self._lengths is None:
-            self._lengths = [np.array(self._of_pack(pack, encoder)) for pack in range(len(self.reader))]
-        return np.array([one.sum() for one in self._lengths], dtype=np.int64)
+    @cached_property
+    def lengths(self) -> Int64:
+        """Tokens of each pack, int64 (P,)."""
+        return np.array([one.sum() for one in self._of_samples], dtype=np.int64)
 
-    def sizes(self, encoder: Processor) -> RowSizes:
-        if self._sizes is None:
-            tokens = self.lengths(encoder)
-            squares = np.array([(one**2).sum() for one in self._lengths or ()], dtype=np.int64)
-            patches = np.array([self._patches(pack, encoder) for pack in range(len(tokens))], dtype=np.int64)
-            self._sizes = RowSizes(tokens=tokens, squares=squares, patches=patches)
-        return self._sizes
+    @cached_property
+    def sizes(self) -> RowSizes:
+        """Sizes that decide the cost of each pack."""
+        squares = np.array([(one**2).sum() for one in self._of_samples], dtype=np.int64)
+        patches = np.array([self._patches(pack) for pack in range(len(squares))], dtype=np.int64)
+        return RowSizes(tokens=self.lengths, squares=squares, patches=patches)
 
-    def _patches(self, pack: int, encoder: Processor) -> int:
-        vision = getattr(encoder, "vision", None)
-        if vision is None or not self._has_images:
+    @cached_property
+    def _codec(self) -> Codec:
+        return codec_for(self._manifest.sample_class) if self._manifest else codec_of(self.reader[0])
+
+    @cached_property
+    def _of_samples(self) -> list[Int64]:
+        """Tokens of the samples of each pack: as recorded, else measured."""
+        found = []
+        for pack in range(len(self.reader)):
+            lengths = self._codec.lengths(self.reader.part(pack, self._codec.lengths_part))
+            if None in lengths:
+                lengths = [self._encoder.length(one) for one in self.sample(pack).conversations()]
+            found.append(np.array(lengths, dtype=np.int64))
+        return found
+
+    def _patches(self, pack: int) -> int:
+        vision = getattr(self._encoder, "vision", None)
+        if vision is None or (self._manifest is not None and not self._manifest.images):
             return 0
         talks = [talk for talk in self.sample(pack).conversations() if talk.images]
         tokens = sum(run.length for talk in talks for run in measure_media(vision, talk).runs)
         return int(tokens * vision.merge_size**2)
-
-    @cached_property
-    def _codec(self) -> Codec:
-        return self._recorded_codec or codec_of(self.reader[0])
-
-    def _of_pack(self, pack: int, encoder: Processor) -> list[int]:
-        """Tokens of each sample of a pack."""
-        recorded = self._codec.lengths(self.reader.part(pack, self._codec.lengths_part))
-        if None not in recorded:
-            return [length for length in recorded if length is not None]
-        return [encoder.length(conversation) for conversation in self.sample(pack).conversations()]

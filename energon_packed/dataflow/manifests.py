@@ -1,8 +1,9 @@
 """The manifests of what a loader reads: of a dataset folder, or of every one that a Metadataset refers to."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
@@ -10,8 +11,8 @@ from energon_packed.formats import codec_for
 from energon_packed.metadatasets import read_metadataset, read_split
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.complete import check_complete
-from energon_packed.shards.counted import count_packs
-from energon_packed.shards.split import dataset_folder
+from energon_packed.shards.reader import ShardReader
+from energon_packed.shards.split import dataset_folder, shards_in_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +23,32 @@ class LoadedSplit:
         path: folder with `.nv-meta`.
         split: which of its splits is read.
         manifest: its packing.json; None where another tool packed it.
+        subflavors: what the Metadatasets say of it.
+        weight: share of the packs of an epoch, 0 to 1; None in a blend that counts repetitions.
+        repetitions: how often an epoch has each of its packs; None in a blend by weight.
     """
 
     path: Path
     split: str
     manifest: PackingManifest | None
+    subflavors: Mapping[str, Any] = field(default_factory=dict)
+    weight: float | None = None
+    repetitions: float | None = 1
 
     @property
     def packs(self) -> int | None:
-        """Packs that are read, None where that is not known; without packing.json, from the indexes."""
-        if read_split(self.path).excluded:
+        """Packs that are read; without packing.json, from the indexes.
+
+        None where that is not known: single packs are excluded, or an index is missing.
+        """
+        split = read_split(self.path)
+        if split.excluded_packs:
             return None
         if self.manifest is not None:
-            return self.manifest.packs_in(self.split)
+            names = set(split.shards(self.split))
+            return sum(shard.packs for shard in self.manifest.shards if shard.name in names)
         try:
-            return count_packs(self.path, self.split)
+            return len(ShardReader(shards_in_split(self.path, self.split)))
         except FormatError:  # no index: Energon says so
             return None
 
@@ -115,8 +127,15 @@ def loaded_splits(path: Path, split: str, *, trusted: bool = False) -> list[Load
     """
     if not path.is_file():
         return [LoadedSplit.of_folder(path, split)]
-    leaves = read_metadataset(path, trusted=trusted).leaves(split)
-    return [LoadedSplit.of_folder(leaf.path, leaf.split_part) for leaf in leaves]
+    return [
+        replace(
+            LoadedSplit.of_folder(leaf.path, leaf.split_part),
+            subflavors=leaf.subflavors,
+            weight=leaf.weight,
+            repetitions=leaf.repetitions,
+        )
+        for leaf in read_metadataset(path, trusted=trusted).leaves(split)
+    ]
 
 
 def common_seq_len(splits: list[LoadedSplit], seq_len: int | None) -> int | None:

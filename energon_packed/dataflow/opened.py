@@ -15,7 +15,7 @@ def digests_of(one: LoadedSplit) -> Mapping[Path, str]:
     return {one.path / shard.name: shard.sha256 for shard in shards}
 
 
-class OpenedSplits:
+class OpenedSplits(OpenedFiles):
     """The tars that Energon reads, by the sources that it names.
 
     Args:
@@ -36,10 +36,10 @@ class OpenedSplits:
             folder = one.path.resolve()
             digests |= {folder / tar.name: digest for tar, digest in digests_of(one).items()}
             tars |= dict.fromkeys(folder / name for name in read_split(one.path).shards(one.split))
-        self._shards = OpenedFiles(tars, digests)
+        super().__init__(tars, digests)
         self._found: dict[tuple[Any, str], Path | None] = {}
 
-    def check(self, sources: Iterable[Any] | None) -> None:
+    def check_sources(self, sources: Iterable[Any] | None) -> None:
         """Refuse a sample whose tar is not the one of before.
 
         Args:
@@ -50,20 +50,12 @@ class OpenedSplits:
         """
         for source in sources or ():
             if (tar := self._tar(source.dataset_path, getattr(source, "shard_name", ""))) is not None:
-                self._shards.check(tar)
-
-    def check_all(self) -> None:
-        """`check` for every tar.
-
-        Raises:
-            DataChangedError: as `check`.
-        """
-        self._shards.check_all()
+                self.check(tar)
 
     def _tar(self, folder: Any, name: str) -> Path | None:
         """The tar of a source, a name in an EPath; None for what is none of ours, such as an auxiliary file."""
         key = (folder, name)
         if key not in self._found:
             tar = Path(str(folder)).resolve() / str(name)
-            self._found[key] = tar if tar in self._shards else None
+            self._found[key] = tar if tar in self else None
         return self._found[key]

@@ -38,6 +38,16 @@ def check_trusted(path: str | Path, *, dataset_config: str | None = None) -> Non
         _check_folder(folder, config)
 
 
+def check_blend_trusted(path: str | Path) -> None:
+    """As `check_trusted` for a Metadataset; a folder that is read without Energon runs no code.
+
+    Raises:
+        ConfigError, FormatError: as `check_trusted`.
+    """
+    if Path(path).is_file():
+        check_trusted(path)
+
+
 def _behind(path: Path) -> list[tuple[Path, str]]:
     """The dataset folders behind a Metadataset, in all its splits, and the file that replaces dataset.yaml in each."""
     metadataset = read_metadataset(path)
@@ -62,7 +72,7 @@ def _check_folder(folder: Path, config: str) -> None:
     for name in ("split.yaml", "split.json", ".info.json", OLD_INFO):
         _check_data(meta / name)
     file = joined(meta, config)
-    if not file.is_file() or _is_ours(file, meta / "sample_loader.py"):
+    if not file.is_file():
         return  # Energon says what is missing
     value = _parsed(file)
     if not isinstance(value, dict):
@@ -94,27 +104,14 @@ def _check_folder(folder: Path, config: str) -> None:
             raise runs_code(file, one, folder)
 
 
-def _is_ours(file: Path, loader: Path) -> bool:
-    """dataset.yaml and sample_loader.py are byte for byte what `pack` writes for a flavor."""
-    content = file.read_bytes()
-    for ours in _our_files():
-        if content == ours.get(file.name):
-            if file.name != "dataset.yaml":
-                return True
-            return loader.is_file() and loader.read_bytes() == ours["sample_loader.py"]
-    return False
-
-
-def _our_files() -> list[dict[str, bytes]]:
-    """What `pack` and `nv-meta` write for each flavor, by name of the file."""
-    return [loader_files(codec) for codec in (*CODECS.values(), *READ_ONLY.values())]
-
-
 def _loads_ours(value: dict[str, Any], loader: Path) -> bool:
     """A dataset.yaml that names nothing but a sample_loader.py that is byte for byte ours."""
-    if not loader.is_file() or loader.read_bytes() not in [ours["sample_loader.py"] for ours in _our_files()]:
-        return False
-    return all(value.get(name) == f"sample_loader.py:{name}" for name in _LOADER)
+    ours = [loader_files(codec)[loader.name] for codec in (*CODECS.values(), *READ_ONLY.values())]
+    return (
+        loader.is_file()
+        and loader.read_bytes() in ours
+        and all(value.get(name) == f"{loader.name}:{name}" for name in _LOADER)
+    )
 
 
 def _check_data(file: Path) -> None:

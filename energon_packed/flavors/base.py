@@ -1,8 +1,8 @@
 """PackSample: what every flavor can do."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,16 +49,20 @@ class PackSample(Sample):
         return None
 
 
-def image_bytes(images: Iterable[Iterable[StoredImage]]) -> list[list[bytes]]:
-    """The bytes of the images of each sample, as flavors hold them."""
-    return [[image.data for image in one] for one in images]
+def flavor_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns of a codec as flavors hold them: images as bytes, and lists."""
+    positions = fields["patch_positions"] and [list(one) for one in fields["patch_positions"]]
+    images = [[image.data for image in one] for one in fields["images"]]
+    return {**fields, "images": images, "patch_positions": positions}
 
 
-def stored_images(images: Iterable[Iterable[bytes]]) -> list[tuple[StoredImage, ...]]:
-    """The inverse of `image_bytes`; the extensions are not known any more."""
-    return [tuple([StoredImage("", data) for data in one]) for one in images]
+def codec_fields(sample: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The inverse of `flavor_fields`; the extensions of images are not known any more.
 
-
-def stored_files(files: Iterable[Iterable[bytes]] | None) -> list[tuple[bytes, ...]] | None:
-    """The .npy files of each sample, as codecs hold them."""
-    return None if files is None else [tuple(one) for one in files]
+    Args:
+        sample: of a flavor.
+        names: of its columns, without `images` and `patch_positions`.
+    """
+    images = [tuple([StoredImage("", data) for data in one]) for one in sample.images]
+    positions = sample.patch_positions and [tuple(one) for one in sample.patch_positions]
+    return {name: getattr(sample, name) for name in names} | {"images": images, "patch_positions": positions}

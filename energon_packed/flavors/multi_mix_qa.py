@@ -5,8 +5,8 @@ from typing import Any
 
 from megatron.energon import edataclass
 
-from energon_packed.flavors.base import PackSample, image_bytes, stored_images
-from energon_packed.formats import StoredSample
+from energon_packed.flavors.base import PackSample, flavor_fields
+from energon_packed.formats import StoredImage, StoredSample
 from energon_packed.formats.multi_mix_qa import SingleMultiMixCodec
 
 _CODEC = SingleMultiMixCodec()
@@ -31,20 +31,17 @@ class MultiMixQASample(PackSample):
 
     def stored_samples(self) -> list[StoredSample]:
         """The one sample."""
-        fields = {"samples": [self.sample], "images": stored_images([self.images])}
-        return _CODEC.samples(fields | {"patch_positions": [tuple(self.patch_positions)]})
+        images = tuple([StoredImage("", data) for data in self.images])
+        positions = [tuple(self.patch_positions)]
+        return _CODEC.samples({"samples": [self.sample], "images": [images], "patch_positions": positions})
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a MultiMixQASample from the parts of a tar member."""
-    fields = _CODEC.fields(raw)
+    fields = flavor_fields(_CODEC.fields(raw))
     sample = fields["samples"][0]
-    return {
-        "sample": sample,
-        "images": image_bytes(fields["images"])[0],
-        "patch_positions": list(fields["patch_positions"][0]),
-        "length": sample.get("length"),
-    }
+    images, positions = fields["images"][0], fields["patch_positions"][0]
+    return {"sample": sample, "images": images, "patch_positions": positions, "length": sample.get("length")}
 
 
 def part_filter(part: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.energon import edataclass
 
-from energon_packed.flavors.base import PackSample, image_bytes, stored_files, stored_images
+from energon_packed.flavors.base import PackSample, codec_fields, flavor_fields
 from energon_packed.formats import StoredSample
 from energon_packed.formats.captioning import COLUMNS, CaptioningCodec
 
@@ -54,18 +54,12 @@ class PackedCaptioningSample(PackSample):
 
     def stored_samples(self) -> list[StoredSample]:
         """The samples inside, in order."""
-        names = ("prompts", "captions", "sample_count", "truncate", *COLUMNS)
-        return _CODEC.samples(
-            {name: getattr(self, name) for name in names}
-            | {"images": stored_images(self.images), "patch_positions": stored_files(self.patch_positions)}
-        )
+        return _CODEC.samples(codec_fields(self, ("prompts", "captions", "sample_count", "truncate", *COLUMNS)))
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a PackedCaptioningSample from the parts of a tar member."""
-    fields = _CODEC.fields(raw)
-    positions = fields["patch_positions"] and [list(one) for one in fields["patch_positions"]]
-    return fields | {"images": image_bytes(fields["images"]), "patch_positions": positions}
+    return flavor_fields(_CODEC.fields(raw))
 
 
 def part_filter(part: str) -> bool:

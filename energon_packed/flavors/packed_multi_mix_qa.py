@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.energon import edataclass
 
-from energon_packed.flavors.base import PackSample, image_bytes, stored_images
+from energon_packed.flavors.base import PackSample, codec_fields, flavor_fields
 from energon_packed.formats import StoredSample
 from energon_packed.formats.multi_mix_qa import MultiMixCodec
 
@@ -31,19 +31,13 @@ class PackedMultiMixQASample(PackSample):
 
     def stored_samples(self) -> list[StoredSample]:
         """The samples inside, in order."""
-        fields = {"samples": self.samples, "images": stored_images(self.images)}
-        return _CODEC.samples(fields | {"patch_positions": [tuple(one) for one in self.patch_positions]})
+        return _CODEC.samples(codec_fields(self, ("samples",)))
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a PackedMultiMixQASample from the parts of a tar member."""
-    fields = _CODEC.fields(raw)
-    return {
-        "samples": fields["samples"],
-        "images": image_bytes(fields["images"]),
-        "patch_positions": [list(one) for one in fields["patch_positions"]],
-        "lengths": [sample.get("length") for sample in fields["samples"]],
-    }
+    fields = flavor_fields(_CODEC.fields(raw))
+    return fields | {"lengths": [sample.get("length") for sample in fields["samples"]]}
 
 
 def part_filter(part: str) -> bool:

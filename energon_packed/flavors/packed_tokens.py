@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from megatron.energon import edataclass
 
-from energon_packed.flavors.base import PackSample, TokenRow, image_bytes, stored_files, stored_images
+from energon_packed.flavors.base import PackSample, TokenRow, codec_fields, flavor_fields
 from energon_packed.formats import StoredSample
 from energon_packed.formats.tokens import TokensCodec
 
@@ -36,11 +36,7 @@ class PackedTokensSample(PackSample):
 
     def stored_samples(self) -> list[StoredSample]:
         """The samples inside, in order, already tokenized."""
-        names = ("input_ids", "labels", "cu_seqlens", "ids")
-        return _CODEC.samples(
-            {name: getattr(self, name) for name in names}
-            | {"images": stored_images(self.images), "patch_positions": stored_files(self.patch_positions)}
-        )
+        return _CODEC.samples(codec_fields(self, ("input_ids", "labels", "cu_seqlens", "ids")))
 
     def expected_lengths(self) -> list[int | None]:
         """Tokens of each sample."""
@@ -56,9 +52,7 @@ class PackedTokensSample(PackSample):
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a PackedTokensSample from the parts of a tar member."""
-    fields = _CODEC.fields(raw)
-    positions = fields["patch_positions"] and [list(one) for one in fields["patch_positions"]]
-    return fields | {"images": image_bytes(fields["images"]), "patch_positions": positions}
+    return flavor_fields(_CODEC.fields(raw))
 
 
 def part_filter(part: str) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from energon_packed.errors import FormatError, Reason, RecordError
-from energon_packed.formats.codec import Codec, Part, RawPack, damage_named
+from energon_packed.formats.codec import Codec, Part, RawPack
 from energon_packed.formats.foreign_names import member_names, names_by_sample
 from energon_packed.formats.parts import (
     optional,
@@ -106,13 +106,11 @@ class CaptioningCodec(Codec):
         """The samples of one pack; absent optional keys give None."""
         return self.samples(self.fields(raw))
 
-    @damage_named
     def samples(self, fields: Mapping[str, Any]) -> list[StoredSample]:
         """The samples of columns as `fields` returns them."""
         read = _foreign_sample if fields["ids"] is None and fields["lengths"] is None else _sample
         return [read(fields, i) for i in range(fields["sample_count"])]
 
-    @damage_named
     def fields(self, raw: RawPack) -> dict[str, Any]:
         """The columns of a pack: `images` as StoredImage, the others as in the json.
 
@@ -136,7 +134,6 @@ class CaptioningCodec(Codec):
             **{name: value.get(name) for name in COLUMNS},
         }
 
-    @damage_named
     def lengths(self, raw: RawPack) -> list[int | None]:
         """Tokens of each sample."""
         value = read_json(raw)

@@ -10,6 +10,7 @@ from energon_packed.errors import FormatError
 from energon_packed.formats.sample import StoredSample
 from energon_packed.records import Conversation
 
+_READERS = {"read", "lengths", "fields", "samples"}  # methods that meet the damage of a pack
 _MEDIA = re.compile(r"img\w*\.\w+")
 T = TypeVar("T")
 Part = tuple[str, bytes]
@@ -18,8 +19,8 @@ RawPack = Mapping[str, Any]
 """`__key__` and the content of each member by what follows the first dot of its name."""
 
 
-def damage_named(read: Callable[[Any, Mapping[str, Any]], T]) -> Callable[[Any, Mapping[str, Any]], T]:
-    """Decorates a method that reads the parts of a pack, or the columns in them.
+def _damage_named(read: Callable[[Any, Mapping[str, Any]], T]) -> Callable[[Any, Mapping[str, Any]], T]:
+    """A method that reads the parts of a pack, or the columns in them.
 
     What it raises over parts that do not fit, such as a missing column, becomes a FormatError.
     """
@@ -59,6 +60,11 @@ class Codec(ABC):
     packed: ClassVar[bool] = True
     stores_tokens: ClassVar[bool] = False
     lengths_part: ClassVar[str] = "json"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in _READERS & cls.__dict__.keys():
+            setattr(cls, name, _damage_named(cls.__dict__[name]))
 
     @abstractmethod
     def matches(self, raw: RawPack) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from energon_packed.errors import FormatError, RecordError
-from energon_packed.formats.codec import Codec, Part, RawPack, damage_named
+from energon_packed.formats.codec import Codec, Part, RawPack
 from energon_packed.formats.parts import read_images, read_json, read_object
 from energon_packed.formats.sample import StoredSample, media_references
 from energon_packed.records import normalize
@@ -37,7 +37,6 @@ class LoongForgeCodec(Codec):
     def _records(self, raw: RawPack, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The record of each sample, without images."""
 
-    @damage_named
     def read(self, raw: RawPack) -> list[StoredSample]:
         """The samples of one pack.
 
@@ -67,7 +66,6 @@ class LoongForgeCodec(Codec):
             samples.append(StoredSample(conversation=conversation, length=None, images=found))
         return samples
 
-    @damage_named
     def lengths(self, raw: RawPack) -> list[int | None]:
         """None for each sample: its lengths are those of another template."""
         return [None] * len(self._records(raw, read_json(raw)))

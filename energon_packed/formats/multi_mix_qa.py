@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_packed.formats.codec import Codec, Part, RawPack, damage_named
+from energon_packed.formats.codec import Codec, Part, RawPack
 from energon_packed.formats.parts import (
     any_given,
     read_files,
@@ -46,13 +46,11 @@ class MultiMixCodec(Codec):
         """The samples of one pack."""
         return self.samples(self.fields(raw))
 
-    @damage_named
     def samples(self, fields: Mapping[str, Any]) -> list[StoredSample]:
         """The samples of columns as `fields` returns them."""
         columns = zip(fields["samples"], fields["images"], fields["patch_positions"], strict=True)
         return [_sample(*column) for column in columns]
 
-    @damage_named
     def fields(self, raw: RawPack) -> dict[str, Any]:
         """The columns of a pack: SAMPLE objects, `images` as StoredImage, bytes of .npy files."""
         samples = self._objects(raw)
@@ -62,7 +60,6 @@ class MultiMixCodec(Codec):
             "patch_positions": read_files(raw, [sample.get("patch_positions", []) for sample in samples]),
         }
 
-    @damage_named
     def lengths(self, raw: RawPack) -> list[int | None]:
         """Tokens of each sample."""
         return [sample.get("length") for sample in self._objects(raw)]

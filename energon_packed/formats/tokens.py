@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import FormatError
-from energon_packed.formats.codec import Codec, Part, RawPack, damage_named
+from energon_packed.formats.codec import Codec, Part, RawPack
 from energon_packed.formats.parts import any_given, read_files, read_images, read_json, write_json, write_media
 from energon_packed.formats.sample import StoredSample, byte_references, media_references
 from energon_packed.records import Conversation
@@ -76,7 +76,6 @@ class TokensCodec(Codec):
         """The samples of one pack, tokenized."""
         return self.samples(self.fields(raw))
 
-    @damage_named
     def samples(self, fields: Mapping[str, Any]) -> list[StoredSample]:
         """The samples of a row as `fields` returns it."""
         samples = []
@@ -95,7 +94,6 @@ class TokensCodec(Codec):
             )
         return samples
 
-    @damage_named
     def fields(self, raw: RawPack) -> dict[str, Any]:
         """Arrays of the row, int32; `images` as StoredImage, bytes of .npy files, ids."""
         value = read_json(raw)
@@ -115,7 +113,6 @@ class TokensCodec(Codec):
             "ids": value["ids"],
         }
 
-    @damage_named
     def lengths(self, raw: RawPack) -> list[int | None]:
         """Tokens of each sample, from its boundaries."""
         return [int(length) for length in np.diff(_load(raw, self.lengths_part))]

@@ -74,18 +74,12 @@ class BlendSplit:
         return float(sum(value * times for value, times in found))
 
 
-def by_split(entries: Sequence[BlendEntry]) -> list[BlendSplit]:
-    """The entries of each split, in their order."""
-    names = dict.fromkeys(entry.split for entry in entries)
-    return [BlendSplit(name=name, entries=[e for e in entries if e.split == name]) for name in names]
-
-
-def read_blend(metadataset: Metadataset) -> list[BlendEntry]:
-    """The entries of all splits of a Metadataset with their counts, including those that cannot be read."""
-    found = []
-    for split, blend in metadataset.splits.items():
-        found += _counted([_entry(split, blend.mode, entry) for entry in blend.entries])
-    return found
+def read_blend(metadataset: Metadataset) -> list[BlendSplit]:
+    """All splits of a Metadataset, each entry with its counts, including those that cannot be read."""
+    return [
+        BlendSplit(name=split, entries=_counted([_entry(split, blend.mode, entry) for entry in blend.entries]))
+        for split, blend in metadataset.splits.items()
+    ]
 
 
 def _entry(split: str, mode: str, entry: Entry) -> BlendEntry:
@@ -111,8 +105,7 @@ def _entry(split: str, mode: str, entry: Entry) -> BlendEntry:
 
 def _counted(entries: list[BlendEntry]) -> list[BlendEntry]:
     """Add shares and times if all entries could be read."""
-    known = [entry for entry in entries if entry.packs]
-    if len(known) != len(entries) or not entries:
+    if not all(entry.packs for entry in entries):
         return entries
     packs = [entry.packs or 0 for entry in entries]
     numbers = [entry.number for entry in entries]

@@ -23,7 +23,7 @@ def integer_bins(values: Sequence[int], most: int = 60) -> Edges:
     return np.arange(low, high + width + 1, width, dtype=np.float64) - 0.5
 
 
-def log_integer_bins(values: Sequence[int], most: int = 40) -> Edges:
+def log_integer_bins(values: Sequence[int] | npt.NDArray[np.integer[Any]], most: int = 40) -> Edges:
     """Edges of bins that grow with the value, each a whole number of integers wide; edges as in `integer_bins`."""
     low, high = max(min(values), 1), max(values)
     return np.asarray(np.unique(np.geomspace(low, high + 1, most + 1).round()) - 0.5)

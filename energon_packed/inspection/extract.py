@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import FormatError
+from energon_packed.files import write_whole
 
 
 def extract_pack(raw: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -29,6 +30,5 @@ def extract_pack(raw: Mapping[str, Any], folder: Path) -> list[Path]:
             )
         files[path] = content
     for path, content in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        write_whole(path, content)  # a new file: a hard link in the folder is replaced, not written through
     return list(files)

@@ -98,14 +98,17 @@ def _checked(sample: StoredSample, measured: Measurement) -> EncodedSample | str
 
 def _segment(sample: StoredSample, encoded: EncodedSample | str | None, start: int) -> Segment:
     conversation = sample.conversation
-    medium = "video" if conversation.video else "image" if sample.images else "text"
     if not isinstance(encoded, EncodedSample):
-        return Segment(id=conversation.id, start=start, length=sample.length or 0, medium=medium, problem=encoded)
+        return Segment(
+            id=conversation.id, start=start, length=sample.length or 0, medium=conversation.kind, problem=encoded
+        )
     kinds = token_kinds(encoded)
     edges = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))
     runs = [(KINDS[kinds[a]], start + int(a), int(b - a)) for a, b in pairwise(edges)]
     tokens = dict(zip(KINDS, np.bincount(kinds, minlength=len(KINDS)).tolist(), strict=True))
-    return Segment(id=conversation.id, start=start, length=len(encoded), medium=medium, runs=runs, tokens=tokens)
+    return Segment(
+        id=conversation.id, start=start, length=len(encoded), medium=conversation.kind, runs=runs, tokens=tokens
+    )
 
 
 def token_kinds(sample: EncodedSample) -> npt.NDArray[np.int8]:

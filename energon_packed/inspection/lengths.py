@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
+from energon_packed.inspection.charts import log_integer_bins
 from energon_packed.packing import pack_lengths
 
 Int32 = npt.NDArray[np.int32]
@@ -45,12 +46,9 @@ def percentiles(lengths: Int32) -> dict[float, int]:
 
 def histogram(lengths: Int32, bins: int = 16) -> list[tuple[int, int, int]]:
     """Histogram with logarithmic bins: (first length, last length, samples) per bin."""
-    edges = np.unique(np.geomspace(max(1, lengths.min()), lengths.max() + 1, bins + 1).astype(np.int64))
-    if len(edges) < 2:
-        edges = np.array([lengths.min(), lengths.max() + 1])
-    edges[-1] = lengths.max() + 1
+    edges = log_integer_bins(lengths, bins)
     counts, _ = np.histogram(lengths, edges)
-    return [(int(a), int(b) - 1, int(n)) for a, b, n in zip(edges, edges[1:], counts, strict=False)]
+    return [(int(a + 0.5), int(b), int(n)) for a, b, n in zip(edges, edges[1:], counts, strict=False)]
 
 
 def compare(

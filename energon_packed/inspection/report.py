@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from energon_packed.foreign import visible
-from energon_packed.inspection.blend import BlendEntry, by_split
+from energon_packed.inspection.blend import BlendSplit
 from energon_packed.inspection.charts import (
     even_bins,
     histogram_svg,
@@ -49,13 +49,13 @@ for (const gallery of document.querySelectorAll("[data-pages]")) {
 """
 
 
-def render_report(title: str, data: ReportData | None, blend: Sequence[BlendEntry] = ()) -> str:
+def render_report(title: str, data: ReportData | None, blend: Sequence[BlendSplit] = ()) -> str:
     """Render the page.
 
     Args:
         title: page heading.
         data: data of one dataset, or None for a Metadataset only.
-        blend: entries of a Metadataset.
+        blend: splits of a Metadataset.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -79,7 +79,7 @@ def render_report(title: str, data: ReportData | None, blend: Sequence[BlendEntr
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     given = {} if data is None else _dataset(data)
     return environment.get_template("report.html.j2").render(
-        title=title, data=data, blend=by_split(blend), policy=policy, script=_SCRIPT, version=__version__, **given
+        title=title, data=data, blend=blend, policy=policy, script=_SCRIPT, version=__version__, **given
     )
 
 

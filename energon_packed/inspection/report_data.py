@@ -3,9 +3,10 @@
 import base64
 import io
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import orjson
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.images import load_image, read_header
-from energon_packed.errors import ConfigError, RecordError
+from energon_packed.errors import RecordError
 from energon_packed.formats import Codec, codec_for
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.kinds import KINDS, MappedPack, map_pack
@@ -35,7 +36,7 @@ _THUMBNAIL = 240  # pixels of the longer side
 _IMAGE = re.compile(r"img(\d+)_\d+\.(?!npy$)\w+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PackSize:
     """What a pack holds, by its lengths and the names of its members.
 
@@ -129,10 +130,12 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
     tars = [folder.path / shard.name for shard in manifest.shards]
     reader = ShardReader(tars)
     rng = np.random.default_rng(seed)
-    if is_counted:
-        measured = [_counted(reader, pack, codec, encoder) for pack in _picked(rng, len(reader), _MOST_COUNTED)]
-    else:
-        measured = [_size(reader, pack, codec) for pack in _picked(rng, len(reader), _MOST_MEASURED)]
+    contents = partial(_counted, encoder=encoder) if is_counted else _recorded
+    measured = [
+        PackSize(pack, key, reader.tars[reader.locate(pack)[0]].name, lengths, images)
+        for pack in _picked(rng, len(reader), _MOST_COUNTED if is_counted else _MOST_MEASURED)
+        for key, lengths, images in [contents(reader, pack, codec)]
+    ]
     if not manifest.seq_len:  # neither packing.json nor recorded lengths
         manifest = replace(manifest, seq_len=max((pack.tokens for pack in measured), default=0))
     mapped = _picked(rng, len(reader), _MOST_MAPPED)
@@ -156,33 +159,15 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
     )
 
 
-def encoder_or_reason(folder: PackedFolder, tokenizer: Path | None) -> tuple[ChatEncoder | None, str]:
-    """The encoder of the dataset, or why it is not available; one that is named must be the right one."""
-    if tokenizer is None and folder.manifest is not None:
-        given = folder.manifest.encoder
-        if "processor_class" in given:
-            return None, f"a Processor of your own, {given['processor_class']}, packed it, which a report cannot load"
-        if not Path(given.get("tokenizer", "")).is_dir():
-            return None, f"the tokenizer {given.get('tokenizer')} of packing.json does not exist here; use --tokenizer"
-    try:
-        encoder = folder.load_encoder({} if tokenizer is None else {"tokenizer": tokenizer})
-        if encoder.vision is not None and tokenizer is None:
-            encoder.vision.check_decided()
-        return encoder, ""
-    except ConfigError as error:
-        if tokenizer is not None:
-            raise
-        return None, str(error)
-
-
 def _picked(rng: np.random.Generator, count: int, most: int) -> list[int]:
     """At most `most` numbers below `count`, rising."""
     return sorted(rng.permutation(count)[:most].tolist()) if count > most else list(range(count))
 
 
-def _size(reader: ShardReader, pack: int, codec: Codec) -> PackSize:
+def _recorded(reader: ShardReader, pack: int, codec: Codec) -> tuple[str, list[int], list[int]]:
+    """Key of a pack, recorded tokens and images of each sample; by the names of the members, which are not read."""
     raw: dict[str, Any] = {}
-    images: dict[int, int] = defaultdict(int)
+    images: Counter[int] = Counter()
     for member, content in reader.members(pack, only=codec.lengths_part):
         raw.setdefault("__key__", member.key)
         if member.part == codec.lengths_part:
@@ -190,29 +175,19 @@ def _size(reader: ShardReader, pack: int, codec: Codec) -> PackSize:
         elif (found := _IMAGE.fullmatch(member.part)) is not None:
             images[int(found[1])] += 1
     lengths = [length or 0 for length in codec.lengths(raw)]
-    return PackSize(
-        number=pack,
-        key=raw["__key__"],
-        shard=reader.tars[reader.locate(pack)[0]].name,
-        lengths=lengths,
-        images=[images[number] for number in range(len(lengths))],
-    )
+    return raw["__key__"], lengths, [images[number] for number in range(len(lengths))]
 
 
-def _counted(reader: ShardReader, pack: int, codec: Codec, encoder: ChatEncoder | None) -> PackSize:
-    """What a pack of another packer holds: recorded lengths, else measured ones, else 0."""
+def _counted(
+    reader: ShardReader, pack: int, codec: Codec, encoder: ChatEncoder | None
+) -> tuple[str, list[int], list[int]]:
+    """As `_recorded` for a pack of another packer: recorded tokens, else measured ones, else 0."""
     raw = reader[pack]
     samples = codec.read(raw)
     lengths = [sample.length for sample in samples]
     if None in lengths and encoder is not None:
         lengths = [one.length for one in encoder.measure([sample.conversation for sample in samples])]
-    return PackSize(
-        number=pack,
-        key=str(raw["__key__"]),
-        shard=reader.tars[reader.locate(pack)[0]].name,
-        lengths=[max(0, length or 0) for length in lengths],
-        images=[len(sample.images) for sample in samples],
-    )
+    return raw["__key__"], [max(0, length or 0) for length in lengths], [len(sample.images) for sample in samples]
 
 
 def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[int, int]], int]:

@@ -12,7 +12,7 @@ import orjson
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Processor
 from energon_packed.encoding.images import read_header
 from energon_packed.encoding.supervision import supervised_turns
-from energon_packed.errors import FormatError, RecordError
+from energon_packed.errors import RecordError
 from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.records import Conversation, MediaReference
 
@@ -74,11 +74,6 @@ class SampleView:
     video: bool = False
     truncated_to: int | None = None
 
-    @property
-    def kind(self) -> str:
-        """`text`, `image` or `video`."""
-        return "video" if self.video else "image" if self.images else "text"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackView:
@@ -89,7 +84,6 @@ class PackView:
         sample_class: flavor.
         parts: bytes of each member, by part name.
         shapes: shape and dtype of each .npy member.
-        schema: notes on what the pack does not record.
         samples: in order.
     """
 
@@ -97,7 +91,6 @@ class PackView:
     sample_class: str
     parts: Mapping[str, int]
     shapes: Mapping[str, str]
-    schema: Sequence[str]
     samples: Sequence[SampleView]
 
     @property
@@ -123,12 +116,7 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
         FormatError: the parts match no flavor, or are damaged.
     """
     codec = codec or codec_of(raw)
-    try:
-        samples = codec.read(raw)
-    except FormatError:
-        raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise FormatError(f"{raw['__key__']} is not a {codec.sample_class}: {type(error).__name__} {error}") from error
+    samples = codec.read(raw)
     lengths = [sample.length for sample in samples]
     starts = [0, *accumulate(length or 0 for length in lengths)]
     return PackView(
@@ -136,7 +124,6 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
         sample_class=codec.sample_class,
         parts={part: len(content) for part, content in raw.items() if not part.startswith("__")},
         shapes={part: _shape(content) for part, content in raw.items() if part.endswith(".npy")},
-        schema=["lengths are not recorded"] if None in lengths else [],
         samples=[
             _view(sample, None if None in lengths else start, encoder)
             for sample, start in zip(samples, starts, strict=False)

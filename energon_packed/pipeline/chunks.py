@@ -15,9 +15,9 @@ import orjson
 import pyarrow as pa
 
 from energon_packed.errors import Reason
+from energon_packed.files import aside
 from energon_packed.pipeline.columns import as_numpy, numbers, texts
 from energon_packed.pipeline.kept_tokens import tokens_file, tokens_size
-from energon_packed.shards.files import aside
 
 KINDS = ("text", "image", "video")
 PACKED = "packed"

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding import EncodedSample
-from energon_packed.shards.files import aside
+from energon_packed.files import aside
 from energon_packed.system import most_open
 
 Int64 = npt.NDArray[np.int64]

@@ -5,12 +5,12 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from energon_packed.files import aside
 from energon_packed.pipeline.chunks import STATUSES, TRUNCATED
 from energon_packed.pipeline.columns import named, numbers, texts
 from energon_packed.pipeline.rejects import TableRejects
 from energon_packed.pipeline.table import record_ids
 from energon_packed.pipeline.workspace import Workspace
-from energon_packed.shards.files import aside
 
 _SCHEMA = pa.schema(
     {

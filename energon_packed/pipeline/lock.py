@@ -10,8 +10,8 @@ import orjson
 from filelock import BaseFileLock, FileLock, Timeout
 
 from energon_packed.errors import ConfigError
+from energon_packed.files import named
 from energon_packed.foreign import open_regular
-from energon_packed.shards.files import named
 
 _LOCK = "lock"
 _OWNER = "owner.json"

@@ -15,12 +15,12 @@ import orjson
 from energon_packed.encoding.images import sniff_extension
 from energon_packed.encoding.jpeg import as_jpeg
 from energon_packed.errors import EnergonPackedError, RecordError, SourceError
+from energon_packed.files import write_whole
 from energon_packed.formats import StoredImage, StoredSample, codec_for
 from energon_packed.pipeline.kept_tokens import TokenReader, TokenRefs
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import Conversation, MediaReference
-from energon_packed.shards.files import write_whole
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at

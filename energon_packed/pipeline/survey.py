@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
+from energon_packed.files import aside
 from energon_packed.options import option, short
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine
@@ -25,7 +26,6 @@ from energon_packed.pipeline.rejects import TableRejects, advice, none_packed
 from energon_packed.pipeline.sampling import sampled_chunks
 from energon_packed.pipeline.table import RecordTable, most_common, record_ids
 from energon_packed.pipeline.workspace import Workspace
-from energon_packed.shards.files import aside
 
 _MOST = int(np.iinfo(np.int32).max)  # tokens in one row
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import orjson
 
 from energon_packed.errors import ConfigError
+from energon_packed.files import remove, write_whole
 from energon_packed.foreign import open_regular
-from energon_packed.shards.files import remove, write_whole
 
 
 class Workspace:

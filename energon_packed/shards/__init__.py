@@ -13,6 +13,5 @@ steps.py      steps per epoch on each rank
 """
 
 from energon_packed.shards.manifest import PackingManifest, ShardEntry
-from energon_packed.shards.steps import steps_per_epoch
 
-__all__ = ["PackingManifest", "ShardEntry", "steps_per_epoch"]
+__all__ = ["PackingManifest", "ShardEntry"]

@@ -34,7 +34,7 @@ def check_complete(folder: Path, split: str, manifest: PackingManifest | None) -
     """
     splits = read_split(folder)
     names = splits.shards(split)
-    counts = _shard_counts(folder)
+    counts = shard_counts(folder)
     if manifest is not None:
         listed = {shard.name: shard for shard in manifest.shards if shard.split == split}
         if missing := sorted(listed.keys() - set(names) - splits.excluded):
@@ -51,8 +51,12 @@ def check_complete(folder: Path, split: str, manifest: PackingManifest | None) -
             _expect_index(folder / name, counts[name])
 
 
-def _shard_counts(folder: Path) -> Mapping[str, int]:
-    """Packs of each shard, as Energon reads them; empty where there is none of its files, which it reports itself."""
+def shard_counts(folder: Path) -> Mapping[str, int]:
+    """Packs of each shard, as Energon reads them; empty where there is none of its files, which it reports itself.
+
+    Raises:
+        FormatError: the file is damaged.
+    """
     for name in (".info.json", OLD_INFO):
         file = folder / NV_META / name
         if not file.is_file():

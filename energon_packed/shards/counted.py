@@ -8,23 +8,6 @@ from energon_packed.formats.parts import image_count
 from energon_packed.metadatasets import read_split
 from energon_packed.shards.manifest import PackingManifest, ShardEntry
 from energon_packed.shards.reader import ShardReader
-from energon_packed.shards.split import shards_in_split
-
-
-def count_packs(folder: Path, split: str) -> int:
-    """Packs in one split, from the `.tar.idx` of its shards; 0 for a split without shards.
-
-    Args:
-        folder: with `.nv-meta`.
-        split: `train`, `val` or `test`.
-
-    Raises:
-        FormatError: split.yaml or an index is missing or invalid.
-        ConfigError: split.yaml excludes single packs.
-    """
-    if not read_split(folder).shards(split):
-        return 0
-    return len(ShardReader(shards_in_split(folder, split)))
 
 
 def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from energon_packed.shards.files import aside, write_whole
+from energon_packed.files import aside, write_whole
 from energon_packed.shards.tar import ShardRows
 
 _TABLES = """

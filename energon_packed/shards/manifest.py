@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import FormatError
+from energon_packed.files import write_whole
 from energon_packed.foreign import check_inner, visible
 from energon_packed.formats import CODECS
-from energon_packed.shards.files import write_whole
-from energon_packed.shards.nv_meta import NV_META
+from energon_packed.metadatasets import NV_META, prepared_folder
 from energon_packed.shards.typed import typed
 from energon_packed.version import FORMAT_VERSION, __version__
 
@@ -167,22 +167,19 @@ class PackingManifest:
         root = Path(path)
         if root.is_file():
             raise FormatError(f"{root} is a file; pass a single dataset folder")
-        for folder in (root, root / "webdataset"):
-            file = folder / NV_META / FILE_NAME
-            if file.is_file():
-                return cls._parse(file)
-        raise FormatError(f"{root} has no {NV_META}/{FILE_NAME}; pass a folder written by energon-packed")
+        if (found := cls.load_if_there(prepared_folder(root) or root)) is None:
+            raise FormatError(f"{root} has no {NV_META}/{FILE_NAME}; pass a folder written by energon-packed")
+        return found
 
     @classmethod
-    def load_if_there(cls, path: str | Path) -> "PackingManifest | None":
-        """As `load`, but None if there is no packing.json, as in data packed by other tools.
+    def load_if_there(cls, folder: Path) -> "PackingManifest | None":
+        """The manifest of a shard folder; None if there is no packing.json, as in data packed by other tools.
 
         Raises:
             FormatError: the manifest is invalid or from a newer version.
         """
-        root = Path(path)
-        files = [folder / NV_META / FILE_NAME for folder in (root, root / "webdataset")]
-        return cls.load(root) if any(file.is_file() for file in files) else None
+        file = folder / NV_META / FILE_NAME
+        return cls._parse(file) if file.is_file() else None
 
     @classmethod
     def _parse(cls, file: Path) -> "PackingManifest":

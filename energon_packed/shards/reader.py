@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import DataChangedError, FormatError
+from energon_packed.files import Streams
 from energon_packed.foreign import IrregularFile, open_regular
 from energon_packed.shards.opened import OpenedFiles
-from energon_packed.shards.streams import Streams
 from energon_packed.tarfiles import Member, TarReader, key_faults, read_range
 
 
@@ -36,19 +36,8 @@ class ShardReader:
         Raises:
             FormatError: a shard or its index is missing, or the two do not match.
         """
-        self._open(list(tars), [_read_offsets(tar) for tar in tars], digests)
-
-    @classmethod
-    def from_offsets(cls, offsets: Mapping[Path, Sequence[int]]) -> "ShardReader":
-        """Create a reader for tars without `.tar.idx` from the offsets that those files would hold."""
-        reader = cls.__new__(cls)
-        reader._open(list(offsets), [np.asarray(index, dtype=np.int64) for index in offsets.values()], None)
-        return reader
-
-    def _open(
-        self, tars: list[Path], offsets: list[npt.NDArray[np.int64]], digests: Mapping[Path, str] | None
-    ) -> None:
-        self.tars = tars
+        offsets = [_read_offsets(tar) for tar in tars]
+        self.tars = list(tars)
         self._opened = OpenedFiles(tars, digests)
         self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]
         self._ends = np.concatenate([[0], *(index[1:] for index in offsets)])[1:]

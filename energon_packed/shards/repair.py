@@ -1,6 +1,7 @@
 """`make_nv_meta`: indexes and `.nv-meta` for a folder of tars that are there already, without rewriting them."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from energon_packed.metadatasets import SPLIT_FILE, read_split
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.manifest import FILE_NAME, NewerFormatError, PackingManifest
 from energon_packed.shards.nv_meta import NV_META, SPLITS, write_nv_meta
-from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import scan_tar
 from energon_packed.shards.tar import ShardRows, ShardSummary
 
@@ -64,14 +64,12 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
     for tar, pack in zip(tars, first_packs, strict=True):
         try:
             codec.read(pack)
-        except (FormatError, KeyError, TypeError, ValueError) as error:
-            detail = str(error) if isinstance(error, FormatError) else f"{type(error).__name__} {error}"
-            raise FormatError(f"{tar}: {pack['__key__']} is not a {codec.sample_class}: {detail}") from error
-    splits, kept = _splits(folder, [tar.name for tar in tars])
-    is_split = (folder / NV_META / SPLIT_FILE).is_file()
-    excluded = read_split(folder).exclude_patterns if is_split else []
-    stale = _stale_manifest(folder, summaries, splits)
-    manifest = None if stale else PackingManifest.load_if_there(folder)
+        except FormatError as error:
+            raise FormatError(f"{tar}: {pack['__key__']} is not a {codec.sample_class}: {error}") from error
+    found = read_split(folder) if (folder / NV_META / SPLIT_FILE).is_file() else None
+    splits, kept = _splits(folder, [tar.name for tar in tars], found.parts if found else {})
+    manifest = _manifest_of(folder, summaries, splits)
+    stale = manifest is None and (folder / NV_META / FILE_NAME).is_file()
     for index in folder.glob("*.tar.idx"):
         if not index.with_suffix("").is_file():
             index.unlink()
@@ -85,7 +83,7 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
         shards=summaries,
         rows=(scan_tar(tar).rows() for tar in tars),
         splits=splits,
-        exclude=excluded,
+        exclude=found.exclude_patterns if found else [],
         dataset_module=manifest.dataset_module if manifest is not None else None,
     )
     return RepairedFolder(
@@ -103,13 +101,14 @@ def _checked(tars: list[Path]) -> tuple[list[ShardSummary], list[dict[str, Any]]
     summaries, first_packs = [], []
     owner: dict[str, str] = {}
     for tar in tars:
-        rows = scan_tar(tar).rows()
+        scan = scan_tar(tar)
+        rows = scan.rows()
         for key in rows.keys:
             if key in owner:
                 raise FormatError(f"key {key} is in {owner[key]} and in {tar.name}; keys must be unique in a dataset")
             owner[key] = tar.name
         summaries.append(ShardSummary(rows.name, rows.size, _digest(rows), len(rows.keys)))
-        first_packs.append(ShardReader.from_offsets({tar: rows.offsets})[0])
+        first_packs.append(next(scan.packs()))
     return summaries, first_packs
 
 
@@ -118,15 +117,12 @@ def _digest(rows: ShardRows) -> str:
     return hashlib.sha256(repr((rows.name, rows.size, rows.keys, rows.parts)).encode()).hexdigest()
 
 
-def _splits(folder: Path, names: list[str]) -> tuple[dict[str, list[str]], bool]:
+def _splits(folder: Path, names: list[str], found: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], bool]:
     """Shards by split: where an existing split.yaml puts them, new ones for training; whether it knew them all.
 
     Raises:
         FormatError: split.yaml has other splits, which would be lost.
     """
-    if not (folder / NV_META / SPLIT_FILE).is_file():
-        return {"train": names}, False
-    found = read_split(folder).parts
     if unknown := set(found) - set(SPLITS):
         raise FormatError(
             f"split.yaml of {folder} has the split {sorted(unknown)[0]}, which is not one of {', '.join(SPLITS)}; "
@@ -144,16 +140,14 @@ def _splits(folder: Path, names: list[str]) -> tuple[dict[str, list[str]], bool]
     return splits, not new
 
 
-def _stale_manifest(folder: Path, summaries: list[ShardSummary], splits: dict[str, list[str]]) -> bool:
-    """Whether there is a packing.json that describes other shards than these."""
-    if not (folder / NV_META / FILE_NAME).is_file():
-        return False
+def _manifest_of(folder: Path, summaries: list[ShardSummary], splits: dict[str, list[str]]) -> PackingManifest | None:
+    """The packing.json, if it describes these shards."""
     try:
-        entries = PackingManifest.load(folder).shards
+        manifest = PackingManifest.load_if_there(folder)
     except NewerFormatError:
         raise
     except FormatError:
-        return True
+        return None
     split_of = {name: split for split, names in splits.items() for name in names}
-    recorded = {(entry.name, entry.bytes, entry.packs, entry.split) for entry in entries}
-    return recorded != {(s.name, s.size, s.packs, split_of[s.name]) for s in summaries}
+    recorded = {(entry.name, entry.bytes, entry.packs, entry.split) for entry in manifest.shards} if manifest else {}
+    return manifest if recorded == {(s.name, s.size, s.packs, split_of[s.name]) for s in summaries} else None

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 from energon_packed.errors import FormatError
 from energon_packed.formats import CODECS, READ_ONLY
 from energon_packed.shards.tar import ShardRows
-from energon_packed.tarfiles import Member, NotATarError, TarError, key_faults, open_tar
+from energon_packed.tarfiles import Member, NotATarError, TarError, key_faults, open_tar, read_range
 
 _MOST_PROBLEMS = 20
 
@@ -35,6 +36,22 @@ class TarScan:
     problems: list[str]
     is_cut: bool = False
 
+    def keys(self) -> list[str]:
+        """Key of each pack, in order."""
+        return [key for key, _ in groupby(self.members, key=_key)]
+
+    def packs(self, first: int = 0, limit: int | None = None) -> Iterator[dict[str, Any]]:
+        """`__key__` and bytes by part name of `limit` packs from `first` on.
+
+        Members that are not files are left out, and the pack that is cut off at the end of the tar.
+        """
+        count = len(self.keys()) - self.is_cut
+        last = count if limit is None else min(count, first + limit)
+        with self.path.open("rb") as stream:
+            for key, members in islice(groupby(self.members, key=_key), first, max(first, last)):
+                parts = {m.part: read_range(stream.fileno(), m.offset, m.size) for m in members if m.fault is None}
+                yield {"__key__": key, **parts}
+
     def rows(self) -> ShardRows:
         """Index rows, without a content hash.
 
@@ -55,6 +72,10 @@ class TarScan:
         return ShardRows(
             name=self.path.name, size=size, sha256="", keys=keys, offsets=[*offsets, self.end], parts=parts
         )
+
+
+def _key(member: Member) -> str:
+    return member.key
 
 
 def scan_tar(path: Path) -> TarScan:
@@ -84,7 +105,7 @@ def _faults(members: list[Member]) -> Iterator[str]:
     if not members:
         yield "no members"
     finished: set[str] = set()
-    for key, group in groupby(members, key=lambda member: member.key):
+    for key, group in groupby(members, key=_key):
         parts = list(group)
         for member in parts:
             if member.name == key:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.foreign import check_regular_files
-from energon_packed.metadatasets import NV_META, read_split
+from energon_packed.metadatasets import NV_META, prepared_folder, read_split
 
 
 def dataset_folder(path: str | Path) -> Path:
@@ -19,11 +19,10 @@ def dataset_folder(path: str | Path) -> Path:
             f"{root} is a file; pass a single dataset folder (get_packed_loader, PackedDataset, inspect, "
             "verify and report accept a Metadataset)"
         )
-    for folder in (root, root / "webdataset"):
-        if (folder / NV_META).is_dir():
-            check_regular_files(folder)
-            check_regular_files(folder / NV_META)
-            return folder
+    if folder := prepared_folder(root):
+        check_regular_files(folder)
+        check_regular_files(folder / NV_META)
+        return folder
     if not root.exists():
         raise FormatError(f"{root} does not exist; pass a folder written by energon-packed")
     raise FormatError(f"{root} has no {NV_META} folder; check that the build completed")

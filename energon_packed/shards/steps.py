@@ -7,39 +7,29 @@ Source: `Sharder.split_samples_to_workers` of megatron-energon 7; tests compare 
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
 
 from energon_packed.errors import ConfigError
-from energon_packed.shards.counted import count_packs
-from energon_packed.shards.manifest import PackingManifest
-from energon_packed.shards.split import dataset_folder
 
 
-def steps_per_epoch(
-    path: str | Path | PackingManifest,
+def steps_of_ranks(
+    packs: Sequence[tuple[int, float]],
     *,
     world_size: int = 1,
     micro_batch_size: int = 1,
     num_workers: int = 0,
-    split: str = "train",
     drop_last: bool = False,
 ) -> list[int]:
-    """Micro batches per rank in one epoch.
+    """Micro batches of each rank in one epoch; the workers of a rank batch their own packs.
 
     Args:
-        path: packed dataset, or its manifest. Without packing.json, packs are counted in the indexes.
+        packs: of each dataset, and how often an epoch has each of them.
         world_size: data-parallel ranks.
         micro_batch_size: packs per micro batch.
         num_workers: loader workers per rank.
-        split: split to read.
         drop_last: drop the short batch at the end of each worker's slice.
-
-    Returns:
-        One number per rank. If they differ, train for the minimum or repeat the data.
 
     Raises:
         ConfigError: an argument is below its minimum.
-        FormatError: there is no dataset.
     """
     for name, value, least in (
         ("world_size", world_size, 1),
@@ -48,28 +38,18 @@ def steps_per_epoch(
     ):
         if value < least:
             raise ConfigError(f"`{name}` is {value}; it must be at least {least}")
-    packs = packs_per_worker(_packs_in(path, split), world_size * max(1, num_workers))
-    return steps_per_rank(packs, world_size, micro_batch_size, drop_last=drop_last)
-
-
-def steps_per_rank(packs: Sequence[int], world_size: int, micro_batch_size: int, *, drop_last: bool) -> list[int]:
-    """Micro batches of each rank, whose workers batch their own packs.
-
-    Args:
-        packs: packs of each worker, those of rank 0 first; as many for each rank.
-        world_size, micro_batch_size, drop_last: as `steps_per_epoch`.
-    """
-    workers = len(packs) // world_size
+    workers = max(1, num_workers)
+    totals = [0] * (world_size * workers)
+    before = 0
+    for count, times in packs:
+        for worker, share in enumerate(packs_per_worker(count, len(totals), before)):
+            totals[worker] += int(share * times)
+        before += count
     round_up = 0 if drop_last else micro_batch_size - 1
     return [
-        sum((count + round_up) // micro_batch_size for count in packs[rank * workers : (rank + 1) * workers])
+        sum((count + round_up) // micro_batch_size for count in totals[rank * workers : (rank + 1) * workers])
         for rank in range(world_size)
     ]
-
-
-def _packs_in(path: str | Path | PackingManifest, split: str) -> int:
-    manifest = path if isinstance(path, PackingManifest) else PackingManifest.load_if_there(path)
-    return count_packs(dataset_folder(str(path)), split) if manifest is None else manifest.packs_in(split)
 
 
 def packs_per_worker(packs: int, workers: int, before: int = 0) -> list[int]:

@@ -3,19 +3,17 @@
 Members are POSIX ustar without timestamps, users or hosts. A shard appears under its final name only when complete.
 """
 
-import contextlib
 import hashlib
-import os
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from energon_packed.errors import FormatError
+from energon_packed.files import aside
 from energon_packed.formats import Part
-from energon_packed.shards.files import aside_name, named, remove, rename_whole
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)  # POSIX.1-1988: an archive ends with two zero blocks
@@ -85,11 +83,6 @@ class TarShardWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._aside = aside_name(path)
-        try:
-            self._stream = self._aside.open("wb", buffering=1 << 20)
-        except OSError as error:
-            raise named(error, path) from error
         self._digest = hashlib.sha256()
         self._offset = 0
         self._keys: list[str] = []
@@ -97,22 +90,18 @@ class TarShardWriter:
         self._parts: list[tuple[int, str, int, int]] = []
 
     def __enter__(self) -> "TarShardWriter":
+        self._file = self._opened()
+        self._file.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-                return
-        except OSError as failed:
-            error = failed
-        with contextlib.suppress(OSError):  # flushing the buffer may fail too
-            self._stream.close()
-        remove(self._aside)
-        if isinstance(error, OSError):
-            raise named(error, self.path) from error
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        with aside(self.path) as temporary, temporary.open("wb", buffering=1 << 20) as self._stream:
+            yield
+            self._finish()
 
     def add(self, key: str, parts: Iterable[Part]) -> None:
         """Append one sample; its parts are stored adjacent, as WebDataset readers require.
@@ -145,10 +134,6 @@ class TarShardWriter:
         end = self._offset
         self._write(_END)
         self._write(bytes(-self._offset % tarfile.RECORDSIZE))
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        rename_whole(self._aside, self.path)
         self.rows = ShardRows(
             name=self.path.name,
             size=self._offset,

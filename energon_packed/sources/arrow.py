@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.sources.base import Row, Source, changed_at
-from energon_packed.sources.convert import ARROW_ERRORS, one_line
+from energon_packed.sources.convert import ARROW_ERRORS, nested_type, one_line
 from energon_packed.system import most_open
 
 _MAGIC = b"ARROW1"  # of a file; a stream has none
@@ -84,18 +84,9 @@ def _is_read(column: Any) -> bool:
 
 
 def _as_bytes(kind: Any) -> Any:
-    """A type with bytes in place of texts, also inside lists and structs."""
-    if pa.types.is_string(kind):
-        return pa.binary()
-    if pa.types.is_large_string(kind):
-        return pa.large_binary()
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_as_bytes(field.type)) for field in map(kind.field, range(kind.num_fields))])
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_as_bytes(kind.value_type)))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_as_bytes(kind.value_type)))
-    return kind
+    """A type of texts as one of bytes."""
+    texts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+    return texts.get(kind, kind)
 
 
 def _check_footer(source: Any, batches: int) -> None:
@@ -169,7 +160,7 @@ class _Batches:
                 batch.validate(full=True)
             except pa.ArrowInvalid:  # texts that are not UTF-8 cost their rows, all else the file
                 for column in batch.columns:
-                    column.view(_as_bytes(column.type)).validate(full=True)
+                    column.view(nested_type(column.type, _as_bytes)).validate(full=True)
         except ARROW_ERRORS as error:
             raise SourceError(
                 f"{self._path} is damaged in record batch {number}: {one_line(error)}; copy or write it again"

@@ -84,6 +84,8 @@ class SourceConfig:
         paths = [self.path] if isinstance(self.path, str | Path) else self.path
         if not isinstance(paths, list | tuple) or not paths or not all(isinstance(one, str | Path) for one in paths):
             raise ConfigError(f"path is {short(self.path)}; it must be a path or a list of paths")
+        for one in paths:
+            refuse_remote(one)
         object.__setattr__(self, "path", tuple(map(str, paths)))
         if self.map is not None:
             object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
@@ -124,10 +126,7 @@ class SourceConfig:
         try:
             if "label" in given:
                 raise ConfigError(f"unknown setting 'label'; valid settings: {', '.join(names)}")
-            made = make(cls, {**given, "label": label}, what="setting")
-            for one in made.path:
-                refuse_remote(one)
-            return made
+            return make(cls, {**given, "label": label}, what="setting")
         except ConfigError as error:
             raise ConfigError(f"{label}: {plain(str(error))}") from error
 

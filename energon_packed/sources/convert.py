@@ -3,9 +3,7 @@
 The copy is named after the content of the input, so an unchanged input is not converted again.
 """
 
-import contextlib
 import io
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,6 +11,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from energon_packed.errors import SourceError
+from energon_packed.files import aside
 from energon_packed.sources.base import changed_at, file_fingerprint
 
 BATCH_ROWS = 256
@@ -38,24 +37,15 @@ def converted(
     target = folder / f"{name or f'{file_fingerprint(path)[:16]}-{changed_at(path)}'}{suffix}"
     if target.exists():
         return target
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{target.name}.{os.getpid()}.tmp"
-    copy = _Copy(temporary)
-    try:
-        with copy:
-            convert(path, copy)
-            copy.flush()
-            os.fsync(copy.fileno())
-        temporary.rename(target)
-    except (SourceError, OSError) as error:
-        if copy.failed is None and isinstance(error, SourceError):
-            raise
-        failed = copy.failed or error
-        assert isinstance(failed, OSError)
-        raise OSError(failed.errno, failed.strerror, str(target)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    with aside(target) as temporary:
+        copy = _Copy(temporary)
+        try:
+            with copy:
+                convert(path, copy)
+        except SourceError as error:
+            if copy.failed is None:
+                raise
+            raise copy.failed from error
     return target
 
 
@@ -85,3 +75,15 @@ def write_batches(schema: Any, batches: Iterator[Any], out: BinaryIO) -> None:
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 writer.write_batch(batch.slice(start, BATCH_ROWS))
+
+
+def nested_type(kind: Any, replaced: Callable[[Any], Any]) -> Any:
+    """An Arrow type with `replaced(t)` in place of each type t, also inside lists and structs."""
+    if pa.types.is_struct(kind):
+        inner = map(kind.field, range(kind.num_fields))
+        return pa.struct([field.with_type(nested_type(field.type, replaced)) for field in inner])
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(nested_type(kind.value_type, replaced)))
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(nested_type(kind.value_type, replaced)))
+    return replaced(kind)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from energon_packed.errors import ConfigError, EnergonPackedError, SourceError
-from energon_packed.metadatasets import NV_META, SPLIT_FILE, read_metadataset
+from energon_packed.metadatasets import NV_META, SPLIT_FILE, prepared_folder, read_metadataset
 from energon_packed.sources.energon_layout import DATASET_FILE, split_of
 from energon_packed.sources.webdataset import WebDatasetSource
 
@@ -22,12 +22,12 @@ class EnergonSource(WebDatasetSource):
     @classmethod
     def matches(cls, path: Path) -> bool:
         """Folders with `.nv-meta`, in them or in their `webdataset` folder."""
-        return _dataset(path) is not None
+        return prepared_folder(path) is not None
 
     @classmethod
     def files(cls, path: Path, split: str | None = None) -> list[Path]:
         """The tars of the split, in order, without those that split.yaml excludes."""
-        folder = _dataset(path)
+        folder = prepared_folder(path)
         assert folder is not None
         if not (folder / NV_META / SPLIT_FILE).is_file():
             if split is not None:
@@ -64,17 +64,11 @@ def metadataset_members(path: Path, split: str | None) -> list[tuple[Path, str]]
     return [(leaf.path, leaf.split_part) for leaf in leaves]
 
 
-def _dataset(path: Path) -> Path | None:
-    return next((folder for folder in (path, path / "webdataset") if (folder / NV_META).is_dir()), None)
-
-
 def _present(tars: list[Path], folder: Path) -> list[Path]:
     if missing := [tar for tar in tars if not tar.is_file()]:
         raise SourceError(
-            f"{missing[0]} is missing, and {len(missing) - 1} other shards of {folder / NV_META / 'split.yaml'}; copy "
-            "the complete folder, or exclude them there"
-            if len(missing) > 1
-            else f"{missing[0]} of {folder / NV_META / 'split.yaml'} is missing; copy it, or exclude it there"
+            f"{missing[0]}, one of {len(missing)} missing shards of {folder / NV_META / SPLIT_FILE}, does not exist; "
+            "copy the complete folder, or exclude them there"
         )
     if not tars:
         raise SourceError(f"{folder} has no .tar file")

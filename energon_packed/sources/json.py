@@ -1,18 +1,15 @@
 """JSON: an array of records, rewritten once as JSONL; a .json file of JSON lines is read in place.
 
-Where the fast parser would stop or change something (`NaN`, a lone surrogate, a number over 64 bits), the elements are
-cut out of the array as they are written, and each is parsed like a line: what is no JSON costs itself.
+The elements are cut out of the array as they are written, and each is parsed like a line, so that one that is no JSON
+costs itself alone.
 """
 
 import codecs
 import mmap
 import re
 from collections.abc import Iterator
-from decimal import Decimal
 from pathlib import Path
 from typing import BinaryIO, ClassVar
-
-import orjson
 
 from energon_packed.errors import SourceError
 from energon_packed.sources.base import Source
@@ -20,8 +17,8 @@ from energon_packed.sources.convert import converted
 from energon_packed.sources.jsonl import JsonlSource, check_line_ends, decompressed
 
 _BLOCK = 1 << 20
-_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["\[\]{},]', re.DOTALL)  # a text, the start of one, or structure
-_LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL)
+# Texts with their colons, the start of a text, or structure.
+_TOKEN = re.compile(rb'(?:"[^"\\]*(?:\\.[^"\\]*)*"(?:\s*:\s*)?)+|["\[\]{},]', re.DOTALL)
 _SPACE = b" \t\r\n"
 _OBJECT_OF_RECORDS = re.compile(
     rb'\{\s*"(data|annotations|samples|records|rows|items|examples|instances)"\s*:\s*\[\s*\{'
@@ -87,45 +84,13 @@ def _is_one_line(file: Path) -> bool:
 def _to_jsonl(data: Path, out: BinaryIO, path: Path) -> None:
     """One line per element of the JSON array in `data`, which is the content of `path`."""
     with data.open("rb") as stream:
-        if not _has_lone_surrogate(stream) and _parsed(_after_mark(stream), out):
-            return
-        out.seek(0)
-        out.truncate()
+        stream.seek(len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
         try:
-            for element in _elements(_after_mark(stream)):
+            for element in _elements(stream):
                 # Between texts a line end is a space to JSON; inside a text neither byte is allowed.
                 out.write(element.replace(b"\n", b"\r") + b"\n")
         except ValueError as error:
             raise SourceError(f"{path} is not a complete JSON array: {error}") from error
-
-
-def _after_mark(stream: BinaryIO) -> BinaryIO:
-    """The stream after its byte order mark."""
-    stream.seek(0)
-    stream.seek(len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
-    return stream
-
-
-def _has_lone_surrogate(stream: BinaryIO) -> bool:
-    """Whether an escape may be half a character; the parser would make a question mark of it."""
-    with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _LONE_SURROGATE.search(data) is not None
-
-
-def _parsed(stream: BinaryIO, out: BinaryIO) -> bool:
-    """Write the elements that a streaming parser finds; False where it stops, or one has no exact form."""
-    import ijson
-
-    try:
-        for element in ijson.items(stream, "item"):  # numbers with all their digits
-            out.write(orjson.dumps(element, default=_digits, option=orjson.OPT_APPEND_NEWLINE))
-    except (ijson.JSONError, UnicodeDecodeError, TypeError, RecursionError):
-        return False
-    return True
-
-
-def _digits(number: Decimal) -> orjson.Fragment:
-    return orjson.Fragment(str(number))
 
 
 def _elements(stream: BinaryIO) -> Iterator[bytes]:

@@ -8,22 +8,18 @@ import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
-from weakref import WeakKeyDictionary
+from typing import BinaryIO, ClassVar
 
 import orjson
 
 from energon_packed.errors import Reason, Reject, SourceError
+from energon_packed.files import Streams
 from energon_packed.records.json_text import parse_json
 from energon_packed.sources.base import Row, Source, numbers_of
 from energon_packed.sources.convert import converted
-from energon_packed.system import most_open
 
-_MOST_OPEN = 128
 _HEAD = 1 << 20  # bytes in which lines should end
 _CR_ENDS = re.compile(rb"[}\]]\s*\r\s*[{\[]")
-_in_use: "WeakKeyDictionary[JsonlSource, None]" = WeakKeyDictionary()
-"""Sources with an open file, the one that was opened last at the end."""
 
 
 class JsonlSource(Source):
@@ -37,16 +33,13 @@ class JsonlSource(Source):
 
     def __init__(self, path: Path, *, data: Path | None = None, image_root: Path | None = None) -> None:
         super().__init__(path, data=data, image_root=image_root)
-        self._stream: BinaryIO | None = None
+        self._streams = Streams()
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
         """Nothing is converted."""
         check_line_ends(path, path)
         return cls(path, image_root=image_root)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stream": None}
 
     def extent(self) -> int:
         """Size of the file in bytes."""
@@ -84,17 +77,7 @@ class JsonlSource(Source):
 
     def read(self, address: int, size: int) -> Row:
         """The record in bytes [address, address + size)."""
-        stream = self._stream or self._opened()  # another thread may take it out of use; this name keeps it open
-        return self.row((address, os.pread(stream.fileno(), size, address)))
-
-    def _opened(self) -> BinaryIO:
-        """The file, now opened; it stays open while few others are read."""
-        stream = self._stream = self.data.open("rb", buffering=0)
-        if len(_in_use) >= most_open(_MOST_OPEN) and (oldest := next(iter(_in_use), None)) is not None:
-            oldest._stream = None
-            _in_use.pop(oldest, None)
-        _in_use[self] = None
-        return stream
+        return self.row((address, os.pread(self._streams.get(self.data).fileno(), size, address)))
 
 
 class CompressedJsonlSource(JsonlSource):

@@ -9,7 +9,7 @@ import pyarrow as pa
 from energon_packed.errors import SourceError
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source
-from energon_packed.sources.convert import ARROW_ERRORS, BATCH_ROWS, converted, one_line, write_batches
+from energon_packed.sources.convert import ARROW_ERRORS, BATCH_ROWS, converted, nested_type, one_line, write_batches
 
 _BATCH_BYTES = 64 << 20
 
@@ -30,7 +30,7 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
 
     try:
         with pq.ParquetFile(path) as table:
-            schema = pa.schema([field.with_type(_plain(field.type)) for field in table.schema_arrow])
+            schema = pa.schema([field.with_type(nested_type(field.type, _plain)) for field in table.schema_arrow])
             write_batches(schema, (_without_dictionaries(batch, schema) for batch in parquet_batches(table)), out)
     except ARROW_ERRORS as error:
         raise SourceError(f"{path} is not a readable Parquet file: {one_line(error)}") from error
@@ -66,16 +66,8 @@ def parquet_batches(table: Any) -> Iterator[Any]:
 
 
 def _plain(kind: Any) -> Any:
-    """A type without dictionaries, also inside lists and structs."""
-    if pa.types.is_dictionary(kind):
-        return kind.value_type
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_plain(field.type)) for field in map(kind.field, range(kind.num_fields))])
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
-    return kind
+    """A type of a dictionary as that of its values."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _without_dictionaries(batch: Any, schema: Any) -> Any:

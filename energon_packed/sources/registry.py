@@ -2,7 +2,6 @@
 
 import glob
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ SOURCES: list[type[Source]] = [
     WebDatasetSource,
 ]
 _IMAGE_FOLDERS = (ImageFolderSource, ImageFolderCsvSource)  # their paths start from the folder of the metadata
-_REMOTE = re.compile(r"(s3|gs|gcs|hf|https?|msc|az|abfss?):/", re.IGNORECASE)
 _COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 Found = tuple[type[Source], Path, Path | None]
 """The class of a file, the file, and the folder that its relative media paths start from, if not its own."""
@@ -233,8 +231,6 @@ def _shares(paths: list[Path], part: tuple[int, int] | None) -> Iterator[tuple[i
 
 
 def _expand(pattern: str) -> list[Path]:
-    if _REMOTE.match(pattern):
-        raise SourceError(f"{pattern} is remote; only local files are read: download or mount it, and pass its path")
     if pattern.startswith("~/") and not Path(pattern).exists():  # a config file is read by no shell
         pattern = os.path.expanduser(pattern)
     if Path(pattern).exists():

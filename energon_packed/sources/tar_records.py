@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from energon_packed.errors import EnergonPackedError, FormatError, Reason, RecordError
+from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, codec_of
 from energon_packed.records import Conversation, MediaReference
 from energon_packed.records.json_text import parse_json
@@ -181,11 +181,8 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
         raw[member.part] = _STANDS_FOR + str(number).encode() if is_image else group.content(member)
     try:
         samples = codec_of(raw).read(raw)
-    except RecordError:
-        raise
-    except (FormatError, LookupError, TypeError, ValueError, AttributeError) as error:
-        what = str(error) if isinstance(error, EnergonPackedError) else f"{type(error).__name__}: {error}"
-        raise RecordError(Reason.BAD_JSON, f"{group.key} is not a valid pack: {what}") from error
+    except FormatError as error:
+        raise RecordError(Reason.BAD_JSON, f"{group.key} is not a valid pack: {error}") from error
     return [
         replace(
             sample.conversation,
@@ -208,23 +205,15 @@ def caption_record(group: KeyMembers, text: str, images: Sequence[MediaReference
     return {"id": group.key, **more, "images": list(images), "captions": [text]}
 
 
-def place_members(group: KeyMembers, value: Any) -> tuple[Any, int]:
-    """A record in which names of members are references to them, and the number of media that it names.
-
-    Only fields that hold media are changed: a text that equals a member's name stays text.
-    """
-    placer = _Placer(group)
-    return placer.walk(value), placer.named
-
-
 def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
     images = [group.reference(member) for member in group.images()]
     others = {m.part or m.name: m.name for m in group.members if not _is_known(m)}
     if _is_conversation(value):
-        record, named = place_members(group, value)
-        if images and named == 0:
+        placer = _Placer(group)
+        record = placer.walk(value)
+        if images and placer.named == 0:
             record = {**{k: v for k, v in record.items() if k not in _IMAGE_FIELDS or v is True}, "images": images}
-        elif len(images) == 1 and named == 1 and not _names_members(record):
+        elif len(images) == 1 and placer.named == 1 and not _names_members(record):
             record = _Placer(group, only=images[0]).walk(value)  # the path that the image had before it was in the tar
         return {"id": group.key, **others, **record}
     unread = (*_CAPTION_FIELDS, *(_PATH_FIELDS if images else ()))
@@ -282,7 +271,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 class _Placer:
-    """Puts references in the place of names; `only` stands for every medium."""
+    """Puts references in the place of names; `only` stands for every medium.
+
+    Only fields that hold media are changed: a text that equals a member's name stays text. `named` counts the media.
+    """
 
     def __init__(self, group: KeyMembers, only: MediaReference | None = None) -> None:
         self._group = group

@@ -61,3 +61,12 @@ def test_links_and_devices_are_refused(tmp_path: Path, kind: bytes, what: str) -
     assert isinstance(result.exception, EnergonPackedError), result.output
     assert "which is never read" in str(result.exception)
     assert not (tmp_path / "to").exists()
+
+
+def test_a_hard_link_in_the_folder_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "to" / "0").mkdir(parents=True)
+    (tmp_path / "mine").write_bytes(b"mine")
+    (tmp_path / "to" / "0" / "txt").hardlink_to(tmp_path / "mine")
+    extract_pack({"__key__": "0", "txt": b"x"}, tmp_path / "to")
+    assert (tmp_path / "mine").read_bytes() == b"mine"
+    assert (tmp_path / "to" / "0" / "txt").read_bytes() == b"x"

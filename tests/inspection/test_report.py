@@ -231,7 +231,7 @@ def test_warnings_and_settings(
     manifest.write_text(manifest.read_text().replace(str(tokenizer_dir), "/nowhere/tokenizer"))
     moved = _report(out, tmp_path)
     assert f"the size of 1 shard ({shard.name}) is not the one in packing.json" in moved
-    assert "the tokenizer /nowhere/tokenizer of packing.json does not exist here; use --tokenizer" in moved
+    assert "the tokenizer /nowhere/tokenizer of packing.json does not exist here; pass --tokenizer" in moved
     assert "Kinds of tokens need --tokenizer" in moved
     assert f"{result.manifest.supervised_tokens:,} of {result.manifest.tokens:,}" in moved  # of packing.json
     given = _report(out, tmp_path, "--tokenizer", tokenizer_dir)

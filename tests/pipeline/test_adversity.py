@@ -269,10 +269,8 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         with temporary.open("wb") as out:
             out.write(b"x" * 100_000)
     assert caught.value.filename == str(tmp_path / "y.bin")
-    writer = TarShardWriter(tmp_path / "z.tar")
-    writer._stream.close()
-    writer._stream = open("/dev/full", "wb")  # noqa: SIM115
-    with pytest.raises(OSError, match="No space left") as caught, writer:
+    with pytest.raises(OSError, match="No space left") as caught, TarShardWriter(tmp_path / "z.tar") as writer:
+        writer._stream = open("/dev/full", "wb")  # noqa: SIM115
         writer.add("a", [("json", b"x" * 3_000_000)])
     assert caught.value.filename == str(tmp_path / "z.tar")
 

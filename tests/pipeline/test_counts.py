@@ -43,7 +43,7 @@ def names_fields(monkeypatch: pytest.MonkeyPatch) -> None:
 def shown(result: PackResult) -> str:
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(result_table(result, world_size=1, micro_batch_size=1, num_workers=0))
+        console.print(result_table(result, [1], {"world_size": 1, "micro_batch_size": 1, "num_workers": 0}))
     return captured.get()
 
 

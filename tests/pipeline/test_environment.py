@@ -56,13 +56,13 @@ def test_bytes_are_the_same_in_every_environment(tmp_path: Path, text_tokenizer_
 
 
 def test_a_dataset_in_an_odd_folder_loads_and_verifies(tmp_path: Path, text_tokenizer_dir: Path) -> None:
-    from tests.internals import PackedFolder, PackFinder, make_blend, make_nv_meta, verify, write_metadataset
+    from tests.internals import PackedFolder, make_blend, make_nv_meta, verify, write_metadataset
 
     odd = tmp_path / ODD
     dataset = packed_texts(odd, text_tokenizer_dir, shard_prefix=None, max_packs_per_shard=1)
     assert [problem for check in verify(PackedFolder.open(odd / "out"), None) for problem in check.problems] == []
     assert len(make_nv_meta(dataset).shards) == len(PackedDataset(dataset)) > 1
-    finder = PackFinder.open(dataset)
+    finder = PackedFolder.of_tars(dataset)
     keys = [raw["__key__"] for raw in finder.first(9)]
     assert [finder.pack(key)["__key__"] for key in keys] == keys
     write_metadataset(make_blend([(dataset, 1.0)], epochized=True), odd / "blend [1].yaml")

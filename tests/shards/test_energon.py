@@ -12,7 +12,7 @@ import yaml
 from megatron.energon import WorkerConfig
 from megatron.energon.flavors.webdataset.sharder import Sharder
 
-from energon_packed import PackingManifest, steps_per_epoch
+from energon_packed import ChatEncoder, PackingManifest, get_packed_loader, steps_per_epoch
 from tests.conftest import FLAVORS, Packer
 from tests.internals import packs_per_worker
 from tests.processes import energon
@@ -93,6 +93,19 @@ def test_steps_per_epoch_by_hand(pack_demo: Packer) -> None:
     assert dropped == [0]
     with pytest.raises(ValueError, match="`world_size` is 0; it must be at least 1"):
         steps_per_epoch(result.manifest, world_size=0)
+
+
+def test_steps_are_those_of_a_split_without_the_excluded_shards(
+    pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    result = pack_demo(max_packs_per_shard=3)
+    shards = shutil.copytree(result.shards, tmp_path / "shards")
+    split = shards / ".nv-meta" / "split.yaml"
+    first = result.manifest.shards[0]
+    split.write_text(split.read_text().replace("exclude: []", f"exclude: [{first.name}]"))
+    (steps,) = steps_per_epoch(shards)
+    assert steps == result.manifest.packs - first.packs
+    assert steps == len([*get_packed_loader(shards, encoder, epochs=1, num_workers=0)])
 
 
 def test_the_manifest_reads_back(pack_demo: Packer, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_splits_and_exclusions(tmp_path: Path) -> None:
         with pytest.raises(SourceError, match=f"no packs in split '{unknown}'; it has train, val; set `source_split`"):
             read(folder, split=unknown)
     (folder / "shard-2.tar").unlink()
-    with pytest.raises(SourceError, match=r"shard-2.tar of .*split.yaml is missing; copy it, or exclude it"):
+    with pytest.raises(SourceError, match=r"shard-2.tar, one of 1 missing shards of .*split.yaml, does not"):
         read(folder)
     (folder / ".nv-meta" / "split.yaml").write_text("split_parts: 3")
     with pytest.raises(SourceError, match="is not a valid split file"):

@@ -61,7 +61,7 @@ def get_packed_loader(
         _warn_about_padding(collator, splits)
     packer = _packer_of(packer, config, seq_len)
     opened = OpenedSplits(splits)
-    failures = FailureLog(config.max_failures, unchanged=opened.check)
+    failures = FailureLog(config.max_failures, unchanged=opened.check_sources)
     worker_config = worker_config_of(config, failures.handle)
     task_encoder = PackedTaskEncoder(
         processor,

@@ -10,7 +10,7 @@ from energon_packed.dataflow.energon.config import LoaderConfig
 from energon_packed.dataflow.manifests import LoadedSplit
 from energon_packed.dataflow.process_group import has_group, of_all_ranks
 from energon_packed.errors import ConfigError
-from energon_packed.shards import steps_per_epoch
+from energon_packed.shards.steps import steps_of_ranks
 
 _log = logging.getLogger(__name__)
 
@@ -96,12 +96,11 @@ def _steps_of_ranks(
     """Batches of every rank by packing.json or the indexes; None where packs are not known, or of several folders."""
     if len(splits) != 1 or splits[0].packs is None:
         return None
-    return steps_per_epoch(
-        splits[0].manifest or splits[0].path,
+    return steps_of_ranks(
+        [(splits[0].packs, 1)],
         world_size=worker_config.world_size,
         micro_batch_size=config.micro_batch_size,
         num_workers=config.num_workers,
-        split=splits[0].split,
         drop_last=config.drop_last,
     )
 

@@ -101,7 +101,7 @@ class EnergonSource:
 
     def _needs_crude(self) -> bool:
         """Whether dataset.yaml names a sample class of another package, so that our cooker reads the parts."""
-        manifest = None if Path(self.path).is_file() else PackingManifest.load_if_there(self.path)
+        manifest = None if Path(self.path).is_file() else PackingManifest.load_if_there(Path(self.path))
         return manifest is not None and manifest.dataset_module is not None
 
 

@@ -110,7 +110,7 @@ class PackedTaskEncoder(TaskEncoder):
             DataChangedError: it was replaced, changed or removed.
         """
         if self.opened is not None:
-            self.opened.check(sample.__sources__)
+            self.opened.check_sources(sample.__sources__)
 
     def select_samples_to_pack(self, samples: list[PackSample]) -> list[list[PackSample]]:
         """Group a buffer of samples by the packer; one that cannot be measured or fits no row fails alone."""

@@ -1,7 +1,6 @@
 """Checks of tars, indexes and metadata files that do not read pack contents."""
 
 import hashlib
-import json
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.metadatasets import read_split
 from energon_packed.shards import PackingManifest
+from energon_packed.shards.complete import shard_counts
 from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.manifest import ShardEntry
 from energon_packed.shards.nv_meta import NV_META
@@ -92,12 +92,12 @@ def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
         elif index.read_bytes() != expected:
             check.fail(f"{index.name} does not match {scan.path.name}")
     try:
-        counts = json.loads((meta / ".info.json").read_bytes())["shard_counts"]
+        counts = shard_counts(folder.path)
         for name, shard in rows.items():
             if counts.get(name) != len(shard.keys):
                 check.fail(f".info.json counts {counts.get(name)} packs in {name}, which has {len(shard.keys)}")
-    except (OSError, ValueError, KeyError) as error:
-        check.fail(f".info.json cannot be read: {type(error).__name__} {error}")
+    except FormatError as error:
+        check.fail(str(error))
     database = meta / "index.sqlite"
     if not database.is_file():
         check.fail("index.sqlite is missing")
@@ -189,7 +189,7 @@ def utilization_is_at_least(folder: PackedFolder, least: float) -> Check:
     """Tokens fill at least this share of the rows, by the counts of packing.json."""
     manifest = folder.manifest
     assert manifest is not None
-    found = manifest.tokens / (manifest.packs * manifest.seq_len) if manifest.packs else 0.0
+    found = manifest.utilization
     check = Check(f"utilization is at least {least:.2%}", found=f"{found:.2%}")
     if found < least:
         check.fail(

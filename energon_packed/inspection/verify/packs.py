@@ -18,7 +18,7 @@ from energon_packed.encoding.images import load_image
 from energon_packed.errors import EnergonPackedError, Reject
 from energon_packed.flavors import load_pack
 from energon_packed.formats import Codec, StoredSample
-from energon_packed.inspection.folder import PackedFolder, packs_of
+from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.pipeline.chunks import PACKED, TRUNCATED
 from energon_packed.records import Conversation
@@ -72,7 +72,7 @@ class PackChecker:
 
     def _check(self, scan: TarScan) -> TarContents:
         here = TarContents(scan.path.name)
-        for raw in packs_of(scan):
+        for raw in scan.packs():
             key = raw["__key__"]
             try:
                 load_pack(self.codec, raw)  # what the loader does

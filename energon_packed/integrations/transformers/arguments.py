@@ -180,4 +180,4 @@ def _has_images(data: Any) -> bool:
     """Whether some packs have images, as far as the manifests of a PackedDataset tell."""
     if not isinstance(data, PackedDataset):
         return False
-    return any(one.split.manifest is not None and one.split.manifest.images for one in data.blend)
+    return any(one.manifest is not None and one.manifest.images for one in data.blend)

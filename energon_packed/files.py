@@ -1,13 +1,24 @@
-"""Atomic file writes: write to a temporary file, fsync, rename."""
+"""Files that are written atomically (a temporary file, fsync, rename), and files that a process keeps open."""
 
 import contextlib
 import errno
+import itertools
 import os
 import socket
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
+from energon_packed.foreign import open_regular
+from energon_packed.system import most_open
+
+_MOST_OPEN = 128  # files of all readers; the usual limit of descriptors is 1024
+_numbers = itertools.count()
+_open: OrderedDict[tuple[int, Path], BinaryIO] = OrderedDict()
+_process = os.getpid()
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
 
 
@@ -69,3 +80,40 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically."""
     with aside(path) as temporary:
         temporary.write_bytes(content)
+
+
+class Streams:
+    """The open files of one reader, each opened on first use; those used longest ago are closed."""
+
+    def __init__(self) -> None:
+        self._number = next(_numbers)
+        weakref.finalize(self, _forget, self._number)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def get(self, path: Path) -> BinaryIO:
+        """The open file.
+
+        Raises:
+            OSError, IrregularFile: as `open_regular`.
+        """
+        global _process
+        if _process != os.getpid():  # after a fork: the same open files would share positions with the parent
+            _open.clear()
+            _process = os.getpid()
+        key = (self._number, path)
+        # Taken out and put back, since another thread may put it out of use meanwhile; this name keeps it open.
+        stream = _open.pop(key, None) or open_regular(path)
+        _open[key] = stream
+        while len(_open) > most_open(_MOST_OPEN):
+            _open.popitem(last=False)  # closed when no thread reads it any more
+        return stream
+
+
+def _forget(number: int) -> None:
+    for key in [key for key in _open if key[0] == number]:
+        _open.pop(key, None)
