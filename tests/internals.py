@@ -141,9 +141,7 @@ PLACES = {
     "imbalance": "packing.balance:imbalance",
     "bitset": "packing.bitset",
     "planner": "packing.planner",
-    "Placement": "packing.placement:Placement",
     "kernels": "packing.kernels",
-    "search": "packing.search",
     "load_kernels": "packing:load_kernels",
     # pipeline: stages on their own, for faults and limits that a small run does not meet
     "FolderLock": "pipeline.lock:FolderLock",

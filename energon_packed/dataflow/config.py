@@ -19,7 +19,7 @@ from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.training_names import translated
 from energon_packed.sources import SourceConfig
 
-_STRATEGY_OF = {"bfd": "best_fit", "ffd": "first_fit", "best": "best_fit"}
+_STRATEGY_OF = {"bfd": "best_fit", "ffd": "first_fit"}
 AUTO = "auto"
 
 

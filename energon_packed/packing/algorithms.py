@@ -27,6 +27,13 @@ def sequential(lengths: Int32, capacity: int, max_samples: int) -> Placement:
     return Placement(order, *kernels.next_fit(lengths[order], capacity, max_samples))
 
 
+ALGORITHMS: dict[str, Algorithm] = {
+    "bfd": best_fit_decreasing,
+    "ffd": first_fit_decreasing,
+    "sequential": sequential,
+}
+
+
 def windowed(window: int) -> Algorithm:
     """Best fit decreasing within consecutive windows of `window` samples; no pack spans two windows."""
 

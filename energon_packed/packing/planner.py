@@ -3,7 +3,6 @@
 Numba and the kernels are imported by the first plan, so that validating an algorithm name stays cheap.
 """
 
-import importlib
 import re
 
 import numpy as np
@@ -16,13 +15,7 @@ from energon_packed.packing.plan import PackPlan
 Int32 = npt.NDArray[np.int32]
 _MOST_SAMPLES = 2**31 - 1
 _LARGE = 1 << 20  # tokens; kernels take about eight bytes for each token of the capacity
-_ALGORITHMS = {
-    "bfd": "algorithms:best_fit_decreasing",
-    "ffd": "algorithms:first_fit_decreasing",
-    "sequential": "algorithms:sequential",
-    "best": "search:best",
-}
-"""Module in this folder and function of each planner: imported when it is used, so that naming one costs nothing."""
+_ALGORITHMS = ("bfd", "ffd", "sequential")
 _WINDOW = re.compile(r"window_([1-9][0-9]*)")
 
 
@@ -44,9 +37,8 @@ def pack_lengths(
     Args:
         lengths: tokens of each sample, integers >= 1, shape (n,).
         capacity: tokens that fit in one row.
-        algorithm: `bfd` (best fit decreasing), `ffd` (first fit decreasing), `sequential` (keeps the order),
-            `window_N` (best fit decreasing within consecutive windows of N samples) or `best` (tries several
-            heuristics and keeps the plan with the fewest packs; slower).
+        algorithm: `bfd` (best fit decreasing), `ffd` (first fit decreasing), `sequential` (keeps the order)
+            or `window_N` (best fit decreasing within consecutive windows of N samples).
         max_samples: maximum number of samples per pack; None for no limit.
         multiple: sample lengths are rounded up to a multiple of this many tokens to compute free space.
         seed: shuffles the order of the packs; None keeps the order in which they were opened.
@@ -105,13 +97,11 @@ def load_kernels() -> None:
 
 
 def _algorithm(name: str) -> Algorithm:
-    if match := _WINDOW.fullmatch(name):
-        from energon_packed.packing.algorithms import windowed
+    from energon_packed.packing import algorithms
 
-        return windowed(int(min(match.group(1), str(_MOST_SAMPLES), key=lambda text: (len(text), text))))
-    module, function = _ALGORITHMS[name].split(":")
-    found: Algorithm = getattr(importlib.import_module(f"energon_packed.packing.{module}"), function)
-    return found
+    if match := _WINDOW.fullmatch(name):
+        return algorithms.windowed(int(min(match.group(1), str(_MOST_SAMPLES), key=lambda text: (len(text), text))))
+    return algorithms.ALGORITHMS[name]
 
 
 def _checked_lengths(lengths: npt.ArrayLike) -> Int32:
