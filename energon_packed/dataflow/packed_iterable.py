@@ -14,10 +14,9 @@ from energon_packed.dataflow.resharding import refuse_dispatch, refuse_second_sp
 from energon_packed.dataflow.share import place_of
 from energon_packed.dataflow.torch_loader import DataflowLoader, Position
 from energon_packed.dataflow.work_folder import work_folder
-from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
+from energon_packed.pipeline.encoders import prepare_workers
 from energon_packed.pipeline.keys import make_keys
-from energon_packed.pipeline.measure import WORTH_COMPARING
 from energon_packed.pipeline.reader import open_reader
 
 
@@ -55,14 +54,11 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         config.check_format(reader)
         self.config = config
         self._place = (rank, world_size)
-        encoder = config.encoder_loader.load()
-        chunks = sum(len(source.chunks()) for source in reader.sources)
-        if isinstance(encoder, ChatEncoder) and chunks >= WORTH_COMPARING:  # workers inherit the tokenizer engine
-            encoder.text_tokenizer.load_fast()
+        prepare_workers(config.encoder_loader, sum(len(source.chunks()) for source in reader.sources))
         fingerprint = make_keys(config, reader.sources, None).input
         self.loader = DataflowLoader(
             RecordDistributor(reader, shuffle=config.shuffle, fingerprint=fingerprint),
-            encoder,
+            config.encoder_loader.load(),
             config.packer(),
             collator,
             num_workers=num_workers,

@@ -11,7 +11,6 @@ from typing import Any
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
 from energon_packed.encoding.conversation_media import ImageCheck, check_pixels
-from energon_packed.encoding.engines import EngineName
 from energon_packed.errors import BY_CHOICE, RecordError, Reject
 from energon_packed.packing import load_kernels
 from energon_packed.pipeline.chunks import (
@@ -26,9 +25,8 @@ from energon_packed.pipeline.chunks import (
     measured_records,
     write_rows,
 )
-from energon_packed.pipeline.encoders import EncoderLoader
+from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import Engine
-from energon_packed.pipeline.engine_trial import EngineTrial
 from energon_packed.pipeline.kept_tokens import write_tokens
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader, raw_id
@@ -39,7 +37,6 @@ from energon_packed.sources import Row
 
 _log = logging.getLogger(__name__)
 _BATCH = 256  # records held at a time
-WORTH_COMPARING = 48  # chunks from which `auto` compares the tokenizer engines: some thousand records take as long
 _JSON_OVERHEAD = 200  # bytes of keys, id and length of one sample
 
 
@@ -106,10 +103,8 @@ class MeasureStage:
                 self.progress.advance(chunk.stop - chunk.start, records)
             else:
                 todo.append(chunk)
-        chosen = self._tokenizer_engine(todo)
-        measurer = Measurer(
-            reader=self.reader, encoder=self.encoder, tokenizer_engine=chosen, check_images=self.check_images
-        )
+        prepare_workers(self.encoder, len(todo))
+        measurer = Measurer(reader=self.reader, encoder=self.encoder, check_images=self.check_images)
         with closing(self.engine.run(measurer, todo)) as reports:
             for report in reports:
                 self._take(report)
@@ -127,27 +122,6 @@ class MeasureStage:
             reject = first.reject
             record = first.address, first.id, reject.reason.value, reject.detail[:MOST_DETAIL]
             RejectLimits(strict=True).check_record(self.reader.rejected(report.chunk.source, [record])[0])
-
-    def _tokenizer_engine(self, chunks: Sequence[Chunk]) -> EngineName:
-        """The engine that every process uses; `auto` where few records are left to measure.
-
-        Raises:
-            ConfigError, EngineMismatch: the engine that was asked for cannot be used.
-        """
-        encoder = self.encoder.load()
-        if not isinstance(encoder, ChatEncoder):
-            return "auto"
-        encoder.renderer.template.prepare()
-        tokenizer = encoder.text_tokenizer
-        if len(chunks) < WORTH_COMPARING or tokenizer.load_fast():
-            return "auto"
-        trial = EngineTrial(reader=self.reader, encoder=self.encoder)
-        with closing(self.engine.run(trial, chunks[:1])) as details:
-            for detail in details:
-                if detail:
-                    _log.warning("texts are tokenized by tokenizers: %s", detail)
-                tokenizer.use("tokenizers" if detail else "fastokens")
-        return tokenizer.engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +158,11 @@ class Measurer:
 
     Attributes:
         reader, encoder: as in `MeasureStage`.
-        tokenizer_engine: the one that the driver chose; `auto` leaves it to the encoder.
         check_images: as in `MeasureStage`.
     """
 
     reader: RecordReader
     encoder: EncoderLoader
-    tokenizer_engine: EngineName = "auto"
     check_images: ImageCheck = "header"
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
@@ -203,8 +175,6 @@ class Measurer:
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         encoder = self.encoder.load()
         tokenizer = encoder.text_tokenizer if isinstance(encoder, ChatEncoder) else None
-        if tokenizer is not None:
-            tokenizer.use(self.tokenizer_engine)
         while batch := list(islice(rows, _BATCH)):
             conversations, results = self._read(chunk.source, batch)
             usable = [place for place, one in enumerate(conversations) if one is not None]
