@@ -94,8 +94,7 @@ class ChatEncoder(Processor):
         )
         if vision is not None:
             vision.check_tokenizer(self.parts.backend)
-        self._rules = TokenRules.of(self.parts, vision)
-        self.image_token_id = self._rules.image_token_id
+        self.image_token_id = self.rules.image_token_id
 
     @classmethod
     def from_pretrained(
@@ -223,37 +222,41 @@ class ChatEncoder(Processor):
             for number, (place, size) in enumerate(zip(part, sizes, strict=True)):
                 if number in rejects:
                     results[place] = Measurement.rejected(rejects[number])
-                elif size is _NO_MEDIA and not keep_tokens:
-                    results[place] = Measurement(lengths[number], supervised=targets[number])
-                else:
-                    measured = self._measured(chosen[number], size, batch, number, keep_tokens)
-                    results[place] = replace(measured, supervised=targets[number])
+                    continue
+                conversation, length = chosen[number], lengths[number]
+                if conversation.input_ids is None:
+                    length += sum([run.length - 1 for run in size.runs])
+                results[place] = Measurement(
+                    length,
+                    size.num_bytes,
+                    sample=self._expanded(conversation, size.runs, batch, number) if keep_tokens else None,
+                    supervised=targets[number],
+                    decoded=size.decoded,
+                )
         return [result for result in results if result is not None]
 
-    def encode_row(
-        self, ids: Sequence[str | None], input_ids: Int64, labels: Int64, cu_seqlens: Sequence[int]
-    ) -> list[EncodedSample]:
-        """As `encode` of each tokenized sample, with the rules checked on the whole row."""
-        row = TokenBatch(input_ids, labels, np.asarray(cu_seqlens))
-        # Ids were compared with the vocabulary when they were packed, by an encoder with the same fingerprint.
-        batch, rejects = self._rules.check(row, [0] * len(ids), are_ours=True)
-        for reject in rejects.values():
-            raise RecordError.of(reject)
-        return self._as_row(ids, batch, cu_seqlens)
-
     def _as_row(self, ids: Sequence[str | None], batch: TokenBatch, cu_seqlens: Sequence[int]) -> list[EncodedSample]:
-        """The samples of a batch without images."""
         positions: Int64 | None = None
         if self._has_mrope:
             # M-RoPE numbers text alike in all three rows: 0, 1, 2 .. in each sample.
             positions = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(batch.input_ids)))
-        token, dummy = self.image_token_id, self.dummy
         found = EncodedSample.row(
-            ids, batch.input_ids, batch.labels, cu_seqlens, position_ids=positions, image_token_id=token, dummy=dummy
+            ids,
+            batch.input_ids,
+            batch.labels,
+            cu_seqlens,
+            position_ids=positions,
+            image_token_id=self.image_token_id,
+            dummy=self.dummy,
         )
         if self.vision is not None and self.vision.token_types:
             return [replace(one, token_type_ids=np.zeros(len(one), dtype=np.int64)) for one in found]
         return found
+
+    @cached_property
+    def rules(self) -> TokenRules:
+        """What the tokens of a sample must keep, by the tokenizer and the vision family."""
+        return TokenRules.of(self.parts, self.vision)
 
     @cached_property
     def dummy(self) -> EncodedSample | None:
@@ -325,21 +328,12 @@ class ChatEncoder(Processor):
                 len(one.images) if one.input_ids is None else sum([r.features(self.image_token_id) for r in size.runs])
                 for one, size in zip(conversations, media, strict=True)
             ]
-        batch, rejects = self._rules.check(batch, expected, are_ours=are_ours)
+        batch, rejects = self.rules.check(batch, expected, are_ours=are_ours)
         for number, reject in rejects.items():
             roles = [message.role for message in conversations[number].messages]
             if roles and reject.reason is Reason.NO_SUPERVISED_TOKENS and "assistant" not in roles:
                 rejects[number] = Reject(reject.reason, f"no assistant turn among {', '.join(roles)}")
         return batch, rejects
-
-    def _measured(
-        self, conversation: Conversation, size: MediaSize, batch: TokenBatch, number: int, keep_tokens: bool
-    ) -> Measurement:
-        length = int(batch.cu_seqlens[number + 1] - batch.cu_seqlens[number])
-        if conversation.input_ids is None:
-            length += sum([run.length - 1 for run in size.runs])
-        sample = self._expanded(conversation, size.runs, batch, number) if keep_tokens else None
-        return Measurement(length, size.num_bytes, sample=sample, decoded=size.decoded)
 
     def _expanded(
         self, conversation: Conversation, runs: Sequence[ImageRun], batch: TokenBatch, number: int

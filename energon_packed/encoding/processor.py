@@ -93,10 +93,20 @@ class Processor(ABC):
         Raises:
             RecordError: a sample has no token, or no target after the first token.
         """
-        rules = TokenRules(image_token_id=self.image_token_id)
-        batch, rejects = rules.check(TokenBatch(input_ids, labels, np.asarray(cu_seqlens)), [0] * len(ids))
+        row = TokenBatch(input_ids, labels, np.asarray(cu_seqlens))
+        # Ids were compared with the vocabulary when they were packed, by an encoder with the same fingerprint.
+        batch, rejects = self.rules.check(row, [0] * len(ids), are_ours=True)
         for reject in rejects.values():
             raise RecordError.of(reject)
+        return self._as_row(ids, batch, cu_seqlens)
+
+    @property
+    def rules(self) -> TokenRules:
+        """What the tokens of a sample must keep."""
+        return TokenRules(image_token_id=self.image_token_id)
+
+    def _as_row(self, ids: Sequence[str | None], batch: TokenBatch, cu_seqlens: Sequence[int]) -> list[EncodedSample]:
+        """The samples of a batch without images."""
         return EncodedSample.row(
             ids, batch.input_ids, batch.labels, cu_seqlens, image_token_id=self.image_token_id, dummy=self.dummy
         )
