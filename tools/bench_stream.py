@@ -48,18 +48,15 @@ def run_measure(source: Path, tokenizer: Path, workers: int) -> dict[str, float]
     from energon_packed import DataflowConfig
     from energon_packed.pipeline.engine import LocalEngine
     from energon_packed.pipeline.measure import MeasureStage
-    from energon_packed.pipeline.progress import Progress
     from energon_packed.pipeline.reader import open_reader
 
     config = DataflowConfig(dataset_path=str(source), packing_length=_SEQ_LEN, processor_config=str(tokenizer))
     folder = Path(tempfile.mkdtemp())
     stage = MeasureStage(
-        folder=folder,
+        options=config,
         reader=open_reader(config, folder),
-        encoder=config.encoder_loader,
+        folder=folder,
         engine=LocalEngine(max(1, workers)),
-        progress=Progress(),
-        counters={"measured": 0, "tokenized": 0, "reused": 0},
         keep_tokens=False,
     )
     config.encoder_loader.load().text_tokenizer.load_fast()

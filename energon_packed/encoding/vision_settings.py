@@ -166,11 +166,9 @@ def _layouts(family: type[VisionFamily], given: dict[str, int], default: tuple[i
 def _sizes(layouts: _Layouts) -> dict[str, int]:
     """Arguments of an image processor; of several layouts, one that merges nothing has the same lengths."""
     patch, merge = layouts[0]
-    return (
-        {"patch_size": patch * merge, "merge_size": 1}
-        if len(layouts) > 1
-        else {"patch_size": patch, "merge_size": merge}
-    )
+    if len(layouts) > 1:
+        patch, merge = patch * merge, 1
+    return {"patch_size": patch, "merge_size": merge}
 
 
 def _installed(folder: Path, values: dict[str, int], named: str | None) -> Any:

@@ -7,8 +7,7 @@ import pyarrow.parquet as pq
 
 from energon_packed.pipeline.chunks import STATUSES, TRUNCATED
 from energon_packed.pipeline.columns import named, numbers, texts
-from energon_packed.pipeline.rejects import TableRejects
-from energon_packed.pipeline.table import record_ids
+from energon_packed.pipeline.rejects import TableRejects, record_names
 from energon_packed.pipeline.workspace import Workspace
 from energon_packed.shards.files import aside
 
@@ -44,24 +43,17 @@ def write_ledger(rejects: TableRejects, *, usable_len: int, space: Workspace) ->
         pq.ParquetWriter(lengths_aside, _SCHEMA) as writer,
         rejects_aside.open("wb") as out,
     ):
-        for start, ids, chunk_details in record_ids(table):
-            rows = np.arange(start, start + len(ids))
-            source, local = table.locate(rows)
-            names = [
-                ident if ident is not None else reader.default_id(int(s), int(r))
-                for ident, s, r in zip(ids, source, local, strict=True)
-            ]
-            part = slice(start, start + len(ids))
-            measured = table.length[part]
+        for chunk in record_names(table, reader):
+            part, measured = status[chunk.rows], table.length[chunk.rows]
             columns = [
-                named(path_of[source], list(numbered), np.int32),
-                numbers(local, np.int64),
-                texts(names),
+                named(path_of[chunk.source], list(numbered), np.int32),
+                numbers(chunk.local, np.int64),
+                texts(chunk.names),
                 numbers(measured, np.int32, valid=measured >= 0),
-                numbers(table.num_images[part], np.int32),
-                named(np.where((status[part] == 0) & (measured > usable_len), cut, status[part]), names_of, np.int8),
+                numbers(table.num_images[chunk.rows], np.int32),
+                named(np.where((part == 0) & (measured > usable_len), cut, part), names_of, np.int8),
             ]
             writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA))
-            for place in np.flatnonzero(status[part]).tolist():
-                reject = rejects.row(start + place, ids[place], chunk_details[place])._asdict()
+            for place in np.flatnonzero(part).tolist():
+                reject = rejects.row(int(chunk.rows[place]), chunk.names[place], chunk.details[place])._asdict()
                 out.write(orjson.dumps(reject, option=orjson.OPT_APPEND_NEWLINE))

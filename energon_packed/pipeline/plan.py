@@ -49,36 +49,27 @@ class Plan:
         return sum(shard.num_bytes for shard in self.shards)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanStage:
-    """Plans all packs, writes lengths.parquet and rejects.jsonl, and holds the rejects to the limits."""
+def make_plan(state: RunState, table: RecordTable) -> Plan:
+    """Plan all packs, write lengths.parquet and rejects.jsonl, and compare the rejects with the limits.
 
-    state: RunState
-    name = "plan"
-
-    def run(self, table: RecordTable) -> Plan:
-        """The plan.
-
-        Raises:
-            RejectLimitError: more is rejected than allowed.
-        """
-        options = self.state.options
-        self.state.progress.start(self.name, len(table), "records")
-        state, space = self.state, self.state.space
-        kept = None if options.truncate is None else kept_tokens(state, table)
-        rejects, supervised = plan_rejects(table, options, state.reader, state.engine, kept=kept)
-        write_ledger(rejects, usable_len=options.usable_len, space=space)
-        rejects.check(options.limits, str(space.rejects))
-        status = rejects.status
-        packs = plan_packs(table, status, options)
-        mixed = None
-        if options.group_by != "none":
-            mixed = plan_packs(table, status, replace(options, group_by="none")).utilization
-        shards = plan_shards(packs, table, options)
-        if sum(len(shard.rows) for shard in shards) != len(packs.indices):
-            raise AssertionError("the shards do not hold every packed sample")
-        self.state.progress.advance(len(table), len(table))
-        return Plan(status=status, supervised=supervised, packs=packs, shards=shards, mixed_utilization=mixed)
+    Raises:
+        RejectLimitError: more is rejected than allowed.
+    """
+    options, space = state.options, state.space
+    state.progress.start("plan", len(table), "records")
+    kept = None if options.truncate is None else kept_tokens(state, table)
+    rejects, supervised = plan_rejects(table, options, state.reader, state.engine, kept=kept)
+    write_ledger(rejects, usable_len=options.usable_len, space=space)
+    rejects.check(options.limits, str(space.rejects))
+    packs = plan_packs(table, rejects.status, options)
+    mixed = None
+    if options.group_by != "none":
+        mixed = plan_packs(table, rejects.status, replace(options, group_by="none")).utilization
+    shards = plan_shards(packs, table, options)
+    if sum(len(shard.rows) for shard in shards) != len(packs.indices):
+        raise AssertionError("the shards do not hold every packed sample")
+    state.progress.advance(len(table), len(table))
+    return Plan(status=rejects.status, supervised=supervised, packs=packs, shards=shards, mixed_utilization=mixed)
 
 
 def plan_rejects(

@@ -258,6 +258,36 @@ class TableRejects:
         return example_of(next(self.rows(main_reason(self.counts))), is_sample=is_sample)
 
 
+class NamedRecords(NamedTuple):
+    """The k records of a chunk file.
+
+    Attributes:
+        rows: int64 (k,), their numbers in the table.
+        source, local: int64 (k,), number of the source, and of the record in it.
+        names: ids, made of the place of a record that has none.
+        details: why a record was rejected when it was measured, or None.
+    """
+
+    rows: npt.NDArray[np.int64]
+    source: npt.NDArray[np.int64]
+    local: npt.NDArray[np.int64]
+    names: list[str]
+    details: list[str | None]
+
+
+def record_names(table: RecordTable, reader: "RecordReader") -> Iterator[NamedRecords]:
+    """The records of each chunk file with their names, in input order."""
+    for file, start in zip(table.files, table.file_starts.tolist(), strict=True):
+        part = read_rows(file)
+        if not part.num_rows:
+            continue
+        rows = np.arange(start, start + part.num_rows)
+        source, local = table.locate(rows)
+        ids = zip(part["id"].to_pylist(), source, local, strict=True)
+        names = [reader.default_id(int(s), int(r)) if ident is None else ident for ident, s, r in ids]
+        yield NamedRecords(rows, source, local, names, part["detail"].to_pylist())
+
+
 def is_failure(reason: str) -> bool:
     """Whether `max_failures` counts a reason: not if the settings ask to leave such records out."""
     return reason not in BY_CHOICE and reason != Reason.OVERLONG

@@ -17,20 +17,19 @@ from energon_packed.options import make
 from energon_packed.pipeline.chunks import STATUSES
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine
-from energon_packed.pipeline.index import IndexStage
+from energon_packed.pipeline.index import write_index
 from energon_packed.pipeline.inputs import InputState
 from energon_packed.pipeline.keys import Keys, make_keys
-from energon_packed.pipeline.layouts import image_check
 from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import PackOptions
-from energon_packed.pipeline.plan import PlanStage
+from energon_packed.pipeline.plan import make_plan
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.table import RecordTable
 from energon_packed.pipeline.workspace import Workspace
-from energon_packed.pipeline.write import WriteStage
+from energon_packed.pipeline.write import write_shards
 from energon_packed.shards import PackingManifest
 from energon_packed.sources import Source
 
@@ -123,33 +122,32 @@ def _stages(state: RunState, inputs: InputState, keys: Keys, lock: FolderLock) -
     _log.info("restart state: %s", space.measure_folder(keys.measure))
     clock = _Clock(progress)
     measure = MeasureStage(
-        folder=space.measure_folder(keys.measure),
+        options=options,
         reader=reader,
-        encoder=options.encoder_loader,
+        folder=space.measure_folder(keys.measure),
         engine=state.engine,
-        progress=progress,
-        counters=state.counters,
         keep_tokens=options.codec.stores_tokens,
-        check_images=image_check(options),
+        progress=progress,
         strict=options.strict,
+        counters=state.counters,
         tokenizer_engines=state.tokenizer_engines,
     )
-    with clock.stage(measure), _watched(inputs, space, keys):
+    with clock.stage("measure"), _watched(inputs, space, keys):
         table = measure.run()
     _warn_of_lost_inputs(table, reader.sources)
     fits_narrow = options.part is None and bool(table.narrow[table.status == 0].all())  # parts must agree
     options = options.resolved(fits_narrow)
     state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
-    with clock.stage(planning := PlanStage(state)):
-        plan = planning.run(table)
+    with clock.stage("plan"):
+        plan = make_plan(state, table)
     _log.info("plans %d packs in %d shards, %d bytes", plan.packs.num_packs, len(plan.shards), plan.num_bytes)
-    with clock.stage(write := WriteStage(state, keys.write)), _watched(inputs, space, keys):
-        shards = write.run(table, plan)
+    with clock.stage("write"), _watched(inputs, space, keys):
+        shards = write_shards(state, keys.write, table, plan)
     _log.info("shards written and reused: %(shards_written)d and %(shards_reused)d", state.counters)
     lock.check()
-    with clock.stage(index := IndexStage(state, keys)):
-        manifest = index.run(table, plan, shards)
+    with clock.stage("index"):
+        manifest = write_index(state, keys, table, plan, shards)
     _warn_of_empty_splits(manifest, options)
     return PackResult(
         manifest=manifest,
@@ -227,8 +225,8 @@ class _Clock:
         self._progress = progress
 
     @contextmanager
-    def stage(self, stage: Any) -> Iterator[None]:
+    def stage(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        self.seconds[stage.name] = time.perf_counter() - begin
-        self._progress.finish(self.seconds[stage.name])
+        self.seconds[name] = time.perf_counter() - begin
+        self._progress.finish(self.seconds[name])

@@ -3,7 +3,7 @@
 import numpy as np
 
 from energon_packed.pipeline.chunks import Chunk, measured_records
-from energon_packed.pipeline.measure import Measurer, MeasureStage
+from energon_packed.pipeline.measure import MeasureStage
 
 _SPREAD = 64  # places of the input that a sample comes from
 
@@ -14,7 +14,7 @@ def sampled_chunks(stage: MeasureStage, sample: int, seed: int) -> list[Chunk]:
     number, start, stop = ranges[0]
     first = stage.chunk("first", number, start, min(stop, start + max(1, (stop - start) // 16)))
     first.file.parent.mkdir(parents=True, exist_ok=True)
-    Measurer(reader=stage.reader, encoder=stage.encoder)(first)
+    stage.measurer(first)
     per_record = (first.stop - first.start) / max(measured_records(first), 1)
     total = sum(stop - start for _, start, stop in ranges)
     wanted = min(total, int(sample * per_record) + 1)

@@ -14,16 +14,15 @@ from energon_packed.options import option, short
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.keys import make_keys
-from energon_packed.pipeline.layouts import image_check
 from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions
 from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader, open_reader
-from energon_packed.pipeline.rejects import TableRejects, advice, none_packed
+from energon_packed.pipeline.rejects import TableRejects, advice, none_packed, record_names
 from energon_packed.pipeline.sampling import sampled_chunks
-from energon_packed.pipeline.table import RecordTable, most_common, record_ids
+from energon_packed.pipeline.table import RecordTable, most_common
 from energon_packed.pipeline.workspace import Workspace
 from energon_packed.shards.files import aside
 
@@ -121,19 +120,16 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         ConfigError, SourceError: as `pack`.
         RejectLimitError: no record can be packed; the message has an example.
     """
-    progress = progress or Progress()
     with _work_folder(options) as space:
         reader = open_reader(options, space.work)
         log_notices(options.encoder_loader)
         stage = MeasureStage(
-            folder=space.measure_folder(make_keys(options, reader.sources, None).measure),
+            options=options,
             reader=reader,
-            encoder=options.encoder_loader,
+            folder=space.measure_folder(make_keys(options, reader.sources, None).measure),
             engine=LocalEngine(options.processes),
-            progress=progress,
-            counters={"measured": 0, "tokenized": 0, "reused": 0},
             keep_tokens=options.codec.stores_tokens and options.output_dir is not None,
-            check_images=image_check(options),
+            progress=progress or Progress(),
         )
         chunks = None if options.sample is None else sampled_chunks(stage, options.sample, options.seed)
         table = stage.run(chunks)
@@ -165,14 +161,9 @@ def write_lengths(table: RecordTable, reader: RecordReader, out: Path) -> None:
     """
     try:
         with aside(out) as file, file.open("w", encoding="utf-8") as lines:
-            for start, ids, _ in record_ids(table):
-                rows = np.arange(start, start + len(ids))
-                source, local = table.locate(rows)
-                for place in np.flatnonzero(table.status[rows] == 0).tolist():
-                    name = ids[place]
-                    if name is None:
-                        name = reader.default_id(int(source[place]), int(local[place]))
-                    lines.write(f"{' '.join(name.split())}:{table.length[start + place]}\n")
+            for chunk in record_names(table, reader):
+                for place in np.flatnonzero(table.status[chunk.rows] == 0).tolist():
+                    lines.write(f"{' '.join(chunk.names[place].split())}:{table.length[chunk.rows[place]]}\n")
     except OSError as error:
         raise ConfigError(f"`output` {out} cannot be written: {error.strerror}; pass another path") from error
 
