@@ -90,7 +90,7 @@ def run_stream(source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
 
 def child(what: str, source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
     """One run in a new process."""
-    from energon_packed.pipeline.worker import ONE_THREAD
+    from energon_packed.pipeline.engine import ONE_THREAD
 
     command = [sys.executable, __file__, "--child", what, source, tokenizer, workers]
     environment = {**os.environ, **ONE_THREAD}

@@ -13,7 +13,7 @@ from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.dummy_images import DummyChoice, DummyImages
 from energon_packed.dataflow.features import from_features, is_features
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
-from energon_packed.encoding.vision_inputs import VisionInputs
+from energon_packed.encoding.image_runs import VisionInputs
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 

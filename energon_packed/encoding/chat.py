@@ -7,29 +7,28 @@ Measuring and encoding share one path to the token ids, `_tokenize`, which takes
                                                                                       └─► and pixels     (encode)
 """
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.conversation_media import MediaSize, measure_media, patch_positions, read_pixels
-from energon_packed.encoding.dummy import dummy_sample
 from energon_packed.encoding.engines import EngineName
-from energon_packed.encoding.identity import encoder_digests
 from energon_packed.encoding.image_runs import NO_IMAGES, ImageRun, Pixels, expanded
 from energon_packed.encoding.pretrained import load_tokenizer
-from energon_packed.encoding.processor import Measurement, Processor
+from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
 from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
-from energon_packed.encoding.token_batch import TokenBatch, TokenRules
 from energon_packed.encoding.tokenizer import TextTokenizer
 from energon_packed.encoding.tokenizer_parts import TokenizerParts
 from energon_packed.encoding.vision import PatchOrder, VisionFamily
@@ -39,10 +38,79 @@ from energon_packed.options import make
 from energon_packed.records import Conversation
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 
+if TYPE_CHECKING:
+    from energon_packed.encoding.vision import VisionFamily
+
 Int64 = npt.NDArray[np.int64]
 _BATCH = 256  # conversations tokenized and checked together
 _NO_MEDIA = MediaSize()
 _NO_VISION = "a record has images, but no image processor is set; pass `processor` or `image_processor`"
+_VERSION = 7  # raise it when the same input gives other tokens
+_DATE_NOTE = "{# energon-packed: always the same date #}"  # in the digest since version 4
+_SPECIAL_IN_TEXT = 6
+"""The version before special tokens in texts stayed text: an encoder that allows them gives the tokens of that one."""
+
+
+def dummy_sample(vision: "VisionFamily", tokenizer: TextTokenizer, image_token_id: int) -> EncodedSample | None:
+    """The placeholder of the family with the smallest image that its vision tower takes.
+
+    Args:
+        vision: the family; one that does not know its patch size has no dummy.
+        tokenizer: tokenizes the placeholder.
+        image_token_id: token that represents image features.
+
+    Returns:
+        A sample whose labels are all -100, or None.
+    """
+    if vision.undecided:
+        return None
+    pixels = vision.smallest()
+    placeholder = tokenizer.encode([vision.placeholder], [None], special=False).input_ids
+    ids, _ = expanded(placeholder, placeholder, image_token_id, pixels.runs)
+    return EncodedSample(
+        id="dummy image",
+        input_ids=ids,
+        labels=np.full(len(ids), IGNORE_INDEX, dtype=np.int64),
+        image_token_id=image_token_id,
+        pixel_values=pixels.values,
+        image_grid_thw=pixels.grids_tensor,
+        patch_positions=None if pixels.values is None else vision.patch_positions(pixels.grids),
+        vision_inputs=pixels.inputs,
+        token_type_ids=np.zeros(len(ids), dtype=np.int64) if vision.token_types else None,  # no attention of its own
+    )
+
+
+def encoder_digests(
+    tokenizer: TokenizerParts,
+    vision: VisionFamily | None,
+    *,
+    serialized: str,
+    allow_special_in_text: bool,
+    options: Mapping[str, Any],
+) -> Iterator[str]:
+    """Yield the hex digests of the data that an encoder reads: first its own.
+
+    It also reads data that was packed knowing nothing of images but how many tokens they take, and data of the version
+    before, whose texts hold special tokens rarely; lengths are checked sample by sample.
+
+    Args:
+        tokenizer, vision: of the encoder.
+        serialized: tokenizer.json as text.
+        allow_special_in_text: special tokens written in a text are control tokens.
+        options: others that decide tokens, as JSON types.
+    """
+    source = tokenizer.chat_template
+    parts = {
+        "tokenizer": serialized,
+        "special": tokenizer.special_tokens,
+        "template": None if source is None else source + _DATE_NOTE,
+        **options,
+    }
+    images = [vision.config(), vision.length_config()] if vision else [None]
+    versions = [_SPECIAL_IN_TEXT] if allow_special_in_text else [_VERSION, _SPECIAL_IN_TEXT]
+    for version, image in product(versions, images):
+        text = json.dumps({**parts, "version": version, "vision": image}, sort_keys=True, default=str)
+        yield hashlib.sha256(text.encode()).hexdigest()
 
 
 class ChatEncoder(Processor):

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from energon_packed.encoding.image_runs import ImageRun, Int64, Pixels, expanded
+from energon_packed.encoding.image_runs import ImageRun, Int64, Pixels, VisionInputs, expanded
 from energon_packed.encoding.vision import VisionFamily
-from energon_packed.encoding.vision_inputs import VisionInputs
 from energon_packed.errors import ConfigError, Reason, RecordError
 
 if TYPE_CHECKING:

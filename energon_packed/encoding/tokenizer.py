@@ -32,9 +32,8 @@ from energon_packed.encoding.engines import (
     is_safe_here,
     prove,
 )
-from energon_packed.encoding.held_tokenizer import HeldTokenizer, covered_by_offsets
 from energon_packed.encoding.skeleton import Span
-from energon_packed.encoding.special_text import HeldText, control_tokens
+from energon_packed.encoding.special_text import HeldText, HeldTokenizer, control_tokens, covered_by_offsets
 from energon_packed.errors import ConfigError, EngineMismatch
 
 Int32 = npt.NDArray[np.int32]

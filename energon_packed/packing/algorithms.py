@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.packing import kernels
-from energon_packed.packing.placement import Algorithm, Placement
+from energon_packed.packing.planner import Algorithm, Placement
 
 Int32 = npt.NDArray[np.int32]
 

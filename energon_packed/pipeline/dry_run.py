@@ -16,11 +16,10 @@ from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.keys import make_keys
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import PackOptions
-from energon_packed.pipeline.plan import plan_rejects
+from energon_packed.pipeline.plan import plan_packs, plan_rejects, plan_shards
 from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.rejects import advice, none_packed
-from energon_packed.pipeline.sampling import sampled_chunks
-from energon_packed.pipeline.shard_plans import plan_packs, plan_shards
+from energon_packed.pipeline.survey import sampled_chunks
 from energon_packed.pipeline.table import RecordTable, load_table, most_common
 from energon_packed.pipeline.workspace import Workspace
 

@@ -11,9 +11,8 @@ from energon_packed.pipeline.keys import Keys
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan
 from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.shard_writer import shard_rows
 from energon_packed.pipeline.table import RecordTable, most_common, reject_counts
-from energon_packed.pipeline.write import state_file
+from energon_packed.pipeline.write import shard_rows, state_file
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.manifest import SourceEntry
 from energon_packed.shards.nv_meta import write_nv_meta

@@ -27,8 +27,7 @@ from energon_packed.pipeline.chunks import (
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.kept_tokens import write_tokens
-from energon_packed.pipeline.layouts import image_check
-from energon_packed.pipeline.options import InputOptions
+from energon_packed.pipeline.options import InputOptions, image_check
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader, raw_id
 from energon_packed.pipeline.rejects import MOST_DETAIL, RejectLimits

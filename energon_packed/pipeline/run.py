@@ -18,9 +18,7 @@ from energon_packed.pipeline.chunks import STATUSES
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine
 from energon_packed.pipeline.index import write_index
-from energon_packed.pipeline.inputs import InputState
 from energon_packed.pipeline.keys import Keys, make_keys
-from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import make_plan
@@ -28,13 +26,57 @@ from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.table import RecordTable
-from energon_packed.pipeline.workspace import Workspace
+from energon_packed.pipeline.workspace import FolderLock, Workspace
 from energon_packed.pipeline.write import write_shards
 from energon_packed.shards import PackingManifest
 from energon_packed.sources import Source
 
 _log = logging.getLogger(__name__)
 _REMEDY = "run again"
+_Stat = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class InputState:
+    """Of all input files, and of the copies that are read in place of some.
+
+    Attributes:
+        files: bytes and time of the last change (ns) by path.
+    """
+
+    files: dict[Path, _Stat]
+
+    @classmethod
+    def of(cls, sources: Sequence[Source]) -> "InputState":
+        """The state at this moment.
+
+        Raises:
+            OSError: a file cannot be found.
+        """
+        return cls({path: _stat(path) for source in sources for path in (source.path, source.data)})
+
+    def check(self, remedy: str) -> None:
+        """Refuse a file that has changed since: what was measured is not what is read now.
+
+        Args:
+            remedy: how to go on.
+
+        Raises:
+            SourceError: it names the file and both sizes.
+        """
+        for path, (size, changed) in self.files.items():
+            try:
+                found = _stat(path)
+            except OSError as error:
+                raise SourceError(f"{path} is gone while it is packed: {error.strerror}; {remedy}") from error
+            if found != (size, changed):
+                what = f"from {size} to {found[0]} bytes" if found[0] != size else f"its {size} bytes are others"
+                raise SourceError(f"{path} changed while it was packed ({what}); let its writer finish, and {remedy}")
+
+
+def _stat(path: Path) -> _Stat:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,7 @@ import pyarrow as pa
 
 from energon_packed.errors import ConfigError
 from energon_packed.pipeline.chunks import read_rows
-from energon_packed.pipeline.lock import lock_holder
-from energon_packed.pipeline.workspace import Workspace
+from energon_packed.pipeline.workspace import Workspace, lock_holder
 from energon_packed.shards import PackingManifest
 
 Stage = Literal["nothing", "measured", "written", "done"]

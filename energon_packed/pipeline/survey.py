@@ -11,22 +11,44 @@ import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
 from energon_packed.options import option, short
+from energon_packed.pipeline.chunks import Chunk, measured_records
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.keys import make_keys
-from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions
 from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.rejects import TableRejects, advice, none_packed, record_names
-from energon_packed.pipeline.sampling import sampled_chunks
 from energon_packed.pipeline.table import RecordTable, most_common
-from energon_packed.pipeline.workspace import Workspace
+from energon_packed.pipeline.workspace import FolderLock, Workspace
 from energon_packed.shards.files import aside
 
 _MOST = int(np.iinfo(np.int32).max)  # tokens in one row
+_SPREAD = 64  # places of the input that a sample comes from
+
+
+def sampled_chunks(stage: MeasureStage, sample: int, seed: int) -> list[Chunk]:
+    """Short ranges spread over the input, with about `sample` records in all."""
+    ranges = [(number, *chunk) for number, source in enumerate(stage.reader.sources) for chunk in source.chunks()]
+    number, start, stop = ranges[0]
+    first = stage.chunk("first", number, start, min(stop, start + max(1, (stop - start) // 16)))
+    first.file.parent.mkdir(parents=True, exist_ok=True)
+    stage.measurer(first)
+    per_record = (first.stop - first.start) / max(measured_records(first), 1)
+    total = sum(stop - start for _, start, stop in ranges)
+    wanted = min(total, int(sample * per_record) + 1)
+    if wanted < total:
+        rng = np.random.default_rng(seed)
+        each = max(1, wanted // min(_SPREAD, len(ranges)))
+        picked = sorted(rng.permutation(len(ranges))[: -(-wanted // each)].tolist())
+        chosen = []
+        for number, start, stop in (ranges[place] for place in picked):
+            begin = start + int(rng.integers(0, max(1, stop - start - each + 1)))
+            chosen.append((number, begin, min(stop, begin + each)))
+        ranges = chosen
+    return [stage.chunk(f"{place:07d}", *edges) for place, edges in enumerate(ranges)]
 
 
 def parse_seq_lens(text: str) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ from energon_packed.pipeline.chunks import (
     STATUSES,
     Chunk,
     Counts,
+    as_numpy,
     measured_records,
     read_counts,
     read_rows,
 )
-from energon_packed.pipeline.columns import as_numpy
 
 Int64 = npt.NDArray[np.int64]
 _MOST_TEXTS = 200  # counted one by one; records with keys of their own would make the manifest large

@@ -1,13 +1,196 @@
 """Stage 3, write: shards in parallel, each by one worker; index rows are collected on the way."""
 
-from contextlib import closing
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from energon_packed.encoding.images import as_jpeg, sniff_extension
+from energon_packed.errors import EnergonPackedError, RecordError, SourceError
+from energon_packed.formats import StoredImage, StoredSample, codec_for
+from energon_packed.pipeline.kept_tokens import TokenReader, TokenRefs
 from energon_packed.pipeline.plan import Plan, kept_tokens
+from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.shard_writer import ShardTask, ShardWriter, finished_shard
-from energon_packed.pipeline.table import RecordTable
-from energon_packed.shards.tar import ShardSummary
+from energon_packed.pipeline.table import RecordRefs, RecordTable
+from energon_packed.records import Conversation, MediaReference
+from energon_packed.shards.files import write_whole
+from energon_packed.shards.index import write_tar_index
+from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
+from energon_packed.sources.base import changed_at
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardTask:
+    """One shard to write.
+
+    Attributes:
+        tar: final path.
+        state: file that gets the index rows; it appears when the shard is done.
+        prefix: start of keys.
+        first_pack: number of the first pack.
+        records: records of all packs, pack after pack.
+        offsets: int64 (packs+1,), pack p is records offsets[p] to offsets[p + 1].
+        tokens: where the tokens of the records are; None for flavors that store none.
+    """
+
+    tar: Path
+    state: Path
+    prefix: str
+    first_pack: int
+    records: RecordRefs
+    offsets: Int64
+    tokens: TokenRefs | None = None
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"writing {self.tar.name}"
+
+    def digest(self) -> str:
+        """Hex digest of which records lie in which pack, and of what was measured of them.
+
+        A shard that an earlier run has finished holds these packs only if its digest is the same: an image that was
+        missing then may exist now, which changes the entire plan.
+        """
+        digest = hashlib.sha256(f"{self.prefix} {self.first_pack}".encode())
+        records = self.records
+        for array in (self.offsets, *(getattr(records, name) for name in records.__slots__)):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardWriter:
+    """Writes one shard: the function of the write stage.
+
+    Attributes:
+        reader: reads records as the measure stage did.
+        truncate: tokens that longer samples are truncated to, or None.
+        keep_bytes: for a layout whose images are named `.jpg`: images of other formats, and those with an EXIF
+            orientation, keep their bytes under that name, and are not converted.
+    """
+
+    reader: RecordReader
+    truncate: int | None
+    keep_bytes: bool = False
+
+    def __call__(self, task: ShardTask) -> ShardSummary:
+        """Write the tar, its index and its state file."""
+        codec = codec_for(self.reader.sample_class, self.reader.layout)
+        bounds = task.offsets.tolist()
+        with ExitStack() as open_files:
+            shard = open_files.enter_context(TarShardWriter(task.tar))
+            tokens = open_files.enter_context(TokenReader(task.tokens)) if task.tokens is not None else None
+            places = _places(task.records)
+            for pack, (start, stop) in enumerate(itertools.pairwise(bounds), start=task.first_pack):
+                samples = [self.stored_sample(place, tokens) for place in itertools.islice(places, stop - start)]
+                shard.add(f"{task.prefix}_{pack:08d}", codec.write(samples))
+        write_tar_index(task.tar, shard.rows)
+        state = {"task": task.digest(), "mtime_ns": changed_at(task.tar), "rows": shard.rows.as_dict()}
+        write_whole(task.state, orjson.dumps(state))
+        return shard.rows.summary
+
+    def stored_sample(self, place: "_Place", tokens: TokenReader | None) -> StoredSample:
+        """Read one record and its media again, and its tokens where they are kept.
+
+        Raises:
+            SourceError: the record or its media changed since it was measured.
+        """
+        source, row, measured = place.source, place.row, place.length
+        images: tuple[StoredImage, ...] = ()
+        positions: tuple[bytes, ...] = ()
+        try:
+            conversation = self.reader.read(source, place.address, place.size)
+            ident = self.reader.default_id(source, row) if conversation.id is None else conversation.id
+            if conversation.images:
+                read = _read_all(conversation.images)
+                positions = tuple(_read_all(conversation.patch_positions))
+                found = sum([len(data) for data in (*read, *positions)])
+                if found != place.media_bytes:
+                    raise self._changed(source, row, f"its media has {found} bytes, not {place.media_bytes}")
+                images = tuple([self._stored_image(data) for data in read])
+            elif place.media_bytes:
+                raise self._changed(source, row, f"it has no media any more, but had {place.media_bytes} bytes")
+            if tokens is not None:
+                encoded = tokens.read(place.number, measured)
+                encoded = encoded.truncated(self.truncate) if self.truncate else encoded
+                conversation = Conversation(
+                    id=ident, input_ids=encoded.input_ids, labels=encoded.labels, images=conversation.images
+                )
+            elif conversation.id is None:
+                conversation = conversation.named(ident)
+        except (RecordError, OSError) as error:
+            raise self._changed(source, row, str(error)) from error
+        return StoredSample(
+            conversation=conversation,
+            length=min(measured, self.truncate or measured),
+            truncate=self.truncate,
+            is_truncated=self.truncate is not None and measured > self.truncate,
+            images=images,
+            patch_positions=positions,
+        )
+
+    def _stored_image(self, data: bytes) -> StoredImage:
+        """The bytes of an image as they are, or a JPEG of it where the layout asks for one."""
+        if not self.reader.layout:
+            return StoredImage(sniff_extension(data), data)
+        return StoredImage("jpg", data if self.keep_bytes else as_jpeg(data))
+
+    def _changed(self, source: int, row: int, what: str) -> EnergonPackedError:
+        path = self.reader.sources[source].path
+        return SourceError(
+            f"record {row} of {path} changed since it was measured ({what}); run again with `resume=False`"
+        )
+
+
+class _Place(NamedTuple):
+    """One entry of `RecordRefs`, and its number there."""
+
+    number: int
+    source: int
+    row: int
+    address: int
+    size: int
+    length: int
+    media_bytes: int
+
+
+def _places(records: RecordRefs) -> Iterator[_Place]:
+    columns = [getattr(records, name).tolist() for name in _Place._fields[1:]]
+    return map(_Place, itertools.count(), *columns)
+
+
+def _read_all(media: Sequence[MediaReference]) -> list[bytes]:
+    return [one.read() for one in media]
+
+
+def finished_shard(task: ShardTask) -> ShardSummary | None:
+    """The shard of a task that an earlier run has finished and that is unchanged since, or None."""
+    tar = task.tar
+    try:
+        value = orjson.loads(task.state.read_bytes())
+        if value["task"] != task.digest():
+            return None
+        rows = ShardRows.from_dict(value["rows"])
+        unchanged = (rows.size, value["mtime_ns"]) == (tar.stat().st_size, changed_at(tar))
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+        return None
+    return rows.summary if unchanged and tar.with_suffix(".tar.idx").is_file() else None
+
+
+def shard_rows(state: Path) -> ShardRows:
+    """Index rows of a finished shard."""
+    return ShardRows.from_dict(orjson.loads(state.read_bytes())["rows"])
 
 
 def write_shards(state: RunState, key: str, table: RecordTable, plan: Plan) -> list[ShardSummary]:

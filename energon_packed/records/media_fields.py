@@ -11,9 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import is_given, unused_fields
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
-from energon_packed.records.fields import Record, flatten
+from energon_packed.records.fields import Record, flatten, is_given, unused_fields
 from energon_packed.records.media import MediaReference
 
 VIDEO_PLACEHOLDER = "<video>"

@@ -24,8 +24,7 @@ import re
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import check_preference
-from energon_packed.records.fields import OBJECT, Record, key_names
+from energon_packed.records.fields import OBJECT, Record, check_preference, key_names
 from energon_packed.records.media_fields import IMAGE_FILES
 from energon_packed.records.shapes.alternating import Alternating
 from energon_packed.records.shapes.caption import Caption, ImageText

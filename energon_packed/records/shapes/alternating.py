@@ -6,9 +6,8 @@ The user begins; roles are not written.
 from collections.abc import Sequence
 from typing import ClassVar
 
-from energon_packed.records.accounting import COMMON_FIELDS
 from energon_packed.records.conversation import Message
-from energon_packed.records.fields import Record
+from energon_packed.records.fields import COMMON_FIELDS, Record
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 

@@ -10,9 +10,8 @@ conversation gets a note.
 from typing import ClassVar
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import COMMON_FIELDS, is_given
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER, Message
-from energon_packed.records.fields import Record, one_text, read_text
+from energon_packed.records.fields import COMMON_FIELDS, Record, is_given, one_text, read_text
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 

@@ -7,9 +7,8 @@ own. This is the input of LLaVA-OneVision-2's offline packer.
 from typing import ClassVar
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import COMMON_FIELDS, is_given, unsupported
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER, Message
-from energon_packed.records.fields import Record, flatten, read_text
+from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, read_text, unsupported
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
 from energon_packed.records.shapes.shape import Draft, Shape
 

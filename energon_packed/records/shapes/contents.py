@@ -9,9 +9,17 @@ import binascii
 from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import COMMON_FIELDS, is_given, unused_fields
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER, Message
-from energon_packed.records.fields import OBJECT, Record, key_names, read_objects, read_text
+from energon_packed.records.fields import (
+    COMMON_FIELDS,
+    OBJECT,
+    Record,
+    is_given,
+    key_names,
+    read_objects,
+    read_text,
+    unused_fields,
+)
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 from energon_packed.records.turns import FUNCTION_CALL, read_role

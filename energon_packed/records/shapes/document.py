@@ -10,8 +10,7 @@ A row of OpenAssistant has a `text` and a `role`: it is one message of a tree, n
 from typing import ClassVar
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import COMMON_FIELDS, is_given
-from energon_packed.records.fields import Record, one_text
+from energon_packed.records.fields import COMMON_FIELDS, Record, is_given, one_text
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 

@@ -13,12 +13,11 @@ takes their place.
 from typing import ClassVar
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import COMMON_FIELDS, is_given
 from energon_packed.records.conversation import Message
-from energon_packed.records.fields import Record, joined_texts, one_text
-from energon_packed.records.history import read_history
+from energon_packed.records.fields import COMMON_FIELDS, Record, is_given, joined_texts, one_text
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
+from energon_packed.records.turns import read_history
 
 _ANSWERS = ("output", "response", "outputs")
 _INPUTS = ("input", "context", "inputs")

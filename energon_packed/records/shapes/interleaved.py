@@ -10,9 +10,8 @@ before the sentence that it matches, as OpenFlamingo reads it. `image_name` is a
 from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import COMMON_FIELDS, is_given, unused_fields
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
-from energon_packed.records.fields import Record, read_objects, read_text
+from energon_packed.records.fields import COMMON_FIELDS, Record, is_given, read_objects, read_text, unused_fields
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 

@@ -6,8 +6,7 @@ A record that is a bare list of messages is read as this shape. The list may be 
 from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import COMMON_FIELDS
-from energon_packed.records.fields import Record, read_json_list
+from energon_packed.records.fields import COMMON_FIELDS, Record, read_json_list
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 from energon_packed.records.turns import read_messages

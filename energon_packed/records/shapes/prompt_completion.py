@@ -14,13 +14,11 @@ scope.
 
 from typing import Any, ClassVar
 
-from energon_packed.records.accounting import COMMON_FIELDS, is_given, unsupported
 from energon_packed.records.conversation import Message
-from energon_packed.records.fields import Record, joined_texts, read_text
-from energon_packed.records.history import read_history
+from energon_packed.records.fields import COMMON_FIELDS, Record, is_given, joined_texts, read_text, unsupported
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
-from energon_packed.records.turns import read_messages
+from energon_packed.records.turns import read_history, read_messages
 
 _PAIRS = (
     ("prompt", "completion"),

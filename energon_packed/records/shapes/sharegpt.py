@@ -7,9 +7,8 @@ forms of turns are read: texts that alternate between user and assistant (LIMA),
 
 from typing import ClassVar
 
-from energon_packed.records.accounting import COMMON_FIELDS, unused_fields
 from energon_packed.records.conversation import Message
-from energon_packed.records.fields import OBJECT, Record, read_text
+from energon_packed.records.fields import COMMON_FIELDS, OBJECT, Record, read_text, unused_fields
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.alternating import alternating
 from energon_packed.records.shapes.messages import read_turn_list

@@ -7,9 +7,8 @@ Images stand before the first user turn unless a text places them with `<image>`
 
 from typing import ClassVar
 
-from energon_packed.records.accounting import COMMON_FIELDS, unused_fields
 from energon_packed.records.conversation import Message
-from energon_packed.records.fields import OBJECT, Record, read_objects, read_text
+from energon_packed.records.fields import COMMON_FIELDS, OBJECT, Record, read_objects, read_text, unused_fields
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import COMMON_FIELDS, is_given
-from energon_packed.records.fields import Record, read_tokens
+from energon_packed.records.fields import COMMON_FIELDS, Record, is_given, read_tokens
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 

@@ -10,9 +10,8 @@ import re
 from typing import ClassVar
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import COMMON_FIELDS, SYSTEM_FIELDS, is_given
 from energon_packed.records.conversation import Message
-from energon_packed.records.fields import Record, read_text
+from energon_packed.records.fields import COMMON_FIELDS, SYSTEM_FIELDS, Record, is_given, read_text
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
 
