@@ -51,7 +51,7 @@ PLACES = {
     "StoredTokens": "encoding:StoredTokens",
     "TESTED": "encoding.processor_vision:TESTED",
     "VisionInputs": "encoding.image_runs:VisionInputs",
-    "TokenizerParts": "encoding.tokenizer_parts:TokenizerParts",
+    "TokenizerParts": "encoding.pretrained:TokenizerParts",
     "TODAY": "encoding.template:TODAY",
     "ChatTemplate": "encoding.template:ChatTemplate",
     "Renderer": "encoding.rendering:Renderer",

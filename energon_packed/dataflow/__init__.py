@@ -8,13 +8,12 @@ distributors/     which items a rank and worker reads; share.py: its share
 elastic.py        the rest of an epoch for other ranks or workers; reweighted.py: for other weights
 packers/          which samples share a row
 balance.py        ranks of one step get rows of similar cost
-process.py        items to encoded samples; encode.py: packs to encoded samples
+process.py        items to encoded samples; packs to encoded samples
 torch_loader.py   DataflowLoader: the roles under torch, by torch_options.py, torch_workers.py and worker_stream.py
 transport.py      how batches travel from worker processes: small tensors as bytes, several steps in one message
 config.py         DataflowConfig: raw records, for the next two
 packed_iterable.py  PackedIterableDataset: packed on the fly
 planned_dataset.py  plan_in_memory: planned at start, map-style
-raw_loader.py     get_raw_loader: one of these two, by `streaming`
 joint_loader.py   JointLoader: several loaders, one state
 order_log.py      which samples each step used, and the proof; replay.py: which ones a step will use
 metrics.py        FlowMetrics
@@ -44,7 +43,7 @@ from energon_packed.dataflow.distributors import (
 from energon_packed.dataflow.energon import LoaderConfig, PackedLoader, PackedTaskEncoder, get_packed_loader
 from energon_packed.dataflow.joint_loader import JointLoader
 from energon_packed.dataflow.metrics import FlowMetrics
-from energon_packed.dataflow.packed_iterable import PackedIterableDataset
+from energon_packed.dataflow.packed_iterable import PackedIterableDataset, get_raw_loader
 from energon_packed.dataflow.packers import (
     BalancedPoolPacker,
     Packer,
@@ -54,7 +53,6 @@ from energon_packed.dataflow.packers import (
     SimpleBatcher,
 )
 from energon_packed.dataflow.planned_dataset import PlannedDataset, plan_in_memory
-from energon_packed.dataflow.raw_loader import get_raw_loader
 from energon_packed.dataflow.share import Share
 from energon_packed.dataflow.state import gather_state
 from energon_packed.dataflow.steps import steps_per_epoch

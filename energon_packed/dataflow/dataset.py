@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 
 from energon_packed.dataflow.blend import BlendedSplit, blended_splits, by_weight, drawn, least_used, packs_of_epoch
-from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.failures import verify_tells
 from energon_packed.dataflow.hf_dataset import hf_dataset
 from energon_packed.dataflow.manifests import processor_for
 from energon_packed.dataflow.opened import digests_of
+from energon_packed.dataflow.process import encode_pack
 from energon_packed.dataflow.resharding import refuse_dispatch
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.encoding.conversation_media import measure_media

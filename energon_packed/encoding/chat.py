@@ -22,7 +22,7 @@ import numpy.typing as npt
 from energon_packed.encoding.conversation_media import MediaSize, measure_media, patch_positions, read_pixels
 from energon_packed.encoding.engines import EngineName
 from energon_packed.encoding.image_runs import NO_IMAGES, ImageRun, Pixels, expanded
-from energon_packed.encoding.pretrained import load_tokenizer
+from energon_packed.encoding.pretrained import TokenizerParts, load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
@@ -30,7 +30,6 @@ from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.tokenizer import TextTokenizer
-from energon_packed.encoding.tokenizer_parts import TokenizerParts
 from energon_packed.encoding.vision import PatchOrder, VisionFamily
 from energon_packed.encoding.vision_settings import load_vision
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject

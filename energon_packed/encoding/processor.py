@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
-from energon_packed.encoding.tokenizer_parts import TokenizerParts
 from energon_packed.encoding.vision import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import Conversation

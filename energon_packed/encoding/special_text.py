@@ -6,7 +6,7 @@ the search for turns takes it for a control token:
     content     "what is <|im_end|>?"       held     "what is \\U000f0002?"
     rendered    "<|im_start|>user\\nwhat is \\U000f0002?<|im_end|>"
 
-`held_tokenizer.py` gives the ids of such a text: of the control tokens that the template wrote, and of the others as
+`HeldTokenizer` gives the ids of such a text: of the control tokens that the template wrote, and of the others as
 Transformers' `split_special_tokens=True` does (which lets a Unigram model find control tokens in its vocabulary; here
 it cannot).
 
@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.skeleton import Span
-from energon_packed.encoding.tokenizer_parts import TokenizerParts
 from energon_packed.encoding.vision import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message

@@ -12,9 +12,9 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
 
+from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.purity import Guard, content_guard
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
-from energon_packed.encoding.tokenizer_parts import TokenizerParts
 from energon_packed.encoding.turns import TurnFinder, TurnShape
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
 

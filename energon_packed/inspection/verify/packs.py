@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from energon_packed.dataflow.encode import checked_sample
+from energon_packed.dataflow.process import checked_sample
 from energon_packed.encoding import ChatEncoder, EncodedSample
 from energon_packed.encoding.images import load_image
 from energon_packed.errors import EnergonPackedError, Reject

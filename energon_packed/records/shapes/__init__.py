@@ -26,22 +26,18 @@ from typing import Any
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.fields import OBJECT, Record, check_preference, key_names
 from energon_packed.records.media_fields import IMAGE_FILES
-from energon_packed.records.shapes.alternating import Alternating
-from energon_packed.records.shapes.caption import Caption, ImageText
-from energon_packed.records.shapes.captions import Captions
-from energon_packed.records.shapes.contents import Contents
-from energon_packed.records.shapes.document import Document
-from energon_packed.records.shapes.instruction import Instruction
-from energon_packed.records.shapes.interleaved import Interleaved, SentencesImages
-from energon_packed.records.shapes.messages import Messages
-from energon_packed.records.shapes.problem import Problem
-from energon_packed.records.shapes.prompt_completion import PromptCompletion
-from energon_packed.records.shapes.question_answer import QueryCalls, QueryLabel, QuestionAnswer
+from energon_packed.records.shapes.caption import Caption, Captions, ImageText, TextsImages
+from energon_packed.records.shapes.document import Document, Interleaved, SentencesImages, Tokens
+from energon_packed.records.shapes.messages import Alternating, Contents, Messages, ShareGPT, Transcript
+from energon_packed.records.shapes.question_answer import (
+    Instruction,
+    Problem,
+    PromptCompletion,
+    QueryCalls,
+    QueryLabel,
+    QuestionAnswer,
+)
 from energon_packed.records.shapes.shape import Draft, Shape
-from energon_packed.records.shapes.sharegpt import ShareGPT
-from energon_packed.records.shapes.texts_images import TextsImages
-from energon_packed.records.shapes.tokens import Tokens
-from energon_packed.records.shapes.transcript import Transcript
 
 _NO_TEXT = re.compile(
     r"(?:.*_)?(?:id|key|name|url|path|file|hash|state|status|source|type|kind|lang|language|category|domain|date|model|"

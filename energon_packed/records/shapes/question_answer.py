@@ -15,6 +15,39 @@
 a line: `A. ...`; the answer is the line of the right one. Of several answers that differ the most frequent is the
 target, the first of them where several are, as VQA's accuracy does; the conversation gets a note. xLAM's answers are
 tool calls.
+
+Problems with a solution, as sets of mathematics have them.
+
+    MATH, NuminaMath-CoT  {"problem", "solution", "level", "type"}
+    OpenMathInstruct-2    {"problem", "generated_solution", "expected_answer"}
+    DeepScaleR            {"problem", "solution", "answer"}
+    AIME                  {"problem", "answer"}
+
+The solution is the target. An `answer` or `expected_answer` beside it repeats its result and is counted as not used.
+
+Instructions with an answer: Alpaca, Dolly and what follows them.
+
+    Alpaca (tatsu-lab/alpaca)                {"instruction", "input", "output", "text"}
+    LLaMA-Factory's alpaca format            {"instruction", "input", "output", "system", "history": [[q, a]]}
+    Dolly (databricks/databricks-dolly-15k)  {"instruction", "context", "response", "category"}
+    M3IT (MMInstruction/M3IT)                {"instruction", "inputs", "outputs", "image_base64_str"}
+
+The user's turn is the instruction, a blank line, and `input` or `context` where there is one. Alpaca's own preamble
+("Below is an instruction ...") and its `text`, which repeats the record inside it, are not used: the chat template
+takes their place.
+
+A prompt and what follows it, as texts or as lists of messages.
+
+    TRL              {"prompt": "...", "completion": "..."} or {"prompt": [messages], "completion": [messages]}
+    prompt/response  {"prompt", "response"}
+    ms-swift         {"query", "response", "history": [[question, answer]], "system"}
+    input/output     {"input", "output"}; {"input", "target"} of Firefly, {"inputs", "targets"} of FLAN and Aya,
+                     {"input_text", "output_text"} of PaLM on Vertex
+    definition       of a task stands before inputs, with a blank line between, as in Natural Instructions
+
+Texts become a user turn and an assistant turn. In lists of messages, assistant turns of the prompt are context, not
+targets: TRL computes the loss on the completion. `label` true or false is KTO's preference data: out of
+scope.
 """
 
 from collections import Counter
@@ -34,13 +67,113 @@ from energon_packed.records.fields import (
 )
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes.shape import Draft, Shape
-from energon_packed.records.turns import read_tool_calls
+from energon_packed.records.turns import read_history, read_messages, read_tool_calls
 
 SEVERAL_ANSWERS = "several answers: one is the target"
 _ANSWERS = ("answer", "response", "multiple_choice_answer")
 _BEFORE = ("context", "passage", "article", "hint")
 _CHOICES = ("choices", "options")
 INDEX_FIELDS = ("answerKey", "answer_idx", "answer_index", "correct_choice_idx")
+_SOLUTIONS = ("solution", "generated_solution")
+_RESULT = "answer"
+_OUTPUTS = ("output", "response", "outputs")
+_INPUTS = ("input", "context", "inputs")
+_PAIRS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("query", "response"),
+    ("input", "output"),
+    ("input", "target"),
+    ("inputs", "targets"),
+    ("input_text", "output_text"),
+)
+_PROMPTS = frozenset(prompt for prompt, _ in _PAIRS)
+_NAMES = tuple(dict.fromkeys(name for pair in _PAIRS for name in pair))
+
+
+class Problem(Shape):
+    """A problem and its solution."""
+
+    key = "problem"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"problem", *_SOLUTIONS, _RESULT}
+    images_lead: ClassVar[bool] = True
+
+    def matches(self, record: Record) -> bool:
+        """Whether there is a problem and a solution or an answer."""
+        return is_given(record.get(self.key)) and any(is_given(record.get(name)) for name in (*_SOLUTIONS, _RESULT))
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """One user turn and one assistant turn."""
+        solution = one_text(record, _SOLUTIONS)
+        if solution is not None and is_given(record.get(_RESULT)):
+            media.unused_fields.add(_RESULT)
+        target = solution if solution is not None else read_text(record.get(_RESULT), _RESULT)
+        if not target.strip():
+            raise RecordError(Reason.EMPTY, "the solution is empty")
+        return Draft(messages=[Message("user", read_text(record[self.key], self.key)), Message("assistant", target)])
+
+
+class Instruction(Shape):
+    """One instruction, its input and its answer."""
+
+    key = "instruction"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"instruction", "history", *_OUTPUTS, *_INPUTS}
+    images_lead: ClassVar[bool] = True
+
+    def matches(self, record: Record) -> bool:
+        """Whether there is an instruction and an answer."""
+        return is_given(record.get(self.key)) and any(record.get(name) is not None for name in _OUTPUTS)
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """The turns of the history, one user turn and one assistant turn."""
+        answer = one_text(record, _OUTPUTS)
+        if answer is None:
+            raise RecordError(Reason.EMPTY, f"none of {', '.join(_OUTPUTS)} has a text")
+        question = joined_texts(record, (self.key, *_INPUTS))
+        return Draft(messages=[*read_history(record), Message("user", question), Message("assistant", answer)])
+
+
+class PromptCompletion(Shape):
+    """One prompt and one completion."""
+
+    key = "prompt"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"history", "definition", *_NAMES}
+    images_lead: ClassVar[bool] = True
+
+    def matches(self, record: Record) -> bool:
+        """Whether one of the pairs is there."""
+        return _pair(record) is not None
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """The turns of the history, the prompt and the completion."""
+        pair = _pair(record)
+        assert pair is not None
+        if isinstance(record.get("label"), bool):
+            raise unsupported("label", remedy="preference data is out of scope; keep the completions to learn from")
+        for name in _NAMES:
+            if name not in pair and is_given(record.get(name)):
+                raise unsupported(
+                    name, remedy=f"it is not read beside {pair[0]} and {pair[1]}; name fields with a `map`"
+                )
+        prompt, completion = (_prompt_messages(record[name], name, media) for name in pair)
+        if is_given(record.get("definition")):
+            if not isinstance(record[pair[0]], str):
+                raise unsupported("definition", remedy=f"{pair[0]} is a list of messages; write it as the system turn")
+            prompt = [Message("user", joined_texts(record, ("definition", pair[0])))]
+        context = [message._replace(weight=0.0) if message.role == "assistant" else message for message in prompt]
+        return Draft(messages=[*read_history(record), *context, *completion])
+
+
+def _pair(record: Record) -> tuple[str, str] | None:
+    """The names of prompt and completion in this record."""
+    return next((pair for pair in _PAIRS if all(is_given(record.get(name)) for name in pair)), None)
+
+
+def _prompt_messages(value: Any, name: str, media: Media) -> list[Message]:
+    if isinstance(value, list | tuple):
+        return read_messages(value, name, media)
+    role = "user" if name in _PROMPTS else "assistant"
+    return [Message(role, read_text(value, name))]
 
 
 def read_choices(value: Any, what: str) -> list[str]:
