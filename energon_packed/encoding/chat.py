@@ -9,7 +9,7 @@ Measuring and encoding share one path to the token ids, `_tokenize`, which takes
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -48,68 +48,6 @@ _VERSION = 7  # raise it when the same input gives other tokens
 _DATE_NOTE = "{# energon-packed: always the same date #}"  # in the digest since version 4
 _SPECIAL_IN_TEXT = 6
 """The version before special tokens in texts stayed text: an encoder that allows them gives the tokens of that one."""
-
-
-def dummy_sample(vision: "VisionFamily", tokenizer: TextTokenizer, image_token_id: int) -> EncodedSample | None:
-    """The placeholder of the family with the smallest image that its vision tower takes.
-
-    Args:
-        vision: the family; one that does not know its patch size has no dummy.
-        tokenizer: tokenizes the placeholder.
-        image_token_id: token that represents image features.
-
-    Returns:
-        A sample whose labels are all -100, or None.
-    """
-    if vision.undecided:
-        return None
-    pixels = vision.smallest()
-    placeholder = tokenizer.encode([vision.placeholder], [None], special=False).input_ids
-    ids, _ = expanded(placeholder, placeholder, image_token_id, pixels.runs)
-    return EncodedSample(
-        id="dummy image",
-        input_ids=ids,
-        labels=np.full(len(ids), IGNORE_INDEX, dtype=np.int64),
-        image_token_id=image_token_id,
-        pixel_values=pixels.values,
-        image_grid_thw=pixels.grids_tensor,
-        patch_positions=None if pixels.values is None else vision.patch_positions(pixels.grids),
-        vision_inputs=pixels.inputs,
-        token_type_ids=np.zeros(len(ids), dtype=np.int64) if vision.token_types else None,  # no attention of its own
-    )
-
-
-def encoder_digests(
-    tokenizer: TokenizerParts,
-    vision: VisionFamily | None,
-    *,
-    serialized: str,
-    allow_special_in_text: bool,
-    options: Mapping[str, Any],
-) -> Iterator[str]:
-    """Yield the hex digests of the data that an encoder reads: first its own.
-
-    It also reads data that was packed knowing nothing of images but how many tokens they take, and data of the version
-    before, whose texts hold special tokens rarely; lengths are checked sample by sample.
-
-    Args:
-        tokenizer, vision: of the encoder.
-        serialized: tokenizer.json as text.
-        allow_special_in_text: special tokens written in a text are control tokens.
-        options: others that decide tokens, as JSON types.
-    """
-    source = tokenizer.chat_template
-    parts = {
-        "tokenizer": serialized,
-        "special": tokenizer.special_tokens,
-        "template": None if source is None else source + _DATE_NOTE,
-        **options,
-    }
-    images = [vision.config(), vision.length_config()] if vision else [None]
-    versions = [_SPECIAL_IN_TEXT] if allow_special_in_text else [_VERSION, _SPECIAL_IN_TEXT]
-    for version, image in product(versions, images):
-        text = json.dumps({**parts, "version": version, "vision": image}, sort_keys=True, default=str)
-        yield hashlib.sha256(text.encode()).hexdigest()
 
 
 class ChatEncoder(Processor):
@@ -327,10 +265,27 @@ class ChatEncoder(Processor):
 
     @cached_property
     def dummy(self) -> EncodedSample | None:
-        """A minimal sample of one image without a target, for rows without images; None without a vision family."""
-        if self.vision is None or self.image_token_id is None:
+        """A minimal sample of one image without a target, for rows without images; None without a vision family, and for
+        one that does not know its patch size."""
+        vision, token = self.vision, self.image_token_id
+        if vision is None or token is None or vision.undecided:
             return None
-        return dummy_sample(self.vision, self.text_tokenizer, self.image_token_id)
+        pixels = vision.smallest()
+        placeholder = self.text_tokenizer.encode([vision.placeholder], [None], special=False).input_ids
+        ids, _ = expanded(placeholder, placeholder, token, pixels.runs)
+        return EncodedSample(
+            id="dummy image",
+            input_ids=ids,
+            labels=np.full(len(ids), IGNORE_INDEX, dtype=np.int64),
+            image_token_id=token,
+            pixel_values=pixels.values,
+            image_grid_thw=pixels.grids_tensor,
+            patch_positions=None if pixels.values is None else vision.patch_positions(pixels.grids),
+            vision_inputs=pixels.inputs,
+            token_type_ids=np.zeros(len(ids), dtype=np.int64)
+            if vision.token_types
+            else None,  # no attention of its own
+        )
 
     def fingerprint(self) -> str:
         """Hex digest of the tokenizer, its template, the image settings and `loss_on`."""
@@ -341,13 +296,23 @@ class ChatEncoder(Processor):
         return recorded in self._digests()
 
     def _digests(self) -> Iterator[str]:
-        return encoder_digests(
-            self.parts,
-            self.vision,
-            serialized=self.text_tokenizer.serialized,
-            allow_special_in_text=self.renderer.special is None,
-            options={"loss_on": self.renderer.loss_on},
-        )
+        """Yield the hex digests of the data that this encoder reads: first its own.
+
+        It also reads data that was packed knowing nothing of images but how many tokens they take, and data of the
+        version before, whose texts hold special tokens rarely; lengths are checked sample by sample.
+        """
+        source, vision = self.parts.chat_template, self.vision
+        parts = {
+            "tokenizer": self.text_tokenizer.serialized,
+            "special": self.parts.special_tokens,
+            "template": None if source is None else source + _DATE_NOTE,
+            "loss_on": self.renderer.loss_on,
+        }
+        images = [vision.config(), vision.length_config()] if vision else [None]
+        versions = [_SPECIAL_IN_TEXT] if self.renderer.special is None else [_VERSION, _SPECIAL_IN_TEXT]
+        for version, image in product(versions, images):
+            text = json.dumps({**parts, "version": version, "vision": image}, sort_keys=True, default=str)
+            yield hashlib.sha256(text.encode()).hexdigest()
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 

@@ -153,11 +153,11 @@ class TextTokenizer:
                 pieces[number] = self._held_tokenizer.encode(text, spans[number], special=special)
         if others:
             found = self.encode([texts[n] for n in others], [spans[n] for n in others], special=special)
-            for number, start, end in zip(others, found.cu_seqlens[:-1], found.cu_seqlens[1:], strict=True):
-                pieces[number] = (found.input_ids[start:end], found.covered[start:end])
+            bounds = found.cu_seqlens[1:-1]
+            columns = (np.split(found.input_ids, bounds), np.split(found.covered, bounds))
+            pieces |= dict(zip(others, zip(*columns, strict=True), strict=True))
         ids, covered = zip(*[pieces[number] for number in range(len(texts))], strict=True)
-        cu_seqlens = np.concatenate([[0], np.cumsum([len(one) for one in ids])]).astype(np.int64)
-        return TokenizedTexts(np.concatenate(ids), np.concatenate(covered), cu_seqlens)
+        return TokenizedTexts(np.concatenate(ids), np.concatenate(covered), _bounds(ids))
 
     def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:
         """(input_ids, cu_seqlens) as `Engine.encode`."""
@@ -182,9 +182,7 @@ class TextTokenizer:
             fast = self._ids([texts[number] for number in others], special)
             pieces |= dict(zip(others, np.split(fast[0], fast[1][1:-1]), strict=True))
         columns = [pieces[number] for number in range(len(texts))]
-        return np.concatenate(columns), np.concatenate([[0], np.cumsum([len(one) for one in columns])]).astype(
-            np.int64
-        )
+        return np.concatenate(columns), _bounds(columns)
 
     def _decide(self, texts: Sequence[str]) -> None:
         """Use fastokens if it gives the same ids as tokenizers for the texts of `engine_corpus` and for these.
@@ -286,6 +284,11 @@ class TextTokenizer:
         encoding = self.backend.encode(text, add_special_tokens=False)
         compare(text, ids, encoding.ids, special=False)
         return covered_by_offsets(encoding, spans)
+
+
+def _bounds(pieces: Sequence[Int64]) -> Int64:
+    """Boundaries of S arrays end to end, int64 (S+1,)."""
+    return np.concatenate([[0], np.cumsum([len(one) for one in pieces])]).astype(np.int64)
 
 
 def _filled(size: int, first: Int64, after: Int64) -> Bool:

@@ -61,7 +61,8 @@ class FolderLock:
             self._lock.acquire(timeout=_PATIENCE)
         except Timeout as error:
             raise ConfigError(
-                f"{self.folder} is being written by {self._owner()}; wait for it to end, or use another `output_dir`"
+                f"{self.folder} is being written by {_holder(self._work)}; wait for it to end, or use another "
+                "`output_dir`"
             ) from error
         except (NotImplementedError, OSError) as error:
             if isinstance(error, OSError) and error.filename is not None:  # the file cannot be opened
@@ -108,9 +109,6 @@ class FolderLock:
                 (self._work / _LOCK).unlink(missing_ok=True)
             for folder in self._made:
                 folder.rmdir()
-
-    def _owner(self) -> str:
-        return _holder(self._work)
 
 
 def lock_holder(folder: Path) -> str | None:

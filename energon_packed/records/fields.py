@@ -70,29 +70,12 @@ def parse_json(text: str | bytes) -> Any:
         orjson.JSONDecodeError: it is not JSON, is not UTF-8, or is nested too deeply.
     """
     value = orjson.loads(text)
-    if value.__class__ is dict and _is_text(value):
-        return value
     data = text.encode() if isinstance(text, str) else text
     if _has_long_number(data):
         value = _standard(text)
     if value.__class__ is dict and value.get("id").__class__ is float and len(repr(value["id"])) > _LONGEST_EXACT:
         value["id"] = _standard(text, parse_float=str)["id"]  # the digits as they are written
     return value
-
-
-def _is_text(record: dict[str, Any]) -> bool:
-    """Whether a record holds texts and lists of objects of texts, so no number: turns and an id, in most files."""
-    for value in record.values():
-        if value.__class__ is list:
-            for turn in value:
-                if turn.__class__ is not dict:
-                    return False
-                for one in turn.values():
-                    if one.__class__ is not str:
-                        return False
-        elif value.__class__ is not str:
-            return False
-    return True
 
 
 def _has_long_number(data: bytes) -> bool:
@@ -186,6 +169,19 @@ def _is_medium(value: Any) -> bool:
     return isinstance(value, bytes | bytearray) and len(value) > 0
 
 
+def shown(value: object) -> str:
+    """`repr` of a value for a message, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def read_list(value: Any, what: str) -> list[Any] | tuple[Any, ...]:
+    """A list; `what` names it in the error."""
+    if not isinstance(value, list | tuple):
+        raise RecordError(Reason.MISSING_FIELD, f"{what} must be a list, not {type(value).__name__}")
+    return value
+
+
 def read_text(value: Any, what: str) -> str:
     """A string; `what` names it in the error."""
     if not isinstance(value, str):
@@ -216,9 +212,7 @@ def joined_texts(record: Record, names: Sequence[str]) -> str:
 
 def read_objects(value: Any, what: str) -> list[Record]:
     """A non-empty list of objects."""
-    if not isinstance(value, list | tuple):
-        raise RecordError(Reason.MISSING_FIELD, f"{what} must be a list, not {type(value).__name__}")
-    if not value:
+    if not read_list(value, what):
         raise RecordError(Reason.EMPTY, f"{what} is an empty list")
     for entry in value:
         if not isinstance(entry, OBJECT):
@@ -271,11 +265,7 @@ def read_json_list(value: Any, what: str) -> list[Any] | None:
             value = parse_json(value)
         except orjson.JSONDecodeError as error:
             raise RecordError(Reason.MISSING_FIELD, f"{what} is not a JSON list: {error}") from error
-    if not value:
-        return None
-    if not isinstance(value, list | tuple):
-        raise RecordError(Reason.MISSING_FIELD, f"{what} must be a list, not {type(value).__name__}")
-    return list(value)
+    return list(read_list(value, what)) if value else None
 
 
 def read_number(value: Any, what: str, kind: type[Any]) -> Any:

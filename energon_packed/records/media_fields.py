@@ -74,7 +74,8 @@ class Media:
     def add_inline(self, value: Any) -> None:
         """An image of a content part; Anthropic's has `{"type": "base64", "media_type", "data"}` as its source."""
         if isinstance(value, Mapping) and value.get("type") == "base64":
-            value = _data_url(value.get("data"), str(value.get("media_type")))
+            data, kind = value.get("data"), str(value.get("media_type"))
+            value = data if isinstance(data, bytes) else _data_url(data, kind)
         elif isinstance(value, Mapping) and value.get("type") == "url":
             value = value.get("url")
         self.unused_fields.update(_unused(value))
@@ -188,7 +189,7 @@ def _read_videos(record: Record, root: str | None) -> list[list[MediaReference]]
     for key, remedy in _UNSUPPORTED.items():
         if _names_media(record.get(key)):
             raise _unsupported(f"the field {key} is not supported; {remedy}")
-    given = [key for key in _VIDEO_FIELDS if _is_given(record.get(key))]
+    given = [key for key in _VIDEO_FIELDS if not isinstance(record.get(key), bool) and is_given(record.get(key))]
     if len(given) > 1:
         raise _unsupported("both video and videos are given; use one")
     if not given:
@@ -202,11 +203,6 @@ def _read_videos(record: Record, root: str | None) -> list[list[MediaReference]]
     if any(isinstance(frame, list | tuple) for frames in videos for frame in frames) or not all(videos):
         raise _unsupported(f"{given[0]} must be a list of frames for each {VIDEO_PLACEHOLDER}, none of them empty")
     return [[MediaReference.from_value(frame, root) for frame in frames] for frames in videos]
-
-
-def _is_given(value: Any) -> bool:
-    """Neither missing nor empty; a bool says that the images are frames, as our own formats do."""
-    return value is not None and not isinstance(value, bool) and (not hasattr(value, "__len__") or len(value) > 0)
 
 
 def _names_media(value: Any) -> bool:

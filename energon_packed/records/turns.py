@@ -43,6 +43,7 @@ from energon_packed.records.fields import (
     parse_json,
     read_objects,
     read_text,
+    shown,
     unused_fields,
 )
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
@@ -146,14 +147,14 @@ def read_tool_calls(value: Any, what: str) -> list[dict[str, Any]]:
     calls = [calls] if isinstance(calls, OBJECT) else calls
     if not isinstance(calls, list | tuple) or not calls:
         raise RecordError(
-            Reason.MISSING_FIELD, f"{what} is {_short(value)}; use a list of calls with a name and arguments"
+            Reason.MISSING_FIELD, f"{what} is {shown(value)}; use a list of calls with a name and arguments"
         )
     return [_call(call, what) for call in calls]
 
 
 def _call(call: Any, what: str) -> dict[str, Any]:
     if not isinstance(call, OBJECT):
-        raise RecordError(Reason.MISSING_FIELD, f"a call of {what} is {_short(call)}, not an object")
+        raise RecordError(Reason.MISSING_FIELD, f"a call of {what} is {shown(call)}, not an object")
     function = call.get("function")
     if isinstance(function, OBJECT):
         _check_keys(call, _CALL)
@@ -176,7 +177,7 @@ def _check_keys(call: Record, known: frozenset[str]) -> None:
 def _function(function: Record, what: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise RecordError(Reason.MISSING_FIELD, f"a call of {what} has no name: {_short(function)}")
+        raise RecordError(Reason.MISSING_FIELD, f"a call of {what} has no name: {shown(function)}")
     given = [key for key in ("arguments", "parameters") if function.get(key) not in (None, "", {}, [])]
     if len(given) > 1:
         raise RecordError(Reason.UNSUPPORTED_FIELD, f"a call of {name} has arguments and parameters; keep arguments")
@@ -184,7 +185,7 @@ def _function(function: Record, what: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = _parsed_json(arguments, f"arguments of {name}")
     if not isinstance(arguments, Mapping):
-        raise RecordError(Reason.BAD_JSON, f"arguments of {name} are {_short(arguments)}; use a JSON object")
+        raise RecordError(Reason.BAD_JSON, f"arguments of {name} are {shown(arguments)}; use a JSON object")
     return {"name": name, "arguments": dict(arguments)}
 
 
@@ -192,14 +193,9 @@ def _parsed_json(text: str, what: str) -> Any:
     try:
         value = parse_json(text)
     except orjson.JSONDecodeError as error:
-        raise RecordError(Reason.BAD_JSON, f"{what} is not JSON: {error}; it begins with {_short(text)}") from error
+        raise RecordError(Reason.BAD_JSON, f"{what} is not JSON: {error}; it begins with {shown(text)}") from error
     check_writable(value, what)
     return value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def read_parts(parts: Iterable[Any], media: Media) -> str:

@@ -34,6 +34,7 @@ from energon_packed.records.fields import (
     Record,
     is_given,
     one_text,
+    read_list,
     read_objects,
     read_text,
     read_tokens,
@@ -89,9 +90,7 @@ class SentencesImages(Shape):
 
     def read(self, record: Record, media: Media) -> Draft:
         """The document."""
-        sentences = record[self.key]
-        if not isinstance(sentences, list | tuple):
-            raise RecordError(Reason.MISSING_FIELD, f"text_list must be a list, not {type(sentences).__name__}")
+        sentences = read_list(record[self.key], self.key)
         pieces = [[read_text(sentence, "a sentence of text_list")] for sentence in sentences]
         placed = []
         for info in read_objects(record["image_info"], "image_info") if is_given(record.get("image_info")) else []:

@@ -25,8 +25,6 @@ A conversation in one text: glaive-function-calling-v2.
 Glaive writes them. `<|endoftext|>` at the end of a turn is dropped: the chat template writes its own.
 """
 
-import base64
-import binascii
 import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -41,6 +39,7 @@ from energon_packed.records.fields import (
     is_given,
     key_names,
     read_json_list,
+    read_list,
     read_objects,
     read_text,
     unused_fields,
@@ -77,10 +76,7 @@ def read_turn_list(value: Any, key: str) -> Any:
     Raises:
         RecordError: `missing_field`, for another type.
     """
-    turns = read_json_list(value, key) or [] if isinstance(value, str) else value
-    if not isinstance(turns, list | tuple):
-        raise RecordError(Reason.MISSING_FIELD, f"{key} must be a list, not {type(turns).__name__}")
-    return turns
+    return read_json_list(value, key) or [] if isinstance(value, str) else read_list(value, key)
 
 
 class Alternating(Shape):
@@ -181,19 +177,10 @@ def _part(part: Record, media: Media) -> str:
     if not str(kind).startswith("image/"):
         raise RecordError(Reason.UNSUPPORTED_MEDIA, f"a part of type {kind}; only text and images are supported")
     if is_given(medium.get("data")):
-        media.add_inline(_decoded(medium["data"]))
+        media.add_inline({"type": "base64", "media_type": kind, "data": medium["data"]})
     else:
         media.add_inline(medium.get("file_uri") or medium.get("fileUri"))
     return IMAGE_PLACEHOLDER
-
-
-def _decoded(data: Any) -> bytes:
-    if isinstance(data, bytes):
-        return data
-    try:
-        return base64.b64decode(read_text(data, "data of a part"), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RecordError(Reason.CORRUPT_IMAGE, f"data of a part is not base64: {error}") from error
 
 
 class Transcript(Shape):
