@@ -159,7 +159,7 @@ PLACES = {
     "tokens_size": "pipeline.kept_tokens:tokens_size",
     "write_tokens": "pipeline.kept_tokens:write_tokens",
     "parse_part": "pipeline.parse:parse_part",
-    "available_cores": "pipeline.processes:available_cores",
+    "available_cores": "system:available_cores",
     "parse_seq_len": "pipeline.parse:parse_seq_len",
     "parse_size": "pipeline.parse:parse_size",
     "prefix_of": "pipeline.parse:prefix_of",

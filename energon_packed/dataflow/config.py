@@ -12,11 +12,10 @@ from energon_packed.encoding.settings import IMAGES
 from energon_packed.errors import ConfigError, SourceError
 from energon_packed.foreign import read_yaml
 from energon_packed.options import declared_again, make, option, short
-from energon_packed.pipeline.config_file import read_config
+from energon_packed.pipeline.config_file import read_config, translated
 from energon_packed.pipeline.options import INPUT, PACKING, RUN, PackOptions, RejectOptions
 from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.training_names import translated
 from energon_packed.sources import SourceConfig
 
 _STRATEGY_OF = {"bfd": "best_fit", "ffd": "first_fit"}

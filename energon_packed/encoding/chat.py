@@ -282,9 +282,7 @@ class ChatEncoder(Processor):
             image_grid_thw=pixels.grids_tensor,
             patch_positions=None if pixels.values is None else vision.patch_positions(pixels.grids),
             vision_inputs=pixels.inputs,
-            token_type_ids=np.zeros(len(ids), dtype=np.int64)
-            if vision.token_types
-            else None,  # no attention of its own
+            token_type_ids=np.zeros(len(ids), dtype=np.int64) if vision.token_types else None,  # no attention
         )
 
     def fingerprint(self) -> str:

@@ -240,7 +240,7 @@ def _signals_held() -> Iterator[None]:
 
 
 class Engine(ABC):
-    """Where tasks run. Two required methods."""
+    """Where tasks run. One required method."""
 
     @abstractmethod
     def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Generator[Result, None, None]:
@@ -250,9 +250,8 @@ class Engine(ABC):
         generator (`contextlib.closing`), which ends the tasks that still run.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release what the engine holds; the tasks that still run end."""
+    def close(self) -> None:  # noqa: B027
+        """Release what the engine holds; the tasks that still run end. By default nothing is held."""
 
 
 class LocalEngine(Engine):
@@ -283,6 +282,3 @@ class LocalEngine(Engine):
                 yield function(task)
             except MemoryError as error:
                 raise WorkerDied(out_of_memory("this process", label(task))) from error
-
-    def close(self) -> None:
-        """Nothing is held: each run ends its own processes."""

@@ -28,10 +28,10 @@ from energon_packed.pipeline.parse import (
     part_suffix,
     prefix_of,
 )
-from energon_packed.pipeline.processes import available_cores
 from energon_packed.pipeline.rejects import RejectLimits
 from energon_packed.records import Adapter, FieldMap
 from energon_packed.sources import SourceConfig
+from energon_packed.system import available_cores
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
 Options = TypeVar("Options", bound="InputOptions")

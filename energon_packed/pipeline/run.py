@@ -32,51 +32,8 @@ from energon_packed.shards import PackingManifest
 from energon_packed.sources import Source
 
 _log = logging.getLogger(__name__)
-_REMEDY = "run again"
-_Stat = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class InputState:
-    """Of all input files, and of the copies that are read in place of some.
-
-    Attributes:
-        files: bytes and time of the last change (ns) by path.
-    """
-
-    files: dict[Path, _Stat]
-
-    @classmethod
-    def of(cls, sources: Sequence[Source]) -> "InputState":
-        """The state at this moment.
-
-        Raises:
-            OSError: a file cannot be found.
-        """
-        return cls({path: _stat(path) for source in sources for path in (source.path, source.data)})
-
-    def check(self, remedy: str) -> None:
-        """Refuse a file that has changed since: what was measured is not what is read now.
-
-        Args:
-            remedy: how to go on.
-
-        Raises:
-            SourceError: it names the file and both sizes.
-        """
-        for path, (size, changed) in self.files.items():
-            try:
-                found = _stat(path)
-            except OSError as error:
-                raise SourceError(f"{path} is gone while it is packed: {error.strerror}; {remedy}") from error
-            if found != (size, changed):
-                what = f"from {size} to {found[0]} bytes" if found[0] != size else f"its {size} bytes are others"
-                raise SourceError(f"{path} changed while it was packed ({what}); let its writer finish, and {remedy}")
-
-
-def _stat(path: Path) -> _Stat:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+Stamps = dict[Path, tuple[int, int]]
+"""Bytes and time of the last change (ns) of files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +103,7 @@ def pack(
 def _run(options: PackOptions, space: Workspace, lock: FolderLock, progress: Progress) -> PackResult:
     reader = open_reader(options, space.work, options.part)
     space.check_inputs(source.path for source in reader.sources)
-    inputs = InputState.of(reader.sources)
+    inputs = _stamps(reader.sources)
     keys = make_keys(options, reader.sources, options.part)
     log_notices(options.encoder_loader)
     if not options.resume:
@@ -157,7 +114,7 @@ def _run(options: PackOptions, space: Workspace, lock: FolderLock, progress: Pro
         return _stages(state, inputs, keys, lock)
 
 
-def _stages(state: RunState, inputs: InputState, keys: Keys, lock: FolderLock) -> PackResult:
+def _stages(state: RunState, inputs: Stamps, keys: Keys, lock: FolderLock) -> PackResult:
     options, progress, space, reader = state.options, state.progress, state.space, state.reader
     for source in reader.sources:
         _log.info("reads %s", source.path)
@@ -203,8 +160,38 @@ def _stages(state: RunState, inputs: InputState, keys: Keys, lock: FolderLock) -
     )
 
 
+def _stamps(sources: Sequence[Source]) -> Stamps:
+    """Size and time of all input files, and of the copies that are read in place of some."""
+    return {path: _stamp(path) for source in sources for path in (source.path, source.data)}
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _check_unchanged(inputs: Stamps) -> None:
+    """Refuse a file that has changed since: what was measured is not what is read now.
+
+    Raises:
+        SourceError: it names the file and both sizes.
+    """
+    for path, before in inputs.items():
+        try:
+            found = _stamp(path)
+        except OSError as error:
+            raise SourceError(f"{path} is gone while it is packed: {error.strerror}; run again") from error
+        if found != before:
+            what = (
+                f"from {before[0]} to {found[0]} bytes"
+                if found[0] != before[0]
+                else f"its {before[0]} bytes are others"
+            )
+            raise SourceError(f"{path} changed while it was packed ({what}); let its writer finish, and run again")
+
+
 @contextmanager
-def _watched(inputs: InputState, space: Workspace, keys: Keys) -> Iterator[None]:
+def _watched(inputs: Stamps, space: Workspace, keys: Keys) -> Iterator[None]:
     """Refuse what a stage has read, and forget it, where the input changed meanwhile.
 
     That it changed explains most errors of a stage, too.
@@ -213,9 +200,9 @@ def _watched(inputs: InputState, space: Workspace, keys: Keys) -> Iterator[None]
         try:
             yield
         except (EnergonPackedError, OSError):
-            inputs.check(_REMEDY)
+            _check_unchanged(inputs)
             raise
-        inputs.check(_REMEDY)
+        _check_unchanged(inputs)
     except SourceError:
         space.forget(keys.measure, keys.write)
         raise

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from energon_packed.pipeline.plan import Plan, kept_tokens
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.table import RecordRefs, RecordTable
-from energon_packed.records import Conversation, MediaReference
+from energon_packed.records import Conversation
 from energon_packed.shards.files import write_whole
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
@@ -113,8 +113,8 @@ class ShardWriter:
             conversation = self.reader.read(source, place.address, place.size)
             ident = self.reader.default_id(source, row) if conversation.id is None else conversation.id
             if conversation.images:
-                read = _read_all(conversation.images)
-                positions = tuple(_read_all(conversation.patch_positions))
+                read = [image.read() for image in conversation.images]
+                positions = tuple([file.read() for file in conversation.patch_positions])
                 found = sum([len(data) for data in (*read, *positions)])
                 if found != place.media_bytes:
                     raise self._changed(source, row, f"its media has {found} bytes, not {place.media_bytes}")
@@ -168,10 +168,6 @@ class _Place(NamedTuple):
 def _places(records: RecordRefs) -> Iterator[_Place]:
     columns = [getattr(records, name).tolist() for name in _Place._fields[1:]]
     return map(_Place, itertools.count(), *columns)
-
-
-def _read_all(media: Sequence[MediaReference]) -> list[bytes]:
-    return [one.read() for one in media]
 
 
 def finished_shard(task: ShardTask) -> ShardSummary | None:
