@@ -79,8 +79,8 @@ class DataflowConfig(RejectOptions):
     work_dir: Path | None = option(None, help="Folder for measurements.", group=RUN, flags=())
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("dataset_path", "packing_length", "processor_config")}
-        given["packing_strategy"] = self.packing_strategy
+        names = ("dataset_path", "packing_length", "processor_config", "packing_strategy")
+        given = {name: getattr(self, name) for name in names}
         defaults = {one.name: one.default for one in fields(self)}
         for name, value in translated(given).items():
             own = getattr(self, name)

@@ -265,8 +265,10 @@ class ChatEncoder(Processor):
 
     @cached_property
     def dummy(self) -> EncodedSample | None:
-        """A minimal sample of one image without a target, for rows without images; None without a vision family, and for
-        one that does not know its patch size."""
+        """A minimal sample of one image without a target, for rows without images.
+
+        None without a vision family, and for a family that does not know its patch size.
+        """
         vision, token = self.vision, self.image_token_id
         if vision is None or token is None or vision.undecided:
             return None

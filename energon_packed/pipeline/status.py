@@ -1,7 +1,7 @@
 """`run_status`: how far a run in an output folder is, without touching it."""
 
 import glob
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -68,10 +68,9 @@ def _status(folder: Path) -> RunStatus:
     )
     if manifest is None:
         return found
-    return RunStatus(
-        output_dir=folder,
+    return replace(
+        found,
         stage="done",
-        running=found.running,
         measured=measured or manifest.records,
         shards=len(manifest.shards),
         packs=manifest.packs,

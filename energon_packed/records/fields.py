@@ -70,12 +70,29 @@ def parse_json(text: str | bytes) -> Any:
         orjson.JSONDecodeError: it is not JSON, is not UTF-8, or is nested too deeply.
     """
     value = orjson.loads(text)
+    if value.__class__ is dict and _is_text(value):
+        return value
     data = text.encode() if isinstance(text, str) else text
     if _has_long_number(data):
         value = _standard(text)
     if value.__class__ is dict and value.get("id").__class__ is float and len(repr(value["id"])) > _LONGEST_EXACT:
         value["id"] = _standard(text, parse_float=str)["id"]  # the digits as they are written
     return value
+
+
+def _is_text(record: dict[str, Any]) -> bool:
+    """Whether a record holds texts and lists of objects of texts, so no number: turns and an id, in most files."""
+    for value in record.values():
+        if value.__class__ is list:
+            for turn in value:
+                if turn.__class__ is not dict:
+                    return False
+                for one in turn.values():
+                    if one.__class__ is not str:
+                        return False
+        elif value.__class__ is not str:
+            return False
+    return True
 
 
 def _has_long_number(data: bytes) -> bool:

@@ -187,7 +187,7 @@ def _images_per_turn(value: Any) -> list[int] | None:
 
 def _read_videos(record: Record, root: str | None) -> list[list[MediaReference]]:
     for key, remedy in _UNSUPPORTED.items():
-        if _names_media(record.get(key)):
+        if isinstance(value := record.get(key), str | bytes | list | tuple | Mapping) and len(value) > 0:
             raise _unsupported(f"the field {key} is not supported; {remedy}")
     given = [key for key in _VIDEO_FIELDS if not isinstance(record.get(key), bool) and is_given(record.get(key))]
     if len(given) > 1:
@@ -203,10 +203,6 @@ def _read_videos(record: Record, root: str | None) -> list[list[MediaReference]]
     if any(isinstance(frame, list | tuple) for frames in videos for frame in frames) or not all(videos):
         raise _unsupported(f"{given[0]} must be a list of frames for each {VIDEO_PLACEHOLDER}, none of them empty")
     return [[MediaReference.from_value(frame, root) for frame in frames] for frames in videos]
-
-
-def _names_media(value: Any) -> bool:
-    return isinstance(value, str | bytes | list | tuple | Mapping) and len(value) > 0
 
 
 def _is_file(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Record shapes, one file each, tried in this order; the first that matches reads the record.
+"""Record shapes, tried in this order; the first that matches reads the record.
 
     messages           {"messages": [{"role", "content": "... <image> ..." or typed parts}], "images": [...]}
     sharegpt           {"conversations" or "conversation": [{"from", "value"}], "images": [...]}
@@ -21,7 +21,6 @@ A new shape is one subclass of `Shape` with `@register_shape`.
 """
 
 import re
-from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.fields import OBJECT, Record, check_preference, key_names
@@ -91,7 +90,9 @@ def shape_of(record: Record) -> Shape:
 
 def _hint(record: Record) -> str:
     """What the record may be: records in a list, or texts that a `map` can name."""
-    lists = [name for name, value in record.items() if isinstance(value, list) and value and _is_object(value[0])]
+    lists = [
+        name for name, value in record.items() if isinstance(value, list) and value and isinstance(value[0], OBJECT)
+    ]
     if lists:
         return f"; if {' or '.join(lists)} is the list of records, write it alone to a file"
     texts = {name: value for name, value in record.items() if isinstance(value, str) and not _NO_TEXT.fullmatch(name)}
@@ -99,10 +100,6 @@ def _hint(record: Record) -> str:
     turns = [name for name in texts if name not in images]
     image = f",image={images[0]}" if images else ""
     return f"; try `map=user={turns[0]},assistant={turns[1]}{image}`" if len(turns) > 1 else ""
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, OBJECT)
 
 
 __all__ = ["SHAPES", "Draft", "Shape", "register_shape", "shape_of"]
