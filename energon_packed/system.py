@@ -18,6 +18,13 @@ _REMEDIES = {
 _OF_THE_DISK = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EINTR, errno.EAGAIN, errno.EBUSY)
 
 
+def available_cores() -> int:
+    """Cores that this process may run on; on systems that cannot tell (macOS), all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def described(error: OSError) -> str:
     """`file: what failed; remedy` in one line, for a message to the user."""
     what = f"{error.filename or 'input or output'}: {error.strerror or error}"

@@ -102,7 +102,6 @@ def against_trl(report: Report, work: Path) -> None:
         capacity = int(name.rsplit("@")[1])
         seconds = median_seconds(lambda lengths=lengths, c=capacity: pack_lengths(lengths, c), 5)
         plan = pack_lengths(lengths, capacity)
-        best = pack_lengths(lengths, capacity, algorithm="best")
         bound = -(-plan.tokens // capacity)
         hard = name.startswith(("near half", "long tail"))
         report.add(f"{name}: speedup over TRL", peer[name]["seconds"] / seconds, "x", ">= 80", seconds=seconds)
@@ -110,7 +109,6 @@ def against_trl(report: Report, work: Path) -> None:
         report.add(
             f"{name}: packs above the lower bound", 100 * (plan.num_packs / bound - 1), "%", "" if hard else "<= 0.02"
         )
-        report.add(f"{name}: packs of `best` in excess of bfd", best.num_packs - plan.num_packs, "", "<= 0")
 
 
 def against_sort(report: Report) -> None:
@@ -132,7 +130,6 @@ def main() -> None:
     options = arguments(__doc__, "planner").parse_args()
     report = Report("planner", options.json)
     pack_lengths([1, 2], 4)  # compile
-    pack_lengths([1, 2], 4, algorithm="best")
     against_trl(report, options.work)
     against_sort(report)
     report.finish()

@@ -48,18 +48,15 @@ def run_measure(source: Path, tokenizer: Path, workers: int) -> dict[str, float]
     from energon_packed import DataflowConfig
     from energon_packed.pipeline.engine import LocalEngine
     from energon_packed.pipeline.measure import MeasureStage
-    from energon_packed.pipeline.progress import Progress
     from energon_packed.pipeline.reader import open_reader
 
     config = DataflowConfig(dataset_path=str(source), packing_length=_SEQ_LEN, processor_config=str(tokenizer))
     folder = Path(tempfile.mkdtemp())
     stage = MeasureStage(
-        folder=folder,
+        options=config,
         reader=open_reader(config, folder),
-        encoder=config.encoder_loader,
+        folder=folder,
         engine=LocalEngine(max(1, workers)),
-        progress=Progress(),
-        counters={"measured": 0, "tokenized": 0, "reused": 0},
         keep_tokens=False,
     )
     config.encoder_loader.load().text_tokenizer.load_fast()
@@ -93,7 +90,7 @@ def run_stream(source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
 
 def child(what: str, source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
     """One run in a new process."""
-    from energon_packed.pipeline.worker import ONE_THREAD
+    from energon_packed.pipeline.engine import ONE_THREAD
 
     command = [sys.executable, __file__, "--child", what, source, tokenizer, workers]
     environment = {**os.environ, **ONE_THREAD}

@@ -16,7 +16,7 @@ from energon_packed.encoding.vision import ambiguous
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import Check, verify
 from energon_packed.metadatasets import read_metadataset
-from energon_packed.pipeline.processes import available_cores
+from energon_packed.system import available_cores
 
 
 @click.command(name="verify", cls=GroupedCommand)

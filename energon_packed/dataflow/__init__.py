@@ -9,13 +9,12 @@ distributors/     which items a rank and worker reads; share.py: worker shards o
 stream_steps.py   steps of a stream, position in each worker shard; worker_stream.py: one worker shard
 packers/          which samples share a row
 balance.py        BalancedSampler: the ranks of a step get rows of similar cost
-process.py        items to encoded samples; encode.py: packs to encoded samples
+process.py        items and packs to encoded samples
 torch_loader.py   DataflowLoader: the roles under torch; torch_options.py, torch_workers.py, worker_errors.py
 transport.py      how batches travel from worker processes: small tensors as bytes, several steps in one message
 config.py         DataflowConfig: raw records, for the next two; work_folder.py: its temporary folder
 packed_iterable.py  PackedIterableDataset: packed on the fly
 planned_dataset.py  plan_in_memory: planned at start, map-style
-raw_loader.py     get_raw_loader: one of these two, by `streaming`
 joint_loader.py   JointLoader: several loaders, one state
 order_log.py      the samples of each step, and the check of all steps; replay.py: the samples of a later step
 metrics.py        FlowMetrics
@@ -47,7 +46,7 @@ from energon_packed.dataflow.distributors import (
 from energon_packed.dataflow.energon import LoaderConfig, PackedLoader, PackedTaskEncoder, get_packed_loader
 from energon_packed.dataflow.joint_loader import JointLoader
 from energon_packed.dataflow.metrics import FlowMetrics
-from energon_packed.dataflow.packed_iterable import PackedIterableDataset
+from energon_packed.dataflow.packed_iterable import PackedIterableDataset, get_raw_loader
 from energon_packed.dataflow.packers import (
     BalancedPoolPacker,
     Packer,
@@ -57,7 +56,6 @@ from energon_packed.dataflow.packers import (
     SimpleBatcher,
 )
 from energon_packed.dataflow.planned_dataset import PlannedDataset, plan_in_memory
-from energon_packed.dataflow.raw_loader import get_raw_loader
 from energon_packed.dataflow.share import Share
 from energon_packed.dataflow.state import gather_state
 from energon_packed.dataflow.steps import steps_per_epoch

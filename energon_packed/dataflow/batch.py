@@ -10,7 +10,7 @@ from megatron.energon import Batch, edataclass
 
 from energon_packed.dataflow.transport import send_by_value
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample, SampleSource
-from energon_packed.encoding.vision_inputs import VisionInputs
+from energon_packed.encoding.image_runs import VisionInputs
 from energon_packed.errors import BatchError
 
 

@@ -1,5 +1,16 @@
-"""Collators combine encoded samples into one padding-free row. Subclasses implement `collate`."""
+"""Collators combine encoded samples into one padding-free row. Subclasses implement `collate`.
 
+DummyImages: which rows without images get a dummy image, so that the vision tower runs on every rank.
+
+    rank 0   |-- text --|-- image --|             forward and backward through the vision tower
+    rank 1   |-- text --|-- text --|(dummy)       the same collective operations, with zero gradient
+
+DDP and FSDP reduce gradients, and FSDP gathers weights, in operations that every rank must take part in. A rank whose
+row has no image skips the vision tower, and the others wait for it. The dummy is the row's tail segment: padding with
+its own boundaries, without a target.
+"""
+
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import reduce
@@ -10,16 +21,88 @@ import numpy.typing as npt
 import torch
 
 from energon_packed.dataflow.batch import PackedBatch
-from energon_packed.dataflow.dummy_images import DummyChoice, DummyImages
 from energon_packed.dataflow.features import from_features, is_features
+from energon_packed.dataflow.process_group import group_place, has_group, launched_processes
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
-from energon_packed.encoding.vision_inputs import VisionInputs
+from energon_packed.encoding.image_runs import VisionInputs
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
 PACK = "pack"  # column of the samples in rows of `PackedDataset.to_hf()`
 LossWeighting = Literal["token", "sample", "sqrt"]
 _EXPONENT: dict[str, float] = {"token": 0.0, "sample": 1.0, "sqrt": 0.5}
+_log = logging.getLogger(__name__)
+DummyChoice = Literal["auto", "always", "never"]
+DUMMY_CHOICES: tuple[DummyChoice, ...] = ("auto", "always", "never")
+
+
+class DummyImages:
+    """Decides for each row; the dummy is that of the row's samples, or one that is given.
+
+    Args:
+        choice: `auto` (several ranks train), `always`, `never`, or the dummy: `encoder.dummy`.
+
+    Raises:
+        ConfigError: an unknown choice, or a dummy without an image.
+    """
+
+    def __init__(self, choice: "DummyChoice | EncodedSample") -> None:
+        given = choice if isinstance(choice, EncodedSample) else None
+        if given is None and choice not in DUMMY_CHOICES:
+            raise ConfigError(f"`dummy_images` is {choice!r}; use {', '.join(DUMMY_CHOICES)}, or `encoder.dummy`")
+        if given is not None and given.num_images == 0:
+            raise ConfigError("`dummy_images` is a sample without an image; pass `encoder.dummy` of a vision encoder")
+        self._given = given
+        self._choice = choice
+        self._warned = False
+        self._several = several_ranks()  # workers that are spawned do not know the process group
+
+    def known(self, samples: Sequence[EncodedSample]) -> EncodedSample | None:
+        """The dummy that rows such as this one get where they have no image; None where they get none.
+
+        Raises:
+            BatchError: `always`, and no sample is of a vision encoder.
+        """
+        if self._choice == "never":
+            return None
+        dummy = self._given or next((one.dummy for one in samples if one.dummy is not None), None)
+        if dummy is not None and self._choice == "auto" and not (self._several or several_ranks()):
+            return None
+        if dummy is None and self._choice == "always":
+            raise BatchError(
+                "`dummy_images` is 'always', but the samples do not come from an encoder with a vision family; "
+                "pass `dummy_images=encoder.dummy`"
+            )
+        return dummy
+
+    def fitting(self, dummy: EncodedSample | None, room: int | None) -> EncodedSample | None:
+        """The dummy, where the row has room for it; with `auto`, a row without room has a warning in its place.
+
+        Args:
+            dummy: as `known` gives it.
+            room: tokens that the row may still get; None where there is no limit, negative where it is too long.
+
+        Raises:
+            BatchError: no room, and the choice is not `auto`.
+        """
+        if dummy is None or room is None or room < 0 or len(dummy) <= room:
+            return dummy
+        why = (
+            f"a row without images has room for {room} tokens up to `pad_to`, and the dummy image with which all "
+            f"ranks run the vision tower takes {len(dummy)}: set `pad_to` to at least `seq_len` + {len(dummy)}, "
+            "or pack with a smaller `seq_len`"
+        )
+        if self._choice != "auto":
+            raise BatchError(f"{why}, or set `dummy_images` to 'never'")
+        if not self._warned:
+            self._warned = True
+            _log.warning("%s; ranks may wait for each other (DDP, FSDP)", why)
+        return None
+
+
+def several_ranks() -> bool:
+    """Whether several processes train."""
+    return (group_place()[1] if has_group() else launched_processes()) > 1
 
 
 class Collator(ABC):

@@ -12,14 +12,13 @@ from energon_packed.encoding.settings import IMAGES
 from energon_packed.errors import ConfigError, SourceError
 from energon_packed.foreign import read_yaml
 from energon_packed.options import declared_again, make, option, short
-from energon_packed.pipeline.config_file import read_config
+from energon_packed.pipeline.config_file import read_config, translated
 from energon_packed.pipeline.options import INPUT, PACKING, RUN, PackOptions, RejectOptions
 from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.training_names import translated
 from energon_packed.sources import SourceConfig
 
-_STRATEGY_OF = {"bfd": "best_fit", "ffd": "first_fit", "best": "best_fit"}
+_STRATEGY_OF = {"bfd": "best_fit", "ffd": "first_fit"}
 AUTO = "auto"
 
 
@@ -80,8 +79,8 @@ class DataflowConfig(RejectOptions):
     work_dir: Path | None = option(None, help="Folder for measurements.", group=RUN, flags=())
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("dataset_path", "packing_length", "processor_config")}
-        given["packing_strategy"] = self.packing_strategy
+        names = ("dataset_path", "packing_length", "processor_config", "packing_strategy")
+        given = {name: getattr(self, name) for name in names}
         defaults = {one.name: one.default for one in fields(self)}
         for name, value in translated(given).items():
             own = getattr(self, name)

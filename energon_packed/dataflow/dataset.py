@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 
 from energon_packed.dataflow.blend import by_weight, drawn, least_used, packs_of_epoch
-from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.failures import verify_tells
 from energon_packed.dataflow.hf_dataset import hf_dataset
 from energon_packed.dataflow.manifests import LoadedSplit, loaded_splits, processor_for
 from energon_packed.dataflow.opened import digests_of
+from energon_packed.dataflow.process import encode_pack
 from energon_packed.dataflow.resharding import refuse_dispatch
 from energon_packed.dataflow.trust import check_blend_trusted
 from energon_packed.encoding import EncodedSample, Processor, SampleSource

@@ -8,16 +8,17 @@ import torch
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator
 from energon_packed.dataflow.config import DataflowConfig
+from energon_packed.dataflow.distributors.map import MapDistributor
 from energon_packed.dataflow.distributors.records import RecordDistributor
 from energon_packed.dataflow.failures import FailureLog
+from energon_packed.dataflow.planned_dataset import plan_in_memory
 from energon_packed.dataflow.resharding import refuse_dispatch, refuse_second_split
 from energon_packed.dataflow.share import place_of
 from energon_packed.dataflow.torch_loader import DataflowLoader, Position
 from energon_packed.dataflow.work_folder import work_folder
-from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
+from energon_packed.pipeline.encoders import prepare_workers
 from energon_packed.pipeline.keys import make_keys
-from energon_packed.pipeline.measure import WORTH_COMPARING
 from energon_packed.pipeline.reader import open_reader
 
 
@@ -55,14 +56,11 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         config.check_format(reader)
         self.config = config
         self._place = (rank, world_size)
-        encoder = config.encoder_loader.load()
-        chunks = sum(len(source.chunks()) for source in reader.sources)
-        if isinstance(encoder, ChatEncoder) and chunks >= WORTH_COMPARING:  # workers inherit the tokenizer engine
-            encoder.text_tokenizer.load_fast()
+        prepare_workers(config.encoder_loader, sum(len(source.chunks()) for source in reader.sources))
         fingerprint = make_keys(config, reader.sources, None).input
         self.loader = DataflowLoader(
             RecordDistributor(reader, shuffle=config.shuffle, fingerprint=fingerprint),
-            encoder,
+            config.encoder_loader.load(),
             config.packer(),
             collator,
             num_workers=num_workers,
@@ -114,3 +112,41 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `DataflowLoader.load_state_dict`."""
         self.loader.load_state_dict(state)
+
+
+def get_raw_loader(
+    config: DataflowConfig,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    num_workers: int = 0,
+    collator: Collator | None = None,
+    **options: Any,
+) -> DataflowLoader:
+    """Raw records as batches of one row each, the same way from either form.
+
+        loader = get_raw_loader(DataflowConfig.from_yaml("train.yaml"), num_workers=4)
+
+    With `streaming: true` it is the loader of a `PackedIterableDataset`; with `streaming: false`, a
+    `MapDistributor` over `plan_in_memory`, whose length is known. Its `failures` has the counts and rows of the
+    rejected records in both forms.
+
+    Args:
+        config: what is read, and how it is packed.
+        rank, world_size: data-parallel place; by default from torch.distributed.
+        num_workers: worker processes.
+        collator: makes the batch; by default PaddingFreeCollator.
+        options: other options of `DataflowLoader`, such as `order_log`; `seed` and `max_failures` are of the config.
+
+    Raises:
+        ConfigError, SourceError, RejectLimitError: as those two.
+    """
+    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "num_workers": num_workers}
+    if config.streaming:
+        return PackedIterableDataset(config, collator=collator, **place, **options).loader
+    dataset = plan_in_memory(config)
+    given = {"seed": config.seed, "max_failures": config.max_failures} | options
+    items = MapDistributor(dataset, shuffle=config.shuffle)
+    loader = DataflowLoader(items, collator=collator, **place, **given)
+    loader.failures.planned = dataset.rejects
+    return loader

@@ -159,14 +159,12 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
     keys = make_keys(config, reader.sources, None)
     with closing(LocalEngine(config.processes)) as engine:
         table = MeasureStage(
-            folder=folder / "measure" / keys.measure[:16],
+            options=config,
             reader=reader,
-            encoder=config.encoder_loader,
+            folder=folder / "measure" / keys.measure[:16],
             engine=engine,
-            progress=progress or Progress(),
-            counters={"measured": 0, "tokenized": 0, "reused": 0},
             keep_tokens=False,
-            check_images=config.check_images,
+            progress=progress or Progress(),
             strict=config.strict,
         ).run()
         rejects, _ = plan_rejects(table, config, reader, engine, max_images=config.max_images)

@@ -4,26 +4,22 @@
 
 chat.py           ChatEncoder: the path above, for measuring and encoding alike
 settings.py       EncoderSettings: what it is loaded from, declared once; vision_settings.py: the family they describe
-template.py       the chat template; turns.py: where its turns stand; completeness.py: what it drops; time_limit.py
+template.py       the chat template; turns.py: where its turns stand; completeness.py: what it drops
 rendering.py      text and targets; skeleton.py and purity.py: without Jinja where that is proved
 tokenizer.py      ids and supervised tokens of texts
 engines.py        what tokenizes; engine_corpus.py: texts on which two engines are compared
-special_text.py   special tokens that a conversation writes stay text; held_tokenizer.py: their ids
-pretrained.py     tokenizers and image processors of folders; tokenizer_parts.py: the parts of a tokenizer in use
-identity.py       digest of what decides the tokens
-token_batch.py    the rules that tokens must keep, in one place
-images.py         headers and decoding; patch_positions.py, mrope.py
+special_text.py   special tokens that a conversation writes stay text, with the ids of such texts
+pretrained.py     tokenizers and image processors of folders, and the parts of a tokenizer in use
+images.py         headers and decoding; mrope.py
 vision.py         vision families, with the image processors of Transformers
-processor_vision.py  families that a Transformers processor serves; vision_inputs.py: their tensors, joined for a row
-image_runs.py     tokens and pixels of images; dummy.py: a minimal one
-stored_tokens.py  data that is tokenized already
+processor_vision.py  families that a Transformers processor serves
+image_runs.py     tokens and pixels of images, and the tensors of other vision towers, joined for a row
 """
 
 from energon_packed.encoding.chat import ChatEncoder
-from energon_packed.encoding.processor import Measurement, Processor
+from energon_packed.encoding.processor import Measurement, Processor, StoredTokens
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, SampleSource
 from energon_packed.encoding.settings import EncoderSettings
-from energon_packed.encoding.stored_tokens import StoredTokens
 from energon_packed.encoding.vision import VisionFamily, register_vision
 from energon_packed.encoding.vision_settings import load_vision
 

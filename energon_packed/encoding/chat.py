@@ -7,31 +7,29 @@ Measuring and encoding share one path to the token ids, `_tokenize`, which takes
                                                                                       └─► and pixels     (encode)
 """
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.conversation_media import MediaSize, measure_media, patch_positions, read_pixels
-from energon_packed.encoding.dummy import dummy_sample
 from energon_packed.encoding.engines import EngineName
-from energon_packed.encoding.identity import encoder_digests
 from energon_packed.encoding.image_runs import NO_IMAGES, ImageRun, Pixels, expanded
-from energon_packed.encoding.pretrained import load_tokenizer
-from energon_packed.encoding.processor import Measurement, Processor
+from energon_packed.encoding.pretrained import TokenizerParts, load_tokenizer
+from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
 from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
-from energon_packed.encoding.token_batch import TokenBatch, TokenRules
 from energon_packed.encoding.tokenizer import TextTokenizer
-from energon_packed.encoding.tokenizer_parts import TokenizerParts
 from energon_packed.encoding.vision import PatchOrder, VisionFamily
 from energon_packed.encoding.vision_settings import load_vision
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
@@ -39,10 +37,17 @@ from energon_packed.options import make
 from energon_packed.records import Conversation
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 
+if TYPE_CHECKING:
+    from energon_packed.encoding.vision import VisionFamily
+
 Int64 = npt.NDArray[np.int64]
 _BATCH = 256  # conversations tokenized and checked together
 _NO_MEDIA = MediaSize()
 _NO_VISION = "a record has images, but no image processor is set; pass `processor` or `image_processor`"
+_VERSION = 7  # raise it when the same input gives other tokens
+_DATE_NOTE = "{# energon-packed: always the same date #}"  # in the digest since version 4
+_SPECIAL_IN_TEXT = 6
+"""The version before special tokens in texts stayed text: an encoder that allows them gives the tokens of that one."""
 
 
 class ChatEncoder(Processor):
@@ -94,8 +99,7 @@ class ChatEncoder(Processor):
         )
         if vision is not None:
             vision.check_tokenizer(self.parts.backend)
-        self._rules = TokenRules.of(self.parts, vision)
-        self.image_token_id = self._rules.image_token_id
+        self.image_token_id = self.rules.image_token_id
 
     @classmethod
     def from_pretrained(
@@ -223,44 +227,65 @@ class ChatEncoder(Processor):
             for number, (place, size) in enumerate(zip(part, sizes, strict=True)):
                 if number in rejects:
                     results[place] = Measurement.rejected(rejects[number])
-                elif size is _NO_MEDIA and not keep_tokens:
-                    results[place] = Measurement(lengths[number], supervised=targets[number])
-                else:
-                    measured = self._measured(chosen[number], size, batch, number, keep_tokens)
-                    results[place] = replace(measured, supervised=targets[number])
+                    continue
+                conversation, length = chosen[number], lengths[number]
+                if conversation.input_ids is None:
+                    length += sum([run.length - 1 for run in size.runs])
+                results[place] = Measurement(
+                    length,
+                    size.num_bytes,
+                    sample=self._expanded(conversation, size.runs, batch, number) if keep_tokens else None,
+                    supervised=targets[number],
+                    decoded=size.decoded,
+                )
         return [result for result in results if result is not None]
 
-    def encode_row(
-        self, ids: Sequence[str | None], input_ids: Int64, labels: Int64, cu_seqlens: Sequence[int]
-    ) -> list[EncodedSample]:
-        """As `encode` of each tokenized sample, with the rules checked on the whole row."""
-        row = TokenBatch(input_ids, labels, np.asarray(cu_seqlens))
-        # Ids were compared with the vocabulary when they were packed, by an encoder with the same fingerprint.
-        batch, rejects = self._rules.check(row, [0] * len(ids), are_ours=True)
-        for reject in rejects.values():
-            raise RecordError.of(reject)
-        return self._as_row(ids, batch, cu_seqlens)
-
     def _as_row(self, ids: Sequence[str | None], batch: TokenBatch, cu_seqlens: Sequence[int]) -> list[EncodedSample]:
-        """The samples of a batch without images."""
         positions: Int64 | None = None
         if self._has_mrope:
             # M-RoPE numbers text alike in all three rows: 0, 1, 2 .. in each sample.
             positions = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(batch.input_ids)))
-        token, dummy = self.image_token_id, self.dummy
         found = EncodedSample.row(
-            ids, batch.input_ids, batch.labels, cu_seqlens, position_ids=positions, image_token_id=token, dummy=dummy
+            ids,
+            batch.input_ids,
+            batch.labels,
+            cu_seqlens,
+            position_ids=positions,
+            image_token_id=self.image_token_id,
+            dummy=self.dummy,
         )
         if self.vision is not None and self.vision.token_types:
             return [replace(one, token_type_ids=np.zeros(len(one), dtype=np.int64)) for one in found]
         return found
 
     @cached_property
+    def rules(self) -> TokenRules:
+        """What the tokens of a sample must keep, by the tokenizer and the vision family."""
+        return TokenRules.of(self.parts, self.vision)
+
+    @cached_property
     def dummy(self) -> EncodedSample | None:
-        """A minimal sample of one image without a target, for rows without images; None without a vision family."""
-        if self.vision is None or self.image_token_id is None:
+        """A minimal sample of one image without a target, for rows without images.
+
+        None without a vision family, and for a family that does not know its patch size.
+        """
+        vision, token = self.vision, self.image_token_id
+        if vision is None or token is None or vision.undecided:
             return None
-        return dummy_sample(self.vision, self.text_tokenizer, self.image_token_id)
+        pixels = vision.smallest()
+        placeholder = self.text_tokenizer.encode([vision.placeholder], [None], special=False).input_ids
+        ids, _ = expanded(placeholder, placeholder, token, pixels.runs)
+        return EncodedSample(
+            id="dummy image",
+            input_ids=ids,
+            labels=np.full(len(ids), IGNORE_INDEX, dtype=np.int64),
+            image_token_id=token,
+            pixel_values=pixels.values,
+            image_grid_thw=pixels.grids_tensor,
+            patch_positions=None if pixels.values is None else vision.patch_positions(pixels.grids),
+            vision_inputs=pixels.inputs,
+            token_type_ids=np.zeros(len(ids), dtype=np.int64) if vision.token_types else None,  # no attention
+        )
 
     def fingerprint(self) -> str:
         """Hex digest of the tokenizer, its template, the image settings and `loss_on`."""
@@ -271,13 +296,23 @@ class ChatEncoder(Processor):
         return recorded in self._digests()
 
     def _digests(self) -> Iterator[str]:
-        return encoder_digests(
-            self.parts,
-            self.vision,
-            serialized=self.text_tokenizer.serialized,
-            allow_special_in_text=self.renderer.special is None,
-            options={"loss_on": self.renderer.loss_on},
-        )
+        """Yield the hex digests of the data that this encoder reads: first its own.
+
+        It also reads data that was packed knowing nothing of images but how many tokens they take, and data of the
+        version before, whose texts hold special tokens rarely; lengths are checked sample by sample.
+        """
+        source, vision = self.parts.chat_template, self.vision
+        parts = {
+            "tokenizer": self.text_tokenizer.serialized,
+            "special": self.parts.special_tokens,
+            "template": None if source is None else source + _DATE_NOTE,
+            "loss_on": self.renderer.loss_on,
+        }
+        images = [vision.config(), vision.length_config()] if vision else [None]
+        versions = [_SPECIAL_IN_TEXT] if self.renderer.special is None else [_VERSION, _SPECIAL_IN_TEXT]
+        for version, image in product(versions, images):
+            text = json.dumps({**parts, "version": version, "vision": image}, sort_keys=True, default=str)
+            yield hashlib.sha256(text.encode()).hexdigest()
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 
@@ -325,21 +360,12 @@ class ChatEncoder(Processor):
                 len(one.images) if one.input_ids is None else sum([r.features(self.image_token_id) for r in size.runs])
                 for one, size in zip(conversations, media, strict=True)
             ]
-        batch, rejects = self._rules.check(batch, expected, are_ours=are_ours)
+        batch, rejects = self.rules.check(batch, expected, are_ours=are_ours)
         for number, reject in rejects.items():
             roles = [message.role for message in conversations[number].messages]
             if roles and reject.reason is Reason.NO_SUPERVISED_TOKENS and "assistant" not in roles:
                 rejects[number] = Reject(reject.reason, f"no assistant turn among {', '.join(roles)}")
         return batch, rejects
-
-    def _measured(
-        self, conversation: Conversation, size: MediaSize, batch: TokenBatch, number: int, keep_tokens: bool
-    ) -> Measurement:
-        length = int(batch.cu_seqlens[number + 1] - batch.cu_seqlens[number])
-        if conversation.input_ids is None:
-            length += sum([run.length - 1 for run in size.runs])
-        sample = self._expanded(conversation, size.runs, batch, number) if keep_tokens else None
-        return Measurement(length, size.num_bytes, sample=sample, decoded=size.decoded)
 
     def _expanded(
         self, conversation: Conversation, runs: Sequence[ImageRun], batch: TokenBatch, number: int

@@ -103,7 +103,7 @@ def is_compared(text: str) -> bool:
 
 
 def prove(backend: Any, fast: Engine) -> None:
-    """Compare the engines on the texts of `engine_corpus`, which takes about half a second.
+    """Compare the engines on the texts of `engine_corpus`, which takes some tenths of a second.
 
     Args:
         backend: `tokenizers.Tokenizer`.

@@ -9,6 +9,7 @@ They differ only where that function clips: 16-bit grey is scaled to 8 bits, as 
 32-bit values that are not 0 to 255 are rejected.
 """
 
+import io
 import re
 import struct
 import warnings
@@ -34,6 +35,8 @@ MAX_BYTES = 1 << 30
 """Bytes of the largest image file: some decoders read the file into memory before anything else."""
 _SIXTEEN_BITS = ("PNG", "PPM", "JPEG2000")  # formats whose integers of 32 bits in Pillow are 16 bits in the file
 _SHOWN = 1024  # bytes at the start of a file that say what it is
+QUALITY = 95
+_LARGEST_SIDE = 65_500  # pixels, of Pillow's encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +257,39 @@ def _unidentified(reference: MediaReference) -> str:
     if re.search(rb"<svg[\s>]", start):
         return "an SVG drawing has no pixels; convert it to PNG"
     return "not an image that Pillow can read"
+
+
+def as_jpeg(data: bytes) -> bytes:
+    """An upright JPEG as it is; another image as a JPEG of quality 95, without chroma subsampling and metadata.
+
+    Pixels are those of `load_image`: RGB, upright, the first frame. The bytes are the same in every process with the
+    same Pillow.
+
+    Raises:
+        RecordError: `corrupt_image`, where it cannot be decoded or has a side of more than 65,500 pixels.
+    """
+    image = _to_convert(data)
+    if image is None:
+        return data
+    out = io.BytesIO()
+    image.save(out, "JPEG", quality=QUALITY, subsampling=0, progressive=False, optimize=False)
+    return out.getvalue()
+
+
+def check_as_jpeg(data: bytes) -> bool:
+    """Whether `as_jpeg` decodes an image; raises as it does."""
+    return _to_convert(data) is not None
+
+
+def _to_convert(data: bytes) -> Image.Image | None:
+    """The image that becomes a JPEG; None where it is an upright one."""
+    if data.startswith(b"\xff\xd8\xff") and is_upright(data):
+        return None
+    image = load_image(MediaReference(data=data))
+    if max(image.size) > _LARGEST_SIDE:
+        raise RecordError(
+            Reason.CORRUPT_IMAGE,
+            f"an image of {image.width} x {image.height} pixels cannot be a JPEG, whose sides have at most "
+            f"{_LARGEST_SIDE:,}; set `keep_bytes`",
+        )
+    return image

@@ -1,4 +1,10 @@
-"""Processor: the role that turns a Conversation into an EncodedSample. One required method: `encode`."""
+"""Processor: the role that turns a Conversation into an EncodedSample. One required method: `encode`.
+
+TokenBatch: tokens of several samples end to end, and the rules that they must keep, checked on all of them at once.
+
+This is the one place that decides whether a sample is empty, supervised, in the vocabulary, and has the image tokens
+that its images need; measuring, encoding and stored tokens all pass through it.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -7,12 +13,145 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.sample import EncodedSample
-from energon_packed.encoding.token_batch import TokenBatch, TokenRules
-from energon_packed.errors import RecordError, Reject
+from energon_packed.encoding.pretrained import TokenizerParts
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
+from energon_packed.encoding.vision import VisionFamily
+from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import Conversation
 
 Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Tokens of S samples.
+
+    Attributes:
+        input_ids: int64 (T,).
+        labels: int64 (T,), -100 where not supervised.
+        cu_seqlens: int64 (S+1,), boundaries of the samples.
+    """
+
+    input_ids: Int64
+    labels: Int64
+    cu_seqlens: Int64
+
+    @classmethod
+    def joined(cls, pieces: Sequence[tuple[Int64, Int64] | None]) -> "TokenBatch":
+        """Samples as (input_ids, labels) end to end; None, one that was rejected before, takes no token."""
+        nothing = np.zeros(0, dtype=np.int64)
+        ids = [nothing if piece is None else piece[0] for piece in pieces]
+        labels = [nothing if piece is None else piece[1] for piece in pieces]
+        cu_seqlens = np.concatenate([[0], np.cumsum([len(one) for one in ids])]).astype(np.int64)
+        return cls(np.concatenate([nothing, *ids]), np.concatenate([nothing, *labels]), cu_seqlens)
+
+    def sample(self, number: int) -> tuple[Int64, Int64]:
+        """(input_ids, labels) of one sample, int64 (L,) each."""
+        part = slice(int(self.cu_seqlens[number]), int(self.cu_seqlens[number + 1]))
+        return self.input_ids[part], self.labels[part]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRules:
+    """What tokens must keep.
+
+    Attributes:
+        vocabulary: number of token ids; None does not check ids.
+        image_token_id: token that stands for an image; None for text models.
+        image_token: its text, for messages.
+        reserved: tokens that text must not hold.
+        reserved_texts: their texts, for messages.
+    """
+
+    vocabulary: int | None = None
+    image_token_id: int | None = None
+    image_token: str = ""
+    reserved: tuple[int, ...] = ()
+    reserved_texts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: TokenizerParts, vision: VisionFamily | None) -> "TokenRules":
+        """The rules of a tokenizer and a vision family."""
+        if vision is None:
+            return cls(vocabulary=tokenizer.vocabulary)
+        image = tokenizer.backend.token_to_id(vision.image_token)
+        reserved = {tokenizer.backend.token_to_id(token) for token in vision.reserved} - {None, image}
+        return cls(
+            vocabulary=tokenizer.vocabulary,
+            image_token_id=image,
+            image_token=vision.image_token,
+            reserved=tuple(sorted(reserved)),
+            reserved_texts=vision.reserved,
+        )
+
+    def check(
+        self, batch: TokenBatch, image_tokens: Sequence[int], *, are_ours: bool = False
+    ) -> tuple[TokenBatch, dict[int, Reject]]:
+        """The batch without targets at image tokens, and the samples that cannot be used.
+
+        Args:
+            batch: S samples.
+            image_tokens: image tokens that each sample must have, S numbers.
+            are_ours: the ids come from the tokenizer itself, so all are in the vocabulary.
+        """
+        rejects: dict[int, Reject] = {}
+        is_empty = batch.cu_seqlens[1:] == batch.cu_seqlens[:-1]
+        if is_empty.any():
+            for number in np.flatnonzero(is_empty).tolist():
+                rejects[number] = Reject(Reason.EMPTY, "its text gives no token")
+        if self.vocabulary is not None and not are_ours:
+            self._check_ids(batch, rejects)
+        labels = batch.labels
+        if self.image_token_id is not None:
+            is_image = batch.input_ids == self.image_token_id
+            found = _per_sample(is_image, batch.cu_seqlens)
+            for number in np.flatnonzero(found != np.asarray(image_tokens)).tolist():
+                rejects.setdefault(number, self._wrong_count(int(found[number]), image_tokens[number]))
+            self._check_reserved(batch, rejects)
+            if found.any():
+                labels = np.where(is_image, IGNORE_INDEX, labels)
+        targets = targets_per_sample(labels, batch.cu_seqlens)
+        if not targets.all():
+            for number in np.flatnonzero(targets == 0).tolist():
+                rejects.setdefault(number, Reject(Reason.NO_SUPERVISED_TOKENS, "no token after the first is a target"))
+        return TokenBatch(batch.input_ids, labels, batch.cu_seqlens), rejects
+
+    def _check_ids(self, batch: TokenBatch, rejects: dict[int, Reject]) -> None:
+        assert self.vocabulary is not None
+        lowest = np.where(batch.labels == IGNORE_INDEX, 0, batch.labels).min(initial=0)
+        highest = max(batch.input_ids.max(initial=0), batch.labels.max(initial=0))
+        if min(lowest, batch.input_ids.min(initial=0)) >= 0 and highest < self.vocabulary:
+            return
+        for name, values in (("input_ids", batch.input_ids), ("labels", batch.labels)):
+            wrong = (values < 0) | (values >= self.vocabulary)
+            if name == "labels":
+                wrong &= values != IGNORE_INDEX
+            for number, place in _first_of_each(wrong, batch.cu_seqlens):
+                detail = f"{name} holds {values[place]}, outside the {self.vocabulary} tokens of the tokenizer"
+                rejects.setdefault(number, Reject(Reason.MISSING_FIELD, detail))
+
+    def _check_reserved(self, batch: TokenBatch, rejects: dict[int, Reject]) -> None:
+        for token in self.reserved:
+            for number, _ in _first_of_each(batch.input_ids == token, batch.cu_seqlens):
+                detail = f"the text holds one of the tokens {' '.join(self.reserved_texts)}"
+                rejects.setdefault(number, Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
+
+    def _wrong_count(self, found: int, expected: int) -> Reject:
+        detail = f"{found} {self.image_token} tokens where the images need {expected}"
+        return Reject(Reason.IMAGE_COUNT_MISMATCH, detail)
+
+
+def _first_of_each(flags: npt.NDArray[np.bool_], cu_seqlens: Int64) -> list[tuple[int, int]]:
+    """(sample, place of its first True flag) of the samples that have one."""
+    places = np.flatnonzero(flags)
+    samples, first = np.unique(np.searchsorted(cu_seqlens, places, side="right") - 1, return_index=True)
+    return list(zip(samples.tolist(), places[first].tolist(), strict=True))
+
+
+def _per_sample(flags: npt.NDArray[np.bool_], cu_seqlens: Int64) -> Int64:
+    """True flags of each sample, int64 (S,)."""
+    sums = np.concatenate([[0], np.cumsum(flags)])
+    return np.asarray(sums[cu_seqlens[1:]] - sums[cu_seqlens[:-1]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +232,20 @@ class Processor(ABC):
         Raises:
             RecordError: a sample has no token, or no target after the first token.
         """
-        rules = TokenRules(image_token_id=self.image_token_id)
-        batch, rejects = rules.check(TokenBatch(input_ids, labels, np.asarray(cu_seqlens)), [0] * len(ids))
+        row = TokenBatch(input_ids, labels, np.asarray(cu_seqlens))
+        # Ids were compared with the vocabulary when they were packed, by an encoder with the same fingerprint.
+        batch, rejects = self.rules.check(row, [0] * len(ids), are_ours=True)
         for reject in rejects.values():
             raise RecordError.of(reject)
+        return self._as_row(ids, batch, cu_seqlens)
+
+    @property
+    def rules(self) -> TokenRules:
+        """What the tokens of a sample must keep."""
+        return TokenRules(image_token_id=self.image_token_id)
+
+    def _as_row(self, ids: Sequence[str | None], batch: TokenBatch, cu_seqlens: Sequence[int]) -> list[EncodedSample]:
+        """The samples of a batch without images."""
         return EncodedSample.row(
             ids, batch.input_ids, batch.labels, cu_seqlens, image_token_id=self.image_token_id, dummy=self.dummy
         )
@@ -135,3 +284,22 @@ class Processor(ABC):
             supervised=sample.num_supervised,
             decoded=0 if sample.pixel_values is None and sample.vision_inputs is None else len(conversation.images),
         )
+
+
+class StoredTokens(Processor):
+    """Returns `input_ids` and `labels` as they are stored; needs no tokenizer."""
+
+    def encode(self, conversation: Conversation) -> EncodedSample:
+        """The tokens of a conversation that has them.
+
+        Raises:
+            ConfigError: it is text or has images, which a ChatEncoder must encode.
+            RecordError: no token after the first is a target.
+        """
+        ids, labels = conversation.input_ids, conversation.labels
+        if ids is None or conversation.images:
+            raise ConfigError(
+                f"sample {conversation.id} has {'text' if ids is None else 'images'}, which an encoder must turn into "
+                "tokens and pixels: pass ChatEncoder.from_pretrained(...)"
+            )
+        return self.encode_row([conversation.id], ids, ids if labels is None else labels, [0, len(ids)])[0]

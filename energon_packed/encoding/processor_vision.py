@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from energon_packed.encoding.image_runs import ImageRun, Int64, Pixels, expanded
+from energon_packed.encoding.image_runs import ImageRun, Int64, Pixels, VisionInputs, expanded
 from energon_packed.encoding.vision import VisionFamily
-from energon_packed.encoding.vision_inputs import VisionInputs
 from energon_packed.errors import ConfigError, Reason, RecordError
 
 if TYPE_CHECKING:
@@ -150,9 +149,7 @@ class ProcessorVision(VisionFamily):
         """As of the base class, by the tokens of some images."""
         super().check_tokenizer(tokenizer)
         for text in self._texts.values():
-            before, after = self._edges(text)
-            inner = text[len(before) : len(text) - len(after)]
-            if tokenizer.encode(inner, add_special_tokens=False).ids != self._ids_of(text).tolist():
+            if tokenizer.encode(self._inner(text), add_special_tokens=False).ids != self._ids_of(text).tolist():
                 raise ConfigError(
                     f"the tokenizer gives other tokens for an image than that of the {type(self.processor).__name__}; "
                     "use the tokenizer of the processor's folder"
@@ -211,10 +208,14 @@ class ProcessorVision(VisionFamily):
             raise self._refused("the text of an image has no special token")
         return text[: found[0].start()], text[found[-1].end() :]
 
+    def _inner(self, text: str) -> str:
+        """An image's text without the plain text at its ends."""
+        before, after = self._edges(text)
+        return text[len(before) : len(text) - len(after)]
+
     def _ids_of(self, text: str) -> Int64:
         """Tokens of an image's text, without the plain text at its ends."""
-        before, after = self._edges(text)
-        inner = text[len(before) : len(text) - len(after)]
+        inner = self._inner(text)
         if inner not in self._ids:
             _bound(self._ids, _KEPT_TEXTS)
             ids = self.processor.tokenizer(inner, add_special_tokens=False)["input_ids"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.vision_inputs import VisionInputs
+from energon_packed.encoding.image_runs import VisionInputs
 from energon_packed.errors import Reason, RecordError
 
 if TYPE_CHECKING:

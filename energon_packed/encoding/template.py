@@ -3,16 +3,18 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
 
+from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.purity import Guard, content_guard
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
-from energon_packed.encoding.time_limit import OutOfTime, time_limit
-from energon_packed.encoding.tokenizer_parts import TokenizerParts
 from energon_packed.encoding.turns import TurnFinder, TurnShape
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
 
@@ -29,6 +31,40 @@ _SMALL = 100_000  # characters of messages and tools that no template needs long
 _OF_A_RECORD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 _MOST_SKELETONS = 1024  # sequences of roles whose skeleton is held
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class OutOfTime(Exception):
+    """The time is over."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `OutOfTime` inside the block once it has computed for `seconds`, waiting not counted.
+
+    It uses the virtual alarm of the process (POSIX `setitimer`), which only a main thread can, as that of a worker. In
+    other threads, and where the program has an alarm of its own, the block is not bounded.
+    """
+    if not _is_free():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, _ring)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _is_free() -> bool:
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        return False
+    is_set = signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 0
+    return not is_set and signal.getsignal(signal.SIGVTALRM) in (signal.SIG_DFL, signal.SIG_IGN)
+
+
+def _ring(number: int, frame: object) -> None:
+    raise OutOfTime
 
 
 class ChatTemplate:

@@ -32,9 +32,8 @@ from energon_packed.encoding.engines import (
     is_safe_here,
     prove,
 )
-from energon_packed.encoding.held_tokenizer import HeldTokenizer, covered_by_offsets
 from energon_packed.encoding.skeleton import Span
-from energon_packed.encoding.special_text import HeldText, control_tokens
+from energon_packed.encoding.special_text import HeldText, HeldTokenizer, control_tokens, covered_by_offsets
 from energon_packed.errors import ConfigError, EngineMismatch
 
 Int32 = npt.NDArray[np.int32]
@@ -45,9 +44,8 @@ Spans = Sequence[Span] | None
 _log = logging.getLogger(__name__)
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 _COMPARED = 256  # one of this many texts goes through both engines
-_WORTH_IT = (
-    4096  # texts after which `auto` loads fastokens and compares it: that takes as long as to tokenize some hundred
-)
+_FIRST = 32  # texts that go through both engines before fastokens is used
+_WORTH_IT = 4096  # texts after which `auto` loads fastokens and compares it, which takes as long as some hundred texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,48 +110,18 @@ class TextTokenizer:
         return "fastokens" if chosen and is_safe_here() else "tokenizers"
 
     def load_fast(self) -> str:
-        """Load fastokens, so that forked processes inherit it. It is compared with tokenizers where it is first used.
+        """Load fastokens, so that forked processes inherit it. It is compared with tokenizers when it is first used.
 
         Returns:
             Why it cannot be used; "" if it is loaded.
 
         Raises:
-            ConfigError: `fastokens` was asked for by name, and cannot be used.
+            ConfigError: `fastokens` was requested by name, and cannot be used.
         """
         detail = self._why_not()
         if detail and self._wanted == "fastokens":
             raise ConfigError(f"`tokenizer_engine` fastokens cannot be used: {detail}; use auto or tokenizers")
         return detail
-
-    def use(self, engine: EngineName) -> None:
-        """Follow the decision that another process made; `auto` is none."""
-        if engine == "tokenizers":
-            self._fast = None
-        elif engine == "fastokens" and self._fast is None:
-            self.load_fast()
-        self._is_decided |= engine != "auto"
-
-    def differs_on(self, texts: Sequence[str]) -> str:
-        """Compare the engines in this process: on the texts of `engine_corpus`, unless that was done, and on these.
-
-        Returns:
-            Why fastokens may not be used; "" if the engines agree.
-
-        Raises:
-            ConfigError, EngineMismatch: it cannot be used or differs, and fastokens was asked for by name.
-        """
-        detail = self.load_fast()
-        if detail or self._fast is None:
-            return detail
-        try:
-            if not self._is_decided:
-                prove(self.backend, self._fast)
-            compare_engines(self.backend, self._fast, [text for text in texts if is_compared(text)])
-        except EngineMismatch as error:
-            if self._wanted == "fastokens":
-                raise
-            return str(error)
-        return ""
 
     def encode(self, texts: Sequence[str], spans: Sequence[Spans], *, special: bool = False) -> TokenizedTexts:
         """Tokenize texts in one batch.
@@ -185,16 +153,16 @@ class TextTokenizer:
                 pieces[number] = self._held_tokenizer.encode(text, spans[number], special=special)
         if others:
             found = self.encode([texts[n] for n in others], [spans[n] for n in others], special=special)
-            for number, start, end in zip(others, found.cu_seqlens[:-1], found.cu_seqlens[1:], strict=True):
-                pieces[number] = (found.input_ids[start:end], found.covered[start:end])
+            bounds = found.cu_seqlens[1:-1]
+            columns = (np.split(found.input_ids, bounds), np.split(found.covered, bounds))
+            pieces |= dict(zip(others, zip(*columns, strict=True), strict=True))
         ids, covered = zip(*[pieces[number] for number in range(len(texts))], strict=True)
-        cu_seqlens = np.concatenate([[0], np.cumsum([len(one) for one in ids])]).astype(np.int64)
-        return TokenizedTexts(np.concatenate(ids), np.concatenate(covered), cu_seqlens)
+        return TokenizedTexts(np.concatenate(ids), np.concatenate(covered), _bounds(ids))
 
     def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:
         """(input_ids, cu_seqlens) as `Engine.encode`."""
-        if not self._is_decided and is_safe_here() and (self._wanted == "fastokens" or self._seen >= _WORTH_IT):
-            self._decide()
+        if not self._is_decided and is_safe_here() and (self._fast is not None or self._seen >= _WORTH_IT):
+            self._decide(texts)
         if self._fast is None or not self._is_decided or not is_safe_here():
             return self._slow.encode(texts, special=special)
         untried = [n for n, text in enumerate(texts) if not (is_compared(text) and self._is_unchanged(text))]
@@ -214,15 +182,26 @@ class TextTokenizer:
             fast = self._ids([texts[number] for number in others], special)
             pieces |= dict(zip(others, np.split(fast[0], fast[1][1:-1]), strict=True))
         columns = [pieces[number] for number in range(len(texts))]
-        return np.concatenate(columns), np.concatenate([[0], np.cumsum([len(one) for one in columns])]).astype(
-            np.int64
-        )
+        return np.concatenate(columns), _bounds(columns)
 
-    def _decide(self) -> None:
-        detail = self.differs_on(())
+    def _decide(self, texts: Sequence[str]) -> None:
+        """Use fastokens if it gives the same ids as tokenizers for the texts of `engine_corpus` and for these.
+
+        Raises:
+            ConfigError, EngineMismatch: it cannot be used or differs, and was requested by name.
+        """
+        detail = self.load_fast()
+        if self._fast is not None:
+            try:
+                prove(self.backend, self._fast)
+                compare_engines(self.backend, self._fast, [text for text in texts[:_FIRST] if is_compared(text)])
+            except EngineMismatch as error:
+                if self._wanted == "fastokens":
+                    raise
+                self._fast, detail = None, str(error)
         if detail:
             _log.info("texts are tokenized by tokenizers, not fastokens: %s", detail)
-        self.use("tokenizers" if detail else "fastokens")
+        self._is_decided = True
 
     def _why_not(self) -> str:
         """As `load_fast`."""
@@ -305,6 +284,11 @@ class TextTokenizer:
         encoding = self.backend.encode(text, add_special_tokens=False)
         compare(text, ids, encoding.ids, special=False)
         return covered_by_offsets(encoding, spans)
+
+
+def _bounds(pieces: Sequence[Int64]) -> Int64:
+    """Boundaries of S arrays end to end, int64 (S+1,)."""
+    return np.concatenate([[0], np.cumsum([len(one) for one in pieces])]).astype(np.int64)
 
 
 def _filled(size: int, first: Int64, after: Int64) -> Bool:

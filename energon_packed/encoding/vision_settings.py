@@ -1,7 +1,6 @@
 """load_vision: the vision family that a processor folder and explicit image settings describe; the settings win."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,8 @@ _NUMBERS = [one.name for one in declared(EncoderSettings) if one.kind is int]  #
 _NAMES = ("model_type", "processor_class", "image_processor_type")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """Patch and merge size, or several that mean the same lengths."""
-
-    candidates: tuple[tuple[int, int], ...]
-
-    @property
-    def undecided(self) -> tuple[tuple[int, int], ...]:
-        return self.candidates if len(self.candidates) > 1 else ()
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """For an image processor; undecided, one that merges nothing has the same lengths."""
-        patch, merge = self.candidates[0]
-        return {"patch_size": patch * merge, "merge_size": 1} if self.undecided else _sizes(patch, merge)
+_Layouts = tuple[tuple[int, int], ...]
+"""(patch size, merge size); or several such pairs that give the same lengths, of which nothing chooses one."""
 
 
 def load_vision(settings: EncoderSettings) -> VisionFamily | None:
@@ -88,17 +74,17 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
 
 def _of_family(family: type[VisionFamily], given: dict[str, int]) -> VisionFamily:
     """By the settings of the published models."""
-    layout = _layout(family, given, (family.patch_size, family.default_merge))
+    layouts = _layouts(family, given, (family.patch_size, family.default_merge))
     limits = {name: given.get(name, getattr(family, name)) for name in ("min_pixels", "max_pixels")}
     _check_limits(limits["min_pixels"], limits["max_pixels"])
     processor = _qwen_image_processor()(
-        **layout.sizes,
+        **_sizes(layouts),
         temporal_patch_size=family.temporal_patch_size,
         image_mean=list(family.image_mean),
         image_std=list(family.image_std),
         **limits,
     )
-    return _made(family, processor, layout)
+    return _made(family, processor, layouts)
 
 
 def _of_folder(
@@ -115,13 +101,13 @@ def _of_folder(
     own = {"patch_size": int(processor.patch_size), "merge_size": int(processor.merge_size)}
     own |= {"min_pixels": int(processor.size["shortest_edge"]), "max_pixels": int(processor.size["longest_edge"])}
     own["factor"] = own["patch_size"] * own["merge_size"]
-    layout = _layout(family, given, (own["patch_size"], own["merge_size"]))
-    sizes = layout.sizes | {name: given[name] for name in ("min_pixels", "max_pixels") if name in given}
+    layouts = _layouts(family, given, (own["patch_size"], own["merge_size"]))
+    sizes = _sizes(layouts) | {name: given[name] for name in ("min_pixels", "max_pixels") if name in given}
     _check_limits(sizes.get("min_pixels", own["min_pixels"]), sizes.get("max_pixels", own["max_pixels"]))
     overruled = [f"`{name}` {value} ({own[name]})" for name, value in given.items() if value != own[name]]
     if any(value != own[name] for name, value in sizes.items()):
         processor = _installed(folder, sizes, named)
-    return _made(family, processor, layout), overruled
+    return _made(family, processor, layouts), overruled
 
 
 def _check_like_qwen(folder: Path, family: type[VisionFamily], processor: Any) -> None:
@@ -143,9 +129,9 @@ def _check_like_qwen(folder: Path, family: type[VisionFamily], processor: Any) -
     )
 
 
-def _made(family: type[VisionFamily], processor: Any, layout: _Layout) -> VisionFamily:
+def _made(family: type[VisionFamily], processor: Any, layouts: _Layouts) -> VisionFamily:
     vision = family(processor)
-    vision.undecided = layout.undecided
+    vision.undecided = layouts if len(layouts) > 1 else ()
     return vision
 
 
@@ -154,7 +140,7 @@ def _check_limits(min_pixels: int, max_pixels: int) -> None:
         raise ConfigError(f"`min_pixels` is {min_pixels}; it must be at most `max_pixels` {max_pixels}")
 
 
-def _layout(family: type[VisionFamily], given: dict[str, int], default: tuple[int, int]) -> _Layout:
+def _layouts(family: type[VisionFamily], given: dict[str, int], default: tuple[int, int]) -> _Layouts:
     """What `factor`, `patch_size` and `merge_size` mean; what they leave open is as in `default`.
 
     Raises:
@@ -162,7 +148,7 @@ def _layout(family: type[VisionFamily], given: dict[str, int], default: tuple[in
     """
     factor, patch, merge = (given.get(name) for name in ("factor", "patch_size", "merge_size"))
     if factor is None:
-        return _Layout(candidates=((patch or default[0], merge or default[1]),))
+        return ((patch or default[0], merge or default[1]),)
     if patch is not None or merge is not None:
         candidates = [(patch or factor // (merge or 1), merge or factor // (patch or 1))]
     elif default[0] * default[1] == factor:
@@ -174,10 +160,14 @@ def _layout(family: type[VisionFamily], given: dict[str, int], default: tuple[in
     if not fitting:
         sizes = "; ".join(f"`{name}` is {value}" for name, value in given.items() if not name.endswith("pixels"))
         raise ConfigError(f"{sizes}; `factor` must be patch size times merge size, which is 2 or 3 unless given")
-    return _Layout(candidates=tuple(fitting))
+    return tuple(fitting)
 
 
-def _sizes(patch: int, merge: int) -> dict[str, int]:
+def _sizes(layouts: _Layouts) -> dict[str, int]:
+    """Arguments of an image processor; of several layouts, one that merges nothing has the same lengths."""
+    patch, merge = layouts[0]
+    if len(layouts) > 1:
+        patch, merge = patch * merge, 1
     return {"patch_size": patch, "merge_size": merge}
 
 

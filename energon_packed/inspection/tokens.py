@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from energon_packed.dataflow.collator import PaddingFreeCollator
-from energon_packed.dataflow.encode import encode_pack
+from energon_packed.dataflow.process import encode_pack
 from energon_packed.encoding import ChatEncoder
 from energon_packed.flavors import load_pack
 from energon_packed.formats import Codec, codec_of

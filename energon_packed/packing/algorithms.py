@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.packing import kernels
-from energon_packed.packing.placement import Algorithm, Placement
+from energon_packed.packing.planner import Algorithm, Placement
 
 Int32 = npt.NDArray[np.int32]
 
@@ -12,7 +12,7 @@ Int32 = npt.NDArray[np.int32]
 def best_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
     """Longest sample first, each into the fullest pack with enough free space."""
     order, placed = kernels.descending_order(lengths, capacity)
-    return Placement(order, *kernels.best_fit(placed, capacity, max_samples))
+    return Placement(order, *kernels.best_fit(placed, np.zeros(0, dtype=np.int64), capacity, max_samples))
 
 
 def first_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
@@ -27,6 +27,13 @@ def sequential(lengths: Int32, capacity: int, max_samples: int) -> Placement:
     return Placement(order, *kernels.next_fit(lengths[order], capacity, max_samples))
 
 
+ALGORITHMS: dict[str, Algorithm] = {
+    "bfd": best_fit_decreasing,
+    "ffd": first_fit_decreasing,
+    "sequential": sequential,
+}
+
+
 def windowed(window: int) -> Algorithm:
     """Best fit decreasing within consecutive windows of `window` samples; no pack spans two windows."""
 
@@ -35,6 +42,6 @@ def windowed(window: int) -> Algorithm:
         number = rows // window
         order = rows[np.lexsort((-lengths[rows], number))].astype(np.int32)
         closes = np.flatnonzero(np.diff(number)) + 1
-        return Placement(order, *kernels.windowed_best_fit(lengths[order], closes, capacity, max_samples))
+        return Placement(order, *kernels.best_fit(lengths[order], closes, capacity, max_samples))
 
     return place

@@ -1,4 +1,4 @@
-"""Integer set as a 64-ary tree of bit words, compiled with Numba. Finds the next or previous key in a few steps.
+"""Integer set as a 64-ary tree of bit words, compiled with Numba. Finds the next key in a few steps.
 
     words   uint64 (levels[-1],)   level 0 has one bit per key, level k + 1 one bit per word of level k
     levels  int64 (L+1,)           index of the first word of each level, then the number of words
@@ -8,7 +8,7 @@
 
 import numpy as np
 import numpy.typing as npt
-from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros
+from numba.cpython.unsafe.numbers import trailing_zeros
 
 from energon_packed.compiled import compiled
 
@@ -70,21 +70,4 @@ def bitset_next(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
             return int(found)
         key = word_index + 1
         level += 1
-    return -1
-
-
-@compiled
-def bitset_previous(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
-    """Largest key <= `key` in the set, or -1."""
-    for level in range(levels.size - 1):
-        word = key >> 6
-        masked = words[levels[level] + word] & (~np.uint64(0) >> np.uint64(63 - (key & 63)))
-        if masked != 0:
-            found = (word << 6) + 63 - leading_zeros(masked)
-            for below in range(level - 1, -1, -1):
-                found = (found << 6) + 63 - leading_zeros(words[levels[below] + found])
-            return int(found)
-        if word == 0:
-            return -1
-        key = word - 1
     return -1

@@ -59,15 +59,10 @@ def descending_order(lengths: Int32, top: int) -> tuple[Int32, Int32]:
 
 
 @compiled
-def best_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
-    """Place each sample in the open pack with the least sufficient free space."""
-    pack_at, packs = windowed_best_fit(placed, np.zeros(0, dtype=np.int64), capacity, max_samples)
-    return pack_at, packs
+def best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: int) -> tuple[Int32, int]:
+    """Place each sample in the open pack with the least sufficient free space.
 
-
-@compiled
-def windowed_best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: int) -> tuple[Int32, int]:
-    """Best fit that closes all packs before each position in `closes`, int64 (w,), ascending.
+    All packs are closed before each position in `closes`, int64 (w,), ascending.
 
     Equal lengths that follow one another need few searches: a pack that takes one of them and has room for the next
     is the best fit for that one too, as any fuller pack with that room would have been chosen before it. For the same

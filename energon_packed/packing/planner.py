@@ -3,27 +3,109 @@
 Numba and the kernels are imported by the first plan, so that validating an algorithm name stays cheap.
 """
 
-import importlib
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
-from energon_packed.packing.placement import Algorithm
-from energon_packed.packing.plan import PackPlan
 
 Int32 = npt.NDArray[np.int32]
 _MOST_SAMPLES = 2**31 - 1
 _LARGE = 1 << 20  # tokens; kernels take about eight bytes for each token of the capacity
-_ALGORITHMS = {
-    "bfd": "algorithms:best_fit_decreasing",
-    "ffd": "algorithms:first_fit_decreasing",
-    "sequential": "algorithms:sequential",
-    "best": "search:best",
-}
-"""Module in this folder and function of each planner: imported when it is used, so that naming one costs nothing."""
+_ALGORITHMS = ("bfd", "ffd", "sequential")
 _WINDOW = re.compile(r"window_([1-9][0-9]*)")
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackPlan:
+    """Assignment of samples to packs.
+
+    Iterating gives one index array per pack:
+
+        for rows in plan:              # int64 (samples in this pack,)
+            assert lengths[rows].sum() <= plan.capacity
+
+    Attributes:
+        indices: int64 (n,), sample numbers grouped by pack.
+        offsets: int64 (P+1,), pack p is `indices[offsets[p]:offsets[p + 1]]`.
+        overlong: int64 (k,), samples longer than `capacity`, in ascending order; not in any pack.
+        tokens: real tokens in all packs, without padding from `multiple`.
+        capacity: tokens that fit in one row.
+    """
+
+    indices: Int64
+    offsets: Int64
+    overlong: Int64
+    tokens: int
+    capacity: int
+
+    @property
+    def num_packs(self) -> int:
+        """Number of packs P."""
+        return len(self.offsets) - 1
+
+    @property
+    def utilization(self) -> float:
+        """Real tokens divided by the capacity of all rows, 0 to 1; 1.0 for an empty plan."""
+        room = self.num_packs * self.capacity
+        return self.tokens / room if room else 1.0
+
+    def __len__(self) -> int:
+        return self.num_packs
+
+    def __getitem__(self, pack: int) -> Int64:
+        """Sample numbers of one pack, int64 (samples,). Negative indices count from the end."""
+        count = self.num_packs
+        if not -count <= pack < count:
+            raise IndexError(f"pack {pack} is out of range for a plan of {count} packs")
+        pack %= count
+        return self.indices[self.offsets[pack] : self.offsets[pack + 1]]
+
+    def __iter__(self) -> Iterator[Int64]:
+        for pack in range(self.num_packs):
+            yield self[pack]
+
+    def reordered(self, order: Int64) -> "PackPlan":
+        """The same packs in another order.
+
+        Args:
+            order: int64 (P,), a permutation; new pack p is old pack `order[p]`.
+        """
+        counts = np.diff(self.offsets)[order]
+        offsets = np.zeros(len(order) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        # Source position in the old `indices` for each entry of the new array.
+        source = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][order] - offsets[:-1], counts)
+        return PackPlan(
+            indices=self.indices[source],
+            offsets=offsets,
+            overlong=self.overlong,
+            tokens=self.tokens,
+            capacity=self.capacity,
+        )
+
+
+class Placement(NamedTuple):
+    """Samples in placement order.
+
+    Attributes:
+        order: int32 (m,), sample numbers; samples longer than the capacity are excluded.
+        pack_at: int32 (m,), pack number of each sample.
+        packs: number of packs.
+    """
+
+    order: Int32
+    pack_at: Int32
+    packs: int
+
+
+Algorithm = Callable[[Int32, int, int], Placement]
+"""(lengths int32 (n,), capacity, max_samples) -> Placement."""
 
 
 def pack_lengths(
@@ -44,9 +126,8 @@ def pack_lengths(
     Args:
         lengths: tokens of each sample, integers >= 1, shape (n,).
         capacity: tokens that fit in one row.
-        algorithm: `bfd` (best fit decreasing), `ffd` (first fit decreasing), `sequential` (keeps the order),
-            `window_N` (best fit decreasing within consecutive windows of N samples) or `best` (tries several
-            heuristics and keeps the plan with the fewest packs; slower).
+        algorithm: `bfd` (best fit decreasing), `ffd` (first fit decreasing), `sequential` (keeps the order)
+            or `window_N` (best fit decreasing within consecutive windows of N samples).
         max_samples: maximum number of samples per pack; None for no limit.
         multiple: sample lengths are rounded up to a multiple of this many tokens to compute free space.
         seed: shuffles the order of the packs; None keeps the order in which they were opened.
@@ -105,13 +186,11 @@ def load_kernels() -> None:
 
 
 def _algorithm(name: str) -> Algorithm:
-    if match := _WINDOW.fullmatch(name):
-        from energon_packed.packing.algorithms import windowed
+    from energon_packed.packing import algorithms
 
-        return windowed(int(min(match.group(1), str(_MOST_SAMPLES), key=lambda text: (len(text), text))))
-    module, function = _ALGORITHMS[name].split(":")
-    found: Algorithm = getattr(importlib.import_module(f"energon_packed.packing.{module}"), function)
-    return found
+    if match := _WINDOW.fullmatch(name):
+        return algorithms.windowed(int(min(match.group(1), str(_MOST_SAMPLES), key=lambda text: (len(text), text))))
+    return algorithms.ALGORITHMS[name]
 
 
 def _checked_lengths(lengths: npt.ArrayLike) -> Int32:

@@ -7,8 +7,8 @@ what exists, and another `seq_len` is planned without measuring again.
 
 run.py       pack(): the list of stages         options.py   PackOptions, declared once
 measure.py   lengths, by chunks.py              keys.py      what each stage depends on
-plan.py      rejects, packs, shard_plans.py     workspace.py the output folder, lock.py
-write.py     shards, by shard_writer.py         engine.py    local processes; ray_engine.py
+plan.py      rejects, packs and shards          workspace.py the output folder and its lock
+write.py     shards                             engine.py    local processes; ray_engine.py
 index.py     .nv-meta and packing.json          survey.py    lengths alone; dry_run.py, what a run would do;
                                                 status.py, how far one is
 """

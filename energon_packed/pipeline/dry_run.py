@@ -14,15 +14,12 @@ from energon_packed.pipeline.chunks import is_measured
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.keys import make_keys
-from energon_packed.pipeline.layouts import image_check
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import PackOptions
-from energon_packed.pipeline.plan import plan_rejects
-from energon_packed.pipeline.progress import Progress
+from energon_packed.pipeline.plan import plan_packs, plan_rejects, plan_shards
 from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.rejects import advice, none_packed
-from energon_packed.pipeline.sampling import sampled_chunks
-from energon_packed.pipeline.shard_plans import plan_packs, plan_shards
+from energon_packed.pipeline.survey import sampled_chunks
 from energon_packed.pipeline.table import RecordTable, load_table, most_common
 from energon_packed.pipeline.workspace import Workspace
 
@@ -80,14 +77,11 @@ def dry_run(options: PackOptions) -> DryRun:
         log_notices(options.encoder_loader)
         space.check_other_run(keys.write, overwrite=options.overwrite)
         stage = MeasureStage(
-            folder=space.measure_folder(keys.measure),
+            options=options,
             reader=reader,
-            encoder=options.encoder_loader,
+            folder=space.measure_folder(keys.measure),
             engine=LocalEngine(1),
-            progress=Progress(),
-            counters={"measured": 0, "tokenized": 0, "reused": 0},
             keep_tokens=options.codec.stores_tokens,
-            check_images=image_check(options),
         )
         chunks = stage.chunks()
         known = [chunk for chunk in chunks if options.resume and is_measured(chunk)]

@@ -13,6 +13,7 @@ from energon_packed.encoding.settings import settings_in
 from energon_packed.options import declared, plain_values
 
 _log = logging.getLogger(__name__)
+_WORTH_COMPARING = 48  # chunks from which workers compare tokenizer engines: some thousand records take as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,20 @@ def log_notices(loader: EncoderLoader) -> None:
     """Say what loading the encoder has decided, such as image options that win over a folder."""
     for line in getattr(getattr(loader.load(), "vision", None), "notices", ()):
         _log.warning("%s", line)
+
+
+def prepare_workers(loader: EncoderLoader, chunks: int) -> None:
+    """Load the parts of the encoder that forked workers inherit.
+
+    Args:
+        loader: of the encoder.
+        chunks: of the input that the workers tokenize; few chunks are not worth a second tokenizer engine.
+    """
+    encoder = loader.load()
+    if isinstance(encoder, ChatEncoder):
+        encoder.renderer.template.prepare()
+        if chunks >= _WORTH_COMPARING:
+            encoder.text_tokenizer.load_fast()
 
 
 def _stamps(folder: Path | None) -> Iterator[tuple[str, int, int]]:

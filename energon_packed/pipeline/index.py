@@ -1,7 +1,6 @@
 """Stage 4, index: `.nv-meta` and packing.json over the finished shards."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,8 @@ from energon_packed.pipeline.keys import Keys
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan
 from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.shard_writer import shard_rows
 from energon_packed.pipeline.table import RecordTable, most_common, reject_counts
-from energon_packed.pipeline.write import state_file
+from energon_packed.pipeline.write import shard_rows, state_file
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.manifest import SourceEntry
 from energon_packed.shards.nv_meta import write_nv_meta
@@ -23,38 +21,26 @@ from energon_packed.shards.tar import ShardSummary
 _MOST_SOURCES = 200  # listed one by one; folders of many parts would make the manifest large
 
 
-@dataclass(frozen=True, slots=True)
-class IndexStage:
-    """Writes the indexes and the manifest.
-
-    Attributes:
-        state: of the run.
-        keys: of the run.
-    """
-
-    state: RunState
-    keys: Keys
-    name = "index"
-
-    def run(self, table: RecordTable, plan: Plan, shards: Sequence[ShardSummary]) -> PackingManifest:
-        """The manifest, as saved in packing.json."""
-        state = self.state
-        state.progress.start(self.name, len(shards), "shards")
-        _check_there(state.space.shards, shards)
-        entries = _entries(table, plan, shards, state.options)
-        folder = state.space.write_folder(self.keys.write)
-        write_nv_meta(
-            state.space.shards,
-            codec=state.options.codec,
-            shards=shards,
-            rows=(shard_rows(state_file(folder, shard.name)) for shard in shards),
-            splits={name: [e.name for e in entries if e.split == name] for name in state.options.split},
-            dataset_module=state.options.dataset_module,
-        )
-        manifest = _manifest(state, self.keys, table, plan, entries)
-        manifest.save(state.space.shards)
-        state.progress.advance(len(shards))
-        return manifest
+def write_index(
+    state: RunState, keys: Keys, table: RecordTable, plan: Plan, shards: Sequence[ShardSummary]
+) -> PackingManifest:
+    """Write the indexes and the manifest; return it as saved in packing.json."""
+    state.progress.start("index", len(shards), "shards")
+    _check_there(state.space.shards, shards)
+    entries = _entries(table, plan, shards, state.options)
+    folder = state.space.write_folder(keys.write)
+    write_nv_meta(
+        state.space.shards,
+        codec=state.options.codec,
+        shards=shards,
+        rows=(shard_rows(state_file(folder, shard.name)) for shard in shards),
+        splits={name: [e.name for e in entries if e.split == name] for name in state.options.split},
+        dataset_module=state.options.dataset_module,
+    )
+    manifest = _manifest(state, keys, table, plan, entries)
+    manifest.save(state.space.shards)
+    state.progress.advance(len(shards))
+    return manifest
 
 
 def _check_there(folder: Path, shards: Sequence[ShardSummary]) -> None:

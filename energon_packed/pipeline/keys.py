@@ -6,8 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from energon_packed.pipeline.layouts import image_check
-from energon_packed.pipeline.options import InputOptions, PackOptions
+from energon_packed.pipeline.options import InputOptions, PackOptions, image_check
 from energon_packed.sources import Source
 from energon_packed.sources.base import changed_at
 from energon_packed.version import FORMAT_VERSION

@@ -1,6 +1,5 @@
 """Stage 1, measure: the length of every record, in chunks of the input that run in parallel."""
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -11,8 +10,7 @@ from typing import Any
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
 from energon_packed.encoding.conversation_media import ImageCheck, check_pixels
-from energon_packed.encoding.engines import EngineName
-from energon_packed.errors import BY_CHOICE, RecordError, Reject
+from energon_packed.errors import BY_CHOICE, RecordError
 from energon_packed.packing import load_kernels
 from energon_packed.pipeline.chunks import (
     COUNTED,
@@ -26,20 +24,19 @@ from energon_packed.pipeline.chunks import (
     measured_records,
     write_rows,
 )
-from energon_packed.pipeline.encoders import EncoderLoader
+from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import Engine
-from energon_packed.pipeline.engine_trial import EngineTrial
 from energon_packed.pipeline.kept_tokens import write_tokens
+from energon_packed.pipeline.options import InputOptions, image_check
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader, raw_id
 from energon_packed.pipeline.rejects import MOST_DETAIL, RejectLimits
+from energon_packed.pipeline.run_state import COUNTERS
 from energon_packed.pipeline.table import RecordTable, load_table
 from energon_packed.records import Conversation
 from energon_packed.sources import Row
 
-_log = logging.getLogger(__name__)
 _BATCH = 256  # records held at a time
-WORTH_COMPARING = 48  # chunks from which `auto` compares the tokenizer engines: some thousand records take as long
 _JSON_OVERHEAD = 200  # bytes of keys, id and length of one sample
 
 
@@ -48,29 +45,33 @@ class MeasureStage:
     """Measures the chunks that no earlier run has measured.
 
     Attributes:
-        folder: of the chunk files, named after the key of the stage.
+        options: of the run.
         reader: of the input.
-        encoder: loads the encoder in each process.
+        folder: of the chunk files, named after the key of the stage.
         engine: runs the chunks.
-        progress: notified of each chunk.
-        counters: `measured`, `tokenized` and `reused` records are added.
         keep_tokens: tokens are kept beside the lengths.
-        check_images: which images are decoded, as `check_pixels` takes it.
+        progress: notified of each chunk.
         strict: stop at the first rejected record.
+        counters: `measured`, `tokenized` and `reused` records are added.
         tokenizer_engines: the engines that tokenized are added.
     """
 
-    folder: Path
+    options: InputOptions
     reader: RecordReader
-    encoder: EncoderLoader
+    folder: Path
     engine: Engine
-    progress: Progress
-    counters: dict[str, int]
     keep_tokens: bool
-    check_images: ImageCheck = "header"
+    progress: Progress = field(default_factory=Progress)
     strict: bool = False
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     tokenizer_engines: set[str] = field(default_factory=set)
-    name = "measure"
+
+    @property
+    def measurer(self) -> "Measurer":
+        """Measures one chunk."""
+        return Measurer(
+            reader=self.reader, encoder=self.options.encoder_loader, check_images=image_check(self.options)
+        )
 
     def chunks(self) -> list[Chunk]:
         """All of the input."""
@@ -97,7 +98,7 @@ class MeasureStage:
         """
         chunks = self.chunks() if chunks is None else chunks
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.progress.start(self.name, sum(chunk.stop - chunk.start for chunk in chunks), "records")
+        self.progress.start("measure", sum(chunk.stop - chunk.start for chunk in chunks), "records")
         todo = []
         for chunk in chunks:
             if is_measured(chunk):
@@ -106,11 +107,8 @@ class MeasureStage:
                 self.progress.advance(chunk.stop - chunk.start, records)
             else:
                 todo.append(chunk)
-        chosen = self._tokenizer_engine(todo)
-        measurer = Measurer(
-            reader=self.reader, encoder=self.encoder, tokenizer_engine=chosen, check_images=self.check_images
-        )
-        with closing(self.engine.run(measurer, todo)) as reports:
+        prepare_workers(self.options.encoder_loader, len(todo))
+        with closing(self.engine.run(self.measurer, todo)) as reports:
             for report in reports:
                 self._take(report)
                 load_kernels()  # while the workers are busy
@@ -123,40 +121,9 @@ class MeasureStage:
         self.counters["measured"] += report.records
         self.counters["tokenized"] += report.tokenized
         self.progress.advance(report.chunk.stop - report.chunk.start, report.records)
-        if self.strict and (first := report.first_reject) is not None:
-            reject = first.reject
-            record = first.address, first.id, reject.reason.value, reject.detail[:MOST_DETAIL]
-            RejectLimits(strict=True).check_record(self.reader.rejected(report.chunk.source, [record])[0])
-
-    def _tokenizer_engine(self, chunks: Sequence[Chunk]) -> EngineName:
-        """The engine that every process uses; `auto` where few records are left to measure.
-
-        Raises:
-            ConfigError, EngineMismatch: the engine that was asked for cannot be used.
-        """
-        encoder = self.encoder.load()
-        if not isinstance(encoder, ChatEncoder):
-            return "auto"
-        encoder.renderer.template.prepare()
-        tokenizer = encoder.text_tokenizer
-        if len(chunks) < WORTH_COMPARING or tokenizer.load_fast():
-            return "auto"
-        trial = EngineTrial(reader=self.reader, encoder=self.encoder)
-        with closing(self.engine.run(trial, chunks[:1])) as details:
-            for detail in details:
-                if detail:
-                    _log.warning("texts are tokenized by tokenizers: %s", detail)
-                tokenizer.use("tokenizers" if detail else "fastokens")
-        return tokenizer.engine
-
-
-@dataclass(frozen=True, slots=True)
-class FirstReject:
-    """The first rejected record of a chunk: its address, its id if it has one, and why."""
-
-    address: int
-    id: str | None
-    reject: Reject
+        if self.strict and report.first_reject is not None:
+            found = self.reader.rejected(report.chunk.source, [report.first_reject])
+            RejectLimits(strict=True).check_record(found[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +134,7 @@ class ChunkReport:
         chunk: the chunk.
         records: rows in it.
         tokenized: texts that went through the tokenizer.
-        first_reject: the first rejected record, or None.
+        first_reject: address, id, reason and detail of the first rejected record, or None.
         tokenizer_engine: the engine in use; "" for an encoder without one.
     """
 
@@ -175,7 +142,7 @@ class ChunkReport:
     records: int
     tokenized: int
     tokenizer_engine: str
-    first_reject: FirstReject | None
+    first_reject: tuple[int, str | None, str, str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,28 +150,25 @@ class Measurer:
     """Measures one chunk: the function of the measure stage.
 
     Attributes:
-        reader, encoder: as in `MeasureStage`.
-        tokenizer_engine: the one that the driver chose; `auto` leaves it to the encoder.
-        check_images: as in `MeasureStage`.
+        reader: of the input.
+        encoder: loads the encoder in each process.
+        check_images: which images are decoded, as `check_pixels` takes it.
     """
 
     reader: RecordReader
     encoder: EncoderLoader
-    tokenizer_engine: EngineName = "auto"
     check_images: ImageCheck = "header"
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
         """Measure a chunk and write its file; few records are held at a time, as they may hold images."""
         columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         counts: Counts = {name: Counter() for name in COUNTED}
-        first: FirstReject | None = None
+        first: tuple[int, str | None, str, str] | None = None
         tokenized = 0
         tokens: list[EncodedSample] = []
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         encoder = self.encoder.load()
         tokenizer = encoder.text_tokenizer if isinstance(encoder, ChatEncoder) else None
-        if tokenizer is not None:
-            tokenizer.use(self.tokenizer_engine)
         while batch := list(islice(rows, _BATCH)):
             conversations, results = self._read(chunk.source, batch)
             usable = [place for place, one in enumerate(conversations) if one is not None]
@@ -221,7 +185,9 @@ class Measurer:
             if isinstance(encoder, ChatEncoder):
                 counts["notes"].update(note for c in conversations if c for note in encoder.renderer.notes(c))
             if first is None:
-                first = _first_reject(batch, made["id"], results)
+                described = zip(made["address"], made["id"], made["detail"], results, strict=True)
+                failed = ((*place, one.reject.reason, detail) for *place, detail, one in described if one.reject)
+                first = next((one for one in failed if one[2] not in BY_CHOICE), None)
             for name, values in made.items():
                 columns[name] += values
         if chunk.keep_tokens:
@@ -270,16 +236,6 @@ def _columns(
         "id": [raw_id(row.record) if c is None else c.id for row, c in pairs],
         "detail": [None if reject is None else reject.detail[:MOST_DETAIL] for reject in rejects],
     }
-
-
-def _first_reject(
-    rows: Sequence[Row], ids: Sequence[str | None], results: Sequence[Measurement]
-) -> FirstReject | None:
-    """The first rejected record of these."""
-    for place, result in enumerate(results):
-        if result.reject is not None and result.reject.reason not in BY_CHOICE:
-            return FirstReject(rows[place].address, ids[place], result.reject)
-    return None
 
 
 def _text_bytes(conversation: Conversation) -> int:

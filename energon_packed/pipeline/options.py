@@ -1,5 +1,6 @@
 """PackOptions, and what it shares with the survey of lengths: all that decides a run, checked at construction."""
 
+import logging
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,14 +11,13 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from energon_packed.encoding import EncoderSettings, Processor
+from energon_packed.encoding.conversation_media import ImageCheck
 from energon_packed.encoding.settings import IMAGES
 from energon_packed.errors import ConfigError
 from energon_packed.formats import CODECS, LAYOUTS, Codec, codec_for
 from energon_packed.options import declared, option, refuse_remote, short
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, PretrainedEncoder
-from energon_packed.pipeline.flavor_options import AUTO, NARROW, WIDEST, check_flavor
-from energon_packed.pipeline.layouts import check_layout, check_layout_outputs
 from energon_packed.pipeline.parse import (
     checked_part,
     checked_split,
@@ -28,10 +28,10 @@ from energon_packed.pipeline.parse import (
     part_suffix,
     prefix_of,
 )
-from energon_packed.pipeline.processes import available_cores
 from energon_packed.pipeline.rejects import RejectLimits
 from energon_packed.records import Adapter, FieldMap
 from energon_packed.sources import SourceConfig
+from energon_packed.system import available_cores
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
 Options = TypeVar("Options", bound="InputOptions")
@@ -39,6 +39,87 @@ INPUT, PACKING, OUTPUT, RUN = "Input", "Packing", "Output", "Run"
 Overlong = Literal["drop", "error", "truncate"]
 GroupBy = Literal["none", "media"]
 CheckImages = Literal["header", "full"]
+AUTO, NARROW, WIDEST = "auto", "PackedCaptioningSample", "PackedMultiMixQASample"
+SINGLE = "MultiMixQASample"
+_log = logging.getLogger(__name__)
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def check_flavor(options: "InputOptions") -> None:
+    """Give `sample_class` the flavor that is written: that of single samples only with `unpacked`.
+
+    Raises:
+        ConfigError: `unpacked` with the flavor of a pack.
+    """
+    if options.unpacked:
+        if options.sample_class not in (AUTO, SINGLE) or options.layout is not None:
+            other = f"`layout` {options.layout}" if options.layout else f"`sample_class` {options.sample_class}"
+            raise ConfigError(f"`unpacked` writes {SINGLE}, one sample a member, and {other} holds packs; omit one")
+        object.__setattr__(options, "sample_class", SINGLE)
+    elif options.sample_class == SINGLE:
+        _log.warning(
+            "`sample_class` %s names single samples; packs of them are written, as %s. `unpacked` writes one sample a "
+            "member, for packing while training",
+            SINGLE,
+            WIDEST,
+        )
+        object.__setattr__(options, "sample_class", WIDEST)
+
+
+def image_check(options: "InputOptions") -> ImageCheck:
+    """`check_images`, or `convert` where the layout converts images when they are written."""
+    if options.check_images == "header" and options.layout is not None and not getattr(options, "keep_bytes", False):
+        return "convert"
+    return options.check_images
+
+
+def check_layout(options: "InputOptions") -> None:
+    """Give `sample_class` the flavor of the layout.
+
+    Raises:
+        ConfigError: another flavor, or supervision that the layout does not hold.
+    """
+    if options.layout is None:
+        return
+    flavor = LAYOUTS[options.layout].sample_class
+    if options.sample_class not in ("auto", flavor):
+        raise ConfigError(
+            f"`layout` {options.layout} is a form of {flavor}, not of `sample_class` {options.sample_class}; leave "
+            "one of them out"
+        )
+    if options.patch_order == "block":
+        raise ConfigError(
+            f"`patch_order` is 'block', but the reader of `layout` {options.layout} puts every .npy file into block "
+            "order itself; it needs files in row order"
+        )
+    if options.loss_on != "assistant":
+        raise ConfigError(
+            f"`loss_on` is {options.loss_on!r}, but the reader of `layout` {options.layout} trains on every assistant "
+            "turn; use 'assistant'"
+        )
+    object.__setattr__(options, "sample_class", flavor)
+
+
+def check_layout_outputs(options: "PackOptions") -> None:
+    """Refuse options that need a layout, or that its reader does not follow.
+
+    Raises:
+        ConfigError: the message names the option.
+    """
+    if options.layout is None:
+        for name in ("keep_bytes", "dataset_module"):
+            if getattr(options, name):
+                raise ConfigError(f"`{name}` needs a `layout`; use {', '.join(LAYOUTS)}")
+        return
+    if options.overlong == "truncate":
+        raise ConfigError(
+            f"`overlong` is 'truncate', but the reader of `layout` {options.layout} reads samples whole; use 'drop'"
+        )
+    if options.dataset_module is not None and not _MODULE.fullmatch(options.dataset_module):
+        raise ConfigError(
+            f"`dataset_module` {options.dataset_module!r} is not the name of a package, such as "
+            "aiak_training_llm.data.multimodal"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

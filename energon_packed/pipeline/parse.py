@@ -78,7 +78,7 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"invalid size {text!r}; use bytes or a unit, such as 512M or 1G")
-    return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def parse_seq_len(text: str) -> int:
@@ -88,7 +88,7 @@ def parse_seq_len(text: str) -> int:
         ConfigError: the text has another form.
     """
     match = _TOKENS.fullmatch(text.strip())
-    tokens = float(match[1]) * (1024 if match[2] else 1) if match is not None else math.nan
+    tokens = float(match[1]) * _UNITS[match[2].upper()] if match is not None else math.nan
     if not tokens.is_integer():
         raise ConfigError(f"`seq_len` is {text!r}; it must be an integer, such as 8192 or 8k")
     return int(tokens)

@@ -1,28 +1,196 @@
 """Stage 2, plan: what is rejected, which records share a row, and which packs make a shard."""
 
 import itertools
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.errors import Reject
-from energon_packed.packing import PackPlan
-from energon_packed.pipeline.chunks import STATUSES
+from energon_packed.encoding import EncodedSample
+from energon_packed.errors import Reason, RecordError, Reject
+from energon_packed.packing import PackPlan, pack_lengths
+from energon_packed.pipeline.chunks import KINDS, STATUSES
+from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
-from energon_packed.pipeline.kept_tokens import KeptTokens, tokens_file
-from energon_packed.pipeline.ledger import write_ledger
-from energon_packed.pipeline.options import RejectOptions
+from energon_packed.pipeline.kept_tokens import KeptTokens, TokenReader, TokenRefs, tokens_file
+from energon_packed.pipeline.options import PackOptions, RejectOptions
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.rejects import TableRejects
+from energon_packed.pipeline.rejects import TableRejects, write_ledger
 from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.shard_plans import OVERLONG, ShardPlan, plan_packs, plan_shards
-from energon_packed.pipeline.table import RecordTable
-from energon_packed.pipeline.truncation import TruncationCheck, TruncationTask
+from energon_packed.pipeline.table import RecordRefs, RecordTable
 
 Status = npt.NDArray[np.int8]
 _TRUNCATION_BATCH = 64  # records per task
+Int64 = npt.NDArray[np.int64]
+OVERLONG = STATUSES.index(Reason.OVERLONG.value)
+_MEMBER_OVERHEAD = 1024  # bytes of header and padding of a tar member, at most
+_TOKENS_JSON = 200  # bytes of JSON for one sample of tokens, about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardPlan:
+    """One shard.
+
+    Attributes:
+        number: number of the shard.
+        split: `train`, `val` or `test`.
+        first_pack: number of its first pack.
+        rows: int64 (samples,), records of all its packs, pack after pack.
+        offsets: int64 (packs+1,), pack p is `rows[offsets[p]:offsets[p + 1]]`.
+        num_bytes: of its tar, as estimated from the bytes of media and texts.
+    """
+
+    number: int
+    split: str
+    first_pack: int
+    rows: Int64
+    offsets: Int64
+    num_bytes: int
+
+
+def plan_packs(table: RecordTable, status: npt.NDArray[np.int8], options: PackOptions) -> PackPlan:
+    """Pack all records whose status is 0; `indices` are record numbers.
+
+    Args:
+        table: measured records.
+        status: int8 (n,), `table.status` with plan-time rejects.
+        options: of the run.
+    """
+    rows = np.flatnonzero(status == 0)
+    lengths = table.length if options.truncate is None else np.minimum(table.length, options.truncate)
+    groups = [rows]
+    if options.group_by == "media":
+        groups = [rows[table.kind[rows] == kind] for kind in range(len(KINDS))]
+    with ThreadPoolExecutor(len(groups)) as pool:  # in parallel: the kernels release the GIL
+        plans = list(pool.map(lambda group: _plan_group(lengths[group], options), groups))
+    shift = np.cumsum([0, *(plan.offsets[-1] for plan in plans)])
+    joined = PackPlan(
+        indices=np.concatenate([group[plan.indices] for group, plan in zip(groups, plans, strict=True)]),
+        offsets=np.concatenate([[0], *(plan.offsets[1:] + s for plan, s in zip(plans, shift, strict=False))]).astype(
+            np.int64
+        ),
+        overlong=np.zeros(0, dtype=np.int64),
+        tokens=sum(plan.tokens for plan in plans),
+        capacity=options.seq_len,
+    )
+    order = np.random.default_rng(options.seed).permutation(joined.num_packs)
+    return joined.reordered(order)
+
+
+def _plan_group(lengths: npt.NDArray[np.int32], options: PackOptions) -> PackPlan:
+    single = not options.codec.packed
+    return pack_lengths(
+        lengths,
+        options.seq_len,
+        algorithm="sequential" if single else options.algorithm,
+        max_samples=1 if single else options.max_samples_per_pack,
+        multiple=options.pad_multiple,
+    )
+
+
+def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> list[ShardPlan]:
+    """Cut the packs into splits, and each split into shards of even size within the limits."""
+    content = table.media_bytes + _MEMBER_OVERHEAD * table.num_images
+    if options.codec.stores_tokens:
+        content += 4 * table.length.astype(np.int64) + _TOKENS_JSON
+    else:
+        content += table.text_bytes
+    sizes = np.add.reduceat(content[plan.indices], plan.offsets[:-1]) if plan.num_packs else np.zeros(0, np.int64)
+    sizes += _MEMBER_OVERHEAD * (4 if options.codec.stores_tokens else 1)
+    shards: list[ShardPlan] = []
+    for split, (start, stop) in split_ranges(plan.num_packs, options.split).items():
+        for first, last in _cut(sizes[start:stop], options.max_packs_per_shard, options.max_shard_bytes):
+            begin, end = start + first, start + last
+            offsets = plan.offsets[begin : end + 1]
+            shards.append(
+                ShardPlan(
+                    number=len(shards),
+                    split=split,
+                    first_pack=begin,
+                    rows=plan.indices[offsets[0] : offsets[-1]],
+                    offsets=offsets - offsets[0],
+                    num_bytes=int(sizes[begin:end].sum()),
+                )
+            )
+    return shards
+
+
+def split_ranges(packs: int, split: Mapping[str, float]) -> dict[str, tuple[int, int]]:
+    """Ranges of packs per split, by rounding the running total of the shares."""
+    ends = np.rint(np.cumsum(list(split.values())) * packs).astype(int).tolist()
+    ends[-1] = packs  # whatever the rounding of the shares
+    return {name: (start, end) for name, start, end in zip(split, [0, *ends], ends, strict=False)}
+
+
+def _cut(sizes: Int64, max_packs: int, max_bytes: int) -> list[tuple[int, int]]:
+    """Ranges of packs: as few as the byte limit allows, each with at most `max_packs`, of even count."""
+    ranges: list[tuple[int, int]] = []
+    total = np.concatenate([[0], np.cumsum(sizes)])
+    start = 0
+    while start < len(sizes):
+        by_bytes = int(np.searchsorted(total, total[start] + max_bytes, side="right")) - 1
+        left = len(sizes) - start
+        even = -(-left // -(-left // max_packs))
+        stop = max(start + 1, min(by_bytes, start + even))
+        ranges.append((start, stop))
+        start = stop
+    return ranges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncationTask:
+    """Samples longer than a row.
+
+    Attributes:
+        rows: int64 (k,), record numbers.
+        records: where they are.
+        tokens: where their tokens are, for flavors that store them.
+    """
+
+    rows: Int64
+    records: RecordRefs
+    tokens: TokenRefs | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncationCheck:
+    """Truncates samples, to see which cannot be and what is left of the others: a function for an engine.
+
+    Attributes:
+        reader, encoder: as in the other stages.
+        max_length: tokens of a row.
+    """
+
+    reader: RecordReader
+    encoder: EncoderLoader
+    max_length: int
+
+    def __call__(self, task: TruncationTask) -> list[tuple[int, int | Reject]]:
+        """(record number, targets that are left) of each record, or why it cannot be truncated."""
+        results: list[tuple[int, int | Reject]] = []
+        for row, sample in zip(task.rows.tolist(), self._samples(task), strict=True):
+            try:
+                results.append((row, sample.truncated(self.max_length).num_supervised))
+            except RecordError as error:
+                results.append((row, error.reject))
+        return results
+
+    def _samples(self, task: TruncationTask) -> Iterator[EncodedSample]:
+        encoder, records = self.encoder.load(), task.records
+        if task.tokens is not None:
+            with TokenReader(task.tokens) as reader:
+                for place, length in enumerate(records.length.tolist()):
+                    yield replace(reader.read(place, length), image_token_id=encoder.image_token_id)
+            return
+        for place, source in enumerate(records.source.tolist()):
+            conversation = self.reader.read(source, int(records.address[place]), int(records.size[place]))
+            measured = encoder.measure([conversation], keep_tokens=True)[0]
+            if measured.reject is not None or measured.sample is None:
+                raise RecordError.of(measured.reject or Reject(Reason.EMPTY, "its encoder keeps no tokens"))
+            yield measured.sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,36 +217,27 @@ class Plan:
         return sum(shard.num_bytes for shard in self.shards)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanStage:
-    """Plans all packs, writes lengths.parquet and rejects.jsonl, and holds the rejects to the limits."""
+def make_plan(state: RunState, table: RecordTable) -> Plan:
+    """Plan all packs, write lengths.parquet and rejects.jsonl, and compare the rejects with the limits.
 
-    state: RunState
-    name = "plan"
-
-    def run(self, table: RecordTable) -> Plan:
-        """The plan.
-
-        Raises:
-            RejectLimitError: more is rejected than allowed.
-        """
-        options = self.state.options
-        self.state.progress.start(self.name, len(table), "records")
-        state, space = self.state, self.state.space
-        kept = None if options.truncate is None else kept_tokens(state, table)
-        rejects, supervised = plan_rejects(table, options, state.reader, state.engine, kept=kept)
-        write_ledger(rejects, usable_len=options.usable_len, space=space)
-        rejects.check(options.limits, str(space.rejects))
-        status = rejects.status
-        packs = plan_packs(table, status, options)
-        mixed = None
-        if options.group_by != "none":
-            mixed = plan_packs(table, status, replace(options, group_by="none")).utilization
-        shards = plan_shards(packs, table, options)
-        if sum(len(shard.rows) for shard in shards) != len(packs.indices):
-            raise AssertionError("the shards do not hold every packed sample")
-        self.state.progress.advance(len(table), len(table))
-        return Plan(status=status, supervised=supervised, packs=packs, shards=shards, mixed_utilization=mixed)
+    Raises:
+        RejectLimitError: more is rejected than allowed.
+    """
+    options, space = state.options, state.space
+    state.progress.start("plan", len(table), "records")
+    kept = None if options.truncate is None else kept_tokens(state, table)
+    rejects, supervised = plan_rejects(table, options, state.reader, state.engine, kept=kept)
+    write_ledger(rejects, usable_len=options.usable_len, space=space)
+    rejects.check(options.limits, str(space.rejects))
+    packs = plan_packs(table, rejects.status, options)
+    mixed = None
+    if options.group_by != "none":
+        mixed = plan_packs(table, rejects.status, replace(options, group_by="none")).utilization
+    shards = plan_shards(packs, table, options)
+    if sum(len(shard.rows) for shard in shards) != len(packs.indices):
+        raise AssertionError("the shards do not hold every packed sample")
+    state.progress.advance(len(table), len(table))
+    return Plan(status=rejects.status, supervised=supervised, packs=packs, shards=shards, mixed_utilization=mixed)
 
 
 def plan_rejects(

@@ -11,8 +11,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from energon_packed.errors import ConfigError, EnergonPackedError
-from energon_packed.pipeline.engine import Engine
-from energon_packed.pipeline.worker import ONE_THREAD, WorkerDied, label, out_of_memory
+from energon_packed.pipeline.engine import ONE_THREAD, Engine, WorkerDied, label, out_of_memory
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

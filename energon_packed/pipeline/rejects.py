@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from energon_packed.errors import BY_CHOICE, Reason, RejectLimitError
-from energon_packed.pipeline.chunks import STATUSES, read_rows
+from energon_packed.files import aside
+from energon_packed.pipeline.chunks import STATUSES, TRUNCATED, named, numbers, read_rows, texts
 from energon_packed.pipeline.table import RecordTable, reject_counts
+from energon_packed.pipeline.workspace import Workspace
 
 if TYPE_CHECKING:
     from energon_packed.pipeline.options import RejectOptions
@@ -44,6 +49,16 @@ _ADVICE = {
     Reason.OVERLONG: "raise `seq_len`, or set `overlong` to 'truncate'",
     Reason.NOT_SAMPLED: "raise its weight",
 }
+_SCHEMA = pa.schema(
+    {
+        "source": pa.dictionary(pa.int32(), pa.string()),
+        "row": pa.int64(),
+        "id": pa.string(),
+        "length": pa.int32(),
+        "num_images": pa.int32(),
+        "status": pa.dictionary(pa.int8(), pa.string()),
+    }
+)
 
 
 class Rejected(NamedTuple):
@@ -258,6 +273,36 @@ class TableRejects:
         return example_of(next(self.rows(main_reason(self.counts))), is_sample=is_sample)
 
 
+class NamedRecords(NamedTuple):
+    """The k records of a chunk file.
+
+    Attributes:
+        rows: int64 (k,), their numbers in the table.
+        source, local: int64 (k,), number of the source, and of the record in it.
+        names: ids, made of the place of a record that has none.
+        details: why a record was rejected when it was measured, or None.
+    """
+
+    rows: npt.NDArray[np.int64]
+    source: npt.NDArray[np.int64]
+    local: npt.NDArray[np.int64]
+    names: list[str]
+    details: list[str | None]
+
+
+def record_names(table: RecordTable, reader: "RecordReader") -> Iterator[NamedRecords]:
+    """The records of each chunk file with their names, in input order."""
+    for file, start in zip(table.files, table.file_starts.tolist(), strict=True):
+        part = read_rows(file)
+        if not part.num_rows:
+            continue
+        rows = np.arange(start, start + part.num_rows)
+        source, local = table.locate(rows)
+        ids = zip(part["id"].to_pylist(), source, local, strict=True)
+        names = [reader.default_id(int(s), int(r)) if ident is None else ident for ident, s, r in ids]
+        yield NamedRecords(rows, source, local, names, part["detail"].to_pylist())
+
+
 def is_failure(reason: str) -> bool:
     """Whether `max_failures` counts a reason: not if the settings ask to leave such records out."""
     return reason not in BY_CHOICE and reason != Reason.OVERLONG
@@ -351,3 +396,39 @@ def none_packed(records: int, listed: str, remedy: str) -> RejectLimitError:
 
 def _ranked(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: (item[0] in BY_CHOICE, -item[1], item[0]))
+
+
+def write_ledger(rejects: TableRejects, *, usable_len: int, space: Workspace) -> None:
+    """Write both files.
+
+    Args:
+        rejects: the measured records, and which of them are rejected.
+        usable_len: tokens of a row; the status of packed records with more is `truncated`.
+        space: where they go. lengths.parquet has source, row, id, length (tokens, null where unknown), num_images and
+            status; rejects.jsonl has source, row, id, reason and detail.
+    """
+    table, reader, status = rejects.table, rejects.reader, rejects.status
+    names_of, cut = (*STATUSES, TRUNCATED), len(STATUSES)
+    paths = [str(source.path) for source in reader.sources]
+    numbered = {path: number for number, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
+    path_of = np.array([numbered[path] for path in paths], dtype=np.int32)
+    with (
+        aside(space.lengths) as lengths_aside,
+        aside(space.rejects) as rejects_aside,
+        pq.ParquetWriter(lengths_aside, _SCHEMA) as writer,
+        rejects_aside.open("wb") as out,
+    ):
+        for chunk in record_names(table, reader):
+            part, measured = status[chunk.rows], table.length[chunk.rows]
+            columns = [
+                named(path_of[chunk.source], list(numbered), np.int32),
+                numbers(chunk.local, np.int64),
+                texts(chunk.names),
+                numbers(measured, np.int32, valid=measured >= 0),
+                numbers(table.num_images[chunk.rows], np.int32),
+                named(np.where((part == 0) & (measured > usable_len), cut, part), names_of, np.int8),
+            ]
+            writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA))
+            for place in np.flatnonzero(part).tolist():
+                reject = rejects.row(int(chunk.rows[place]), chunk.names[place], chunk.details[place])._asdict()
+                out.write(orjson.dumps(reject, option=orjson.OPT_APPEND_NEWLINE))

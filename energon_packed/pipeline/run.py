@@ -17,25 +17,23 @@ from energon_packed.options import make
 from energon_packed.pipeline.chunks import STATUSES
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine
-from energon_packed.pipeline.index import IndexStage
-from energon_packed.pipeline.inputs import InputState
+from energon_packed.pipeline.index import write_index
 from energon_packed.pipeline.keys import Keys, make_keys
-from energon_packed.pipeline.layouts import image_check
-from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import PackOptions
-from energon_packed.pipeline.plan import PlanStage
+from energon_packed.pipeline.plan import make_plan
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.table import RecordTable
-from energon_packed.pipeline.workspace import Workspace
-from energon_packed.pipeline.write import WriteStage
+from energon_packed.pipeline.workspace import FolderLock, Workspace
+from energon_packed.pipeline.write import write_shards
 from energon_packed.shards import PackingManifest
 from energon_packed.sources import Source
 
 _log = logging.getLogger(__name__)
-_REMEDY = "run again"
+Stamps = dict[Path, tuple[int, int]]
+"""Bytes and time of the last change (ns) of files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +103,7 @@ def pack(
 def _run(options: PackOptions, space: Workspace, lock: FolderLock, progress: Progress) -> PackResult:
     reader = open_reader(options, space.work, options.part)
     space.check_inputs(source.path for source in reader.sources)
-    inputs = InputState.of(reader.sources)
+    inputs = _stamps(reader.sources)
     keys = make_keys(options, reader.sources, options.part)
     log_notices(options.encoder_loader)
     if not options.resume:
@@ -116,40 +114,39 @@ def _run(options: PackOptions, space: Workspace, lock: FolderLock, progress: Pro
         return _stages(state, inputs, keys, lock)
 
 
-def _stages(state: RunState, inputs: InputState, keys: Keys, lock: FolderLock) -> PackResult:
+def _stages(state: RunState, inputs: Stamps, keys: Keys, lock: FolderLock) -> PackResult:
     options, progress, space, reader = state.options, state.progress, state.space, state.reader
     for source in reader.sources:
         _log.info("reads %s", source.path)
     _log.info("restart state: %s", space.measure_folder(keys.measure))
     clock = _Clock(progress)
     measure = MeasureStage(
-        folder=space.measure_folder(keys.measure),
+        options=options,
         reader=reader,
-        encoder=options.encoder_loader,
+        folder=space.measure_folder(keys.measure),
         engine=state.engine,
-        progress=progress,
-        counters=state.counters,
         keep_tokens=options.codec.stores_tokens,
-        check_images=image_check(options),
+        progress=progress,
         strict=options.strict,
+        counters=state.counters,
         tokenizer_engines=state.tokenizer_engines,
     )
-    with clock.stage(measure), _watched(inputs, space, keys):
+    with clock.stage("measure"), _watched(inputs, space, keys):
         table = measure.run()
     _warn_of_lost_inputs(table, reader.sources)
     fits_narrow = options.part is None and bool(table.narrow[table.status == 0].all())  # parts must agree
     options = options.resolved(fits_narrow)
     state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
-    with clock.stage(planning := PlanStage(state)):
-        plan = planning.run(table)
+    with clock.stage("plan"):
+        plan = make_plan(state, table)
     _log.info("plans %d packs in %d shards, %d bytes", plan.packs.num_packs, len(plan.shards), plan.num_bytes)
-    with clock.stage(write := WriteStage(state, keys.write)), _watched(inputs, space, keys):
-        shards = write.run(table, plan)
+    with clock.stage("write"), _watched(inputs, space, keys):
+        shards = write_shards(state, keys.write, table, plan)
     _log.info("shards written and reused: %(shards_written)d and %(shards_reused)d", state.counters)
     lock.check()
-    with clock.stage(index := IndexStage(state, keys)):
-        manifest = index.run(table, plan, shards)
+    with clock.stage("index"):
+        manifest = write_index(state, keys, table, plan, shards)
     _warn_of_empty_splits(manifest, options)
     return PackResult(
         manifest=manifest,
@@ -163,8 +160,38 @@ def _stages(state: RunState, inputs: InputState, keys: Keys, lock: FolderLock) -
     )
 
 
+def _stamps(sources: Sequence[Source]) -> Stamps:
+    """Size and time of all input files, and of the copies that are read in place of some."""
+    return {path: _stamp(path) for source in sources for path in (source.path, source.data)}
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _check_unchanged(inputs: Stamps) -> None:
+    """Refuse a file that has changed since: what was measured is not what is read now.
+
+    Raises:
+        SourceError: it names the file and both sizes.
+    """
+    for path, before in inputs.items():
+        try:
+            found = _stamp(path)
+        except OSError as error:
+            raise SourceError(f"{path} is gone while it is packed: {error.strerror}; run again") from error
+        if found != before:
+            what = (
+                f"from {before[0]} to {found[0]} bytes"
+                if found[0] != before[0]
+                else f"its {before[0]} bytes are others"
+            )
+            raise SourceError(f"{path} changed while it was packed ({what}); let its writer finish, and run again")
+
+
 @contextmanager
-def _watched(inputs: InputState, space: Workspace, keys: Keys) -> Iterator[None]:
+def _watched(inputs: Stamps, space: Workspace, keys: Keys) -> Iterator[None]:
     """Refuse what a stage has read, and forget it, where the input changed meanwhile.
 
     That it changed explains most errors of a stage, too.
@@ -173,9 +200,9 @@ def _watched(inputs: InputState, space: Workspace, keys: Keys) -> Iterator[None]
         try:
             yield
         except (EnergonPackedError, OSError):
-            inputs.check(_REMEDY)
+            _check_unchanged(inputs)
             raise
-        inputs.check(_REMEDY)
+        _check_unchanged(inputs)
     except SourceError:
         space.forget(keys.measure, keys.write)
         raise
@@ -227,8 +254,8 @@ class _Clock:
         self._progress = progress
 
     @contextmanager
-    def stage(self, stage: Any) -> Iterator[None]:
+    def stage(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        self.seconds[stage.name] = time.perf_counter() - begin
-        self._progress.finish(self.seconds[stage.name])
+        self.seconds[name] = time.perf_counter() - begin
+        self._progress.finish(self.seconds[name])

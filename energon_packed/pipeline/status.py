@@ -1,7 +1,7 @@
 """`run_status`: how far a run in an output folder is, without touching it."""
 
 import glob
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -9,8 +9,7 @@ import pyarrow as pa
 
 from energon_packed.errors import ConfigError
 from energon_packed.pipeline.chunks import read_rows
-from energon_packed.pipeline.lock import lock_holder
-from energon_packed.pipeline.workspace import Workspace
+from energon_packed.pipeline.workspace import Workspace, lock_holder
 from energon_packed.shards import PackingManifest
 
 Stage = Literal["nothing", "measured", "written", "done"]
@@ -69,10 +68,9 @@ def _status(folder: Path) -> RunStatus:
     )
     if manifest is None:
         return found
-    return RunStatus(
-        output_dir=folder,
+    return replace(
+        found,
         stage="done",
-        running=found.running,
         measured=measured or manifest.records,
         shards=len(manifest.shards),
         packs=manifest.packs,

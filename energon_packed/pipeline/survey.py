@@ -12,22 +12,43 @@ import numpy.typing as npt
 from energon_packed.errors import ConfigError
 from energon_packed.files import aside
 from energon_packed.options import option, short
+from energon_packed.pipeline.chunks import Chunk, measured_records
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine
 from energon_packed.pipeline.keys import make_keys
-from energon_packed.pipeline.layouts import image_check
-from energon_packed.pipeline.lock import FolderLock
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions
 from energon_packed.pipeline.parse import parse_seq_len
 from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader, open_reader
-from energon_packed.pipeline.rejects import TableRejects, advice, none_packed
-from energon_packed.pipeline.sampling import sampled_chunks
-from energon_packed.pipeline.table import RecordTable, most_common, record_ids
-from energon_packed.pipeline.workspace import Workspace
+from energon_packed.pipeline.rejects import TableRejects, advice, none_packed, record_names
+from energon_packed.pipeline.table import RecordTable, most_common
+from energon_packed.pipeline.workspace import FolderLock, Workspace
 
 _MOST = int(np.iinfo(np.int32).max)  # tokens in one row
+_SPREAD = 64  # places of the input that a sample comes from
+
+
+def sampled_chunks(stage: MeasureStage, sample: int, seed: int) -> list[Chunk]:
+    """Short ranges spread over the input, with about `sample` records in all."""
+    ranges = [(number, *chunk) for number, source in enumerate(stage.reader.sources) for chunk in source.chunks()]
+    number, start, stop = ranges[0]
+    first = stage.chunk("first", number, start, min(stop, start + max(1, (stop - start) // 16)))
+    first.file.parent.mkdir(parents=True, exist_ok=True)
+    stage.measurer(first)
+    per_record = (first.stop - first.start) / max(measured_records(first), 1)
+    total = sum(stop - start for _, start, stop in ranges)
+    wanted = min(total, int(sample * per_record) + 1)
+    if wanted < total:
+        rng = np.random.default_rng(seed)
+        each = max(1, wanted // min(_SPREAD, len(ranges)))
+        picked = sorted(rng.permutation(len(ranges))[: -(-wanted // each)].tolist())
+        chosen = []
+        for number, start, stop in (ranges[place] for place in picked):
+            begin = start + int(rng.integers(0, max(1, stop - start - each + 1)))
+            chosen.append((number, begin, min(stop, begin + each)))
+        ranges = chosen
+    return [stage.chunk(f"{place:07d}", *edges) for place, edges in enumerate(ranges)]
 
 
 def parse_seq_lens(text: str) -> tuple[int, ...]:
@@ -121,19 +142,16 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         ConfigError, SourceError: as `pack`.
         RejectLimitError: no record can be packed; the message has an example.
     """
-    progress = progress or Progress()
     with _work_folder(options) as space:
         reader = open_reader(options, space.work)
         log_notices(options.encoder_loader)
         stage = MeasureStage(
-            folder=space.measure_folder(make_keys(options, reader.sources, None).measure),
+            options=options,
             reader=reader,
-            encoder=options.encoder_loader,
+            folder=space.measure_folder(make_keys(options, reader.sources, None).measure),
             engine=LocalEngine(options.processes),
-            progress=progress,
-            counters={"measured": 0, "tokenized": 0, "reused": 0},
             keep_tokens=options.codec.stores_tokens and options.output_dir is not None,
-            check_images=image_check(options),
+            progress=progress or Progress(),
         )
         chunks = None if options.sample is None else sampled_chunks(stage, options.sample, options.seed)
         table = stage.run(chunks)
@@ -165,14 +183,9 @@ def write_lengths(table: RecordTable, reader: RecordReader, out: Path) -> None:
     """
     try:
         with aside(out) as file, file.open("w", encoding="utf-8") as lines:
-            for start, ids, _ in record_ids(table):
-                rows = np.arange(start, start + len(ids))
-                source, local = table.locate(rows)
-                for place in np.flatnonzero(table.status[rows] == 0).tolist():
-                    name = ids[place]
-                    if name is None:
-                        name = reader.default_id(int(source[place]), int(local[place]))
-                    lines.write(f"{' '.join(name.split())}:{table.length[start + place]}\n")
+            for chunk in record_names(table, reader):
+                for place in np.flatnonzero(table.status[chunk.rows] == 0).tolist():
+                    lines.write(f"{' '.join(chunk.names[place].split())}:{table.length[chunk.rows[place]]}\n")
     except OSError as error:
         raise ConfigError(f"`output` {out} cannot be written: {error.strerror}; pass another path") from error
 

@@ -1,7 +1,7 @@
 """RecordTable: the numbers of all records in the driver's memory, joined from the chunk files."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from energon_packed.pipeline.chunks import (
     STATUSES,
     Chunk,
     Counts,
+    as_numpy,
     measured_records,
     read_counts,
     read_rows,
 )
-from energon_packed.pipeline.columns import as_numpy
 
 Int64 = npt.NDArray[np.int64]
 _MOST_TEXTS = 200  # counted one by one; records with keys of their own would make the manifest large
@@ -143,13 +143,3 @@ def reject_counts(status: npt.NDArray[np.int8]) -> dict[str, int]:
     """Rejected records by reason; only reasons that occur."""
     counts = np.bincount(status, minlength=len(STATUSES))
     return {name: int(count) for name, count in zip(STATUSES, counts, strict=True) if count and name != PACKED}
-
-
-def record_ids(table: RecordTable) -> Iterator[tuple[int, list[str | None], list[str | None]]]:
-    """(first row, ids, details) of each chunk file."""
-    start = 0
-    for file in table.files:
-        part = read_rows(file)
-        if part.num_rows:
-            yield start, part["id"].to_pylist(), part["detail"].to_pylist()
-        start += part.num_rows

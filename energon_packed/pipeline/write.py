@@ -1,87 +1,249 @@
 """Stage 3, write: shards in parallel, each by one worker; index rows are collected on the way."""
 
-from contextlib import closing
+import hashlib
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from energon_packed.encoding.images import as_jpeg, sniff_extension
+from energon_packed.errors import EnergonPackedError, RecordError, SourceError
+from energon_packed.files import write_whole
+from energon_packed.formats import StoredImage, StoredSample, codec_for
+from energon_packed.pipeline.kept_tokens import TokenReader, TokenRefs
 from energon_packed.pipeline.plan import Plan, kept_tokens
+from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.shard_plans import ShardPlan
-from energon_packed.pipeline.shard_writer import ShardTask, ShardWriter, finished_shard
-from energon_packed.pipeline.table import RecordTable
-from energon_packed.shards.tar import ShardSummary
+from energon_packed.pipeline.table import RecordRefs, RecordTable
+from energon_packed.records import Conversation
+from energon_packed.shards.index import write_tar_index
+from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
+from energon_packed.sources.base import changed_at
+
+Int64 = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class WriteStage:
-    """Writes the shards that no earlier run has finished.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardTask:
+    """One shard to write.
 
     Attributes:
-        state: of the run.
-        key: names the folder of the index rows.
+        tar: final path.
+        state: file that gets the index rows; it appears when the shard is done.
+        prefix: start of keys.
+        first_pack: number of the first pack.
+        records: records of all packs, pack after pack.
+        offsets: int64 (packs+1,), pack p is records offsets[p] to offsets[p + 1].
+        tokens: where the tokens of the records are; None for flavors that store none.
     """
 
-    state: RunState
-    key: str
-    name = "write"
+    tar: Path
+    state: Path
+    prefix: str
+    first_pack: int
+    records: RecordRefs
+    offsets: Int64
+    tokens: TokenRefs | None = None
 
-    def run(self, table: RecordTable, plan: Plan) -> list[ShardSummary]:
-        """All shards, in order."""
-        state, options = self.state, self.state.options
-        folder = state.space.write_folder(self.key)
-        self._check_space(plan, folder)
-        state.space.claim(self.key)
-        folder.mkdir(parents=True, exist_ok=True)
-        names = [f"{options.prefix}-{shard.number:06d}.tar" for shard in plan.shards]
-        kept = kept_tokens(state, table)
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"writing {self.tar.name}"
 
-        def task_of(shard: ShardPlan) -> ShardTask:
-            name = names[shard.number]
-            return ShardTask(
-                tar=state.space.shards / name,
-                state=state_file(folder, name),
-                prefix=options.prefix,
-                first_pack=shard.first_pack,
-                records=table.refs(shard.rows),
-                offsets=shard.offsets,
-                tokens=kept.refs(shard.rows) if kept else None,
-            )
+    def digest(self) -> str:
+        """Hex digest of which records lie in which pack, and of what was measured of them.
 
-        done: dict[str, ShardSummary] = {}
-        todo: list[ShardPlan] = []
-        state.progress.start(self.name, sum(len(shard.rows) for shard in plan.shards), "samples")
-        for shard, name in zip(plan.shards, names, strict=True):
-            finished = finished_shard(task_of(shard)) if state_file(folder, name).exists() else None
-            if finished is None:
-                todo.append(shard)
-            else:
-                done[name] = finished
-                state.counters["shards_reused"] += 1
-                state.progress.advance(len(shard.rows), len(shard.rows))
-        if todo:
-            state.space.open_shards()
-        writer = ShardWriter(reader=state.reader, truncate=options.truncate, keep_bytes=options.keep_bytes)
-        samples = {name: len(shard.rows) for shard, name in zip(plan.shards, names, strict=True)}
-        with closing(state.engine.run(writer, map(task_of, todo))) as summaries:
-            for summary in summaries:
-                done[summary.name] = summary
-                state.counters["shards_written"] += 1
-                state.progress.advance(samples[summary.name], samples[summary.name])
-        state.space.remove_strays(set(names))
-        if sum(summary.packs for summary in done.values()) != plan.packs.num_packs:
-            raise AssertionError("the shards do not hold every planned pack")
-        return [done[name] for name in names]
+        A shard that an earlier run has finished holds these packs only if its digest is the same: an image that was
+        missing then may exist now, which changes the entire plan.
+        """
+        digest = hashlib.sha256(f"{self.prefix} {self.first_pack}".encode())
+        records = self.records
+        for array in (self.offsets, *(getattr(records, name) for name in records.__slots__)):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
-    def _check_space(self, plan: Plan, folder: Path) -> None:
-        """Refuse a disk that is too small before anything is replaced; finished shards need no space."""
-        space, prefix = self.state.space, self.state.options.prefix
-        names = {shard.number: f"{prefix}-{shard.number:06d}.tar" for shard in plan.shards}
-        todo = [
-            shard
-            for shard in plan.shards
-            if not (state_file(folder, names[shard.number]).exists() and (space.shards / names[shard.number]).exists())
-        ]
-        space.check_space(sum(shard.num_bytes for shard in todo), self.key)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardWriter:
+    """Writes one shard: the function of the write stage.
+
+    Attributes:
+        reader: reads records as the measure stage did.
+        truncate: tokens that longer samples are truncated to, or None.
+        keep_bytes: for a layout whose images are named `.jpg`: images of other formats, and those with an EXIF
+            orientation, keep their bytes under that name, and are not converted.
+    """
+
+    reader: RecordReader
+    truncate: int | None
+    keep_bytes: bool = False
+
+    def __call__(self, task: ShardTask) -> ShardSummary:
+        """Write the tar, its index and its state file."""
+        codec = codec_for(self.reader.sample_class, self.reader.layout)
+        bounds = task.offsets.tolist()
+        with ExitStack() as open_files:
+            shard = open_files.enter_context(TarShardWriter(task.tar))
+            tokens = open_files.enter_context(TokenReader(task.tokens)) if task.tokens is not None else None
+            places = _places(task.records)
+            for pack, (start, stop) in enumerate(itertools.pairwise(bounds), start=task.first_pack):
+                samples = [self.stored_sample(place, tokens) for place in itertools.islice(places, stop - start)]
+                shard.add(f"{task.prefix}_{pack:08d}", codec.write(samples))
+        write_tar_index(task.tar, shard.rows)
+        state = {"task": task.digest(), "mtime_ns": changed_at(task.tar), "rows": shard.rows.as_dict()}
+        write_whole(task.state, orjson.dumps(state))
+        return shard.rows.summary
+
+    def stored_sample(self, place: "_Place", tokens: TokenReader | None) -> StoredSample:
+        """Read one record and its media again, and its tokens where they are kept.
+
+        Raises:
+            SourceError: the record or its media changed since it was measured.
+        """
+        source, row, measured = place.source, place.row, place.length
+        images: tuple[StoredImage, ...] = ()
+        positions: tuple[bytes, ...] = ()
+        try:
+            conversation = self.reader.read(source, place.address, place.size)
+            ident = self.reader.default_id(source, row) if conversation.id is None else conversation.id
+            if conversation.images:
+                read = [image.read() for image in conversation.images]
+                positions = tuple([file.read() for file in conversation.patch_positions])
+                found = sum([len(data) for data in (*read, *positions)])
+                if found != place.media_bytes:
+                    raise self._changed(source, row, f"its media has {found} bytes, not {place.media_bytes}")
+                images = tuple([self._stored_image(data) for data in read])
+            elif place.media_bytes:
+                raise self._changed(source, row, f"it has no media any more, but had {place.media_bytes} bytes")
+            if tokens is not None:
+                encoded = tokens.read(place.number, measured)
+                encoded = encoded.truncated(self.truncate) if self.truncate else encoded
+                conversation = Conversation(
+                    id=ident, input_ids=encoded.input_ids, labels=encoded.labels, images=conversation.images
+                )
+            elif conversation.id is None:
+                conversation = conversation.named(ident)
+        except (RecordError, OSError) as error:
+            raise self._changed(source, row, str(error)) from error
+        return StoredSample(
+            conversation=conversation,
+            length=min(measured, self.truncate or measured),
+            truncate=self.truncate,
+            is_truncated=self.truncate is not None and measured > self.truncate,
+            images=images,
+            patch_positions=positions,
+        )
+
+    def _stored_image(self, data: bytes) -> StoredImage:
+        """The bytes of an image as they are, or a JPEG of it where the layout asks for one."""
+        if not self.reader.layout:
+            return StoredImage(sniff_extension(data), data)
+        return StoredImage("jpg", data if self.keep_bytes else as_jpeg(data))
+
+    def _changed(self, source: int, row: int, what: str) -> EnergonPackedError:
+        path = self.reader.sources[source].path
+        return SourceError(
+            f"record {row} of {path} changed since it was measured ({what}); run again with `resume=False`"
+        )
+
+
+class _Place(NamedTuple):
+    """One entry of `RecordRefs`, and its number there."""
+
+    number: int
+    source: int
+    row: int
+    address: int
+    size: int
+    length: int
+    media_bytes: int
+
+
+def _places(records: RecordRefs) -> Iterator[_Place]:
+    columns = [getattr(records, name).tolist() for name in _Place._fields[1:]]
+    return map(_Place, itertools.count(), *columns)
+
+
+def finished_shard(task: ShardTask) -> ShardSummary | None:
+    """The shard of a task that an earlier run has finished and that is unchanged since, or None."""
+    tar = task.tar
+    try:
+        value = orjson.loads(task.state.read_bytes())
+        if value["task"] != task.digest():
+            return None
+        rows = ShardRows.from_dict(value["rows"])
+        unchanged = (rows.size, value["mtime_ns"]) == (tar.stat().st_size, changed_at(tar))
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+        return None
+    return rows.summary if unchanged and tar.with_suffix(".tar.idx").is_file() else None
+
+
+def shard_rows(state: Path) -> ShardRows:
+    """Index rows of a finished shard."""
+    return ShardRows.from_dict(orjson.loads(state.read_bytes())["rows"])
+
+
+def write_shards(state: RunState, key: str, table: RecordTable, plan: Plan) -> list[ShardSummary]:
+    """Write the shards that no earlier run has finished.
+
+    Args:
+        state: of the run.
+        key: names the folder of the index rows.
+        table, plan: of the earlier stages.
+
+    Returns:
+        All shards, in order.
+    """
+    options, space = state.options, state.space
+    folder = space.write_folder(key)
+    shards = {f"{options.prefix}-{shard.number:06d}.tar": shard for shard in plan.shards}
+    missing = [name for name in shards if not (state_file(folder, name).exists() and (space.shards / name).exists())]
+    space.check_space(sum(shards[name].num_bytes for name in missing), key)  # before anything is replaced
+    space.claim(key)
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = kept_tokens(state, table)
+
+    def task_of(name: str) -> ShardTask:
+        shard = shards[name]
+        return ShardTask(
+            tar=space.shards / name,
+            state=state_file(folder, name),
+            prefix=options.prefix,
+            first_pack=shard.first_pack,
+            records=table.refs(shard.rows),
+            offsets=shard.offsets,
+            tokens=kept.refs(shard.rows) if kept else None,
+        )
+
+    done: dict[str, ShardSummary] = {}
+
+    def finish(summary: ShardSummary, counter: str) -> None:
+        done[summary.name] = summary
+        state.counters[counter] += 1
+        samples = len(shards[summary.name].rows)
+        state.progress.advance(samples, samples)
+
+    state.progress.start("write", sum(len(shard.rows) for shard in plan.shards), "samples")
+    for name in shards:
+        if state_file(folder, name).exists() and (finished := finished_shard(task_of(name))) is not None:
+            finish(finished, "shards_reused")
+    todo = [name for name in shards if name not in done]
+    if todo:
+        space.open_shards()
+    writer = ShardWriter(reader=state.reader, truncate=options.truncate, keep_bytes=options.keep_bytes)
+    with closing(state.engine.run(writer, map(task_of, todo))) as summaries:
+        for summary in summaries:
+            finish(summary, "shards_written")
+    space.remove_strays(set(shards))
+    if sum(summary.packs for summary in done.values()) != plan.packs.num_packs:
+        raise AssertionError("the shards do not hold every planned pack")
+    return [done[name] for name in shards]
 
 
 def state_file(folder: Path, shard: str) -> Path:

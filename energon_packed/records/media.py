@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlparse
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.foreign import IrregularFile, open_regular
+from energon_packed.records.fields import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -56,7 +57,7 @@ class MediaReference:
         if isinstance(value, bytes | bytearray | memoryview):
             return cls(data=bytes(value))
         if not isinstance(value, str) or not value:
-            raise RecordError(Reason.MISSING_IMAGE, f"an image is {_short(value)}; use a path or bytes")
+            raise RecordError(Reason.MISSING_IMAGE, f"an image is {shown(value)}; use a path or bytes")
         if value.startswith("data:"):
             return cls(data=_data_url(value))
         if value.startswith("file://"):
@@ -64,7 +65,7 @@ class MediaReference:
         if value.startswith(("http://", "https://", "s3://", "gs://")):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
-                f"{_short(value)} is remote; download it and pass a path, nothing is fetched",
+                f"{shown(value)} is remote; download it and pass a path, nothing is fetched",
             )
         return cls(path=value, root=root)
 
@@ -78,7 +79,7 @@ class MediaReference:
         if self.root is None:
             return self.path
         if "\0" in self.path:
-            raise RecordError(Reason.MISSING_IMAGE, f"{_short(self.path)} holds a null byte")
+            raise RecordError(Reason.MISSING_IMAGE, f"{shown(self.path)} holds a null byte")
         root = os.path.realpath(self.root)
         real = os.path.realpath(os.path.join(root, self.path))
         if real != root and not real.startswith(root.rstrip("/") + "/"):
@@ -99,7 +100,9 @@ class MediaReference:
             return io.BytesIO(self.data)
         path = self.resolved()
         try:
-            stream = _open_regular(path)
+            stream = open_regular(path)
+        except IrregularFile as error:
+            raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {error}; pass the path of an image file") from None
         except (OSError, ValueError) as error:
             raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {_reason(error)}") from error
         if self.offset is None:
@@ -137,18 +140,6 @@ class MediaReference:
     def label(self) -> str:
         """A short name for messages."""
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
-
-
-def _open_regular(path: str) -> BinaryIO:
-    """A regular file for reading.
-
-    Raises:
-        OSError, ValueError: it cannot be opened, or is a folder, device, socket or FIFO, none of which is waited for.
-    """
-    try:
-        return open_regular(path)
-    except IrregularFile as error:
-        raise ValueError(f"{error}; pass the path of an image file") from None
 
 
 class _Window(io.RawIOBase):
@@ -194,24 +185,19 @@ class _Window(io.RawIOBase):
 def _data_url(value: str) -> bytes:
     head, _, body = value.partition(",")
     if not head.endswith(";base64"):
-        raise RecordError(Reason.MISSING_IMAGE, f"{_short(value)} is not a base64 data URL")
+        raise RecordError(Reason.MISSING_IMAGE, f"{shown(value)} is not a base64 data URL")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RecordError(Reason.CORRUPT_IMAGE, f"{_short(value)}: {error}") from error
+        raise RecordError(Reason.CORRUPT_IMAGE, f"{shown(value)}: {error}") from error
 
 
 def _file_url(value: str) -> str:
     try:
         return unquote(urlparse(value).path)
     except ValueError as error:
-        raise RecordError(Reason.MISSING_IMAGE, f"{_short(value)}: {error}") from error
+        raise RecordError(Reason.MISSING_IMAGE, f"{shown(value)}: {error}") from error
 
 
 def _reason(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -11,9 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import is_given, unused_fields
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
-from energon_packed.records.fields import Record, flatten
+from energon_packed.records.fields import Record, flatten, is_given, unused_fields
 from energon_packed.records.media import MediaReference
 
 VIDEO_PLACEHOLDER = "<video>"
@@ -75,7 +74,8 @@ class Media:
     def add_inline(self, value: Any) -> None:
         """An image of a content part; Anthropic's has `{"type": "base64", "media_type", "data"}` as its source."""
         if isinstance(value, Mapping) and value.get("type") == "base64":
-            value = _data_url(value.get("data"), str(value.get("media_type")))
+            data, kind = value.get("data"), str(value.get("media_type"))
+            value = data if isinstance(data, bytes) else _data_url(data, kind)
         elif isinstance(value, Mapping) and value.get("type") == "url":
             value = value.get("url")
         self.unused_fields.update(_unused(value))
@@ -187,9 +187,9 @@ def _images_per_turn(value: Any) -> list[int] | None:
 
 def _read_videos(record: Record, root: str | None) -> list[list[MediaReference]]:
     for key, remedy in _UNSUPPORTED.items():
-        if _names_media(record.get(key)):
+        if isinstance(value := record.get(key), str | bytes | list | tuple | Mapping) and len(value) > 0:
             raise _unsupported(f"the field {key} is not supported; {remedy}")
-    given = [key for key in _VIDEO_FIELDS if _is_given(record.get(key))]
+    given = [key for key in _VIDEO_FIELDS if not isinstance(record.get(key), bool) and is_given(record.get(key))]
     if len(given) > 1:
         raise _unsupported("both video and videos are given; use one")
     if not given:
@@ -203,15 +203,6 @@ def _read_videos(record: Record, root: str | None) -> list[list[MediaReference]]
     if any(isinstance(frame, list | tuple) for frames in videos for frame in frames) or not all(videos):
         raise _unsupported(f"{given[0]} must be a list of frames for each {VIDEO_PLACEHOLDER}, none of them empty")
     return [[MediaReference.from_value(frame, root) for frame in frames] for frames in videos]
-
-
-def _is_given(value: Any) -> bool:
-    """Neither missing nor empty; a bool says that the images are frames, as our own formats do."""
-    return value is not None and not isinstance(value, bool) and (not hasattr(value, "__len__") or len(value) > 0)
-
-
-def _names_media(value: Any) -> bool:
-    return isinstance(value, str | bytes | list | tuple | Mapping) and len(value) > 0
 
 
 def _is_file(value: Any) -> bool:

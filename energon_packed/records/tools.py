@@ -11,10 +11,8 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import is_given, unsupported
 from energon_packed.records.conversation import Message
-from energon_packed.records.fields import OBJECT, Record, read_json_list
-from energon_packed.records.json_text import parse_json
+from energon_packed.records.fields import OBJECT, Record, is_given, parse_json, read_json_list, unsupported
 from energon_packed.records.media_fields import Media
 from energon_packed.records.shapes import Draft
 

@@ -4,21 +4,55 @@
 
 Role, content, weight and reasoning become a `Message`; `tool_calls`, `tool_call_id` and `name` go to the template.
 A field that nothing reads is counted, or rejected where it would change training (`accounting`).
+
+Masks of a turn, as trainers spell them: which turns are targets, and how much they count.
+
+weight       OpenAI fine-tuning and axolotl: 0 or 1; other numbers weigh the turn's loss
+loss_weight  a number
+loss         ms-swift: true or false
+train        axolotl (also `training`): true or false
+loss_mask    as Megatron's: 1 is a target, 0 is not
+masked       torchtune: true is not a target
+mask         true means trained to some writers and hidden to others, so it is rejected
+
+Tool calls, in the one form that chat templates take.
+
+    {"type": "function", "function": {"name": "f", "arguments": {...}}}    `arguments` an object
+
+Records also give `arguments` as JSON text (OpenAI) or as `parameters` (Llama), calls as `{name, arguments}` (ShareGPT,
+xLAM), or all as JSON text.
 """
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import is_given, unused_fields
-from energon_packed.records.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, Message
-from energon_packed.records.fields import Record, flatten, key_names, read_objects, read_text
-from energon_packed.records.media_fields import Media
-from energon_packed.records.parts import read_parts
-from energon_packed.records.tool_calls import read_tool_calls
-from energon_packed.records.weights import WEIGHT_FIELDS, read_weight
+import orjson
 
+from energon_packed.errors import Reason, RecordError
+from energon_packed.records.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, Message
+from energon_packed.records.fields import (
+    OBJECT,
+    Record,
+    check_writable,
+    flatten,
+    is_given,
+    key_names,
+    parse_json,
+    read_objects,
+    read_text,
+    shown,
+    unused_fields,
+)
+from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
+
+_NUMBERS = ("weight", "loss_weight")
+_FLAGS = ("loss", "train", "training", "loss_mask")
+_NEGATED = "masked"
+_AMBIGUOUS = "mask"
+WEIGHT_FIELDS = (*_NUMBERS, *_FLAGS, _NEGATED, _AMBIGUOUS)
 ROLE_FIELDS = ("role", "from", "speaker")
 CONTENT_FIELDS = ("content", "value", "text")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -38,6 +72,207 @@ PLAIN_ROLES = {name: role for name, role in ROLE_NAMES.items() if role != FUNCTI
 _KNOWN = frozenset(
     (*ROLE_FIELDS, *CONTENT_FIELDS, *EXTRA_FIELDS, *REASONING_FIELDS, *WEIGHT_FIELDS, *CALL_FIELDS, *IMAGE_FIELDS)
 )
+_CALL = frozenset(("id", "type", "index", "function"))
+_FUNCTION = frozenset(("name", "arguments", "parameters"))
+_PART_IMAGES = ("image", "image_url", "path", "url", "source")
+_KINDS = {"text": "text", "image": "image", "image_url": "image", "video": "video", "input_text": "text"}
+_AS_CALLS = "write it as tool_calls of the turn"
+_AS_TURN = "write it as a turn of the role tool"
+_AUDIO = "convert audio to text"
+_HINTS = {
+    **{"tool_use": _AS_CALLS, "tool_call": _AS_CALLS, "tool_result": _AS_TURN, "tool_response": _AS_TURN},
+    **dict.fromkeys(("thinking", "reasoning"), "write it as reasoning_content of the turn"),
+    **dict.fromkeys(("audio", "input_audio", "audio_url"), _AUDIO),
+    "video_url": "pass the frames of the video as a list, video files are not decoded",
+}
+_FIELDS = {
+    "text": frozenset(("type", "text")),
+    "image": frozenset(("type", *_PART_IMAGES)),
+    "video": frozenset(("type", "video", "frames")),
+}
+
+
+def read_weight(turn: Record, role: str) -> float:
+    """Weight of a turn in the loss; 1 where it says nothing.
+
+    Args:
+        turn: with any of `WEIGHT_FIELDS`.
+        role: of the turn: only assistant turns can be targets.
+
+    Raises:
+        RecordError: `unsupported_field`, when the value is no mask or of unclear meaning, two masks differ, or a turn
+            that is not the assistant's is to be trained.
+    """
+    given = {key: _weight(key, turn[key]) for key in WEIGHT_FIELDS if turn.get(key) is not None}
+    if not given:
+        return 1.0
+    if len(set(given.values())) > 1:
+        raise _unsupported(f"a turn has {' and '.join(given)}, which differ; keep weight alone")
+    key, weight = next(iter(given.items()))
+    if role != "assistant" and weight > 0:
+        raise _unsupported(
+            f"{key} is {turn[key]!r} for a {role} turn; only assistant turns are trained, write 0 or remove the field"
+        )
+    return weight
+
+
+def _weight(key: str, value: Any) -> float:
+    if key == _AMBIGUOUS:
+        raise _unsupported("mask is trained to some writers and hidden to others; write weight: 1 or weight: 0")
+    number = float(value) if isinstance(value, bool | int | float) else math.nan
+    if key in _NUMBERS:
+        if not math.isfinite(number) or number < 0:
+            raise _unsupported(f"{key} of a turn is {value!r}; use a number of at least 0")
+        return number
+    if number not in (0.0, 1.0):
+        raise _unsupported(f"{key} of a turn is {value!r}; use true or false, or weight for a number")
+    return 1.0 - number if key == _NEGATED else number
+
+
+def _unsupported(detail: str) -> RecordError:
+    return RecordError(Reason.UNSUPPORTED_FIELD, detail)
+
+
+def read_tool_calls(value: Any, what: str) -> list[dict[str, Any]]:
+    """Calls of one turn.
+
+    Args:
+        value: a call, a list of them, or JSON text of either.
+        what: where it stands, for errors.
+
+    Raises:
+        RecordError: `bad_json` for text that is not JSON, `missing_field` for a call without a name.
+    """
+    calls = _parsed_json(value, what) if isinstance(value, str) else value
+    calls = [calls] if isinstance(calls, OBJECT) else calls
+    if not isinstance(calls, list | tuple) or not calls:
+        raise RecordError(
+            Reason.MISSING_FIELD, f"{what} is {shown(value)}; use a list of calls with a name and arguments"
+        )
+    return [_call(call, what) for call in calls]
+
+
+def _call(call: Any, what: str) -> dict[str, Any]:
+    if not isinstance(call, OBJECT):
+        raise RecordError(Reason.MISSING_FIELD, f"a call of {what} is {shown(call)}, not an object")
+    function = call.get("function")
+    if isinstance(function, OBJECT):
+        _check_keys(call, _CALL)
+        _check_keys(function, _FUNCTION)
+        return {**call, "function": _function(function, what)}
+    _check_keys(call, (_CALL | _FUNCTION) - {"function"})
+    ident = {"id": call["id"]} if is_given(call.get("id")) else {}
+    return {**ident, "type": "function", "function": _function(call, what)}
+
+
+def _check_keys(call: Record, known: frozenset[str]) -> None:
+    for name in call:
+        if name not in known and is_given(call[name]):
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD,
+                f"the field {name} of a tool call is not supported: a call has a name and arguments",
+            )
+
+
+def _function(function: Record, what: str) -> dict[str, Any]:
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise RecordError(Reason.MISSING_FIELD, f"a call of {what} has no name: {shown(function)}")
+    given = [key for key in ("arguments", "parameters") if function.get(key) not in (None, "", {}, [])]
+    if len(given) > 1:
+        raise RecordError(Reason.UNSUPPORTED_FIELD, f"a call of {name} has arguments and parameters; keep arguments")
+    arguments = function[given[0]] if given else {}
+    if isinstance(arguments, str):
+        arguments = _parsed_json(arguments, f"arguments of {name}")
+    if not isinstance(arguments, Mapping):
+        raise RecordError(Reason.BAD_JSON, f"arguments of {name} are {shown(arguments)}; use a JSON object")
+    return {"name": name, "arguments": dict(arguments)}
+
+
+def _parsed_json(text: str, what: str) -> Any:
+    try:
+        value = parse_json(text)
+    except orjson.JSONDecodeError as error:
+        raise RecordError(Reason.BAD_JSON, f"{what} is not JSON: {error}; it begins with {shown(text)}") from error
+    check_writable(value, what)
+    return value
+
+
+def read_parts(parts: Iterable[Any], media: Media) -> str:
+    """Text of content parts with placeholders; their images and unused fields join `media`.
+
+    Raises:
+        RecordError: a part of an unknown type, a video that is not a list of frames, or an unsupported field.
+    """
+    return "".join([_read_part(part, media) for part in parts])
+
+
+def _read_part(part: Any, media: Media) -> str:
+    if isinstance(part, str):
+        return part
+    kind = _kind_of_part(part) if isinstance(part, Mapping) else None
+    given = part.get("type") if isinstance(part, Mapping) else None
+    if kind is None and isinstance(given, str) and given in _HINTS:
+        raise RecordError(
+            Reason.UNSUPPORTED_FIELD, f"a content part of type {given!r} is not supported; {_HINTS[given]}"
+        )
+    if kind is None:
+        name = repr(given)[:80] if isinstance(part, Mapping) else type(part).__name__
+        keys = f" with the keys {key_names(part)}" if isinstance(part, Mapping) and given is None else ""
+        raise RecordError(
+            Reason.MISSING_FIELD, f"a content part of type {name}{keys}; use text, image, image_url or video"
+        )
+    media.unused_fields.update(unused_fields(part, _FIELDS[kind], f"a content part of type {kind}"))
+    if kind == "text":
+        return media.take_tagged(read_text(part.get("text"), "a text part"))
+    if kind == "video":
+        return _read_video(part, media)
+    value = next((part[name] for name in _PART_IMAGES if part.get(name)), None)
+    if value:
+        media.add_inline(value)
+    return IMAGE_PLACEHOLDER
+
+
+def _kind_of_part(part: Record) -> str | None:
+    """`text`, `image` or `video`: by its type, or else by the one of its fields that has a value."""
+    if part.get("type") is not None:
+        return _KINDS.get(part["type"]) if isinstance(part["type"], str) else None
+    found = {_KINDS[name] for name in ("text", "image", "image_url", "video") if is_given(part.get(name))}
+    return found.pop() if len(found) == 1 else None
+
+
+def _read_video(part: Mapping[str, Any], media: Media) -> str:
+    frames = part.get("video") or part.get("frames")
+    media.is_video = True
+    if not frames and media.videos:
+        return VIDEO_PLACEHOLDER  # its frames are in the videos field
+    if not isinstance(frames, list | tuple) or not frames:
+        raise RecordError(Reason.MISSING_IMAGE, "a video must be a list of frame images; video files are not decoded")
+    for frame in frames:
+        media.add_inline(frame)
+    return IMAGE_PLACEHOLDER * len(frames)
+
+
+def read_history(record: Record) -> list[Message]:
+    """User and assistant turns; none without a history. Their answers are targets, as in both trainers.
+
+    Raises:
+        RecordError: the history is not a list of pairs of texts.
+    """
+    history = record.get("history")
+    if not is_given(history):
+        return []
+    if not isinstance(history, list | tuple):
+        raise RecordError(Reason.MISSING_FIELD, f"history must be a list of pairs, not {type(history).__name__}")
+    messages = []
+    for pair in history:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise RecordError(Reason.MISSING_FIELD, "an entry of history is not a pair of question and answer")
+        messages += [
+            Message("user", read_text(pair[0], "a question of history")),
+            Message("assistant", read_text(pair[1], "an answer of history")),
+        ]
+    return messages
 
 
 @dataclass(frozen=True, slots=True)

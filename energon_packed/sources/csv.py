@@ -8,7 +8,7 @@ import orjson
 import pyarrow as pa
 
 from energon_packed.errors import SourceError
-from energon_packed.records.json_text import parse_json
+from energon_packed.records.fields import parse_json
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source
 from energon_packed.sources.convert import ARROW_ERRORS, converted, one_line, write_batches

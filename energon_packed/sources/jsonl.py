@@ -14,7 +14,7 @@ import orjson
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import Streams
-from energon_packed.records.json_text import parse_json
+from energon_packed.records.fields import parse_json
 from energon_packed.sources.base import Row, Source, numbers_of
 from energon_packed.sources.convert import converted
 

@@ -21,7 +21,7 @@ import orjson
 from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, codec_of
 from energon_packed.records import Conversation, MediaReference
-from energon_packed.records.json_text import parse_json
+from energon_packed.records.fields import parse_json
 from energon_packed.records.shapes import SHAPES
 from energon_packed.tarfiles import Member, key_faults, read_content
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from energon_packed import ConfigError, pack_lengths
 from tests.internals import bitset, planner
 
-ALGORITHMS = ["bfd", "ffd", "sequential", "window_7", "best"]
+ALGORITHMS = ["bfd", "ffd", "sequential", "window_7"]
 
 
 def reference_best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -71,7 +71,6 @@ RUNS = st.tuples(st.integers(1, 130), st.integers(1, 12))
 )
 @example([3] * 10, 30, "bfd", 2, 1, None)
 @example([3] * 10, 30, "window_7", 2, 1, None)
-@example([3] * 10, 30, "best", 2, 1, None)
 @example([3] * 10, 30, "ffd", 2, 1, None)
 @example([3] * 10, 30, "sequential", 2, 1, None)
 @example([9, 9, 3, 3, 3, 3, 1], 30, "bfd", 3, 1, None)  # a pack that is opened with one length and filled with others
@@ -134,7 +133,7 @@ def test_seed_shuffles_packs_and_nothing_else() -> None:
         (
             [1],
             {"capacity": 8, "algorithm": "magic"},
-            "unknown algorithm 'magic'; .* sequential, best, window_N$",
+            "unknown algorithm 'magic'; .* sequential, window_N$",
         ),
         ([1], {"capacity": 8, "algorithm": "window_0"}, "unknown algorithm"),
         ([3, 0], {"capacity": 8}, r"`lengths\[1\]` is 0; it must be at least 1"),
@@ -201,19 +200,6 @@ def test_packs_by_number() -> None:
         plan[2]
 
 
-@given(lengths=st.lists(st.integers(1, 100), max_size=60), capacity=st.integers(50, 128))
-def test_best_is_never_worse_than_best_fit(lengths: list[int], capacity: int) -> None:
-    plan = pack_lengths(lengths, capacity, algorithm="best")
-    assert plan.num_packs <= pack_lengths(lengths, capacity).num_packs
-
-
-def test_best_finds_what_best_fit_misses() -> None:
-    # Best fit decreasing begins with 8 + 8, which leaves 2 of the row; 8 + 6 + 4 and 8 + 6 + 3 + 1 fill two of 18.
-    lengths = [4, 8, 1, 3, 6, 6, 8]
-    assert pack_lengths(lengths, 18).num_packs == 3
-    assert pack_lengths(lengths, 18, algorithm="best").num_packs == 2
-
-
 @given(members=st.sets(st.integers(0, 5000), max_size=40), key=st.integers(0, 5000))
 def test_the_bitset_finds_its_neighbours(members: set[int], key: int) -> None:
     levels = bitset.bitset_levels(5001)
@@ -223,7 +209,6 @@ def test_the_bitset_finds_its_neighbours(members: set[int], key: int) -> None:
     if key not in members:
         bitset.bitset_remove(words, levels, key)
     assert bitset.bitset_next(words, levels, key) == min((m for m in members if m >= key), default=-1)
-    assert bitset.bitset_previous(words, levels, key) == max((m for m in members if m <= key), default=-1)
 
 
 def test_planning_does_not_hold_the_gil() -> None:

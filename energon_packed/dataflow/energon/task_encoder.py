@@ -18,12 +18,12 @@ from megatron.energon import (
 
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.collator import Collator, PaddingFreeCollator
-from energon_packed.dataflow.encode import encode_pack
 from energon_packed.dataflow.energon.cookers import cook_pack
 from energon_packed.dataflow.energon.one_pass import OnePass
 from energon_packed.dataflow.opened import OpenedSplits
 from energon_packed.dataflow.packers import Packer, Sizes
 from energon_packed.dataflow.packers.base import unfit
+from energon_packed.dataflow.process import encode_pack
 from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.errors import EnergonPackedError
 from energon_packed.flavors import PackSample

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from energon_packed.dataflow.encode import checked_sample
+from energon_packed.dataflow.process import checked_sample
 from energon_packed.encoding import ChatEncoder, EncodedSample
 from energon_packed.encoding.images import load_image
 from energon_packed.errors import EnergonPackedError, Reject
@@ -189,7 +189,7 @@ def _samples_share_rows(
 ) -> Check:
     """Packs hold more than one sample, where any two would fit a row."""
     check = Check("samples share rows", found=f"{total['samples'] / max(total['packs'], 1):.2f} samples a pack")
-    in_order = manifest.algorithm not in ("bfd", "ffd", "best")
+    in_order = manifest.algorithm not in ("bfd", "ffd")
     unknown_kinds = manifest.group_by == "media" and codec.stores_tokens
     if total["samples"] > total["packs"] or in_order or unknown_kinds or manifest.max_samples_per_pack == 1:
         return check

@@ -1,4 +1,4 @@
-"""Record shapes, one file each, tried in this order; the first that matches reads the record.
+"""Record shapes, tried in this order; the first that matches reads the record.
 
     messages           {"messages": [{"role", "content": "... <image> ..." or typed parts}], "images": [...]}
     sharegpt           {"conversations" or "conversation": [{"from", "value"}], "images": [...]}
@@ -21,28 +21,22 @@ A new shape is one subclass of `Shape` with `@register_shape`.
 """
 
 import re
-from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.accounting import check_preference
-from energon_packed.records.fields import OBJECT, Record, key_names
+from energon_packed.records.fields import OBJECT, Record, check_preference, key_names
 from energon_packed.records.media_fields import IMAGE_FILES
-from energon_packed.records.shapes.alternating import Alternating
-from energon_packed.records.shapes.caption import Caption, ImageText
-from energon_packed.records.shapes.captions import Captions
-from energon_packed.records.shapes.contents import Contents
-from energon_packed.records.shapes.document import Document
-from energon_packed.records.shapes.instruction import Instruction
-from energon_packed.records.shapes.interleaved import Interleaved, SentencesImages
-from energon_packed.records.shapes.messages import Messages
-from energon_packed.records.shapes.problem import Problem
-from energon_packed.records.shapes.prompt_completion import PromptCompletion
-from energon_packed.records.shapes.question_answer import QueryCalls, QueryLabel, QuestionAnswer
+from energon_packed.records.shapes.caption import Caption, Captions, ImageText, TextsImages
+from energon_packed.records.shapes.document import Document, Interleaved, SentencesImages, Tokens
+from energon_packed.records.shapes.messages import Alternating, Contents, Messages, ShareGPT, Transcript
+from energon_packed.records.shapes.question_answer import (
+    Instruction,
+    Problem,
+    PromptCompletion,
+    QueryCalls,
+    QueryLabel,
+    QuestionAnswer,
+)
 from energon_packed.records.shapes.shape import Draft, Shape
-from energon_packed.records.shapes.sharegpt import ShareGPT
-from energon_packed.records.shapes.texts_images import TextsImages
-from energon_packed.records.shapes.tokens import Tokens
-from energon_packed.records.shapes.transcript import Transcript
 
 _NO_TEXT = re.compile(
     r"(?:.*_)?(?:id|key|name|url|path|file|hash|state|status|source|type|kind|lang|language|category|domain|date|model|"
@@ -96,7 +90,9 @@ def shape_of(record: Record) -> Shape:
 
 def _hint(record: Record) -> str:
     """What the record may be: records in a list, or texts that a `map` can name."""
-    lists = [name for name, value in record.items() if isinstance(value, list) and value and _is_object(value[0])]
+    lists = [
+        name for name, value in record.items() if isinstance(value, list) and value and isinstance(value[0], OBJECT)
+    ]
     if lists:
         return f"; if {' or '.join(lists)} is the list of records, write it alone to a file"
     texts = {name: value for name, value in record.items() if isinstance(value, str) and not _NO_TEXT.fullmatch(name)}
@@ -104,10 +100,6 @@ def _hint(record: Record) -> str:
     turns = [name for name in texts if name not in images]
     image = f",image={images[0]}" if images else ""
     return f"; try `map=user={turns[0]},assistant={turns[1]}{image}`" if len(turns) > 1 else ""
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, OBJECT)
 
 
 __all__ = ["SHAPES", "Draft", "Shape", "register_shape", "shape_of"]
