@@ -9,7 +9,6 @@ its own boundaries, without a target.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Literal
 
 from energon_packed.dataflow.process_group import group_place, has_group, launched_processes
@@ -42,15 +41,18 @@ class DummyImages:
         self._warned = False
         self._several = several_ranks()  # workers that are spawned do not know the process group
 
-    def known(self, samples: Sequence[EncodedSample]) -> EncodedSample | None:
-        """The dummy that rows such as this one get where they have no image; None where they get none.
+    def known(self, of_row: EncodedSample | None) -> EncodedSample | None:
+        """The dummy that rows such as this one get if they have no image; None if they do not get a dummy.
+
+        Args:
+            of_row: the dummy of the row's samples.
 
         Raises:
             BatchError: `always`, and no sample is of a vision encoder.
         """
         if self._choice == "never":
             return None
-        dummy = self._given or next((one.dummy for one in samples if one.dummy is not None), None)
+        dummy = self._given or of_row
         if dummy is not None and self._choice == "auto" and not (self._several or several_ranks()):
             return None
         if dummy is None and self._choice == "always":

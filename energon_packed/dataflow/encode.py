@@ -1,6 +1,6 @@
 """`encode_pack`: a pack of any flavor becomes encoded samples, one by one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
@@ -16,7 +16,7 @@ def encode_pack(
     check_lengths: bool = True,
     on_failure: Callable[[Exception, Any], None] | None = None,
     source: SampleSource | None = None,
-) -> list[EncodedSample]:
+) -> Sequence[EncodedSample]:
     """The encoded sub-samples of a pack, in order.
 
     Args:
@@ -33,10 +33,9 @@ def encode_pack(
     source = source or _source_of(pack)
     if (row := pack.token_row()) is not None:
         try:
-            found_row = encoder.encode_row(row.ids, row.input_ids, row.labels, row.cu_seqlens)
-            for one in found_row:
-                vars(one)["source"] = source  # made just now, for this pack alone
-            return found_row
+            encoded_row = encoder.encode_row(row.ids, row.input_ids, row.labels, row.cu_seqlens)
+            encoded_row.source = source
+            return encoded_row
         except EnergonPackedError:  # find the sample, one by one
             pass
     encoded = []

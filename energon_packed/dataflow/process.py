@@ -85,6 +85,6 @@ def _rest(value: Any, processor: Processor) -> Encoded:
     if isinstance(value, EnergonPackedError):
         return value
     try:
-        return encode_pack(value, processor) if isinstance(value, PackSample) else [processor.encode(value)]
+        return list(encode_pack(value, processor)) if isinstance(value, PackSample) else [processor.encode(value)]
     except EnergonPackedError as error:
         return error

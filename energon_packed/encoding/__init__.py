@@ -21,7 +21,7 @@ stored_tokens.py  data that is tokenized already
 
 from energon_packed.encoding.chat import ChatEncoder
 from energon_packed.encoding.processor import Measurement, Processor
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, SampleSource
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, SampleSource
 from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.encoding.stored_tokens import StoredTokens
 from energon_packed.encoding.vision import VisionFamily, register_vision
@@ -30,6 +30,7 @@ from energon_packed.encoding.vision_settings import load_vision
 __all__ = [
     "IGNORE_INDEX",
     "ChatEncoder",
+    "EncodedRow",
     "EncodedSample",
     "EncoderSettings",
     "Measurement",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.sample import EncodedSample
+from energon_packed.encoding.sample import EncodedRow, EncodedSample
 from energon_packed.encoding.token_batch import TokenBatch, TokenRules
 from energon_packed.errors import RecordError, Reject
 from energon_packed.records import Conversation
@@ -80,15 +80,15 @@ class Processor(ABC):
         return [self._measure(conversation, keep_tokens) for conversation in conversations]
 
     def encode_row(
-        self, ids: Sequence[str | None], input_ids: Int64, labels: Int64, cu_seqlens: Sequence[int]
-    ) -> list[EncodedSample]:
+        self, ids: Sequence[str | None], input_ids: Int64, labels: Int64, cu_seqlens: npt.ArrayLike
+    ) -> EncodedRow:
         """Samples of a row of stored tokens without images: the tokens pass through.
 
         Args:
             ids: names of the S samples.
             input_ids: int64 (T,).
             labels: int64 (T,), -100 where not supervised.
-            cu_seqlens: S + 1 boundaries.
+            cu_seqlens: (S+1,), boundaries.
 
         Raises:
             RecordError: a sample has no token, or no target after the first token.
@@ -97,8 +97,13 @@ class Processor(ABC):
         batch, rejects = rules.check(TokenBatch(input_ids, labels, np.asarray(cu_seqlens)), [0] * len(ids))
         for reject in rejects.values():
             raise RecordError.of(reject)
-        return EncodedSample.row(
-            ids, batch.input_ids, batch.labels, cu_seqlens, image_token_id=self.image_token_id, dummy=self.dummy
+        return EncodedRow(
+            ids=ids,
+            input_ids=batch.input_ids,
+            labels=batch.labels,
+            cu_seqlens=batch.cu_seqlens,
+            image_token_id=self.image_token_id,
+            dummy=self.dummy,
         )
 
     def length(self, conversation: Conversation) -> int:
