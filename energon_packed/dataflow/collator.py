@@ -189,6 +189,8 @@ class PaddingFreeCollator(Collator):
 
     def _tail(self, total: int, dummy: int) -> int:
         """Tokens of the tail segment, which holds the dummy image's."""
+        if self.pad_to is None and not dummy:
+            return 0
         if self.pad_to is None:
             return int(round_up(np.array([dummy], dtype=np.int64), self.pad_multiple)[0])
         if total > self.pad_to:

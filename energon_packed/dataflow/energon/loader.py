@@ -30,7 +30,7 @@ from energon_packed.dataflow.state import (
 from energon_packed.dataflow.worker_errors import end_workers, in_one_line, lost_worker
 from energon_packed.errors import BatchError, DataChangedError, EnergonPackedError, WorkerError
 
-_TEXT_COLLECT_EVERY = 100  # batches of text models between two collections, which take as long as to collate 15 rows
+_TEXT_COLLECT_EVERY = 100  # batches; a collection takes as long as to read and collate a row
 
 
 class EnergonPosition:
