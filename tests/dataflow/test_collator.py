@@ -187,6 +187,12 @@ def test_a_row_is_collated_as_its_samples(encoder: Any, options: dict[str, Any])
             assert found.tolist() == expected.tolist(), name
         else:
             assert found == expected, name
+    mask = of_row.padding_mask
+    real = torch.ones_like(of_row.input_ids, dtype=torch.bool) if mask is None else ~mask
+    assert of_row.input_ids[real].tolist() == tokens.tolist()
+    if of_row.token_type_ids is not None:
+        assert of_row.token_type_ids[real].tolist() == row.token_type_ids.tolist()
+        assert of_row.position_ids[1:, real].tolist() == row.position_ids.tolist()
     of_row.input_ids.fill_(0)  # a batch is the trainer's: the row keeps its tokens
     assert row.input_ids.tolist() == list(range(11, 22))
     assert row.labels.tolist() == labels.tolist()
