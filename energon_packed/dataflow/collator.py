@@ -23,7 +23,7 @@ import torch
 from energon_packed.dataflow.batch import PackedBatch
 from energon_packed.dataflow.features import from_features, is_features
 from energon_packed.dataflow.process_group import group_place, has_group, launched_processes
-from energon_packed.encoding import IGNORE_INDEX, EncodedSample
+from energon_packed.encoding import IGNORE_INDEX, EncodedRow, EncodedSample
 from energon_packed.encoding.image_runs import VisionInputs
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
@@ -57,15 +57,18 @@ class DummyImages:
         self._warned = False
         self._several = several_ranks()  # workers that are spawned do not know the process group
 
-    def known(self, samples: Sequence[EncodedSample]) -> EncodedSample | None:
-        """The dummy that rows such as this one get where they have no image; None where they get none.
+    def known(self, of_row: EncodedSample | None) -> EncodedSample | None:
+        """The dummy that rows such as this one get if they have no image; None if they do not get a dummy.
+
+        Args:
+            of_row: the dummy of the row's samples.
 
         Raises:
             BatchError: `always`, and no sample is of a vision encoder.
         """
         if self._choice == "never":
             return None
-        dummy = self._given or next((one.dummy for one in samples if one.dummy is not None), None)
+        dummy = self._given or of_row
         if dummy is not None and self._choice == "auto" and not (self._several or several_ranks()):
             return None
         if dummy is None and self._choice == "always":
@@ -205,54 +208,59 @@ class PaddingFreeCollator(Collator):
         """
         if not samples:
             raise BatchError("a batch needs at least one sample")
-        lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
+        row = EncodedRow.of(samples)
+        lengths = np.diff(row.cu_seqlens).astype(np.int64)
         padded = lengths if self.pad_multiple == 1 else round_up(lengths, self.pad_multiple)
-        possible = self.dummy_images.known(samples)
-        has_images = any([sample.num_images for sample in samples])
+        possible = self.dummy_images.known(row.dummy)
+        num_images = row.num_images
         room = None if self.pad_to is None else self.pad_to - int(padded.sum())
-        dummy = None if has_images else self.dummy_images.fitting(possible, room)
+        dummy = None if any(num_images) else self.dummy_images.fitting(possible, room)
         tail = self._tail(int(padded.sum()), 0 if dummy is None else len(dummy))
         segments = np.append(padded, tail) if tail else padded
         bounds = cu_seqlens_from_lengths(segments)
-        total = int(bounds[-1])
+        total, tokens = int(bounds[-1]), len(row.input_ids)
 
         between = padded is not lengths and bool((padded != lengths).any())
-        if total == lengths.sum():
+        # Places of the real tokens in the padded row.
+        real: Any = slice(0, tokens)
+        if between:
+            real = np.arange(tokens) + np.repeat(bounds[: len(lengths)] - row.cu_seqlens[:-1], lengths)
+        if total == tokens:
             pads = self.pad_multiple > 1 or self.pad_to is not None or possible is not None
             padding = np.zeros(total, dtype=bool) if pads else None
-            input_ids = np.concatenate([sample.input_ids for sample in samples], dtype=np.int64)
-            labels = np.concatenate([sample.labels for sample in samples], dtype=np.int64)
+            input_ids, labels = row.input_ids.copy(), row.labels.copy()
         else:
             padding = np.ones(total, dtype=bool)
             input_ids = np.full(total, self.pad_token_id, dtype=np.int64)
             labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
-            for sample, start, length in zip(samples, bounds.tolist(), lengths.tolist(), strict=False):
-                real = slice(start, start + length)
-                input_ids[real], labels[real], padding[real] = sample.input_ids, sample.labels, False
+            input_ids[real], labels[real], padding[real] = row.input_ids, row.labels, False
             if dummy is not None:
                 input_ids[total - tail : total - tail + len(dummy)] = dummy.input_ids
-        labels[bounds[: len(samples)]] = IGNORE_INDEX  # no token of the same sample predicts the first one
+        labels[bounds[: len(lengths)]] = IGNORE_INDEX  # no token of the same sample predicts the first one
         is_target = labels != IGNORE_INDEX
         if not is_target.any():
-            raise _without_target(samples)
+            raise _without_target(row)
         unpadded = np.append(lengths, tail) if tail else lengths
+        pictured: Sequence[EncodedSample] = samples if any(num_images) else []
+        if dummy is not None:
+            pictured = [dummy]
         return PackedBatch(
-            __key__=[str(sample.id) for sample in samples],
+            __key__=[str(name) for name in row.ids],
             __restore_key__=(),
             input_ids=_row(input_ids),
             labels=_row(labels),
             loss_mask=_row(self._weights(is_target, bounds)),
-            position_ids=self._positions(samples, bounds),
+            position_ids=self._positions(row, bounds, real),
             cu_seqlens=torch.from_numpy(cu_seqlens_from_lengths(unpadded) if between else bounds),
             cu_seqlens_padded=torch.from_numpy(bounds) if between else None,
             max_seqlen=int(segments.max()),
             padding_mask=None if padding is None else _row(padding),
-            **_images(samples if dummy is None else [dummy], self.pixel_dtype),
-            **_vision_inputs(samples if dummy is None else [dummy], self.pixel_dtype),
-            ids=[sample.id for sample in samples],
-            sources=[sample.source for sample in samples],
-            num_images=[sample.num_images for sample in samples],
-            token_type_ids=_token_types(samples if dummy is None else [*samples, dummy], bounds),
+            **(_images(pictured, self.pixel_dtype) if pictured else {}),
+            **(_vision_inputs(pictured, self.pixel_dtype) if pictured else {}),
+            ids=list(row.ids),
+            sources=row.sources,
+            num_images=num_images,
+            token_type_ids=_token_types(row, real, dummy, bounds),
         )
 
     def _weights(self, is_target: npt.NDArray[np.bool_], bounds: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
@@ -267,6 +275,8 @@ class PaddingFreeCollator(Collator):
 
     def _tail(self, total: int, dummy: int) -> int:
         """Tokens of the tail segment, which holds the dummy image's."""
+        if self.pad_to is None and not dummy:
+            return 0
         if self.pad_to is None:
             return int(round_up(np.array([dummy], dtype=np.int64), self.pad_multiple)[0])
         if total > self.pad_to:
@@ -277,23 +287,18 @@ class PaddingFreeCollator(Collator):
         return self.pad_to - total
 
     @staticmethod
-    def _positions(samples: Sequence[EncodedSample], bounds: Any) -> torch.Tensor:
+    def _positions(row: EncodedRow, bounds: npt.NDArray[np.int32], real: Any) -> torch.Tensor:
         """int64 (1, T), or (4, 1, T) if the samples have M-RoPE positions; padding continues the count."""
         text = position_ids_from_cu_seqlens(bounds)
-        with_mrope = [sample.position_ids is not None for sample in samples]
-        if not any(with_mrope):
+        if row.position_ids is None:
             return _row(text)
-        if not all(with_mrope):
-            raise BatchError("some samples have M-RoPE positions and some do not; use one encoder for all")
         rows = np.stack([text] * 4)
-        for sample, start in zip(samples, bounds.tolist(), strict=False):
-            assert sample.position_ids is not None
-            rows[1:, start : start + len(sample)] = sample.position_ids
+        rows[1:, real] = row.position_ids
         return torch.from_numpy(rows).unsqueeze(1)
 
 
-def _without_target(samples: Sequence[EncodedSample]) -> BatchError:
-    named = ", ".join(str(sample.id) for sample in samples)
+def _without_target(row: EncodedRow) -> BatchError:
+    named = ", ".join(map(str, row.ids))
     return BatchError(f"no token of {named} is a target; pack with another `loss_on` or remove these samples")
 
 
@@ -328,15 +333,19 @@ def _vision_inputs(samples: Sequence[EncodedSample], dtype: torch.dtype | None) 
     }
 
 
-def _token_types(samples: Sequence[EncodedSample], bounds: npt.NDArray[np.int32]) -> torch.Tensor | None:
-    """int64 (1, T), 1 at image tokens; None for models that do not take it. The last sample may be in the tail."""
-    if all(sample.token_type_ids is None for sample in samples):
+def _token_types(
+    row: EncodedRow, real: Any, dummy: EncodedSample | None, bounds: npt.NDArray[np.int32]
+) -> torch.Tensor | None:
+    """int64 (1, T), 1 at image tokens, also of the dummy in the tail; None for models that do not take it."""
+    of_dummy = None if dummy is None else dummy.token_type_ids
+    if row.token_type_ids is None and of_dummy is None:
         return None
-    row = np.zeros(int(bounds[-1]), dtype=np.int64)
-    for sample, start in zip(samples, bounds.tolist(), strict=False):
-        if sample.token_type_ids is not None:
-            row[start : start + len(sample)] = sample.token_type_ids
-    return _row(row)
+    types = np.zeros(int(bounds[-1]), dtype=np.int64)
+    if row.token_type_ids is not None:
+        types[real] = row.token_type_ids
+    if of_dummy is not None:
+        types[bounds[-2] : bounds[-2] + len(of_dummy)] = of_dummy
+    return _row(types)
 
 
 def _pixel_row(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> torch.Tensor | None:

@@ -150,7 +150,9 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         folder, pack = self._place(number)
         source = folder.source
         try:
-            return encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
+            return list(
+                encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
+            )
         except (FormatError, RecordError) as error:
             raise error.at(folder.place(pack), verify_tells(source.dataset)) from error
 

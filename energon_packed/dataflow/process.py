@@ -18,7 +18,7 @@ def encode_pack(
     check_lengths: bool = True,
     on_failure: Callable[[Exception, Any], None] | None = None,
     source: SampleSource | None = None,
-) -> list[EncodedSample]:
+) -> Sequence[EncodedSample]:
     """The encoded sub-samples of a pack, in order.
 
     Args:
@@ -35,10 +35,9 @@ def encode_pack(
     source = source or _source_of(pack)
     if (row := pack.token_row()) is not None:
         try:
-            found_row = encoder.encode_row(row.ids, row.input_ids, row.labels, row.cu_seqlens)
-            for one in found_row:
-                vars(one)["source"] = source  # made just now, for this pack alone
-            return found_row
+            encoded_row = encoder.encode_row(row.ids, row.input_ids, row.labels, row.cu_seqlens)
+            encoded_row.source = source
+            return encoded_row
         except EnergonPackedError:  # find the sample, one by one
             pass
     encoded = []
@@ -153,6 +152,6 @@ def _rest(value: Any, processor: Processor) -> Encoded:
     if isinstance(value, EnergonPackedError):
         return value
     try:
-        return encode_pack(value, processor) if isinstance(value, PackSample) else [processor.encode(value)]
+        return list(encode_pack(value, processor)) if isinstance(value, PackSample) else [processor.encode(value)]
     except EnergonPackedError as error:
         return error

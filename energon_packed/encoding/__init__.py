@@ -18,7 +18,7 @@ image_runs.py     tokens and pixels of images, and the tensors of other vision t
 
 from energon_packed.encoding.chat import ChatEncoder
 from energon_packed.encoding.processor import Measurement, Processor, StoredTokens
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, SampleSource
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, SampleSource
 from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.encoding.vision import VisionFamily, register_vision
 from energon_packed.encoding.vision_settings import load_vision
@@ -26,6 +26,7 @@ from energon_packed.encoding.vision_settings import load_vision
 __all__ = [
     "IGNORE_INDEX",
     "ChatEncoder",
+    "EncodedRow",
     "EncodedSample",
     "EncoderSettings",
     "Measurement",

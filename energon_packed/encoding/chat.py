@@ -25,7 +25,7 @@ from energon_packed.encoding.image_runs import NO_IMAGES, ImageRun, Pixels, expa
 from energon_packed.encoding.pretrained import TokenizerParts, load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, targets_per_sample
 from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
@@ -185,7 +185,7 @@ class ChatEncoder(Processor):
     def _encoded_texts(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
         """`encode_many` without images: the samples are views of one batch."""
         batch, rejects = self._tokenize(conversations, [_NO_MEDIA] * len(conversations))
-        found = self._as_row([one.id for one in conversations], batch, batch.cu_seqlens.tolist())
+        found = self._as_row([one.id for one in conversations], batch)
         return [rejects.get(number, one) for number, one in enumerate(found)]
 
     def _encoded(self, conversation: Conversation, pixels: Pixels, batch: TokenBatch, number: int) -> EncodedSample:
@@ -240,23 +240,21 @@ class ChatEncoder(Processor):
                 )
         return [result for result in results if result is not None]
 
-    def _as_row(self, ids: Sequence[str | None], batch: TokenBatch, cu_seqlens: Sequence[int]) -> list[EncodedSample]:
+    def _as_row(self, ids: Sequence[str | None], batch: TokenBatch) -> EncodedRow:
         positions: Int64 | None = None
         if self._has_mrope:
             # M-RoPE numbers text alike in all three rows: 0, 1, 2 .. in each sample.
             positions = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(batch.input_ids)))
-        found = EncodedSample.row(
-            ids,
-            batch.input_ids,
-            batch.labels,
-            cu_seqlens,
+        return EncodedRow(
+            ids=ids,
+            input_ids=batch.input_ids,
+            labels=batch.labels,
+            cu_seqlens=batch.cu_seqlens,
             position_ids=positions,
+            token_type_ids=np.zeros_like(batch.input_ids) if self.vision and self.vision.token_types else None,
             image_token_id=self.image_token_id,
             dummy=self.dummy,
         )
-        if self.vision is not None and self.vision.token_types:
-            return [replace(one, token_type_ids=np.zeros(len(one), dtype=np.int64)) for one in found]
-        return found
 
     @cached_property
     def rules(self) -> TokenRules:

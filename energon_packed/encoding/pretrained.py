@@ -3,13 +3,18 @@
 import json
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError
 
 _SETTINGS = ("tokenizer_config.json", "config.json")
-_GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")  # two names of one class
+_GENERIC = "PreTrainedTokenizerFast"
+_NAMES = {name: _GENERIC for name in ("TokenizersBackend", _GENERIC)} | {
+    name: "Qwen2Tokenizer" for name in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+}
+"""Classes that can be chosen without AutoTokenizer, by the names in tokenizer_config.json."""
 _MODEL_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -100,10 +105,10 @@ def load_tokenizer(folder: str | Path) -> Any:
             from transformers import PreTrainedTokenizerFast
 
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-        elif _is_generic(folder):
-            from transformers import PreTrainedTokenizerFast
+        elif name := _class_name(folder):
+            import transformers
 
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+            tokenizer = getattr(transformers, name).from_pretrained(str(folder))
         else:
             from transformers import AutoTokenizer
 
@@ -116,18 +121,43 @@ def load_tokenizer(folder: str | Path) -> Any:
     return tokenizer
 
 
-def _is_generic(folder: Path) -> bool:
-    """Whether `AutoTokenizer` would choose PreTrainedTokenizerFast: the settings name it and no model can override it.
+def _class_name(folder: Path) -> str | None:
+    """The class that `AutoTokenizer` chooses for a folder; None if only `AutoTokenizer` can decide.
 
     AutoTokenizer itself imports the configurations of all models and, with them, torch, which takes a second.
     """
-    if (folder / "config.json").exists():
-        return False
+    settings = _json_object(folder / "tokenizer_config.json")
+    name = _NAMES.get(str(settings.get("tokenizer_class")))
+    if name is None or "auto_map" in settings:
+        return None
+    if not (folder / "config.json").exists():
+        return name
+    config = _json_object(folder / "config.json")
+    model = config.get("model_type")
+    if not isinstance(model, str) or "auto_map" in config or "model_name" in config:
+        return None
+    # AutoTokenizer overrides the class for some models. Its tables are read as text, because importing their module
+    # imports torch. The first table contains ("MODEL", "CLASS" ...), the second one the models whose published
+    # folders name a wrong class.
+    installed = find_spec("transformers")
+    module = Path(str(installed and installed.origin)).parent / "models/auto/tokenization_auto.py"
+    if not module.is_file():
+        return None
+    tables = module.read_text(encoding="utf-8")
+    registered = re.findall(rf'\("{re.escape(model)}", "(\w+)"', tables)
+    if name != _GENERIC:
+        return name if [_NAMES.get(one) for one in registered] == [name] else None
+    is_exception = tables.count(f'"{model}"') != len(registered) or "MistralCommonBackend" in registered
+    return None if is_exception else name
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if the file is missing, damaged or contains something else."""
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+        value = json.loads(file.read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and settings.get("tokenizer_class") in _GENERIC and "auto_map" not in settings
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def find_pretrained(name: str | Path) -> Path:

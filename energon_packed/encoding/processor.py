@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.pretrained import TokenizerParts
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample, targets_per_sample
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, targets_per_sample
 from energon_packed.encoding.vision import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import Conversation
@@ -219,15 +219,15 @@ class Processor(ABC):
         return [self._measure(conversation, keep_tokens) for conversation in conversations]
 
     def encode_row(
-        self, ids: Sequence[str | None], input_ids: Int64, labels: Int64, cu_seqlens: Sequence[int]
-    ) -> list[EncodedSample]:
+        self, ids: Sequence[str | None], input_ids: Int64, labels: Int64, cu_seqlens: npt.ArrayLike
+    ) -> EncodedRow:
         """Samples of a row of stored tokens without images: the tokens pass through.
 
         Args:
             ids: names of the S samples.
             input_ids: int64 (T,).
             labels: int64 (T,), -100 where not supervised.
-            cu_seqlens: S + 1 boundaries.
+            cu_seqlens: (S+1,), boundaries.
 
         Raises:
             RecordError: a sample has no token, or no target after the first token.
@@ -237,17 +237,22 @@ class Processor(ABC):
         batch, rejects = self.rules.check(row, [0] * len(ids), are_ours=True)
         for reject in rejects.values():
             raise RecordError.of(reject)
-        return self._as_row(ids, batch, cu_seqlens)
+        return self._as_row(ids, batch)
 
     @property
     def rules(self) -> TokenRules:
         """What the tokens of a sample must keep."""
         return TokenRules(image_token_id=self.image_token_id)
 
-    def _as_row(self, ids: Sequence[str | None], batch: TokenBatch, cu_seqlens: Sequence[int]) -> list[EncodedSample]:
+    def _as_row(self, ids: Sequence[str | None], batch: TokenBatch) -> EncodedRow:
         """The samples of a batch without images."""
-        return EncodedSample.row(
-            ids, batch.input_ids, batch.labels, cu_seqlens, image_token_id=self.image_token_id, dummy=self.dummy
+        return EncodedRow(
+            ids=ids,
+            input_ids=batch.input_ids,
+            labels=batch.labels,
+            cu_seqlens=batch.cu_seqlens,
+            image_token_id=self.image_token_id,
+            dummy=self.dummy,
         )
 
     def length(self, conversation: Conversation) -> int:

@@ -19,13 +19,13 @@ class TokenRow(NamedTuple):
         ids: names of the S samples.
         input_ids: int64 (T,).
         labels: int64 (T,), -100 where not supervised.
-        cu_seqlens: S + 1 boundaries.
+        cu_seqlens: int32 (S+1,), boundaries.
     """
 
     ids: Sequence[str | None]
     input_ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
-    cu_seqlens: list[int]
+    cu_seqlens: npt.NDArray[np.int32]
 
 
 @edataclass

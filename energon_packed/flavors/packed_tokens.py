@@ -47,7 +47,7 @@ class PackedTokensSample(PackSample):
         if any(self.images):
             return None
         ids, labels = self.input_ids.astype(np.int64), self.labels.astype(np.int64)
-        return TokenRow(self.ids, ids, labels, self.cu_seqlens.tolist())
+        return TokenRow(self.ids, ids, labels, self.cu_seqlens)
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:

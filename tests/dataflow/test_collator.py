@@ -1,6 +1,7 @@
 """Batches laid out by hand, and what must hold for any of them."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from energon_packed import BatchError, ConfigError, EncodedSample, PackedBatch, PaddingFreeCollator
+from energon_packed import (
+    BatchError,
+    ConfigError,
+    EncodedSample,
+    PackedBatch,
+    PaddingFreeCollator,
+    SampleSource,
+)
+from tests.internals import StoredTokens
 
 
 def sample(ids: list[int], first_target: int = 0, *, mrope: bool = False) -> EncodedSample:
@@ -148,3 +157,42 @@ def test_weights_that_a_stock_trainer_would_not_read_are_refused() -> None:
     with pytest.raises(BatchError, match="`loss_weighting` is 'sample', but a model's own loss ignores loss_mask"):
         PaddingFreeCollator(loss_weighting="sample")(packs)
     PaddingFreeCollator(loss_weighting="sample")(packs[0])  # a PackedBatch has its loss_mask
+
+
+class WithTypes(StoredTokens):  # type: ignore[misc]
+    """Stored tokens of a model with M-RoPE positions and token types."""
+
+    def encode_row(self, *columns: Any) -> Any:
+        row = super().encode_row(*columns)
+        row.position_ids = np.stack([np.arange(len(row.input_ids)) * factor for factor in (1, 2, 3)])
+        row.token_type_ids = np.arange(len(row.input_ids)) % 2
+        return row
+
+
+@pytest.mark.parametrize("options", [{}, {"pad_multiple": 4}, {"pad_to": 20}, {"pad_multiple": 4, "pad_to": 20}])
+@pytest.mark.parametrize("encoder", [StoredTokens(), WithTypes()])
+def test_a_row_is_collated_as_its_samples(encoder: Any, options: dict[str, Any]) -> None:
+    tokens = np.arange(11, 22)
+    labels = np.where(tokens % 4, tokens, -100)
+    row = encoder.encode_row(["a", "b", None], tokens, labels, [0, 3, 5, 11])
+    row.source = SampleSource("data", {})
+    collator = PaddingFreeCollator(**options)
+    of_row, of_samples = collator.collate(row), collator.collate(list(row))
+    assert len(row) == 3
+    assert [len(one) for one in row] == [3, 2, 6]
+    for name, expected in vars(of_samples).items():
+        found = getattr(of_row, name)
+        if isinstance(expected, torch.Tensor):
+            assert found.dtype == expected.dtype, name
+            assert found.tolist() == expected.tolist(), name
+        else:
+            assert found == expected, name
+    mask = of_row.padding_mask
+    real = torch.ones_like(of_row.input_ids, dtype=torch.bool) if mask is None else ~mask
+    assert of_row.input_ids[real].tolist() == tokens.tolist()
+    if of_row.token_type_ids is not None:
+        assert of_row.token_type_ids[real].tolist() == row.token_type_ids.tolist()
+        assert of_row.position_ids[1:, real].tolist() == row.position_ids.tolist()
+    of_row.input_ids.fill_(0)  # a batch is the trainer's: the row keeps its tokens
+    assert row.input_ids.tolist() == list(range(11, 22))
+    assert row.labels.tolist() == labels.tolist()

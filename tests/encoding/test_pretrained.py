@@ -2,11 +2,16 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from energon_packed import ChatEncoder, ConfigError, Conversation, Message, pack
 from tests.internals import PackedFolder
@@ -78,6 +83,9 @@ def test_a_template_beside_tokenizer_json(text_tokenizer_dir: Path, tmp_path: Pa
         ("Qwen2Tokenizer", None),
         ("Qwen2TokenizerFast", "qwen2_5_vl"),
         ("Qwen2Tokenizer", "qwen2"),
+        ("Qwen2Tokenizer", "qwen3"),
+        ("PreTrainedTokenizerFast", "qwen3"),
+        ("Qwen2Tokenizer", "llama"),
         ("TokenizersBackend", "qwen2"),  # of a model whose class is known to be wrong in published folders
         ("PreTrainedTokenizerFast", "llama"),
         ("LlamaTokenizerFast", "llama"),
@@ -103,3 +111,49 @@ def test_a_tokenizer_is_that_of_auto_tokenizer(
     assert encoder.parts.chat_template == expected.get_chat_template()
     assert set(encoder.parts.added_tokens) == set(expected.added_tokens_encoder)
     assert encoder.parts.vocabulary == len(expected)
+
+
+@pytest.mark.parametrize(("class_", "every"), [("PreTrainedTokenizerFast", 8), ("Qwen2TokenizerFast", 1)])
+def test_the_class_of_every_model_is_that_of_auto_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, class_: str, every: int
+) -> None:
+    model = BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")])
+    Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": class_, "chat_template": "{{ 1 }}"})
+    )
+    auto = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", NotImplemented)  # a TypeError where it is called
+    compared = 0
+    for name in [*sorted(CONFIG_MAPPING_NAMES)[::every], "qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl_moe", "llama"]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+        try:
+            tokenizer = ChatEncoder.from_pretrained(tmp_path).tokenizer
+        except ConfigError:  # AutoTokenizer decides
+            continue
+        try:
+            expected = auto(str(tmp_path))
+        except (ImportError, ValueError):  # a configuration that needs more than its type
+            continue
+        assert type(tokenizer) is type(expected), name
+        compared += 1
+    assert compared >= 10
+
+
+@pytest.mark.parametrize(("class_", "model"), [("TokenizersBackend", None), ("Qwen2Tokenizer", "qwen2_5_vl")])
+def test_common_tokenizers_load_without_torch(
+    text_tokenizer_dir: Path, tmp_path: Path, class_: str, model: str | None
+) -> None:
+    folder = shutil.copytree(text_tokenizer_dir, tmp_path / "tokenizer")
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": class_}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if model is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model}))
+    code = (
+        "import sys\n"
+        "from energon_packed import ChatEncoder, Conversation, Message\n"
+        "encoder = ChatEncoder.from_pretrained(sys.argv[1])\n"
+        "encoder.length(Conversation(messages=(Message('user', 'Hi'), Message('assistant', 'Hello.'))))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)

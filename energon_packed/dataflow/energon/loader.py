@@ -30,6 +30,8 @@ from energon_packed.dataflow.state import (
 from energon_packed.dataflow.worker_errors import end_workers, in_one_line, lost_worker
 from energon_packed.errors import BatchError, DataChangedError, EnergonPackedError, WorkerError
 
+_TEXT_COLLECT_EVERY = 100  # batches; a collection takes as long as to read and collate a row
+
 
 class EnergonPosition:
     """A position of a PackedLoader.
@@ -106,9 +108,14 @@ class PackedLoader:
                     "again; make a new loader, as states that were saved before belong to what it held then"
                 )
             self._fingerprint = found
-            # The thread of Energon's watchdog never ends, and keeps its dataset: one an epoch, without workers.
-            watchdog = {} if self._source.worker_config.num_workers else {"watchdog_timeout_seconds": None}
-            self._loader = get_savable_loader(dataset, **watchdog)
+            options: dict[str, Any] = {}
+            if not self._source.worker_config.num_workers:
+                # The thread of Energon's watchdog never ends, and keeps its dataset: one an epoch, without workers.
+                options["watchdog_timeout_seconds"] = None
+            if self._source.task_encoder.encoder.image_token_id is None:
+                # Energon collects garbage every 10 batches, to free pixels early. Rows of text are small.
+                options["gc_collect_every_n_steps"] = _TEXT_COLLECT_EVERY
+            self._loader = get_savable_loader(dataset, **options)
             # Energon always asks for pinned memory; without a GPU torch only warns.
             self._loader.pin_memory = torch.cuda.is_available()
             self._loader.timeout = self._source.config.timeout

@@ -1,6 +1,6 @@
 """PackedTaskEncoder: Energon's hooks, each a call of one role."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class EncodedPack(Sample):
         samples: in the order of the pack.
     """
 
-    samples: list[EncodedSample]
+    samples: Sequence[EncodedSample]
 
 
 class PackedTaskEncoder(TaskEncoder):
@@ -142,7 +142,9 @@ class PackedTaskEncoder(TaskEncoder):
     @stateless
     def batch(self, samples: list[EncodedPack]) -> PackedBatch:
         """One row of all sub-samples of a micro batch."""
-        batch = self.collator.collate([encoded for sample in samples for encoded in sample.samples])
+        is_one = len(samples) == 1  # a stored row is collated by its columns
+        inside = samples[0].samples if is_one else [encoded for sample in samples for encoded in sample.samples]
+        batch = self.collator.collate(inside)
         batch.__key__ = [sample.__key__ for sample in samples]
         return batch
 
