@@ -1,6 +1,7 @@
 """TrainerStream: a loader as streaming training data of transformers.Trainer; StreamState saves and restores it."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
                 raise BatchError("the loader gave no batch in an epoch; check its data")
 
 
-class LoaderState(TrainerCallback):
+class LoaderState(TrainerCallback, ABC):
     """Base class: saves the state of a loader in each checkpoint, and restores it: no replay, no skip.
 
     It is in `trainer_state.json`, for all ranks. A subclass implements `restore` and `state`.
@@ -123,13 +124,13 @@ class LoaderState(TrainerCallback):
 
     remedy = ""
 
+    @abstractmethod
     def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:
         """Move the loader to a saved state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """State of the loader for all ranks, after the last batch that was used."""
-        raise NotImplementedError
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the state of a checkpoint that training resumes from."""
