@@ -3,7 +3,7 @@
     items ──► Distributor ──► Processor ──► EncodedSample ──► Packer ──► group ──► Collator ──► PackedBatch
 
 batch.py          PackedBatch and its forms for frameworks
-collator.py       Collator, PaddingFreeCollator; features.py: ordinary features
+collator.py       Collator, PaddingFreeCollator, dummy images of rows without images; features.py: ordinary features
 order.py          the one order of an epoch for all ranks; planned_steps.py: its steps, position (epoch, step)
 distributors/     which items a rank and worker reads; share.py: worker shards of a stream
 stream_steps.py   steps of a stream, position in each worker shard; worker_stream.py: one worker shard
@@ -21,7 +21,6 @@ metrics.py        FlowMetrics
 dataset.py        PackedDataset: finished shards and blends (blend.py), map-style; hf_dataset.py: as datasets.Dataset
 steps.py          steps_per_epoch; manifests.py: the manifests of a dataset or Metadataset
 opened.py         raises if a dataset changes while it is open
-dummy_images.py   dummy image of a row without images
 trust.py          code of a dataset is refused before Energon runs it
 failures.py       samples that fail to load
 state.py          the one form of loader states; epochs.py: the end of an epoch
