@@ -241,9 +241,7 @@ class PaddingFreeCollator(Collator):
         if not is_target.any():
             raise _without_target(row)
         unpadded = np.append(lengths, tail) if tail else lengths
-        pictured: Sequence[EncodedSample] = samples if any(num_images) else []
-        if dummy is not None:
-            pictured = [dummy]
+        pictured = row.pictured if dummy is None else [dummy]
         return PackedBatch(
             __key__=[str(name) for name in row.ids],
             __restore_key__=(),

@@ -212,6 +212,19 @@ class EncodedRow(Sequence[EncodedSample]):
         return [0] * len(self) if self._joined is None else [sample.num_images for sample in self._joined]
 
     @property
+    def pictured(self) -> Sequence[EncodedSample]:
+        """The samples, if one of them has pixels, grids or other inputs of a vision tower; else none."""
+        samples = self._joined or ()
+        if any(
+            [
+                one.image_grid_thw is not None or one.pixel_values is not None or one.vision_inputs is not None
+                for one in samples
+            ]
+        ):
+            return samples
+        return ()
+
+    @property
     def sources(self) -> list[SampleSource | None]:
         """Data set of each sample."""
         return [self.source] * len(self) if self._joined is None else [sample.source for sample in self._joined]

@@ -149,7 +149,7 @@ def test_samplers_of_all_ranks_have_every_pack(dataset: PackedDataset, batch_siz
 
 
 def test_a_sampler_of_a_blend_gives_the_packs_of_each_epoch(dataset: PackedDataset, tmp_path: Path) -> None:
-    folder = dataset.blend[0].split.path
+    folder = dataset.blend[0].path
     members = [{"path": str(folder), "repetitions": times} for times in (1.5, 0.25)]
     (tmp_path / "blend.yaml").write_text(
         json.dumps(
@@ -252,7 +252,7 @@ def test_what_cannot_be_balanced_is_one_line(dataset: PackedDataset) -> None:
     with pytest.raises(ConfigError, match="`rank` 2 is not below `world_size` 2"):
         BalancedSampler(dataset, 2, 2)
     with pytest.raises(ConfigError, match="BalancedPoolPacker balances nothing there; use PoolPacker, or Dataflow"):
-        get_packed_loader(dataset.blend[0].split.path, packer=BalancedPoolPacker(SEQ_LEN))
+        get_packed_loader(dataset.blend[0].path, packer=BalancedPoolPacker(SEQ_LEN))
 
 
 def test_a_plan_in_memory_knows_its_rows(pack_demo: Packer, tokenizer_dir: Path, demo: Any) -> None:

@@ -18,6 +18,7 @@ from energon_packed import (
     PaddingFreeCollator,
     get_packed_loader,
     pack,
+    steps_per_epoch,
 )
 from tests.conftest import Packer
 from tests.internals import cli, make_blend, write_metadataset
@@ -105,8 +106,9 @@ def test_excluded_packs_do_not_count_as_steps(pack_demo: Packer, encoder: ChatEn
     split = copy / ".nv-meta" / "split.yaml"
     split.write_text(yaml.safe_dump(yaml.safe_load(split.read_text()) | {"exclude": ["pack-000000.tar"]}))
     options: dict[str, Any] = {"epochs": 1, "num_workers": 0, "rank": 0, "world_size": 2}
-    with pytest.raises(ConfigError, match="needs the batches of every rank"):
-        get_packed_loader(copy, encoder, even_ranks="repeat", **options)
+    steps = steps_per_epoch(copy, world_size=2)
+    loaders = [get_packed_loader(copy, encoder, even_ranks="repeat", **options | {"rank": rank}) for rank in range(2)]
+    assert [len(list(loader)) for loader in loaders] == [max(steps)] * 2
     packs = sum(len(list(get_packed_loader(copy, encoder, **options | {"rank": rank}))) for rank in range(2))
     assert packs == result.manifest.packs - result.manifest.shards[0].packs
     shown = CliRunner().invoke(cli, ["verify", str(copy)])

@@ -296,7 +296,7 @@ def test_a_file_that_grows_is_read_up_to_its_size(tmp_path: Path, monkeypatch: p
                 writer.write(bytes(99))
             return super().read(size)
 
-    monkeypatch.setattr(media, "_open_regular", Growing)
+    monkeypatch.setattr(media, "open_regular", Growing)
     size = path.stat().st_size
     with pytest.raises(RecordError, match=f"grew past its {size} bytes while it was read"):
         MediaReference(path=str(path)).read()
