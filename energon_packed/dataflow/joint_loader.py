@@ -21,6 +21,8 @@ from energon_packed.errors import ConfigError, EnergonPackedError
 
 _BLOCK = 1024  # draws that are made together
 StopAt = Literal["first", "all", "never"]
+_NAME = "JointLoader"
+"""In states, of subclasses too."""
 
 
 class JointPosition(NamedTuple):
@@ -137,7 +139,7 @@ class JointLoader:
         inner = {name: state_at(loader, here.loaders[name]) for name, loader in self.loaders.items()}
         places = [(one["rank"], one["world_size"]) for one in inner.values() if "rank" in one]
         plain = {"step": here.step, "ended": list(here.ended), "loaders": inner}
-        return make_state(type(self).__name__, self._identity(), plain, places[0] if places else None)
+        return make_state(_NAME, self._identity(), plain, places[0] if places else None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch at which `state` was saved; call it before iterating.
@@ -154,7 +156,7 @@ class JointLoader:
 
     def _restore(self, states: list[dict[str, Any]], *, is_gathered: bool) -> None:
         for one in states:
-            check_state(one, type(self).__name__)
+            check_state(one, _NAME)
             saved, expected = one["identity"], self._identity()
             if self._allow_changed_weights:
                 saved, expected = without_weights(saved), without_weights(expected)

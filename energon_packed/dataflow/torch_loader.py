@@ -39,6 +39,8 @@ _TORCH = (
     "multiprocessing_context",
     "worker_init_fn",
 )
+_NAME = "DataflowLoader"
+"""In states, of subclasses too."""
 
 
 class DataflowLoader(torch.utils.data.DataLoader[Any]):
@@ -223,7 +225,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             BatchError: a packer holds samples that the distributor cannot read again.
         """
         plain = self._plan.to_plain(position or self._here)  # type: ignore[arg-type]
-        return make_state(type(self).__name__, self._identity(), plain, self._plan.place)
+        return make_state(_NAME, self._identity(), plain, self._plan.place)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch at which `state` was saved; call it before iterating.
@@ -240,7 +242,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         with damage_named():
             states = states_of(state)
             for one in states:
-                check_state(one, type(self).__name__)
+                check_state(one, _NAME)
             allow = self._settings.allow_changed_weights
             self._here = self._plan.from_plain(states, self._identity(), allow_changed_weights=allow)
         self._given = self._here.step

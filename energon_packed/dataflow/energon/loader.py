@@ -31,6 +31,8 @@ from energon_packed.dataflow.worker_errors import end_workers, in_one_line, lost
 from energon_packed.errors import BatchError, DataChangedError, EnergonPackedError, WorkerError
 
 _TEXT_COLLECT_EVERY = 100  # batches; a collection takes as long as to read and collate a row
+_NAME = "PackedLoader"
+"""In states, of subclasses too."""
 
 
 class EnergonPosition:
@@ -193,7 +195,7 @@ class PackedLoader:
             "last_restore_key": to_plain(here.last_restore_key),
             "energon": to_plain(self._asking(here.complete)),
         }
-        return make_state(type(self).__name__, self._identity(), plain, self.place)
+        return make_state(_NAME, self._identity(), plain, self.place)
 
     def _asking(self, question: Callable[[], Any]) -> Any:
         """The answer of Energon's loader, whose workers may die meanwhile."""
@@ -228,7 +230,7 @@ class PackedLoader:
         worker_config = self._source.worker_config
         rank = worker_config.rank
         state = next((one for one in states if isinstance(one, dict) and one.get("rank") == rank), states[0])
-        check_state(state, type(self).__name__)
+        check_state(state, _NAME)
         check_numbers(state, "epoch", "step", "rank", "world_size")
         step, key, inner = state["step"], from_plain(state["last_restore_key"]), from_plain(state["energon"])
         if step and inner is None:
