@@ -132,8 +132,9 @@ class Collator(ABC):
             return _only(features).transformers_inputs()
         if features and isinstance(features[0], dict) and PACK in features[0]:
             features = [feature[PACK] for feature in features]
-        if features and isinstance(features[0], list):
-            return self.collate([sample for pack in features for sample in pack]).transformers_inputs()
+        if features and isinstance(features[0], (list, EncodedRow)):
+            samples = features[0] if len(features) == 1 else [sample for pack in features for sample in pack]
+            return self.collate(samples).transformers_inputs()
         if features and is_features(features[0]):
             return self.collate([from_features(feature) for feature in features]).transformers_inputs()
         return self.collate(features)

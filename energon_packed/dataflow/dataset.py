@@ -31,7 +31,7 @@ from energon_packed.shards.split import shards_in_split
 Int64 = npt.NDArray[np.int64]
 
 
-class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
+class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
     """Pack i of a packed dataset or of a blend, without Energon's loader.
 
         dataset = PackedDataset("out", encoder)
@@ -141,7 +141,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             ]
         )
 
-    def item(self, number: int) -> list[EncodedSample]:
+    def item(self, number: int) -> Sequence[EncodedSample]:
         """The encoded sub-samples of a pack, by its number in all datasets of the blend.
 
         Raises:
@@ -150,9 +150,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         folder, pack = self._place(number)
         source = folder.source
         try:
-            return list(
-                encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
-            )
+            return encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
         except (FormatError, RecordError) as error:
             raise error.at(folder.place(pack), verify_tells(source.dataset)) from error
 
@@ -164,7 +162,7 @@ class PackedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     def __len__(self) -> int:
         return len(self._packs)
 
-    def __getitem__(self, index: int) -> list[EncodedSample]:
+    def __getitem__(self, index: int) -> Sequence[EncodedSample]:
         """The encoded sub-samples of one pack; negative numbers count from the end.
 
         Raises:

@@ -8,6 +8,7 @@ from energon_packed.dataflow.distributors.map import MapDistributor
 from energon_packed.dataflow.order import Segment
 from energon_packed.dataflow.state import check_identity, check_numbers, damaged, without_weights
 from energon_packed.dataflow.worker_stream import Roles, Step, count_failure, encoded, item_name, record_of
+from energon_packed.encoding import EncodedSample
 from energon_packed.errors import EnergonPackedError
 
 
@@ -127,16 +128,18 @@ class PlannedSteps:
         places = self.order.places(position.segments[-1], step, self.rank)
         numbers = self.order.numbers(places, position.epoch, self.seed, position.segments)
         values = [distributor.read_item(number) for number in numbers]
-        samples, used, dropped = [], [], []
+        rows: list[Sequence[EncodedSample]] = []
+        used, dropped = [], []
         for place, value, found in zip(places, values, encoded(values, roles.processor), strict=True):
             if isinstance(found, EnergonPackedError):
                 count_failure(roles.failures, found, item_name(value, place), record_of(value))
             if isinstance(found, EnergonPackedError) or not found:
                 dropped.append(place)
             else:
-                samples += found
+                rows.append(found)
                 used.append(place)
         roles.failures.use(len(used))
+        samples = rows[0] if len(rows) == 1 else [sample for row in rows for sample in row]  # one row has its columns
         batch = roles.collator.collate(samples) if samples else None
         return Step(turn, batch, None, used, dropped)
 

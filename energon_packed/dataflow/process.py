@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from energon_packed.dataflow.features import from_features, is_features
-from energon_packed.encoding import EncodedSample, Processor, SampleSource
+from energon_packed.encoding import EncodedRow, EncodedSample, Processor, SampleSource
 from energon_packed.errors import EnergonPackedError, FormatError, RecordError, Reject
 from energon_packed.flavors import PackSample
 from energon_packed.formats import StoredSample
@@ -106,7 +106,7 @@ class Sourced(NamedTuple):
     at: RecordAt | None = None
 
 
-Encoded = list[EncodedSample] | EnergonPackedError
+Encoded = Sequence[EncodedSample] | EnergonPackedError
 
 
 def encode_items(values: Sequence[Any], processor: Processor) -> list[Encoded]:
@@ -125,9 +125,11 @@ def encode_items(values: Sequence[Any], processor: Processor) -> list[Encoded]:
     encoded = processor.encode_many([found[place] for place in talks]) if talks else []
     for place, one in zip(talks, encoded, strict=True):
         found[place] = RecordError.of(one) if isinstance(one, Reject) else [one]
-    done = [one if isinstance(one, list) else _rest(one, processor) for one in found]
+    done = [one if isinstance(one, (list, EncodedRow)) else _rest(one, processor) for one in found]
     return [
-        [sample.of(value.source) for sample in one] if isinstance(value, Sourced) and isinstance(one, list) else one
+        [sample.of(value.source) for sample in one]
+        if isinstance(value, Sourced) and not isinstance(one, EnergonPackedError)
+        else one
         for value, one in zip(values, done, strict=True)
     ]
 
@@ -138,7 +140,9 @@ def _without_processor(value: Any) -> Any:
         return [value]
     if isinstance(value, Reject):
         return RecordError.of(value)
-    if isinstance(value, list) and all(isinstance(one, EncodedSample) for one in value):
+    if isinstance(value, EncodedRow) or (
+        isinstance(value, list) and all(isinstance(one, EncodedSample) for one in value)
+    ):
         return value
     try:
         if is_features(value):
@@ -152,6 +156,6 @@ def _rest(value: Any, processor: Processor) -> Encoded:
     if isinstance(value, EnergonPackedError):
         return value
     try:
-        return list(encode_pack(value, processor)) if isinstance(value, PackSample) else [processor.encode(value)]
+        return encode_pack(value, processor) if isinstance(value, PackSample) else [processor.encode(value)]
     except EnergonPackedError as error:
         return error

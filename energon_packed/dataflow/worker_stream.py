@@ -285,7 +285,7 @@ def record_of(value: Any) -> tuple[RecordAt, str] | None:
 
 def _truncated(encoded: Encoded, max_length: int) -> Encoded:
     """A sample of at most `max_length` tokens, or why it cannot be truncated; a pack of several stays as it is."""
-    if not isinstance(encoded, list) or len(encoded) != 1:
+    if isinstance(encoded, EnergonPackedError) or len(encoded) != 1:
         return encoded
     try:
         return [encoded[0].truncated(max_length)]

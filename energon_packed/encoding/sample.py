@@ -1,6 +1,6 @@
 """EncodedSample and EncodedRow: the model inputs of samples, before collation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -240,3 +240,6 @@ class EncodedRow(Sequence[EncodedSample]):
 
     def __getitem__(self, index: int | slice) -> EncodedSample | Sequence[EncodedSample]:
         return self._samples[index]
+
+    def __iter__(self) -> Iterator[EncodedSample]:
+        return iter(self._samples)  # that of Sequence calls `__getitem__` for each sample

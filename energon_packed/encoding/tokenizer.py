@@ -31,6 +31,7 @@ from energon_packed.encoding.engines import (
     is_compared,
     is_safe_here,
     prove,
+    prove_in_child,
 )
 from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.special_text import HeldText, HeldTokenizer, control_tokens, covered_by_offsets
@@ -42,6 +43,7 @@ Bool = npt.NDArray[np.bool_]
 Spans = Sequence[Span] | None
 """Characters [start, end) of a text; None covers every token, special tokens included."""
 _log = logging.getLogger(__name__)
+_NOT_USED = "texts are tokenized by tokenizers, not fastokens: %s"
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 _COMPARED = 256  # one of this many texts goes through both engines
 _FIRST = 32  # texts that go through both engines before fastokens is used
@@ -89,13 +91,15 @@ class TextTokenizer:
         self._slow = HuggingFaceEngine(backend)
         self._fast: FastokensEngine | None = None
         self._is_decided = engine == "tokenizers"
+        self._is_proved = False
         self._wanted = engine
         self._seen = 0
         if engine == "fastokens":
             self.load_fast()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fast": None, "_slow": None, "_is_decided": self._wanted == "tokenizers"}
+        own = {"_fast": None, "_slow": None, "_is_decided": self._wanted == "tokenizers", "_is_proved": False}
+        return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -110,7 +114,7 @@ class TextTokenizer:
         return "fastokens" if chosen and is_safe_here() else "tokenizers"
 
     def load_fast(self) -> str:
-        """Load fastokens, so that forked processes inherit it. It is compared with tokenizers when it is first used.
+        """Load fastokens, which is compared with tokenizers when it is first used.
 
         Returns:
             Why it cannot be used; "" if it is loaded.
@@ -122,6 +126,19 @@ class TextTokenizer:
         if detail and self._wanted == "fastokens":
             raise ConfigError(f"`tokenizer_engine` fastokens cannot be used: {detail}; use auto or tokenizers")
         return detail
+
+    def prepare_fork(self) -> None:
+        """Load fastokens and compare it with tokenizers once, so that processes forked from this one need not.
+
+        Raises:
+            ConfigError, EngineMismatch: as `load_fast`.
+        """
+        if self._is_decided or self._is_proved or self.load_fast():
+            return
+        assert self._fast is not None
+        if difference := prove_in_child(self.backend, self._fast):
+            self._reject_fast(EngineMismatch(difference))
+        self._is_proved = True
 
     def encode(self, texts: Sequence[str], spans: Sequence[Spans], *, special: bool = False) -> TokenizedTexts:
         """Tokenize texts in one batch.
@@ -193,15 +210,25 @@ class TextTokenizer:
         detail = self.load_fast()
         if self._fast is not None:
             try:
-                prove(self.backend, self._fast)
+                if not self._is_proved:
+                    prove(self.backend, self._fast)
                 compare_engines(self.backend, self._fast, [text for text in texts[:_FIRST] if is_compared(text)])
             except EngineMismatch as error:
-                if self._wanted == "fastokens":
-                    raise
-                self._fast, detail = None, str(error)
-        if detail:
-            _log.info("texts are tokenized by tokenizers, not fastokens: %s", detail)
+                self._reject_fast(error)
+        elif detail:
+            _log.info(_NOT_USED, detail)
         self._is_decided = True
+
+    def _reject_fast(self, error: EngineMismatch) -> None:
+        """Use tokenizers from now on.
+
+        Raises:
+            EngineMismatch: fastokens was requested by name.
+        """
+        if self._wanted == "fastokens":
+            raise error
+        self._fast, self._is_decided = None, True
+        _log.info(_NOT_USED, error)
 
     def _why_not(self) -> str:
         """As `load_fast`."""

@@ -1,6 +1,7 @@
 """How every process of a run gets its encoder: loaded from folders, or passed in."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -84,8 +85,8 @@ def prepare_workers(loader: EncoderLoader, chunks: int) -> None:
     encoder = loader.load()
     if isinstance(encoder, ChatEncoder):
         encoder.renderer.template.prepare()
-        if chunks >= _WORTH_COMPARING:
-            encoder.text_tokenizer.load_fast()
+        if chunks >= _WORTH_COMPARING and sys.platform == "linux":
+            encoder.text_tokenizer.prepare_fork()
 
 
 def _stamps(folder: Path | None) -> Iterator[tuple[str, int, int]]:

@@ -1,7 +1,7 @@
 """PackBuffer: the samples that a packer holds, and the rows that it made of them."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ class Held:
 
     __slots__ = ("at", "number", "ref", "samples", "size", "squares")
 
-    def __init__(self, key: Any, number: int, samples: list[EncodedSample], at: RecordAt | None = None) -> None:
+    def __init__(self, key: Any, number: int, samples: Sequence[EncodedSample], at: RecordAt | None = None) -> None:
         self.number = number
         self.at = at
         self.samples = samples
