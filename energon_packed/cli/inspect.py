@@ -20,8 +20,7 @@ from energon_packed.inspection.blend import BlendEntry, read_blend
 from energon_packed.inspection.extract import extract_pack
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.view import PackView, SampleView, view_pack
-from energon_packed.metadatasets import is_metadataset, read_metadataset
-from energon_packed.shards.nv_meta import NV_META
+from energon_packed.metadatasets import NV_META, is_metadataset, read_metadataset
 from energon_packed.shards.scan import scan_tar
 
 _MOST_TARS = 20  # of a folder that are shown

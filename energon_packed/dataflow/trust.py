@@ -13,8 +13,16 @@ from typing import Any
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.foreign import read_yaml
 from energon_packed.formats import CODECS, READ_ONLY
-from energon_packed.metadatasets import SPLIT_FILE, TRUST_REMEDY, joined, mappings, read_metadataset, runs_code
-from energon_packed.shards.nv_meta import NV_META, OLD_INFO, loader_files
+from energon_packed.metadatasets import (
+    NV_META,
+    SPLIT_FILE,
+    TRUST_REMEDY,
+    joined,
+    mappings,
+    read_metadataset,
+    runs_code,
+)
+from energon_packed.shards.nv_meta import OLD_INFO, loader_files
 
 _ENERGON = "megatron.energon"
 _KEYS = frozenset(("__module__", "__class__", "sample_type", "field_map", "part_filter", "decoder", "subflavors"))

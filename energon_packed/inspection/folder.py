@@ -14,13 +14,12 @@ from energon_packed.encoding import ChatEncoder, EncoderSettings
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.foreign import read_yaml
 from energon_packed.formats import CODECS, Codec, codec_for, codec_of
-from energon_packed.metadatasets import read_split
+from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.options import make
 from energon_packed.pipeline.encoders import PretrainedEncoder
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.manifest import NewerFormatError
-from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.scan import scan_tar
 from energon_packed.shards.split import dataset_folder
 

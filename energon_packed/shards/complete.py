@@ -8,9 +8,9 @@ import yaml
 
 from energon_packed.errors import FormatError
 from energon_packed.foreign import read_yaml
-from energon_packed.metadatasets import read_split
+from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.shards.manifest import PackingManifest
-from energon_packed.shards.nv_meta import NV_META, OLD_INFO
+from energon_packed.shards.nv_meta import OLD_INFO
 
 _OFFSET = 8  # bytes of an entry of .tar.idx: one for each pack, and the end of the last one
 _REMEDY = (

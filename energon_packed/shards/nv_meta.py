@@ -8,14 +8,13 @@ from pathlib import Path
 
 import yaml
 
-from energon_packed import metadatasets
 from energon_packed.files import write_whole
 from energon_packed.formats import Codec
+from energon_packed.metadatasets import NV_META
 from energon_packed.shards import standalone_loader
 from energon_packed.shards.index import write_sqlite_index
 from energon_packed.shards.tar import ShardRows, ShardSummary
 
-NV_META = metadatasets.NV_META
 CRUDE = "crude.yaml"
 OLD_INFO = ".info.yaml"
 SPLITS = ("train", "val", "test")

@@ -8,10 +8,10 @@ from typing import Any
 
 from energon_packed.errors import FormatError
 from energon_packed.formats import codec_for, codec_of
-from energon_packed.metadatasets import SPLIT_FILE, read_split
+from energon_packed.metadatasets import NV_META, SPLIT_FILE, read_split
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.manifest import FILE_NAME, NewerFormatError, PackingManifest
-from energon_packed.shards.nv_meta import NV_META, SPLITS, write_nv_meta
+from energon_packed.shards.nv_meta import SPLITS, write_nv_meta
 from energon_packed.shards.scan import scan_tar
 from energon_packed.shards.tar import ShardRows, ShardSummary
 

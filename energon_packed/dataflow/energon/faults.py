@@ -20,7 +20,7 @@ from energon_packed.dataflow.opened import OpenedSplits
 from energon_packed.dataflow.worker_errors import in_one_line
 from energon_packed.errors import DataChangedError, EnergonPackedError, FormatError
 from energon_packed.foreign import read_yaml
-from energon_packed.shards.nv_meta import NV_META
+from energon_packed.metadatasets import NV_META
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import scan_tar
 from energon_packed.shards.split import shards_in_split

@@ -14,8 +14,9 @@ from energon_packed.dataflow.opened import OpenedSplits
 from energon_packed.dataflow.share import place_of
 from energon_packed.dataflow.trust import check_trusted
 from energon_packed.errors import ConfigError, FormatError
+from energon_packed.metadatasets import NV_META
 from energon_packed.shards import PackingManifest
-from energon_packed.shards.nv_meta import CRUDE, NV_META, OLD_INFO
+from energon_packed.shards.nv_meta import CRUDE, OLD_INFO
 
 _SEEDS_PER_EPOCH = 1_000_003  # far apart, so that neighbouring seeds do not share epochs
 

@@ -7,8 +7,8 @@ from energon_packed.dataflow.trust import check_trusted
 from energon_packed.errors import EnergonPackedError, FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
-from energon_packed.metadatasets import read_split
-from energon_packed.shards.nv_meta import CRUDE, NV_META, loader_files
+from energon_packed.metadatasets import NV_META, read_split
+from energon_packed.shards.nv_meta import CRUDE, loader_files
 
 
 def energon_loads(folder: PackedFolder) -> Check:

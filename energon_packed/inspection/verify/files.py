@@ -14,12 +14,11 @@ import orjson
 from energon_packed.errors import FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
-from energon_packed.metadatasets import read_split
+from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.complete import shard_counts
 from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.manifest import ShardEntry
-from energon_packed.shards.nv_meta import NV_META
 from energon_packed.shards.scan import TarScan, scan_tar
 
 
