@@ -21,14 +21,13 @@ import numpy.typing as npt
 import torch
 
 from energon_packed.dataflow.batch import PackedBatch
-from energon_packed.dataflow.features import from_features, is_features
+from energon_packed.dataflow.features import PACK, from_features, is_features
 from energon_packed.dataflow.process_group import group_place, has_group, launched_processes
 from energon_packed.encoding import IGNORE_INDEX, EncodedRow, EncodedSample
 from energon_packed.encoding.image_runs import VisionInputs
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
-PACK = "pack"  # column of the samples in rows of `PackedDataset.to_hf()`
 LossWeighting = Literal["token", "sample", "sqrt"]
 _EXPONENT: dict[str, float] = {"token": 0.0, "sample": 1.0, "sqrt": 0.5}
 _log = logging.getLogger(__name__)

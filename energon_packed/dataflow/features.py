@@ -8,6 +8,8 @@ import numpy.typing as npt
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.errors import BatchError
 
+PACK = "pack"  # column of the samples in rows of `PackedDataset.to_hf()`
+
 
 def is_features(value: Any) -> bool:
     """A dict with the token ids of one sample, that says nothing of text or images."""

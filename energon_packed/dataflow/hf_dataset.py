@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_packed.dataflow.collator import PACK
+from energon_packed.dataflow.features import PACK
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import ConfigError
 
