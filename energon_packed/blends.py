@@ -21,8 +21,8 @@ from energon_packed.formats import codec_of
 from energon_packed.metadatasets import read_metadataset, read_split
 from energon_packed.options import refuse_remote
 from energon_packed.shards import PackingManifest
+from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
 from energon_packed.shards.reader import ShardReader
-from energon_packed.shards.split import dataset_folder, shards_in_split
 
 Subflavor = str | int | float | bool
 WeightBy = Literal["samples", "packs", "tokens", "records", "equal"]

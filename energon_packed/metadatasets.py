@@ -27,7 +27,7 @@ from typing import Any, Literal
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.foreign import inner_names, read_yaml
+from energon_packed.files import inner_names, read_yaml
 from energon_packed.options import short
 
 NV_META = ".nv-meta"

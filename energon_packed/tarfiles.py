@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from energon_packed.errors import FormatError, SourceError
-from energon_packed.foreign import IrregularFile, open_regular
+from energon_packed.files import IrregularFile, open_regular
 
 BLOCK = 512
 FILE = "regular file"

@@ -22,7 +22,7 @@ from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_t
 
 from energon_packed import ChatEncoder, PackedDataset, get_packed_loader
 from energon_packed.encoding.engines import EngineName
-from energon_packed.encoding.images import load_image
+from energon_packed.encoding.vision.images import load_image
 
 _SEQ_LEN = 4096
 

@@ -51,8 +51,8 @@ def command(output_dir: Path, records: int, seq_len: int) -> None:
 
 def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:
     """One epoch through Energon, and what its batches look like."""
-    from energon_packed.dataflow import get_packed_loader
     from energon_packed.encoding import ChatEncoder
+    from energon_packed.loading import get_packed_loader
 
     console.print("\nLoading one epoch through Energon, two packs a batch ...")
     begin = time.perf_counter()

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from energon_packed.foreign import visible
+from energon_packed.files import visible
 from energon_packed.pipeline import DryRun, PackResult
 from energon_packed.pipeline.survey import Survey
 from energon_packed.shards.nv_meta import SPLITS

@@ -14,12 +14,11 @@ from energon_packed.cli.display import format_bytes, turn_text
 from energon_packed.cli.options import as_options
 from energon_packed.cli.terminal import SafeConsole, echo_json
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.foreign import visible
+from energon_packed.files import visible
 from energon_packed.formats import codec_for
 from energon_packed.inspection.blend import BlendEntry, read_blend
-from energon_packed.inspection.extract import extract_pack
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.view import PackView, SampleView, view_pack
+from energon_packed.inspection.view import PackView, SampleView, extract_pack, view_pack
 from energon_packed.metadatasets import NV_META, is_metadataset, read_metadataset
 from energon_packed.shards.scan import scan_tar
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from energon_packed.cli.options import MESSAGES, DeclaredOption, as_options
 from energon_packed.cli.progress import TerminalProgress
 from energon_packed.cli.terminal import SafeConsole, echo, echo_json
-from energon_packed.pipeline.progress import Progress
+from energon_packed.pipeline.engine import Progress
 
 _VERBOSE_INTERVAL = 10.0  # seconds between two progress lines
 

@@ -12,7 +12,7 @@ from energon_packed.cli.options import DeclaredOption, GroupedCommand, as_option
 from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
 from energon_packed.pipeline import PackOptions, dry_run, pack
-from energon_packed.pipeline.status import run_status
+from energon_packed.pipeline.run import run_status
 from energon_packed.shards.steps import steps_of_ranks
 
 _PLACE = {"world_size": 1, "micro_batch_size": 1, "num_workers": 2}

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from energon_packed.pipeline.progress import Progress
+from energon_packed.pipeline.engine import Progress
 
 _INTERVAL = 60.0  # seconds between two lines
 

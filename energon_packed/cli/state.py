@@ -29,8 +29,12 @@ def redist(folder: Path, output_folder: Path, world_size: int, output: Output) -
     \b
     energon-packed state redist data/iter_0000100/mp_rank_00 new/iter_0000100/mp_rank_00 --world-size 2
     """
-    from energon_packed.dataflow.energon.redist import redistribute  # imports torch
-    from energon_packed.dataflow.energon.state_files import StateFile, read_state, write_state
+    from energon_packed.loading.energon.states import (
+        StateFile,
+        read_state,
+        redistribute,  # imports torch
+        write_state,
+    )
 
     files = sorted(folder.glob("*.pt"))
     if not files:

@@ -9,7 +9,7 @@ import orjson
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from energon_packed.foreign import visible
+from energon_packed.files import visible
 
 _INVISIBLE = re.compile("[^\\n\x20-\x7e]")
 

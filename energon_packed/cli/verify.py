@@ -12,7 +12,7 @@ from energon_packed.cli.options import GroupedCommand, as_options, collect, opti
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import SafeConsole, echo
 from energon_packed.encoding import ChatEncoder, EncoderSettings
-from energon_packed.encoding.vision import ambiguous
+from energon_packed.encoding.vision.families import ambiguous
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import Check, verify
 from energon_packed.metadatasets import read_metadataset

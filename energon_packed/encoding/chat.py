@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.conversation_media import MediaSize, measure_media, patch_positions, read_pixels
 from energon_packed.encoding.engines import EngineName
-from energon_packed.encoding.image_runs import NO_IMAGES, ImageRun, Pixels, expanded
 from energon_packed.encoding.pretrained import TokenizerParts, load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
@@ -30,15 +28,17 @@ from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.tokenizer import TextTokenizer
-from energon_packed.encoding.vision import PatchOrder, VisionFamily
-from energon_packed.encoding.vision_settings import load_vision
+from energon_packed.encoding.vision.families import PatchOrder, VisionFamily
+from energon_packed.encoding.vision.media import MediaSize, measure_media, patch_positions, read_pixels
+from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, expanded
+from energon_packed.encoding.vision.settings import load_vision
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.options import make
 from energon_packed.records import Conversation
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 
 if TYPE_CHECKING:
-    from energon_packed.encoding.vision import VisionFamily
+    from energon_packed.encoding.vision.families import VisionFamily
 
 Int64 = npt.NDArray[np.int64]
 _BATCH = 256  # conversations tokenized and checked together

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, targets_per_sample
-from energon_packed.encoding.vision import VisionFamily
+from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import Conversation
 

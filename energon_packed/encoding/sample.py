@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.image_runs import VisionInputs
+from energon_packed.encoding.vision.positions import VisionInputs
 from energon_packed.errors import BatchError, Reason, RecordError
 
 if TYPE_CHECKING:

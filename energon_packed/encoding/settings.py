@@ -10,7 +10,7 @@ from pathlib import Path
 
 from energon_packed.encoding.engines import ENGINES, EngineName
 from energon_packed.encoding.rendering import LOSS_ON, LossOn
-from energon_packed.encoding.vision import PATCH_ORDERS, PatchOrder
+from energon_packed.encoding.vision.families import PATCH_ORDERS, PatchOrder
 from energon_packed.options import check, option
 
 TOKENS, IMAGES = "Tokens", "Images"

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.skeleton import Span
-from energon_packed.encoding.vision import VisionFamily
+from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message
 

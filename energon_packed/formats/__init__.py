@@ -15,12 +15,10 @@ A new flavor is one subclass of `Codec` with `@register_codec`; its dataclass in
 
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats.captioning import CaptioningCodec
-from energon_packed.formats.codec import Codec, Part, RawPack
-from energon_packed.formats.llava_onevision2 import LlavaOnevision2Codec
-from energon_packed.formats.loongforge import LoongForgeChatMixCodec, LoongForgeMultiMixCodec
+from energon_packed.formats.codec import Codec, Part, RawPack, StoredImage, StoredSample
 from energon_packed.formats.multi_mix_qa import MultiMixCodec, SingleMultiMixCodec
 from energon_packed.formats.parts import read_object
-from energon_packed.formats.sample import StoredImage, StoredSample
+from energon_packed.formats.third_party import LlavaOnevision2Codec, LoongForgeChatMixCodec, LoongForgeMultiMixCodec
 from energon_packed.formats.tokens import TokensCodec
 
 CODECS: dict[str, Codec] = {

@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from energon_packed.errors import FormatError, Reason, RecordError
-from energon_packed.formats.codec import Codec, Part, RawPack
-from energon_packed.formats.foreign_names import member_names, names_by_sample
+from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample, byte_references, media_references
 from energon_packed.formats.parts import (
+    member_names,
+    names_by_sample,
     optional,
     read_files,
     read_images,
@@ -31,7 +32,6 @@ from energon_packed.formats.parts import (
     write_json,
     write_media,
 )
-from energon_packed.formats.sample import StoredSample, byte_references, media_references
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message, normalize
 
 _IN_TURN = ("user", "assistant")

@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from energon_packed.formats.codec import Codec, Part, RawPack
+from energon_packed.formats.codec import (
+    Codec,
+    Part,
+    RawPack,
+    StoredImage,
+    StoredSample,
+    byte_references,
+    media_references,
+)
 from energon_packed.formats.parts import (
     any_given,
     read_files,
@@ -22,7 +30,6 @@ from energon_packed.formats.parts import (
     write_json,
     write_media,
 )
-from energon_packed.formats.sample import StoredImage, StoredSample, byte_references, media_references
 from energon_packed.records import Conversation, Message
 
 

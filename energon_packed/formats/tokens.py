@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import FormatError
-from energon_packed.formats.codec import Codec, Part, RawPack
+from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample, byte_references, media_references
 from energon_packed.formats.parts import any_given, read_files, read_images, read_json, write_json, write_media
-from energon_packed.formats.sample import StoredSample, byte_references, media_references
 from energon_packed.records import Conversation
 from energon_packed.seqlens import cu_seqlens_from_lengths
 

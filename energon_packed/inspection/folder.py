@@ -12,7 +12,7 @@ import yaml
 
 from energon_packed.encoding import ChatEncoder, EncoderSettings
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.foreign import read_yaml
+from energon_packed.files import read_yaml
 from energon_packed.formats import CODECS, Codec, codec_for, codec_of
 from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.options import make
@@ -20,8 +20,8 @@ from energon_packed.pipeline.encoders import PretrainedEncoder
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.manifest import NewerFormatError
+from energon_packed.shards.nv_meta import dataset_folder
 from energon_packed.shards.scan import scan_tar
-from energon_packed.shards.split import dataset_folder
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
-from energon_packed.inspection.charts import log_integer_bins
+from energon_packed.inspection.report import log_integer_bins
 from energon_packed.packing import pack_lengths
 
 Int32 = npt.NDArray[np.int32]

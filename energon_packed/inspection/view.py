@@ -1,18 +1,23 @@
-"""PackView: one pack in readable form, from its parts: no pixels, no code of the dataset."""
+"""PackView: one pack in readable form, from its parts: no pixels, no code of the dataset.
+
+`extract_pack`: extract the members of a pack as files inside one folder.
+"""
 
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Processor
-from energon_packed.encoding.images import read_header
 from energon_packed.encoding.supervision import supervised_turns
-from energon_packed.errors import RecordError
+from energon_packed.encoding.vision.images import read_header
+from energon_packed.errors import FormatError, RecordError
+from energon_packed.files import write_whole
 from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.records import Conversation, MediaReference
 
@@ -186,3 +191,29 @@ def _shape(content: bytes) -> str:
     except (ValueError, MemoryError) as error:
         return f"damaged: {error}"
     return f"{array.dtype} {tuple(array.shape)}"
+
+
+def extract_pack(raw: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write each part of a pack to `folder/KEY/PART`.
+
+    Args:
+        raw: `__key__` and bytes by part name.
+        folder: created if missing; nothing is written outside of it.
+
+    Raises:
+        FormatError: a member name resolves to a path outside of the folder; nothing is written then.
+    """
+    target = folder / str(raw["__key__"])
+    files = {}
+    for part, content in raw.items():
+        if part.startswith("__"):
+            continue
+        path = target / part
+        if "\0" in str(path) or "/" in part or not path.resolve().is_relative_to(folder.resolve()):
+            raise FormatError(
+                f"member {raw['__key__']}.{part} would be written outside of {folder}; it was not extracted"
+            )
+        files[path] = content
+    for path, content in files.items():
+        write_whole(path, content)  # a new file: a hard link in the folder is replaced, not written through
+    return list(files)

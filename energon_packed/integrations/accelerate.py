@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderShard
 
-from energon_packed.dataflow.state import gathered
 from energon_packed.errors import ConfigError
-from energon_packed.integrations.consumed import ConsumedBatches
-from energon_packed.integrations.gathered import exact_steps
+from energon_packed.integrations.trainer_state import ConsumedBatches, exact_steps
+from energon_packed.loading.state import gathered
 
 
 class PreparedLoader(DataLoaderShard):

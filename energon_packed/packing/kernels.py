@@ -12,16 +12,87 @@ Best fit keeps one list of open packs per amount of free space and finds the sma
 
 Source of the heuristics: D. S. Johnson et al., "Worst-Case Performance Bounds for Simple One-Dimensional Packing
 Algorithms", SIAM J. Comput. 3(4), 1974.
+
+Integer set as a 64-ary tree of bit words, compiled with Numba. Finds the next key in a few steps.
+
+    words   uint64 (levels[-1],)   level 0 has one bit per key, level k + 1 one bit per word of level k
+    levels  int64 (L+1,)           index of the first word of each level, then the number of words
+
+262,144 keys take three levels. `bitset_add` and `bitset_remove` modify `words` in place.
+
+Packing algorithms that `pack_lengths` selects by name.
 """
 
 import numpy as np
 import numpy.typing as npt
+from numba.cpython.unsafe.numbers import trailing_zeros
 
 from energon_packed.compiled import compiled
-from energon_packed.packing.bitset import bitset_add, bitset_levels, bitset_next, bitset_remove
+from energon_packed.packing import kernels
+from energon_packed.packing.planner import Algorithm, Placement
+
+Int64 = npt.NDArray[np.int64]
+
+
+@compiled
+def bitset_levels(size: int) -> Int64:
+    """Index of the first word of each level of a 64-ary bitset over `size` keys, then the number of words."""
+    offsets = np.zeros(8, dtype=np.int64)
+    level = 0
+    words = size
+    while True:
+        words = (words + 63) >> 6
+        offsets[level + 1] = offsets[level] + words
+        level += 1
+        if words == 1:
+            return offsets[: level + 1]
+
+
+@compiled
+def bitset_add(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
+    """Add `key` to the set."""
+    for level in range(levels.size - 1):
+        slot = levels[level] + (key >> 6)
+        before = words[slot]
+        words[slot] = before | (np.uint64(1) << np.uint64(key & 63))
+        if before != 0:
+            return
+        key >>= 6
+
+
+@compiled
+def bitset_remove(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
+    """Remove `key` from the set; it must be a member."""
+    for level in range(levels.size - 1):
+        slot = levels[level] + (key >> 6)
+        words[slot] &= ~(np.uint64(1) << np.uint64(key & 63))
+        if words[slot] != 0:
+            return
+        key >>= 6
+
+
+@compiled
+def bitset_next(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
+    """Smallest key >= `key` in the set, or -1."""
+    top = levels.size - 1
+    level = 0
+    while level < top:
+        word_index = key >> 6
+        if levels[level] + word_index >= levels[level + 1]:
+            return -1
+        masked = words[levels[level] + word_index] & (~np.uint64(0) << np.uint64(key & 63))
+        if masked != 0:
+            found = (word_index << 6) + trailing_zeros(masked)
+            while level > 0:
+                level -= 1
+                found = (found << 6) + trailing_zeros(words[levels[level] + found])
+            return int(found)
+        key = word_index + 1
+        level += 1
+    return -1
+
 
 Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 
 @compiled
@@ -183,3 +254,41 @@ def group_by_pack(order: Int32, pack_at: Int32, packs: int) -> tuple[Int64, Int6
         indices[cursor[pack]] = order[place]
         cursor[pack] += 1
     return indices, offsets
+
+
+def best_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
+    """Longest sample first, each into the fullest pack with enough free space."""
+    order, placed = kernels.descending_order(lengths, capacity)
+    return Placement(order, *kernels.best_fit(placed, np.zeros(0, dtype=np.int64), capacity, max_samples))
+
+
+def first_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
+    """Longest sample first, each into the oldest pack with enough free space."""
+    order, placed = kernels.descending_order(lengths, capacity)
+    return Placement(order, *kernels.first_fit(placed, capacity, max_samples))
+
+
+def sequential(lengths: Int32, capacity: int, max_samples: int) -> Placement:
+    """Keep the input order and open a new pack when the next sample does not fit."""
+    order = np.flatnonzero(lengths <= capacity).astype(np.int32)
+    return Placement(order, *kernels.next_fit(lengths[order], capacity, max_samples))
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "bfd": best_fit_decreasing,
+    "ffd": first_fit_decreasing,
+    "sequential": sequential,
+}
+
+
+def windowed(window: int) -> Algorithm:
+    """Best fit decreasing within consecutive windows of `window` samples; no pack spans two windows."""
+
+    def place(lengths: Int32, capacity: int, max_samples: int) -> Placement:
+        rows = np.flatnonzero(lengths <= capacity)
+        number = rows // window
+        order = rows[np.lexsort((-lengths[rows], number))].astype(np.int32)
+        closes = np.flatnonzero(np.diff(number)) + 1
+        return Placement(order, *kernels.best_fit(lengths[order], closes, capacity, max_samples))
+
+    return place

@@ -186,11 +186,11 @@ def load_kernels() -> None:
 
 
 def _algorithm(name: str) -> Algorithm:
-    from energon_packed.packing import algorithms
+    from energon_packed.packing import kernels
 
     if match := _WINDOW.fullmatch(name):
-        return algorithms.windowed(int(min(match.group(1), str(_MOST_SAMPLES), key=lambda text: (len(text), text))))
-    return algorithms.ALGORITHMS[name]
+        return kernels.windowed(int(min(match.group(1), str(_MOST_SAMPLES), key=lambda text: (len(text), text))))
+    return kernels.ALGORITHMS[name]
 
 
 def _checked_lengths(lengths: npt.ArrayLike) -> Int32:

@@ -13,9 +13,9 @@ index.py     .nv-meta and packing.json          survey.py    lengths alone; dry_
                                                 status.py, how far one is
 """
 
-from energon_packed.pipeline.dry_run import DryRun, dry_run
+from energon_packed.pipeline.engine import Progress
 from energon_packed.pipeline.options import PackOptions
-from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.run import PackResult, pack
+from energon_packed.pipeline.survey import DryRun, dry_run
 
 __all__ = ["DryRun", "PackOptions", "PackResult", "Progress", "dry_run", "pack"]

@@ -21,7 +21,7 @@ import yaml
 
 from energon_packed.encoding import EncoderSettings
 from energon_packed.errors import ConfigError
-from energon_packed.foreign import read_yaml
+from energon_packed.files import read_yaml
 from energon_packed.options import Declaration, declared, short
 
 _log = logging.getLogger(__name__)

@@ -4,6 +4,8 @@ Crew: worker processes with a pipe each.
 
 Each worker has one task at a time, so it is known which task a worker had that was killed. Nothing is shared between
 workers, no lock and no queue: whatever happens to one leaves no other waiting.
+
+Progress: reports of a running pipeline; the command line draws them.
 """
 
 import contextlib
@@ -23,6 +25,23 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from energon_packed.errors import EnergonPackedError
+
+
+class Progress:
+    """Notified of every stage. The base class does nothing; override what you need."""
+
+    def start(self, stage: str, total: int, unit: str) -> None:
+        """A stage begins that has `total` units of work."""
+
+    def advance(self, units: int, records: int = 0) -> None:
+        """`units` of work are done, holding `records` records."""
+
+    def finish(self, seconds: float) -> None:
+        """The stage is done."""
+
+    def stop(self) -> None:
+        """The stage failed, or ends without a summary."""
+
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
-from energon_packed.encoding.conversation_media import ImageCheck, check_pixels
+from energon_packed.encoding.vision.media import ImageCheck, check_pixels
 from energon_packed.errors import BY_CHOICE, RecordError
 from energon_packed.packing import load_kernels
 from energon_packed.pipeline.chunks import (
@@ -23,12 +23,11 @@ from energon_packed.pipeline.chunks import (
     is_measured,
     measured_records,
     write_rows,
+    write_tokens,
 )
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
-from energon_packed.pipeline.engine import Engine
-from energon_packed.pipeline.kept_tokens import write_tokens
+from energon_packed.pipeline.engine import Engine, Progress
 from energon_packed.pipeline.options import InputOptions, image_check
-from energon_packed.pipeline.progress import Progress
 from energon_packed.pipeline.reader import RecordReader, raw_id
 from energon_packed.pipeline.rejects import MOST_DETAIL, RejectLimits
 from energon_packed.pipeline.run_state import COUNTERS

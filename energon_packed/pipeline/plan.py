@@ -12,10 +12,9 @@ import numpy.typing as npt
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import Reason, RecordError, Reject
 from energon_packed.packing import PackPlan, pack_lengths
-from energon_packed.pipeline.chunks import KINDS, STATUSES
+from energon_packed.pipeline.chunks import KINDS, STATUSES, KeptTokens, TokenReader, TokenRefs, tokens_file
 from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
-from energon_packed.pipeline.kept_tokens import KeptTokens, TokenReader, TokenRefs, tokens_file
 from energon_packed.pipeline.options import PackOptions, RejectOptions
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.rejects import TableRejects, write_ledger

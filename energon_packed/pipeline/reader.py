@@ -8,8 +8,7 @@ from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.formats import codec_for
-from energon_packed.pipeline.options import AUTO, NARROW, InputOptions
-from energon_packed.pipeline.parse import part_suffix
+from energon_packed.pipeline.options import AUTO, NARROW, InputOptions, part_suffix
 from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, normalize
 from energon_packed.sources import Row, Source, open_sources

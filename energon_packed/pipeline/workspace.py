@@ -12,8 +12,7 @@ import orjson
 from filelock import BaseFileLock, FileLock, Timeout
 
 from energon_packed.errors import ConfigError
-from energon_packed.files import named, remove, write_whole
-from energon_packed.foreign import open_regular
+from energon_packed.files import named, open_regular, remove, write_whole
 
 _LOCK = "lock"
 _OWNER = "owner.json"

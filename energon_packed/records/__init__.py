@@ -23,7 +23,7 @@ from energon_packed.records.conversation import (
 from energon_packed.records.mapping import Adapter, FieldMap
 from energon_packed.records.media import MediaReference
 from energon_packed.records.normalize import normalize
-from energon_packed.records.shapes import Draft, Shape, register_shape
+from energon_packed.records.record_formats import Draft, Shape, register_shape
 
 __all__ = [
     "EXTRA_FIELDS",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import unquote, urlparse
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.foreign import IrregularFile, open_regular
+from energon_packed.files import IrregularFile, open_regular
 from energon_packed.records.fields import shown
 
 if TYPE_CHECKING:

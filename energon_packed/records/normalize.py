@@ -32,8 +32,8 @@ from energon_packed.records.fields import (
     unused_fields,
 )
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media, read_media, references
-from energon_packed.records.shapes import Draft, Shape, shape_of
-from energon_packed.records.shapes.messages import Messages, ShareGPT, read_gemini_text
+from energon_packed.records.record_formats import Draft, Shape, shape_of
+from energon_packed.records.record_formats.messages import Messages, ShareGPT, read_gemini_text
 from energon_packed.records.tools import read_tools, without_written_calls
 from energon_packed.records.turns import PLAIN_ROLES, keys_of
 

@@ -14,7 +14,7 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import Message
 from energon_packed.records.fields import OBJECT, Record, is_given, parse_json, read_json_list, unsupported
 from energon_packed.records.media_fields import Media
-from energon_packed.records.shapes import Draft
+from energon_packed.records.record_formats import Draft
 
 TOOLS_IN_TEXT = "tools stand in the system text"
 """Note of a conversation whose `tools` field is not passed to the template, because the system text has them."""

@@ -24,7 +24,7 @@ A new container is one subclass of `Source` with `@register_source`.
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Row, Source
 from energon_packed.sources.config import SourceConfig
-from energon_packed.sources.jsonl import JsonlSource
+from energon_packed.sources.json import JsonlSource
 from energon_packed.sources.registry import known_formats, open_sources, register_source
 
 __all__ = [

@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import SourceError
-from energon_packed.foreign import irregular
+from energon_packed.files import irregular
 from energon_packed.metadatasets import is_metadataset
 from energon_packed.records import Adapter, FieldMap
-from energon_packed.sources.arrow import ArrowSource
+from energon_packed.sources.arrow import ArrowSource, ParquetSource
 from energon_packed.sources.base import Source
 from energon_packed.sources.config import Reading, SourceConfig, plain
 from energon_packed.sources.csv import CsvSource
 from energon_packed.sources.energon import EnergonSource, metadataset_members
 from energon_packed.sources.folders import folder_files, hub_folder
-from energon_packed.sources.hugging_face import HuggingFaceSource
-from energon_packed.sources.imagefolder import ImageFolderCsvSource, ImageFolderSource
-from energon_packed.sources.json import CompressedJsonSource, JsonSource
-from energon_packed.sources.jsonl import CompressedJsonlSource, JsonlSource
-from energon_packed.sources.parquet import ParquetSource
+from energon_packed.sources.imagefolder import HuggingFaceSource, ImageFolderCsvSource, ImageFolderSource
+from energon_packed.sources.json import CompressedJsonlSource, CompressedJsonSource, JsonlSource, JsonSource
 from energon_packed.sources.webdataset import WebDatasetSource
 
 SOURCES: list[type[Source]] = [

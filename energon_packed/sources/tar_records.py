@@ -22,7 +22,7 @@ from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, codec_of
 from energon_packed.records import Conversation, MediaReference
 from energon_packed.records.fields import parse_json
-from energon_packed.records.shapes import SHAPES
+from energon_packed.records.record_formats import SHAPES
 from energon_packed.tarfiles import Member, key_faults, read_content
 
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")

@@ -31,8 +31,8 @@ from energon_packed import (
     get_packed_loader,
     prepare_loader,
 )
-from tests.dataflow.flows import feature
 from tests.internals import ConsumedBatches
+from tests.loading.flows import feature
 
 LOADERS: dict[str, Any] = {
     "energon": lambda packs, blend: get_packed_loader(packs, epochs=1, num_workers=0),

@@ -29,8 +29,8 @@ from energon_packed import (
     get_packed_loader,
     packed_training_arguments,
 )
-from tests.dataflow.models import tiny_model
 from tests.integrations.launched import report, tiny_qwen2
+from tests.loading.models import tiny_model
 
 QUIET: dict[str, Any] = {
     "use_cpu": True,

@@ -12,9 +12,9 @@ from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
-from energon_packed.inspection.verify.energon import energon_loads
 from energon_packed.inspection.verify.files import (
     TarChecker,
+    energon_loads,
     indexes_match,
     keys_are_unique,
     ledger_agrees,
@@ -22,8 +22,7 @@ from energon_packed.inspection.verify.files import (
     utilization_is_at_least,
 )
 from energon_packed.inspection.verify.packs import PackChecker, contents_checks
-from energon_packed.pipeline.engine import LocalEngine
-from energon_packed.pipeline.progress import Progress
+from energon_packed.pipeline.engine import LocalEngine, Progress
 
 __all__ = ["Check", "verify"]
 

@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from energon_packed.dataflow.process import checked_sample
 from energon_packed.encoding import ChatEncoder, EncodedSample
-from energon_packed.encoding.images import load_image
+from energon_packed.encoding.vision.images import load_image
 from energon_packed.errors import EnergonPackedError, Reject
 from energon_packed.flavors import load_pack
 from energon_packed.formats import Codec, StoredSample
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
+from energon_packed.loading.process import checked_sample
 from energon_packed.pipeline.chunks import PACKED, TRUNCATED
 from energon_packed.records import Conversation
 from energon_packed.seqlens import round_up

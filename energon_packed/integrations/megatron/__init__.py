@@ -7,9 +7,9 @@ ranks.py     ranks of this process, and settings that would be wrong there
 restore.py   the file with the loader state of this rank in a checkpoint
 """
 
-from energon_packed.integrations.megatron.iterator import MegatronIterator
 from energon_packed.integrations.megatron.layouts import LAYOUTS, Layout, VisualInputs, megatron_batch
 from energon_packed.integrations.megatron.provider import train_valid_test_dataloaders_provider
+from energon_packed.integrations.megatron.restore import MegatronIterator
 
 __all__ = [
     "LAYOUTS",

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import torch
 
-from energon_packed.dataflow import PackedBatch
 from energon_packed.encoding import IGNORE_INDEX
 from energon_packed.errors import ConfigError
+from energon_packed.loading import PackedBatch
 
 Layout = Literal["bridge", "megatron-lm", "megatron-gpt"]
 LAYOUTS: tuple[Layout, ...] = ("bridge", "megatron-lm", "megatron-gpt")

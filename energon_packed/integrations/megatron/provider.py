@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from energon_packed.blends import has_split
-from energon_packed.dataflow import Collator, DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
-from energon_packed.dataflow.distributors.map import Balance
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
-from energon_packed.integrations.megatron.iterator import MegatronIterator
 from energon_packed.integrations.megatron.layouts import Layout, check_layout
 from energon_packed.integrations.megatron.ranks import Place, check_parallelism
-from energon_packed.integrations.megatron.restore import restore_iterator
+from energon_packed.integrations.megatron.restore import MegatronIterator, restore_iterator
+from energon_packed.loading import Collator, DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
+from energon_packed.loading.distributors.datasets import Balance
 from energon_packed.packing.balance import CostModel
 
 Provider = Callable[[Any], tuple[MegatronIterator | None, MegatronIterator | None, MegatronIterator | None]]

@@ -4,9 +4,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from energon_packed.dataflow import Collator, PaddingFreeCollator
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron.layouts import Layout
+from energon_packed.loading import Collator, PaddingFreeCollator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,8 @@ callbacks.py    IsolationCheck, BlendEpochs
 """
 
 from energon_packed.integrations.transformers.arguments import check_training_arguments, packed_training_arguments
-from energon_packed.integrations.transformers.callbacks import BlendEpochs, IsolationCheck
 from energon_packed.integrations.transformers.stream import StreamState, TrainerStream
-from energon_packed.integrations.transformers.trainer import PackedTrainer
+from energon_packed.integrations.transformers.trainer import BlendEpochs, IsolationCheck, PackedTrainer
 
 __all__ = [
     "BlendEpochs",

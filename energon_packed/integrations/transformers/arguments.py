@@ -5,10 +5,10 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from energon_packed.dataflow import PackedDataset
-from energon_packed.dataflow.process_group import of_all_ranks
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.transformers.stream import TrainerStream
+from energon_packed.loading import PackedDataset
+from energon_packed.loading.ranks import of_all_ranks
 
 _BY_LENGTH = ("group_by_length", "batch_rebalance")
 

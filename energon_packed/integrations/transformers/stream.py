@@ -11,13 +11,11 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
-from energon_packed.dataflow.process_group import group_place
-from energon_packed.dataflow.resharding import refuse_dispatch, refuse_second_split
-from energon_packed.dataflow.state import gathered
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.accelerate import refuse_other_place
-from energon_packed.integrations.consumed import ConsumedBatches
-from energon_packed.integrations.gathered import exact_steps
+from energon_packed.integrations.trainer_state import ConsumedBatches, exact_steps
+from energon_packed.loading.ranks import group_place, refuse_dispatch, refuse_second_split
+from energon_packed.loading.state import gathered
 
 _KEY = "energon_packed_stream"  # in trainer_state.json; no name of a callback
 

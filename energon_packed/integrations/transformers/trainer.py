@@ -3,6 +3,8 @@
 train     the global order of the data: one state for all ranks, and every pack once in each epoch
 evaluate  the mean over tokens. A stock Trainer's evaluation loss is the mean of the rows' losses, in which a row with
           few targets counts as much as a row with many, and with several processes some packs count twice.
+
+Callbacks for transformers.Trainer: isolation before the first step, and the packs of a blend in each epoch.
 """
 
 from collections.abc import Sequence
@@ -11,14 +13,43 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
-from energon_packed.dataflow import Collator, DataflowLoader, MapDistributor, PackedDataset, PlannedDataset
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.accelerate import prepared_loader
+from energon_packed.integrations.isolation import check_isolation
 from energon_packed.integrations.transformers.arguments import check_training_arguments
-from energon_packed.integrations.transformers.callbacks import IsolationCheck
 from energon_packed.integrations.transformers.stream import LoaderState, StreamState, TrainerStream
+from energon_packed.loading import Collator, DataflowLoader, MapDistributor, PackedDataset, PlannedDataset
+
+
+class IsolationCheck(TrainerCallback):
+    """Runs `check_isolation` on the model when training begins: `Trainer(..., callbacks=[IsolationCheck()])`.
+
+    Raises:
+        IsolationError: the model does not keep packed samples apart.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        """Check once; every process does the same."""
+        check_isolation(model)
+
+
+class BlendEpochs(TrainerCallback):
+    """Draws the packs of a blend anew in each epoch: `Trainer(..., callbacks=[BlendEpochs(dataset)])`.
+
+    The Trainer tells its sampler the number of the epoch, and not the data. Resuming draws the epoch that was saved.
+
+    Args:
+        dataset: PackedDataset over a Metadataset.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw the packs of this epoch."""
+        self.dataset.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
 class PackedTrainer(Trainer):

@@ -1,0 +1,209 @@
+"""Images of one conversation: how many patches they take, by their headers, and their pixels.
+
+Patch positions: .npy files of integers (patches, 3) as (t, h, w), one per image, or one for all frames of a video.
+
+    row     as the tools of LLaVA-OneVision-2 write them: patch after patch of a row of the image
+    block   as pixel_values and its vision tower take them: merged blocks in row-major order, m x m patches each
+
+Its trainer puts rows into blocks when it loads them (`convert_positions_to_block_layout`), and joins all files of a
+sample, so that their number does not matter. Files are stored as they are given; they are put into block order when
+they are loaded. Which order a file has is told by its content: after the right one, every m x m rows are a square of
+one frame. Source of the file format: NEP 1.
+"""
+
+import io
+import struct
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+
+from energon_packed.encoding.vision.families import PatchOrder, VisionFamily
+from energon_packed.encoding.vision.images import check_as_jpeg, load_image, read_header
+from energon_packed.encoding.vision.positions import ImageRun, Int64, Pixels
+from energon_packed.errors import Reason, RecordError
+from energon_packed.records import Conversation, MediaReference
+
+ImageCheck = Literal["header", "full", "convert"]
+# Exceptions that NumPy raises for a corrupt header.
+_HEADER_ERRORS = (ValueError, SyntaxError, TypeError, EOFError, LookupError, struct.error, tokenize.TokenError)
+
+
+def check_patch_positions(references: Sequence[MediaReference], patches: Sequence[int]) -> int:
+    """Validate the headers of the files of a sample without reading their data.
+
+    Args:
+        references: .npy files: one per image, or fewer that have the patches of all images together.
+        patches: number of patches of each image.
+
+    Returns:
+        Their size in bytes.
+
+    Raises:
+        RecordError: `missing_patch_positions`, if a file is missing or does not match its image.
+    """
+    found = [_header(reference) for reference in references]
+    if len(references) == len(patches):
+        for reference, (rows, _), count in zip(references, found, patches, strict=True):
+            if rows != count:
+                raise _mismatch(reference, f"has shape ({rows}, 3); the image needs integers of shape ({count}, 3)")
+    elif (rows := sum(count for count, _ in found)) != sum(patches):
+        raise _mismatch(
+            references[0],
+            f"has shape ({found[0][0]}, 3): {len(references)} patch_positions with {rows} rows for {len(patches)} "
+            f"images with {sum(patches)} patches; one per image is needed, or one for all frames",
+        )
+    return sum(size for _, size in found)
+
+
+def load_patch_positions(
+    references: Sequence[MediaReference], grids: Sequence[tuple[int, int]], merge_size: int, order: PatchOrder
+) -> Int64:
+    """Positions in the order of `pixel_values`, int64 (patches, 3).
+
+    Args:
+        references: as `check_patch_positions` takes them.
+        grids: patches of each image in height and width.
+        merge_size: patches merged along each side into one token.
+        order: of the files; `auto` goes by their content.
+
+    Raises:
+        RecordError: `missing_patch_positions`, also where `auto` cannot tell.
+    """
+    counts = [h * w for h, w in grids]
+    check_patch_positions(references, counts)
+    files = [np.lib.format.read_array(io.BytesIO(one.read()), allow_pickle=False) for one in references]
+    rows = np.asarray(np.concatenate(files), dtype=np.int64)
+    ends = np.cumsum(counts)
+    return np.concatenate(
+        [
+            _blocks(rows[end - h * w : end], (h, w), merge_size, order, references[0].label)
+            for (h, w), end in zip(grids, ends, strict=True)
+        ]
+    )
+
+
+def _blocks(rows: Int64, grid: tuple[int, int], m: int, order: PatchOrder, label: str) -> Int64:
+    """The positions of one image in block order."""
+    (h, w) = grid
+    blocks = rows[np.arange(h * w).reshape(h // m, m, w // m, m).transpose(0, 2, 1, 3).ravel()]
+    if order == "row" or (order == "auto" and not _are_squares(rows, m) and _are_squares(blocks, m)):
+        return blocks
+    if order == "auto" and not _are_squares(rows, m):
+        raise RecordError(
+            Reason.MISSING_PATCH_POSITIONS,
+            f"{label} is neither row by row nor in blocks of {m} x {m} patches of one frame; set `patch_order` to "
+            "'row' or 'block'",
+        )
+    return rows
+
+
+def _are_squares(rows: Int64, m: int) -> bool:
+    """Whether every m x m rows are m x m neighbors of one frame."""
+    squares = rows.reshape(-1, m * m, 3)
+    steps = np.stack([np.zeros(m * m, dtype=np.int64), *np.divmod(np.arange(m * m), m)], axis=1)
+    return bool((squares == squares[:, :1] + steps).all())
+
+
+def _header(reference: MediaReference) -> tuple[int, int]:
+    """(rows, bytes) of a file."""
+    try:
+        with reference.open() as stream:
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(stream)
+            start, size = stream.tell(), stream.seek(0, 2)
+    except RecordError as error:
+        raise RecordError(Reason.MISSING_PATCH_POSITIONS, error.detail) from error
+    except _HEADER_ERRORS as error:
+        raise _mismatch(reference, f"is damaged: {error}") from error
+    if len(shape) != 2 or shape[1] != 3 or dtype.kind not in "iu" or size - start != shape[0] * 3 * dtype.itemsize:
+        raise _mismatch(reference, f"has dtype {dtype} and shape {shape}; integers of shape (patches, 3) are needed")
+    return shape[0], size
+
+
+def _mismatch(reference: MediaReference, what: str) -> RecordError:
+    return RecordError(Reason.MISSING_PATCH_POSITIONS, f"{reference.label} {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSize:
+    """Tokens of each image of a conversation, bytes of its images and .npy files, and images that were decoded."""
+
+    runs: Sequence[ImageRun] = ()
+    num_bytes: int = 0
+    decoded: int = 0
+
+
+def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize:
+    """Tokens and bytes, from the headers of the images.
+
+    Raises:
+        RecordError: an image or .npy file is missing, damaged or of a shape that the family rejects.
+    """
+    headers = [read_header(image) for image in conversation.images]
+    runs = [vision.run(header.height, header.width) for header in headers]
+    num_bytes = sum(header.num_bytes for header in headers)
+    if conversation.patch_positions:
+        vision.check_decided()
+        patches = [vision.num_patches(header.height, header.width) for header in headers]
+        num_bytes += check_patch_positions(conversation.patch_positions, patches)
+        if vision.takes_patch_positions and vision.patch_order == "auto":
+            _in_blocks(vision, conversation, [vision.grid(header.height, header.width) for header in headers])
+    return MediaSize(runs, num_bytes, sum([header.decoded for header in headers]))
+
+
+def check_pixels(conversation: Conversation, how: ImageCheck) -> int:
+    """Decode images, for what a header does not show.
+
+    Args:
+        conversation: with any number of images.
+        how: `header` decodes none, `full` all of them, `convert` those that `as_jpeg` converts.
+
+    Returns:
+        How many were decoded.
+
+    Raises:
+        RecordError: an image is missing or cannot be decoded.
+    """
+    if how == "header" or not conversation.images:
+        return 0
+    if how == "convert":
+        return sum([check_as_jpeg(image.read()) for image in conversation.images])
+    for image in conversation.images:
+        load_image(image)
+    return len(conversation.images)
+
+
+def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
+    """Pixels by the image processor of the family, or with the same values. Raises as `measure_media` does."""
+    vision.check_decided()
+    return vision.read(_decoded(vision, conversation.images))
+
+
+def _decoded(vision: VisionFamily, images: Sequence[MediaReference]) -> Iterator[Image.Image]:
+    for reference in images:
+        image = load_image(reference)
+        vision.run(image.height, image.width)  # rejects shapes that the processor would crash on
+        yield image
+
+
+def patch_positions(vision: VisionFamily, conversation: Conversation, pixels: Pixels) -> Int64 | None:
+    """Positions int64 (patches, 3) of the .npy files, or of the family; None where its vision tower takes none.
+
+    Raises:
+        RecordError: `missing_patch_positions`.
+    """
+    if not conversation.patch_positions:
+        return vision.patch_positions(pixels.grids)
+    if not vision.takes_patch_positions:
+        check_patch_positions(conversation.patch_positions, pixels.patches)
+        return vision.patch_positions(pixels.grids)
+    return _in_blocks(vision, conversation, [(int(h), int(w)) for _, h, w in pixels.grids])
+
+
+def _in_blocks(vision: VisionFamily, conversation: Conversation, grids: Sequence[tuple[int, int]]) -> Int64:
+    return load_patch_positions(conversation.patch_positions, grids, vision.merge_size, vision.patch_order)

@@ -1,0 +1,214 @@
+"""The layout that LLaVA-OneVision-2's own reader takes, with `pack --layout llava-onevision2`.
+
+    {key}.json       always: images, prompts, captions, sample_count, patch_positions, timestamp_decimal;
+                     fps and videos when given; and ids and lengths, which its reader does not look at
+    {key}.img{i}_{j}.jpg   image j of sample i, a JPEG
+    {key}.img{i}_{j}.npy   its patch positions, when given
+
+It is a PackedCaptioningSample that is stricter than ours: every image name ends in `.jpg`, every image has an entry in
+`patch_positions` ("" for none), every sample has as many prompts as captions. The reader has no place for a system
+prompt, so that one is the start of the first prompt, in the measured length too. What the reader would change or
+cannot hold is rejected: documents, turns that are not supervised, `<video>` in the text.
+
+Source: the generated `sample_loader.py` (`s5_convert_to_webdataset.py`), and `TaskEncoder.encode_sample` and
+`Qwen2VLTaskEncoder` in `aiak_training_llm/data/multimodal` of EvolvingLMMs-Lab/LLaVA-OneVision-2.
+
+LoongForge's packs, read and not written. Its flavors share names with ours, so they are told by content.
+
+packed_multi_mix_qa   json: texts {prompts, captions}, media_files, media_type, _meta
+                      its class is PackedMultiMixQASample, as ours, with other columns
+packed_chat_mix       json: messages (one object per sample, with messages and tools), media_files, media_type, _meta
+
+A prompt or caption is a text, or a list of turns. `media_files` names the members of each sample, such as
+`s000_cat.jpg`. `_meta` has `sample_ids` and `token_lens`; the lengths are of its own tokenizer and template, and are
+not taken as recorded ones. Packs of videos are refused: video files are not decoded. Each sample becomes the
+conversation that `normalize` makes of it. Source: `wds_pack/io/webdataset_writer.py` and the cookers of
+`base/task_encoder.py` of baidu-baige/LoongForge.
+"""
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from energon_packed.errors import FormatError, Reason, RecordError
+from energon_packed.formats.captioning import CaptioningCodec
+from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample, media_references
+from energon_packed.formats.parts import optional, read_images, read_json, read_object, write_json, write_media
+from energon_packed.records import Conversation, Message, normalize
+from energon_packed.records.normalize import FPS_STORED
+
+SYSTEM_IN_PROMPT = "system prompt in the first prompt"
+"""Note of a conversation whose system prompt its reader finds only there."""
+TIMESTAMPS_ADDED = "fps: the reader adds timestamps to the measured length"
+"""Note of a conversation that its trainer makes longer (`_rewrap_vision_by_frame`); leave space in `seq_len`."""
+_VIDEO = "<video>"
+_READER = "the reader of layout llava-onevision2"
+
+
+class LlavaOnevision2Codec(CaptioningCodec):
+    """PackedCaptioningSample as LLaVA-OneVision-2's reader takes it."""
+
+    layout = "llava-onevision2"
+
+    def check(self, conversation: Conversation) -> None:
+        """Pairs of a prompt and a supervised caption, with nothing that its reader would change."""
+        super().check(conversation)
+        if conversation.text is not None:
+            raise RecordError(
+                Reason.MISSING_FIELD, f"{_READER} takes pairs of prompt and caption only, and this is a document"
+            )
+        turns = [message for message in conversation.messages if message.role != "system"]
+        if len(turns) % 2:
+            raise RecordError(
+                Reason.BAD_ROLE, f"{_READER} takes pairs of prompt and caption only; the last prompt has no caption"
+            )
+        if any(message.weight != 1 for message in turns if message.role == "assistant"):
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD,
+                f"{_READER} trains on every caption, so a turn cannot have a weight; make the other turns a prompt",
+            )
+        if any(_VIDEO in message.content for message in conversation.messages):
+            raise RecordError(
+                Reason.UNSUPPORTED_MEDIA,
+                f"{_READER} puts images in place of the text {_VIDEO}; remove it from the text",
+            )
+
+    def fitted(self, conversation: Conversation) -> Conversation:
+        """The system prompt at the start of the first prompt."""
+        messages = conversation.messages
+        if conversation.fps and conversation.images:
+            notes = [note for note in conversation.notes if note != FPS_STORED]
+            conversation = replace(conversation, notes=(*notes, TIMESTAMPS_ADDED))
+        if messages[0].role != "system":
+            return conversation
+        system, first, *others = messages
+        text = f"{system.content}\n\n{first.content}" if system.content else first.content
+        return replace(
+            conversation,
+            messages=(Message("user", text), *others),
+            notes=(*conversation.notes, SYSTEM_IN_PROMPT) if system.content else conversation.notes,
+        )
+
+    def write(self, samples: Sequence[StoredSample]) -> list[Part]:
+        """Parts of one pack."""
+        media, images, positions = write_media(samples)
+        conversations = [sample.conversation for sample in samples]
+        turns = [(c, role) for role in ("user", "assistant") for c in conversations]
+        texts = [[message.content for message in c.messages if message.role == role] for c, role in turns]
+        value: dict[str, Any] = {
+            "images": images,
+            "prompts": texts[: len(samples)],
+            "captions": texts[len(samples) :],
+            "sample_count": len(samples),
+            "patch_positions": [given or [""] * len(listed) for given, listed in zip(positions, images, strict=True)],
+            "timestamp_decimal": [c.timestamp_decimal or 1 for c in conversations],
+        }
+        value |= optional({"fps": [c.fps for c in conversations], "videos": [c.video for c in conversations]})
+        value |= {"ids": [c.id for c in conversations], "lengths": [sample.length for sample in samples]}
+        return [("json", write_json(value)), *media]
+
+
+_MEMBER = re.compile(r"s\d{3}_.*\.\w+")  # {sample}_{name of the file}
+_MESSAGE_FIELDS = ("messages", "conversations", "tools", "system")
+
+
+class LoongForgeCodec(Codec):
+    """What its layouts share."""
+
+    def write(self, samples: Sequence[StoredSample]) -> list[Part]:
+        """Nothing writes these layouts."""
+        raise FormatError(f"{self.sample_class} is read, not written; write PackedMultiMixQASample")
+
+    @abstractmethod
+    def _records(self, raw: RawPack, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The record of each sample, without images."""
+
+    def read(self, raw: RawPack) -> list[StoredSample]:
+        """The samples of one pack.
+
+        Raises:
+            FormatError: it holds videos, columns of different lengths, or a sample that cannot be used.
+        """
+        key, value = raw.get("__key__"), read_json(raw)
+        kind = str(value.get("media_type") or "").lower()
+        if kind not in ("image", "text"):
+            raise FormatError(
+                f"{key} is a LoongForge pack of media_type {kind!r}; 'image' and 'text' are read, video files are "
+                "not decoded; pack its source records with frames as images"
+            )
+        records = self._records(raw, value)
+        files = value.get("media_files") or [[]] * len(records)
+        if len(files) != len(records):
+            raise FormatError(f"{key} has media_files of {len(files)} samples, but {len(records)} samples")
+        images = read_images(raw, files if kind == "image" else [[]] * len(records))
+        ids = (value.get("_meta") or {}).get("sample_ids") or [None] * len(records)
+        samples = []
+        for i, (record, ident, found) in enumerate(zip(records, ids, images, strict=True)):
+            more = {"images": list(media_references(found))} if found else {}
+            try:
+                conversation = normalize({"id": ident, **record, **more})
+            except RecordError as error:
+                raise FormatError(f"sample {i} of {key}: {error}") from error
+            samples.append(StoredSample(conversation=conversation, length=None, images=found))
+        return samples
+
+    def lengths(self, raw: RawPack) -> list[int | None]:
+        """None for each sample: its lengths are those of another template."""
+        return [None] * len(self._records(raw, read_json(raw)))
+
+    def part_filter(self, part: str) -> bool:
+        """The json and members such as `s000_cat.jpg`."""
+        return part == "json" or _MEMBER.fullmatch(part) is not None
+
+
+class LoongForgeMultiMixCodec(LoongForgeCodec):
+    """`packed_multi_mix_qa`: columns of prompts and captions."""
+
+    sample_class = "LoongForge.PackedMultiMixQASample"
+
+    def matches(self, raw: RawPack) -> bool:
+        """By `texts` with prompts, and `media_files`."""
+        value = read_object(raw)
+        return "media_files" in value and isinstance(value.get("texts"), dict)
+
+    def _records(self, raw: RawPack, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        prompts, captions = (value["texts"].get(name) or [] for name in ("prompts", "captions"))
+        if len(prompts) != len(captions):
+            raise FormatError(f"{raw.get('__key__')} has {len(prompts)} prompts for {len(captions)} captions")
+        records = []
+        for i, (asked, answered) in enumerate(zip(map(_turns, prompts), map(_turns, captions), strict=True)):
+            if len(asked) != len(answered):
+                raise FormatError(
+                    f"sample {i} of {raw.get('__key__')} has {len(asked)} prompts for {len(answered)} captions"
+                )
+            pairs = zip(asked, answered, strict=True)
+            turns = [turn for user, assistant in pairs for turn in (("user", user), ("assistant", assistant))]
+            records.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+        return records
+
+
+class LoongForgeChatMixCodec(LoongForgeCodec):
+    """`packed_chat_mix`: conversations with tools."""
+
+    sample_class = "LoongForge.PackedChatMixSample"
+
+    def matches(self, raw: RawPack) -> bool:
+        """By `messages` of objects that have messages of their own, and `media_files`."""
+        value = read_object(raw)
+        found = value.get("messages")
+        return "media_files" in value and isinstance(found, list) and all(_is_conversation(one) for one in found)
+
+    def _records(self, raw: RawPack, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {name: one[name] for name in _MESSAGE_FIELDS if one.get(name) is not None} for one in value["messages"]
+        ]
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, dict) and ("messages" in value or "conversations" in value)
+
+
+def _turns(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)

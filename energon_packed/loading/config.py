@@ -1,0 +1,183 @@
+"""DataflowConfig: raw records to batches, from Python or the YAML of `pack --config`.
+
+The folder of a dataflow for measurements and converted copies.
+"""
+
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from energon_packed.encoding import StoredTokens
+from energon_packed.encoding.settings import IMAGES
+from energon_packed.errors import ConfigError, SourceError
+from energon_packed.files import read_yaml
+from energon_packed.loading.packers import Packer, PoolPacker, SequentialPacker
+from energon_packed.options import declared_again, make, option, short
+from energon_packed.pipeline.config_file import read_config, translated
+from energon_packed.pipeline.options import INPUT, PACKING, RUN, PackOptions, RejectOptions, parse_seq_len
+from energon_packed.pipeline.reader import RecordReader
+from energon_packed.sources import SourceConfig
+
+_STRATEGY_OF = {"bfd": "best_fit", "ffd": "first_fit"}
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataflowConfig(RejectOptions):
+    """What `get_raw_loader` loads: `PackedIterableDataset` streams it, `plan_in_memory` plans it.
+
+        DataflowConfig(dataset_path="data.jsonl", packing_length=4096, processor_config="TOKENIZER_DIR")
+        DataflowConfig.from_yaml("pack.yaml")
+
+    The names of `pack` are taken as well: `inputs`, `sources`, `seq_len`, `algorithm`, `tokenizer`, `image_root`,
+    `map`, `adapter`, `seed` and others of reading and tokenizing.
+
+    Attributes:
+        dataset_path: a path, a list of paths, a list of sources with settings of their own (`path`, `weight`,
+            `image_root`, `map`, ...), or a YAML file with such a list.
+        dataset_format: container that every input must have, such as `jsonl` or `parquet`; `auto` takes any.
+        packing: False gives every sample a row of its own.
+        packing_length: tokens in one row.
+        packing_strategy: `first_fit`, `best_fit`, `window_N` (sorted by length and packed within windows of N
+            samples), `sequential`, `pool_N` (best fit over a buffer of N). Streaming `first_fit` and `best_fit` use a
+            buffer of 256 samples; `plan_in_memory` uses all, and windows for `pool_N`.
+        overlong: samples longer than a row are dropped and counted (`drop`), stop loading (`error`), or keep their
+            first tokens (`truncate`), as with `pack`.
+        shuffle: a new seeded order every epoch.
+        processor_config: folder of the tokenizer, or a mapping of the parameters of `ChatEncoder.from_pretrained`.
+            Without a tokenizer, records must be tokenized.
+        streaming: `get_raw_loader` streams; False plans in memory.
+        max_images, max_patches: limits of a row; None for none.
+        max_failures: records that may be rejected before the run stops, overlong ones not counted; None for any
+            number. Planning counts all records, a stream those of its rank in an epoch.
+        max_reject_rate: share of the records that may be rejected, None for any; a stream checks it when an epoch
+            ends, for the records of its rank.
+        strict: the first rejected record stops the run.
+        work_dir: folder for measurements and converted copies, kept for the next run; by default a temporary one.
+
+    Raises:
+        ConfigError: an invalid value, or two names with different values.
+    """
+
+    dataset_path: Any = option(None, help="Input.", group=INPUT, flags=())
+    dataset_format: str = option(AUTO, help="Container of every input.", group=INPUT, flags=())
+    packing: bool = option(True, help="False: a row for each sample.", group=PACKING, flags=())
+    packing_length: int | None = option(
+        None, help="Tokens in one row.", group=PACKING, flags=(), parse=parse_seq_len, minimum=1
+    )
+    seq_len: int | None = option(
+        None, help="Tokens in one row.", group=PACKING, flags=(), parse=parse_seq_len, minimum=1
+    )
+    packing_strategy: str | None = option(None, help="Packer.", group=PACKING, flags=())
+    shuffle: bool = option(True, help="A new order every epoch.", group=PACKING, flags=())
+    processor_config: Any = option(None, help="Tokenizer and image settings.", group=IMAGES, flags=())
+    streaming: bool = option(True, help="Stream, or plan in memory.", group=RUN, flags=())
+    max_images: int | None = option(None, help="Images in one row.", group=PACKING, flags=(), minimum=1)
+    max_patches: int | None = option(None, help="Patches in one row.", group=PACKING, flags=(), minimum=1)
+    max_reject_rate: float | None = declared_again(RejectOptions, "max_reject_rate", None)
+    max_failures: int | None = declared_again(RejectOptions, "max_failures", 1000)
+    work_dir: Path | None = option(None, help="Folder for measurements.", group=RUN, flags=())
+
+    def __post_init__(self) -> None:
+        names = ("dataset_path", "packing_length", "processor_config", "packing_strategy")
+        given = {name: getattr(self, name) for name in names}
+        defaults = {one.name: one.default for one in fields(self)}
+        for name, value in translated(given).items():
+            own = getattr(self, name)
+            if name == "sources":  # read already, where a config is made from another one
+                value = tuple(SourceConfig.of(one, number) for number, one in enumerate(value))
+            if own != defaults[name] and own and str(own) != str(value):
+                raise ConfigError(
+                    f"`{name}` {short(own)} and its other name, {short(value)}, differ; give one of them"
+                )
+            object.__setattr__(self, name, value)
+        if self.packing_strategy is None:
+            object.__setattr__(self, "packing_strategy", _STRATEGY_OF.get(str(self.algorithm), self.algorithm))
+        if self.tokenizer is None and self.encoder is None:
+            object.__setattr__(self, "encoder", StoredTokens())
+        if self.seq_len is None:
+            raise ConfigError("`packing_length` (or `seq_len`) must be given: tokens in one row")
+        super().__post_init__()
+        object.__setattr__(self, "packing_length", self.seq_len)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "DataflowConfig":
+        """The config in a YAML file, the same that `pack --config` takes; options for writing shards are not used.
+
+        Raises:
+            ConfigError: it cannot be read, or has an unknown option.
+        """
+        return make(cls, read_config(Path(path), cls, PackOptions))
+
+    def packer(self) -> Packer:
+        """What groups a stream of samples.
+
+        Raises:
+            ConfigError: a strategy or limit that is invalid.
+        """
+        limits: dict[str, Any] = {"max_images": self.max_images, "max_patches": self.max_patches}
+        limits |= {"overlong": self.overlong, "multiple": self.pad_multiple}
+        length, strategy = self.row_length, str(self.packing_strategy)
+        if not self.packing:
+            return SequentialPacker(length, max_samples=1, **limits)
+        if strategy == "sequential":
+            return SequentialPacker(length, max_samples=self.max_samples_per_pack, **limits)
+        if strategy.startswith("pool_"):
+            limits["pool_size"] = int(strategy.removeprefix("pool_"))
+        algorithm = "bfd" if "pool_size" in limits else self.algorithm
+        return PoolPacker(length, algorithm=algorithm, max_samples=self.max_samples_per_pack, **limits)
+
+    @property
+    def row_length(self) -> int:
+        """Tokens in one row."""
+        assert self.seq_len is not None
+        return self.seq_len
+
+    def check_format(self, reader: RecordReader) -> None:
+        """Hold the inputs to `dataset_format`.
+
+        Raises:
+            ConfigError: there is no such container.
+            SourceError: an input has another one.
+        """
+        from energon_packed.sources.registry import SOURCES
+
+        wanted = self.dataset_format.replace("_", "").lower()
+        if wanted == AUTO:
+            return
+        known = sorted({_format_of(kind) for kind in SOURCES})
+        if wanted not in known:
+            raise ConfigError(f"`dataset_format` is {self.dataset_format!r}; use auto, {', '.join(known)}")
+        for source in reader.sources:
+            if (found := _format_of(type(source))) != wanted:
+                raise SourceError(f"{source.path} is {found}, and `dataset_format` is {wanted}; use auto, or name it")
+
+
+def is_dataflow_config(path: Path) -> bool:
+    """Whether a file is the YAML of a config, and no Metadataset."""
+    if not path.is_file():
+        return False
+    try:
+        content = read_yaml(path)
+    except yaml.YAMLError:
+        return False
+    return isinstance(content, dict) and not {"splits", "__class__"} & set(content)
+
+
+def _format_of(kind: type[Any]) -> str:
+    return kind.__name__.removesuffix("Source").removeprefix("Compressed").lower()
+
+
+_TEMPORARY: list["tempfile.TemporaryDirectory[str]"] = []  # removed when this process ends
+
+
+def work_folder(config: DataflowConfig) -> Path:
+    """`work_dir`, or a temporary folder that lasts as long as this process."""
+    if config.work_dir is not None:
+        config.work_dir.mkdir(parents=True, exist_ok=True)
+        return config.work_dir
+    _TEMPORARY.append(tempfile.TemporaryDirectory(prefix="energon-packed-"))
+    return Path(_TEMPORARY[-1].name)

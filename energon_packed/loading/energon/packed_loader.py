@@ -1,0 +1,144 @@
+"""`get_packed_loader`: padding-free batches from a packed dataset, in one call."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from energon_packed.encoding import Processor
+from energon_packed.errors import ConfigError
+from energon_packed.loading.collator import Collator, PaddingFreeCollator
+from energon_packed.loading.energon.config import LoaderConfig
+from energon_packed.loading.energon.loader import PackedLoader
+from energon_packed.loading.energon.ranks import check_every_worker_has_packs, epoch_steps
+from energon_packed.loading.energon.source import EnergonSource, worker_config_of
+from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
+from energon_packed.loading.failures import FailureLog
+from energon_packed.loading.manifests import LoadedSplit, OpenedSplits, common_seq_len, loaded_splits, processor_for
+from energon_packed.loading.packers import BalancedPoolPacker, Packer, PoolPacker
+from energon_packed.options import make
+
+_log = logging.getLogger(__name__)
+
+
+def get_packed_loader(
+    path: str | Path,
+    encoder: Processor | None = None,
+    *,
+    config: LoaderConfig | None = None,
+    collator: Collator | None = None,
+    packer: Packer | None = None,
+    **settings: Any,
+) -> PackedLoader:
+    """A loader of padding-free batches.
+
+        loader = get_packed_loader("out", encoder, micro_batch_size=2, epochs=1)
+        for batch in loader:
+            loss = model(**batch.transformers_inputs()).loss
+
+    Args:
+        path: folder that `energon-packed pack` wrote (`out` or `out/webdataset`), or an Energon Metadataset YAML.
+        encoder: the Processor that the data was packed with; None for PackedTokensSample data without images, which
+            holds everything that is needed.
+        config: all settings in one object.
+        collator: how samples are joined into a row; by default without padding.
+        packer: how samples are grouped on the fly; by default best fit decreasing.
+        settings: the fields of `LoaderConfig`, in place of `config`.
+
+    Raises:
+        ConfigError: settings that contradict each other or the data.
+        FormatError: `path` is not a packed dataset.
+    """
+    if config is not None and settings:
+        raise ConfigError(f"pass `config` or settings such as `{next(iter(settings))}`, not both")
+    config = config or make(LoaderConfig, settings)
+    splits = loaded_splits(Path(path), config.split, trusted=config.trust_sample_loader)
+    seq_len = common_seq_len(splits, config.seq_len)
+    processor = processor_for(splits, encoder, check=config.check_encoder)
+    collator = collator or PaddingFreeCollator()
+    if isinstance(collator, PaddingFreeCollator):
+        _warn_about_padding(collator, splits)
+    packer = _packer_of(packer, config, seq_len)
+    opened = OpenedSplits(splits)
+    failures = FailureLog(config.max_failures, unchanged=opened.check_sources)
+    worker_config = worker_config_of(config, failures.handle)
+    task_encoder = PackedTaskEncoder(
+        processor,
+        collator=collator,
+        packer=packer,
+        one_pass=config.one_pass,
+        on_failure=failures.handle,
+        shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle else 1,
+        check_lengths=config.check_lengths,
+        opened=opened,
+    )
+    folder = path if Path(path).is_file() else splits[0].path
+    source = EnergonSource(
+        path=folder, config=config, task_encoder=task_encoder, worker_config=worker_config, opened=opened
+    )
+    loader = PackedLoader(source, failures)
+    _check_epochs(loader, source, splits)
+    return loader
+
+
+def _check_epochs(loader: PackedLoader, source: EnergonSource, splits: Sequence[LoadedSplit]) -> None:
+    """Refuse epochs that the data cannot give.
+
+    Raises:
+        ConfigError: as `_limit_epoch`, or a worker without packs in a loader that repeats.
+    """
+    if source.config.complete_epochs and Path(source.path).is_file():
+        assert loader.energon_loader is not None  # raises for a blend that draws by weight: it has no epoch
+    if source.config.epochs is None:
+        check_every_worker_has_packs(splits, source.worker_config)
+    else:
+        _limit_epoch(loader, source, splits)
+
+
+def _limit_epoch(loader: PackedLoader, source: EnergonSource, splits: Sequence[LoadedSplit]) -> None:
+    """Make all ranks end an epoch together.
+
+    Raises:
+        ConfigError: the data has no epoch, or `even_ranks` cannot be held.
+    """
+    if Path(source.path).is_file():
+        assert loader.energon_loader is not None  # raises for a blend that draws by weight: it has no epoch
+    dataset = lambda: loader.energon_loader  # noqa: E731 - made only where no manifest tells the steps
+    loader.epoch_steps = epoch_steps(source.config, splits, source.worker_config, dataset)
+
+
+def _packer_of(packer: Packer | None, config: LoaderConfig, seq_len: int | None) -> Packer | None:
+    if packer is not None and packer.max_patches is not None:
+        raise ConfigError(
+            "`max_patches` needs the pixels of a sample, which Energon's packing does not have; use `max_images`, or "
+            "a DataflowLoader over EnergonDistributor"
+        )
+    if packer is not None and packer.overlong != "error":
+        raise ConfigError(
+            f"`overlong` of a packer must be 'error' under Energon, got {packer.overlong!r}. Pack offline with this "
+            "`overlong`, or set `max_failures` to skip samples that fit no row"
+        )
+    if isinstance(packer, BalancedPoolPacker):
+        raise ConfigError(
+            "Energon decides itself when rows leave its buffer, so BalancedPoolPacker balances nothing there; use "
+            "PoolPacker, or DataflowLoader"
+        )
+    if packer is not None or not config.on_the_fly:
+        return packer
+    if seq_len is None:
+        raise ConfigError("packing on the fly needs `seq_len`: no dataset has a packing.json")
+    return PoolPacker(seq_len)
+
+
+def _warn_about_padding(collator: PaddingFreeCollator, splits: Sequence[LoadedSplit]) -> None:
+    for one in splits:
+        if one.manifest is not None and one.manifest.pad_multiple % collator.pad_multiple:
+            _log.warning(
+                "%s was packed with pad_multiple %d and is padded to multiples of %d, so rows can be longer than "
+                "seq_len %d; pack with that pad_multiple",
+                one.path,
+                one.manifest.pad_multiple,
+                collator.pad_multiple,
+                one.manifest.seq_len,
+            )
+            return

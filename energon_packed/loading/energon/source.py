@@ -1,0 +1,122 @@
+"""EnergonSource: Energon's dataset over a folder or Metadataset, one for each epoch."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, get_val_dataset
+
+from energon_packed.errors import ConfigError, FormatError
+from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.energon.config import LoaderConfig
+from energon_packed.loading.energon.faults import faults_named
+from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
+from energon_packed.loading.manifests import OpenedSplits
+from energon_packed.loading.ranks import place_of
+from energon_packed.loading.trust import check_trusted
+from energon_packed.metadatasets import NV_META
+from energon_packed.shards import PackingManifest
+from energon_packed.shards.nv_meta import CRUDE, OLD_INFO
+
+_SEEDS_PER_EPOCH = 1_000_003  # far apart, so that neighbouring seeds do not share epochs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnergonSource:
+    """Makes Energon's datasets.
+
+    Attributes:
+        path: folder of shards, or a Metadataset YAML.
+        config: of the loader.
+        task_encoder: encodes packs and makes batches.
+        worker_config: place of this process among the ranks.
+        opened: the tars as they are now; every epoch must find the same.
+    """
+
+    path: str | Path
+    config: LoaderConfig
+    task_encoder: PackedTaskEncoder
+    worker_config: WorkerConfig
+    opened: OpenedSplits
+
+    def dataset(self, epoch: int) -> "SavableDataset[PackedBatch]":
+        """Batches of this rank for one epoch, or without end where `epochs` is None.
+
+        Raises:
+            ConfigError: one epoch of a blend that draws by weight, a sample class that cannot be imported, or code of
+                a dataset that is not trusted.
+            FormatError: a folder that is not indexed.
+            DataChangedError: a tar is not the one of before.
+        """
+        self.opened.check_all()
+        self._check_indexed()
+        if not self.config.trust_sample_loader:
+            check_trusted(self.path, dataset_config=CRUDE if self._needs_crude() else None)
+        try:
+            with faults_named(self.path, self.config.split, self.opened):
+                return self._dataset(epoch)
+        except ImportError as error:
+            raise ConfigError(
+                f"{self.path}: {error}; a dataset.yaml names that package: install it, run energon-packed nv-meta on "
+                "the folder, or set `dataset_config: crude.yaml` for it in the Metadataset"
+            ) from error
+
+    def _dataset(self, epoch: int) -> "SavableDataset[PackedBatch]":
+        config = self.config
+        common: dict[str, Any] = {
+            "split_part": config.split,
+            "worker_config": replace(self.worker_config, seed_offset=config.seed + _SEEDS_PER_EPOCH * epoch),
+            "batch_size": config.micro_batch_size,
+            "batch_drop_last": config.drop_last,
+            "packing_buffer_size": config.packing_buffer_size,
+            "task_encoder": self.task_encoder,
+        }
+        if self._needs_crude():
+            common["dataset_config"] = CRUDE
+        if not config.shuffle:
+            return get_val_dataset(self.path, **common)
+        try:
+            return get_train_dataset(
+                self.path,
+                **common,
+                shuffle_buffer_size=None if self.task_encoder.one_pass else config.shuffle_buffer_size,
+                max_samples_per_sequence=None,
+                repeat=not config.one_pass,
+            )
+        except AssertionError as error:
+            if not config.one_pass or "weights" not in str(error):
+                raise
+            choice = "leave out `complete_epochs`" if config.complete_epochs else "use `epochs=None`"
+            raise ConfigError(
+                f"{self.path} draws by weight indefinitely, so it has no epoch; {choice}, or make the blend with "
+                "energon-packed metadataset --epochized (`shuffle=False` reads each input once)"
+            ) from error
+
+    def _check_indexed(self) -> None:
+        for folder in self.opened.folders:
+            meta = folder / NV_META
+            if not ((meta / ".info.json").is_file() or (meta / OLD_INFO).is_file()):
+                raise FormatError(
+                    f"{folder} is not indexed: {NV_META} has no .info.json; run energon-packed nv-meta on it"
+                )
+
+    def _needs_crude(self) -> bool:
+        """Whether dataset.yaml names a sample class of another package, so that our cooker reads the parts."""
+        manifest = None if Path(self.path).is_file() else PackingManifest.load_if_there(Path(self.path))
+        return manifest is not None and manifest.dataset_module is not None
+
+
+def worker_config_of(config: LoaderConfig, error_handler: Any) -> WorkerConfig:
+    """Place of this process among the data-parallel ranks: as configured, else from torch.distributed.
+
+    Raises:
+        ConfigError: neither tells it, and the environment says that there are several processes.
+    """
+    rank, world_size = place_of(config.rank, config.world_size)
+    return WorkerConfig(
+        rank=rank,
+        world_size=world_size,
+        num_workers=config.num_workers,
+        seed_offset=config.seed,
+        global_error_handler=error_handler,
+    )

@@ -1,0 +1,80 @@
+"""FlowMetrics: what a training loop logs of its data."""
+
+import time
+from collections.abc import Iterable, Iterator
+
+from energon_packed.encoding import IGNORE_INDEX
+from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.ranks import of_all_ranks
+
+
+class FlowMetrics:
+    """Sums over the batches of this rank; `summary` gives the means since the last one.
+
+        metrics = FlowMetrics(seq_len=4096)
+        for batch in metrics.watch(loader):
+            ...
+            log(metrics.summary())
+
+    Args:
+        seq_len: tokens that fit in a row; None leaves out the utilization.
+        packs_per_batch: rows that a batch joins.
+    """
+
+    def __init__(self, seq_len: int | None = None, *, packs_per_batch: int = 1) -> None:
+        self._room = None if seq_len is None else seq_len * packs_per_batch
+        self._packs = packs_per_batch
+        self._reset()
+
+    def watch(self, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+        """The same batches, counted, with the time that was waited for each."""
+        iterator = iter(batches)
+        while True:
+            begin = time.perf_counter()
+            batch = next(iterator, None)
+            if batch is None:
+                return
+            self.add(batch, wait=time.perf_counter() - begin)
+            yield batch
+
+    def add(self, batch: PackedBatch, *, wait: float = 0.0) -> None:
+        """Count a batch.
+
+        Args:
+            batch: of a loader.
+            wait: seconds that were waited for it.
+        """
+        self._steps += 1
+        self._tokens += batch.num_tokens
+        self._samples += batch.num_samples
+        self._targets += int((batch.labels != IGNORE_INDEX).sum())
+        self._wait += wait
+
+    def summary(self) -> dict[str, float]:
+        """Means over the steps since the last call, which all ranks make together; {} without a step on any.
+
+        `data/tokens_per_step`, `data/utilization` (0 to 1), `data/samples_per_pack`, `data/supervised_share` (targets
+        per token), `data/wait_s` (seconds per step), and `perf/global_seq_len_avg`, `_min` and `_max`: tokens per step
+        over all ranks of torch.distributed.
+        """
+        steps, tokens = self._steps, self._tokens
+        per_rank = of_all_ranks(tokens / steps if steps else 0.0)
+        found: dict[str, float] = {}
+        if steps:
+            found = {
+                "data/tokens_per_step": tokens / steps,
+                "data/samples_per_pack": self._samples / steps / self._packs,
+                "data/supervised_share": self._targets / max(1, tokens),
+                "data/wait_s": self._wait / steps,
+            }
+            if self._room is not None:
+                found["data/utilization"] = tokens / (steps * self._room)
+        if any(per_rank):
+            found["perf/global_seq_len_avg"] = sum(per_rank) / len(per_rank)
+            found["perf/global_seq_len_min"], found["perf/global_seq_len_max"] = min(per_rank), max(per_rank)
+        self._reset()
+        return found
+
+    def _reset(self) -> None:
+        self._steps = self._tokens = self._samples = self._targets = 0
+        self._wait = 0.0

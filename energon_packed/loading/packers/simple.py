@@ -1,0 +1,86 @@
+"""PlannedPacker: every item is a pack already, made offline or by a plan.
+
+SequentialPacker: rows of consecutive samples, in the order they come.
+
+SimpleBatcher: a fixed number of items in one row.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.loading.packers.base import Packer, check_overlong, check_positive, in_order
+from energon_packed.pipeline.options import Overlong
+from energon_packed.seqlens import round_up
+
+
+class PlannedPacker(Packer):
+    """One row for each item: for packs of `energon-packed pack`, and for `plan_in_memory`."""
+
+    buffer_size = 1
+    rows = 1
+
+    def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        """Return a group for each item."""
+        return [np.array([number]) for number in range(len(lengths))]
+
+
+class SequentialPacker(Packer):
+    """Fills a row until the next sample does not fit.
+
+    Args:
+        max_tokens: tokens per row.
+        max_samples: samples per row; None for no limit.
+        multiple: each sample counts as padded to a multiple of this many tokens.
+        max_images, max_patches, overlong: as for PoolPacker.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    keeps = True
+    buffer_size = 2
+
+    def __init__(
+        self,
+        max_tokens: int,
+        *,
+        max_samples: int | None = None,
+        multiple: int = 1,
+        max_images: int | None = None,
+        max_patches: int | None = None,
+        overlong: Overlong = "error",
+    ) -> None:
+        check_positive(max_tokens=max_tokens, max_samples=max_samples, multiple=multiple)
+        check_positive(max_images=max_images, max_patches=max_patches)
+        self.max_tokens = max_tokens
+        self.longest = max_tokens - max_tokens % multiple
+        self.max_samples = max_samples
+        self.multiple = multiple
+        self.max_images, self.max_patches = max_images, max_patches
+        check_overlong(overlong)
+        self.overlong = overlong
+
+    def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        """Return groups of consecutive sample numbers."""
+        return in_order(round_up(lengths, self.multiple), self.longest or 1, self.max_samples)
+
+
+class SimpleBatcher(Packer):
+    """Joins `batch_size` items, samples or packs, in the order they come.
+
+    Args:
+        batch_size: items in one batch.
+        drop_last: drop the short batch at the end of an epoch; its items are counted.
+
+    Raises:
+        ConfigError: `batch_size` is below 1.
+    """
+
+    def __init__(self, batch_size: int, *, drop_last: bool = False) -> None:
+        check_positive(batch_size=batch_size)
+        self.batch_size = self.buffer_size = self.rows = batch_size
+        self.drop_last = drop_last
+
+    def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        """Return groups of `batch_size` consecutive numbers."""
+        return list(np.split(np.arange(len(lengths)), range(self.batch_size, len(lengths), self.batch_size)))

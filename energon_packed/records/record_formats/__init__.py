@@ -1,0 +1,105 @@
+"""Record shapes, tried in this order; the first that matches reads the record.
+
+    messages           {"messages": [{"role", "content": "... <image> ..." or typed parts}], "images": [...]}
+    sharegpt           {"conversations" or "conversation": [{"from", "value"}], "images": [...]}
+    contents           {"contents": [{"role", "parts": [{"text"}, {"inline_data"}]}]}                 Gemini
+    captions           {"images": [...], "prompts": [...], "captions": [...]}  flat or list of lists, several turns
+    tokens             {"input_ids": [...], "labels": [...] or "loss_mask": [...]}
+    instruction        {"instruction", "input" or "context", "output" or "response"}                  Alpaca, Dolly
+    problem            {"problem", "solution" or "generated_solution" or "answer"}                    NuminaMath
+    question_answer    {"query", "tools", "answers"} (xLAM), {"question", "answer", "choices"}        VQA, ScienceQA
+                       {"query", "label"}                                                             ChartQA
+    prompt_completion  {"prompt", "completion" or "response"}, {"query", "response", "history"}       TRL, ms-swift
+    texts_images       {"images": [...], "texts": [{"user", "assistant"}]}                            the Cauldron
+    alternating        {"data": ["question", "answer", ...]}                                          UltraChat
+    interleaved        {"texts": ["...", None], "images": [None, "a.jpg"]}, {"text_list", "image_info"}  OBELICS, mmc4
+    caption            {"image", "caption"}, {"image", "text"}
+    transcript         {"system", "chat": "USER: ... ASSISTANT: ..."}                                 Glaive
+    document           {"text" or "content": "..."}                            every token supervised
+
+A new shape is one subclass of `Shape` with `@register_shape`.
+"""
+
+import re
+
+from energon_packed.errors import Reason, RecordError
+from energon_packed.records.fields import OBJECT, Record, check_preference, key_names
+from energon_packed.records.media_fields import IMAGE_FILES
+from energon_packed.records.record_formats.base import Draft, Shape
+from energon_packed.records.record_formats.caption import Caption, Captions, ImageText, TextsImages
+from energon_packed.records.record_formats.document import Document, Interleaved, SentencesImages, Tokens
+from energon_packed.records.record_formats.messages import Alternating, Contents, Messages, ShareGPT, Transcript
+from energon_packed.records.record_formats.question_answer import (
+    Instruction,
+    Problem,
+    PromptCompletion,
+    QueryCalls,
+    QueryLabel,
+    QuestionAnswer,
+)
+
+_NO_TEXT = re.compile(
+    r"(?:.*_)?(?:id|key|name|url|path|file|hash|state|status|source|type|kind|lang|language|category|domain|date|model|"
+    r"timestamp|license|split|version)"
+)
+SHAPES: list[Shape] = [
+    Messages(),
+    ShareGPT(),
+    Contents(),
+    Captions(),
+    Tokens(),
+    Instruction(),
+    Problem(),
+    QueryCalls(),
+    QuestionAnswer(),
+    PromptCompletion(),
+    QueryLabel(),
+    TextsImages(),
+    Alternating(),
+    Interleaved(),
+    SentencesImages(),
+    Caption(),
+    ImageText(),
+    Transcript(),
+    Document(),
+]
+
+
+def register_shape(shape: type[Shape]) -> type[Shape]:
+    """Add a shape of your own (a class decorator); it is tried before the built-in ones."""
+    SHAPES.insert(0, shape())
+    return shape
+
+
+def shape_of(record: Record) -> Shape:
+    """The first shape that matches.
+
+    Raises:
+        RecordError: `missing_field`, none does.
+    """
+    for shape in SHAPES:
+        if shape.matches(record):
+            return shape
+    check_preference(record)
+    names = key_names(record)
+    raise RecordError(
+        Reason.MISSING_FIELD,
+        f"no known shape has the fields {names}{_hint(record)}" if names else "the record has no fields",
+    )
+
+
+def _hint(record: Record) -> str:
+    """What the record may be: records in a list, or texts that a `map` can name."""
+    lists = [
+        name for name, value in record.items() if isinstance(value, list) and value and isinstance(value[0], OBJECT)
+    ]
+    if lists:
+        return f"; if {' or '.join(lists)} is the list of records, write it alone to a file"
+    texts = {name: value for name, value in record.items() if isinstance(value, str) and not _NO_TEXT.fullmatch(name)}
+    images = [name for name, value in texts.items() if value.lower().endswith(IMAGE_FILES)]
+    turns = [name for name in texts if name not in images]
+    image = f",image={images[0]}" if images else ""
+    return f"; try `map=user={turns[0]},assistant={turns[1]}{image}`" if len(turns) > 1 else ""
+
+
+__all__ = ["SHAPES", "Draft", "Shape", "register_shape", "shape_of"]

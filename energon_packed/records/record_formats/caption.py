@@ -1,0 +1,150 @@
+"""One image with its text: Hugging Face image folders, LAION and what follows them.
+
+    {"image": "a.jpg", "caption": "..."}     also with `prompt` or `question` for the user's turn
+    {"image": "a.jpg", "text": "..."}        unless the text has its own `<image>`: then it is a document
+
+Without a prompt the user's turn is the image alone. Of several captions (COCO, Flickr30k) the first is the target; the
+conversation gets a note.
+
+Prompts and captions: `{"images": [...], "prompts": [...], "captions": [...]}`, flat or as lists of lists.
+
+Without any placeholder, images stand before the first prompt; a list of one image list per prompt puts each before its
+own. This is the input of LLaVA-OneVision-2's offline packer.
+
+Question and answer pairs about the images of a record: the Cauldron, Docmatix, FineVision.
+
+    {"images": [...], "texts": [{"user": "...", "assistant": "...", "source": "..."}]}
+
+Images stand before the first user turn unless a text places them with `<image>`.
+"""
+
+from typing import ClassVar
+
+from energon_packed.errors import Reason, RecordError
+from energon_packed.records.conversation import IMAGE_PLACEHOLDER, Message
+from energon_packed.records.fields import (
+    COMMON_FIELDS,
+    OBJECT,
+    Record,
+    flatten,
+    is_given,
+    one_text,
+    read_objects,
+    read_text,
+    unsupported,
+    unused_fields,
+)
+from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
+from energon_packed.records.record_formats.base import Draft, Shape
+
+SEVERAL_CAPTIONS = "several captions: the first is the target"
+_PROMPTS = ("prompt", "question")
+_PAIR = frozenset(("user", "assistant"))
+
+
+class Captions(Shape):
+    """Alternating prompts and captions."""
+
+    key = "captions"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"captions", "prompts"}
+    images_lead: ClassVar[bool] = True
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """User and assistant turns."""
+        captions = [read_text(item, "a caption") for item in flatten(record["captions"])]
+        given = record.get("prompts")
+        if given is None and is_given(record.get("prompt")):
+            raise unsupported("prompt", remedy="beside captions it is likely meant as prompts; rename it")
+        prompts = [read_text(item, "a prompt") for item in flatten(given)] if given is not None else []
+        if not captions:
+            raise RecordError(Reason.EMPTY, "captions is an empty list")
+        prompts = prompts or [""] * len(captions)
+        if len(prompts) != len(captions):
+            raise RecordError(
+                Reason.MISSING_FIELD,
+                f"{len(prompts)} prompts for {len(captions)} captions; one prompt per caption is needed",
+            )
+        if not any(IMAGE_PLACEHOLDER in text for text in (*prompts, *captions)):
+            for turn, count in enumerate(_images_by_turn(media, len(prompts))):
+                prompts[turn] = IMAGE_PLACEHOLDER * count + prompts[turn]
+            if media.videos and not any(VIDEO_PLACEHOLDER in text for text in (*prompts, *captions)):
+                prompts[0] = VIDEO_PLACEHOLDER * len(media.videos) + prompts[0]
+        messages = []
+        for prompt, caption in zip(prompts, captions, strict=True):
+            messages += [Message("user", prompt), Message("assistant", caption)]
+        return Draft(messages=messages)
+
+
+def _images_by_turn(media: Media, turns: int) -> list[int]:
+    """Images before each prompt: all before the first, or as a list of lists assigns them."""
+    if media.per_turn is None:
+        return [len(media.images)]
+    if len(media.per_turn) != turns:
+        raise RecordError(
+            Reason.IMAGE_COUNT_MISMATCH,
+            f"images is a list of {len(media.per_turn)} lists for {turns} prompts; "
+            "pass one list per prompt, or placeholders",
+        )
+    return media.per_turn
+
+
+class TextsImages(Shape):
+    """A list of objects with `user` and `assistant`."""
+
+    key = "texts"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"texts"}
+    images_lead: ClassVar[bool] = True
+
+    def matches(self, record: Record) -> bool:
+        """Whether `texts` is a list of objects."""
+        texts = record.get(self.key)
+        return isinstance(texts, list | tuple) and bool(texts) and isinstance(texts[0], OBJECT)
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """User and assistant turns."""
+        messages = []
+        for pair in read_objects(record[self.key], self.key):
+            media.unused_fields.update(unused_fields(pair, _PAIR, "an entry of texts"))
+            messages += [
+                Message(role, read_text(pair.get(role), f"{role} of texts")) for role in ("user", "assistant")
+            ]
+        return Draft(messages=messages)
+
+
+class Caption(Shape):
+    """`caption`."""
+
+    key = "caption"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"caption", *_PROMPTS}
+    images_lead: ClassVar[bool] = True
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """A user turn for the image and an assistant turn with the caption."""
+        caption = record[self.key]
+        if isinstance(caption, list | tuple) and caption:
+            if len(caption) > 1:
+                media.notes.append(SEVERAL_CAPTIONS)
+            caption = caption[0]
+        prompt = one_text(record, _PROMPTS) or ""
+        if not prompt and not (media.images or media.videos):
+            raise RecordError(Reason.MISSING_IMAGE, f"{self.key} has neither an image nor a prompt")
+        text = read_text(caption, self.key)
+        return Draft(messages=[Message("user", prompt), Message("assistant", text)])
+
+
+class ImageText(Shape):
+    """`text` beside images that it does not place."""
+
+    key = "image"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"text"}
+    images_lead: ClassVar[bool] = True
+
+    def matches(self, record: Record) -> bool:
+        """Whether there are images and a text without placeholders."""
+        text = record.get("text")
+        has_images = is_given(record.get("image")) or is_given(record.get("images"))
+        return has_images and isinstance(text, str) and IMAGE_PLACEHOLDER not in text and "<video>" not in text
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """A user turn for the images and an assistant turn with the text."""
+        return Draft(messages=[Message("user", ""), Message("assistant", record["text"])])

@@ -1,0 +1,183 @@
+"""A plain document: every token is supervised.
+
+    C4, FineWeb, RedPajama, The Pile, Wikipedia    {"text": "..."}
+    The Stack, StarCoder                           {"content": "..."}
+    RedPajama-V2                                   {"raw_content": "..."}
+
+A row of OpenAssistant has a `text` and a `role`: it is one message of a tree, not a document.
+
+Documents with images between their texts; every text token is supervised.
+
+    OBELICS, MINT-1T  {"texts": ["...", None, "..."], "images": [None, "a.jpg", None]}    one of the two at each place
+    mmc4              {"text_list": ["..."], "image_info": [{"image_name", "matched_text_index", ...}]}
+
+OBELICS: texts and images are joined with a line break. mmc4: sentences are joined with a space, and each image stands
+before the sentence that it matches, as OpenFlamingo reads it. `image_name` is a path from the image root.
+
+Already tokenized: `{"input_ids": [...], "labels": [...]}`, or a mask of 0 and 1 in place of labels.
+
+    loss_mask        Megatron-LM            completion_mask  TRL
+    assistant_masks  Transformers' `apply_chat_template(return_assistant_tokens_mask=True)`; also `assistant_mask`
+
+`attention_mask` may leave out padding, which is removed.
+"""
+
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.errors import Reason, RecordError
+from energon_packed.records.conversation import IMAGE_PLACEHOLDER
+from energon_packed.records.fields import (
+    COMMON_FIELDS,
+    Record,
+    is_given,
+    one_text,
+    read_list,
+    read_objects,
+    read_text,
+    read_tokens,
+    unused_fields,
+)
+from energon_packed.records.media_fields import Media
+from energon_packed.records.record_formats.base import Draft, Shape
+
+_FIELDS = ("text", "content", "raw_content")
+_INFO = frozenset(("image_name", "image", "matched_text_index"))
+_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask")
+
+
+class Interleaved(Shape):
+    """Two lists, `texts` and `images`, with a value in one of them at each place."""
+
+    key = "texts"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"texts"}
+    reads_images: ClassVar[bool] = True
+
+    def matches(self, record: Record) -> bool:
+        """Whether `texts` is a list of texts."""
+        texts = record.get(self.key)
+        return isinstance(texts, list | tuple) and all(text is None or isinstance(text, str) for text in texts)
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """The document."""
+        texts, images = record[self.key], record.get("images")
+        images = images if is_given(images) else [None] * len(texts)
+        if not isinstance(images, list | tuple) or len(images) != len(texts):
+            size = len(images) if isinstance(images, list | tuple) else 1
+            raise RecordError(
+                Reason.IMAGE_COUNT_MISMATCH,
+                f"texts has {len(texts)} entries and images {size}; interleaved lists have one entry per place",
+            )
+        if is_given(record.get("image")):
+            raise RecordError(Reason.IMAGE_COUNT_MISMATCH, "both images and image are given; use one")
+        pieces = []
+        for text, image in zip(texts, images, strict=True):
+            if is_given(image):
+                media.add_inline(image)
+                pieces.append(IMAGE_PLACEHOLDER)
+            if text:
+                pieces.append(text)
+        return _document("\n".join(pieces), self.key)
+
+
+class SentencesImages(Shape):
+    """Sentences, and images that match one each."""
+
+    key = "text_list"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"text_list", "image_info"}
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """The document."""
+        sentences = read_list(record[self.key], self.key)
+        pieces = [[read_text(sentence, "a sentence of text_list")] for sentence in sentences]
+        placed = []
+        for info in read_objects(record["image_info"], "image_info") if is_given(record.get("image_info")) else []:
+            media.unused_fields.update(unused_fields(info, _INFO, "image_info"))
+            placed.append((_index(info.get("matched_text_index"), len(sentences)), info))
+        for index, info in sorted(placed, key=lambda pair: pair[0]):
+            media.add_inline(info.get("image") or info.get("image_name"))
+            pieces[index].insert(-1, IMAGE_PLACEHOLDER)
+        return _document(" ".join([piece for inner in pieces for piece in inner]), self.key)
+
+
+def _index(value: Any, sentences: int) -> int:
+    if not isinstance(value, int) or not 0 <= value < sentences:
+        raise RecordError(
+            Reason.MISSING_FIELD,
+            f"matched_text_index is {value!r} for {sentences} sentences; use 0 to {sentences - 1}",
+        )
+    return value
+
+
+def _document(text: str, key: str) -> Draft:
+    if not text.replace(IMAGE_PLACEHOLDER, "").strip():
+        raise RecordError(Reason.EMPTY, f"{key} holds no text")
+    return Draft(text=text)
+
+
+class Document(Shape):
+    """Text without turns."""
+
+    key = "text"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | set(_FIELDS)
+
+    def matches(self, record: Record) -> bool:
+        """Whether one of the fields has a value."""
+        return any(record.get(name) is not None for name in _FIELDS)
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """The text."""
+        if is_given(record.get("role")) or is_given(record.get("parent_id")):
+            raise RecordError(
+                Reason.MISSING_FIELD,
+                "the record is one message, with a text and a role, not a conversation; join the messages of each "
+                "conversation, from the first to the last, as messages",
+            )
+        text = one_text(record, _FIELDS)
+        if text is None or not text.strip():
+            raise RecordError(Reason.EMPTY, "text is empty")
+        return Draft(text=text)
+
+
+class Tokens(Shape):
+    """Token ids with labels; without either, every token is supervised."""
+
+    key = "input_ids"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"input_ids", "labels", "attention_mask", *_MASKS}
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """Ids and labels, int64 (L,)."""
+        ids = read_tokens(record["input_ids"], "input_ids")
+        targets = {name: _flags(record, name, len(ids)) for name in _MASKS if is_given(record.get(name))}
+        labels = ids
+        if record.get("labels") is not None:
+            labels = read_tokens(record["labels"], "labels")
+            targets["labels"] = labels != -100
+        names = list(targets)
+        for name in names[1:]:
+            if not np.array_equal(targets[name], targets[names[0]]):
+                raise RecordError(
+                    Reason.UNSUPPORTED_FIELD,
+                    f"{names[0]} and {name} have different targets; keep the one that is meant",
+                )
+        if names:
+            labels = np.where(targets[names[0]], labels, -100)
+        if is_given(record.get("attention_mask")):
+            kept = _flags(record, "attention_mask", len(ids))
+            if len(labels) == len(ids):
+                ids, labels = ids[kept], labels[kept]
+        return Draft(input_ids=ids, labels=labels.copy())
+
+
+def _flags(record: Record, name: str, size: int) -> npt.NDArray[np.bool_]:
+    """A mask of 0 and 1, bool (L,)."""
+    flags = read_tokens(record[name], name)
+    if len(flags) != size:
+        raise RecordError(Reason.MISSING_FIELD, f"{name} has {len(flags)} entries for {size} input_ids")
+    if ((flags != 0) & (flags != 1)).any():
+        raise RecordError(
+            Reason.UNSUPPORTED_FIELD, f"{name} holds numbers other than 0 and 1, which are not supported"
+        )
+    return flags.astype(np.bool_)

@@ -1,0 +1,208 @@
+"""OpenAI-style chat: `{"messages": [{"role": "user", "content": "..."}, ...]}`; content is text or typed parts.
+
+A record that is a bare list of messages is read as this shape. The list may be JSON text (Orca AgentInstruct, tables).
+
+Alternating texts: `{"id": "0", "data": ["question", "answer", ...]}`, as UltraChat was first published.
+
+The user begins; roles are not written.
+
+ShareGPT: `{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}`.
+
+The list may also be called `conversation`. Turns are read as those of `messages`: both spellings are valid. Two other
+forms of turns are read: texts that alternate between user and assistant (LIMA), and pairs
+`{"input": "...", "output": "..."}` (Capybara).
+
+Gemini: `{"contents": [{"role": "user", "parts": [{"text": "..."}, {"inline_data": {...}}]}, ...]}`.
+
+The roles are `user` and `model`; `systemInstruction` is the system prompt. A part is `text`,
+`inline_data` (`mime_type` and base64 `data`) or `file_data` (`file_uri`), in snake case or camel case.
+
+A conversation in one text: glaive-function-calling-v2.
+
+    {"system": "SYSTEM: ...", "chat": "USER: ... ASSISTANT: ... <|endoftext|> FUNCTION RESPONSE: ... ASSISTANT: ..."}
+
+`FUNCTION RESPONSE` is a tool turn. Calls (`<functioncall> {...}`) and the functions of the system prompt stay text, as
+Glaive writes them. `<|endoftext|>` at the end of a turn is dropped: the chat template writes its own.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from energon_packed.errors import Reason, RecordError
+from energon_packed.records.conversation import IMAGE_PLACEHOLDER, Message
+from energon_packed.records.fields import (
+    COMMON_FIELDS,
+    OBJECT,
+    SYSTEM_FIELDS,
+    Record,
+    is_given,
+    key_names,
+    read_json_list,
+    read_list,
+    read_objects,
+    read_text,
+    unused_fields,
+)
+from energon_packed.records.media_fields import Media
+from energon_packed.records.record_formats.base import Draft, Shape
+from energon_packed.records.turns import FUNCTION_CALL, read_messages, read_role
+
+_PAIR = frozenset(("input", "output"))
+_CONTENTS_TURN = frozenset(("role", "parts"))
+_INLINE, _FILE = ("inline_data", "inlineData"), ("file_data", "fileData")
+_PART = frozenset(("text", *_INLINE, *_FILE))
+_MEDIUM = frozenset(("mime_type", "mimeType", "data", "file_uri", "fileUri", "display_name", "displayName"))
+_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool", "SYSTEM": "system"}
+_HEAD = re.compile(rf"(?:^|\n\s*)({'|'.join(_ROLES)}):[ ]?")
+_END = "<|endoftext|>"
+
+
+class Messages(Shape):
+    """Turns with a role and a content."""
+
+    key = "messages"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"messages", "instruction"}
+    instruction_is_system: ClassVar[bool] = True
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """The messages, with their tool calls, reasoning and weights."""
+        return Draft(messages=read_messages(read_turn_list(record[self.key], self.key), self.key, media))
+
+
+def read_turn_list(value: Any, key: str) -> Any:
+    """The list of turns, from JSON text where it is that.
+
+    Raises:
+        RecordError: `missing_field`, for another type.
+    """
+    return read_json_list(value, key) or [] if isinstance(value, str) else read_list(value, key)
+
+
+class Alternating(Shape):
+    """A list of texts, the user's first."""
+
+    key = "data"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"data"}
+    images_lead: ClassVar[bool] = True
+
+    def matches(self, record: Record) -> bool:
+        """Whether `data` is a list of two texts or more."""
+        data = record.get(self.key)
+        return isinstance(data, list | tuple) and len(data) > 1 and all(isinstance(text, str) for text in data)
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """User and assistant turns."""
+        return Draft(messages=alternating(record[self.key]))
+
+
+def alternating(texts: Sequence[str]) -> list[Message]:
+    """Turns of texts: the first is the user's."""
+    return [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
+
+
+class ShareGPT(Shape):
+    """Turns under `conversations` or `conversation`."""
+
+    key = "conversations"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"conversations", "conversation", "instruction"}
+    instruction_is_system: ClassVar[bool] = True
+
+    def matches(self, record: Record) -> bool:
+        """Whether either field has a value."""
+        return record.get("conversations") is not None or isinstance(record.get("conversation"), list | tuple)
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """The turns, with the roles of `turns.ROLE_NAMES`."""
+        key = self.key if record.get(self.key) is not None else "conversation"
+        turns = read_turn_list(record[key], key)
+        if turns and all(isinstance(turn, str) for turn in turns):
+            return Draft(messages=alternating(turns))
+        if turns and all(isinstance(turn, OBJECT) and turn.keys() >= _PAIR for turn in turns):
+            return Draft(messages=[message for pair in turns for message in _pair(pair, media)])
+        return Draft(messages=read_messages(turns, key, media))
+
+
+def _pair(pair: Record, media: Media) -> list[Message]:
+    media.unused_fields.update(unused_fields(pair, _PAIR, "a turn"))
+    return alternating([read_text(pair["input"], "input of a turn"), read_text(pair["output"], "output of a turn")])
+
+
+class Contents(Shape):
+    """Turns with a role and parts."""
+
+    key = "contents"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"contents"}
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """The turns; `model` is the assistant."""
+        return Draft(messages=[_contents_message(turn, media) for turn in read_objects(record[self.key], self.key)])
+
+
+def read_gemini_text(value: Any, what: str) -> str:
+    """Text of `{"parts": [{"text": ...}]}`."""
+    parts = value.get("parts") if isinstance(value, OBJECT) else None
+    parts = [parts] if isinstance(parts, OBJECT) else parts
+    return "".join(
+        [read_text(part.get("text"), f"a part of {what}") for part in read_objects(parts, f"parts of {what}")]
+    )
+
+
+def _contents_message(turn: Record, media: Media) -> Message:
+    media.unused_fields.update(unused_fields(turn, _CONTENTS_TURN, "a turn"))
+    role = read_role(turn.get("role") or "user", "role")
+    if role == FUNCTION_CALL:
+        raise RecordError(Reason.BAD_ROLE, "role 'function_call' in contents; use user or model")
+    return Message(role, "".join([_part(part, media) for part in read_objects(turn.get("parts"), "parts of a turn")]))
+
+
+def _part(part: Record, media: Media) -> str:
+    for name in ("functionCall", "function_call", "functionResponse", "function_response", "thought"):
+        if is_given(part.get(name)) and part[name] is not False:
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD,
+                f"{name} in a part of contents is not supported: write the conversation as messages with tool_calls "
+                "or reasoning_content",
+            )
+    media.unused_fields.update(unused_fields(part, _PART | {"thought"}, "a part"))
+    if part.get("text") is not None:
+        return read_text(part["text"], "a text part")
+    medium = next((part[name] for name in (*_INLINE, *_FILE) if is_given(part.get(name))), None)
+    if not isinstance(medium, OBJECT):
+        raise RecordError(
+            Reason.MISSING_FIELD, f"a part has the keys {key_names(part)}; use text, inline_data or file_data"
+        )
+    media.unused_fields.update(unused_fields(medium, _MEDIUM, "a part"))
+    kind = medium.get("mime_type") or medium.get("mimeType") or "image/"
+    if not str(kind).startswith("image/"):
+        raise RecordError(Reason.UNSUPPORTED_MEDIA, f"a part of type {kind}; only text and images are supported")
+    if is_given(medium.get("data")):
+        media.add_inline({"type": "base64", "media_type": kind, "data": medium["data"]})
+    else:
+        media.add_inline(medium.get("file_uri") or medium.get("fileUri"))
+    return IMAGE_PLACEHOLDER
+
+
+class Transcript(Shape):
+    """Turns that begin with `USER:`, `ASSISTANT:` and `FUNCTION RESPONSE:`."""
+
+    key = "chat"
+    fields: ClassVar[frozenset[str]] = (COMMON_FIELDS - {*SYSTEM_FIELDS}) | {"chat", "system"}
+    reads_system: ClassVar[bool] = True
+
+    def read(self, record: Record, media: Media) -> Draft:
+        """The turns, with the system prompt before them."""
+        if is_given(record.get("system")):
+            system = read_text(record["system"], "system").strip()
+            return Draft(messages=[Message("system", system.removeprefix("SYSTEM:").strip()), *self._turns(record)])
+        return Draft(messages=self._turns(record))
+
+    def _turns(self, record: Record) -> list[Message]:
+        before, *pieces = _HEAD.split(read_text(record[self.key], self.key))
+        if before.strip() or not pieces:
+            raise RecordError(
+                Reason.MISSING_FIELD,
+                f"chat does not begin with one of {', '.join(f'{name}:' for name in _ROLES)}; convert it to messages",
+            )
+        turns = [(_ROLES[name], text.strip()) for name, text in zip(pieces[::2], pieces[1::2], strict=True)]
+        return [Message(role, text.removesuffix(_END).strip()) for role, text in turns]

@@ -1,0 +1,95 @@
+"""Two ranks train tiny vision models on rows with and without images: run by `torchrun` in test_dummy_images.py.
+
+python dummy_script.py TOKENIZER OUT STEPS
+
+The row of rank r in step s has an image where bit r of s is set, so that every combination comes.
+"""
+
+import io
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.distributed.fsdp import fully_shard
+
+from energon_packed import ChatEncoder, EncodedSample, PaddingFreeCollator, normalize
+from tests.loading.models import tiny_model
+
+MODELS = {"qwen2_5_vl": 14, "qwen3_vl": 16}  # and the pixels of a patch side
+
+
+def encoder_of(model: str, tokenizer: str | Path) -> ChatEncoder:
+    return ChatEncoder.from_pretrained(tokenizer, vision_family=model, patch_size=MODELS[model], min_pixels=3136)
+
+
+def trained(name: str, encoder: ChatEncoder) -> Any:
+    """The model as both ranks, and the run without ranks, begin."""
+    model = tiny_model(name, encoder, "sdpa").train()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def samples(encoder: ChatEncoder, step: int, rank: int) -> list[EncodedSample]:
+    """The row of a rank: two samples, the second of them with an image or not."""
+    pictured = step >> rank & 1
+    made = []
+    for number in range(2):
+        picture = bool(pictured and number)
+        turns = [
+            {"role": "user", "content": ("<image>" if picture else "") + f"What is {step}?"},
+            {"role": "assistant", "content": f"It is {step} and {rank + number}."},
+        ]
+        images = [_noise(step, rank)] if picture else []
+        made.append(encoder.encode(normalize({"messages": turns, "images": images})))
+    return made
+
+
+def _noise(step: int, rank: int) -> bytes:
+    pixels = np.random.default_rng([step, rank]).integers(0, 256, (64, 96 + 32 * (step % 2), 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def losses(wrapped: Any, encoder: ChatEncoder, collator: PaddingFreeCollator, steps: int, rank: int) -> list[float]:
+    """The loss of this rank in every step of stochastic gradient descent."""
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+    found = []
+    for step in range(steps):
+        loss = wrapped(**collator.collate(samples(encoder, step, rank)).transformers_inputs()).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def main() -> None:
+    tokenizer, out, steps = sys.argv[1:]
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = torch.distributed.get_rank()
+    found: dict[str, Any] = {}
+    for name in MODELS:
+        encoder = encoder_of(name, tokenizer)
+        model = torch.nn.parallel.DistributedDataParallel(trained(name, encoder))
+        found[name] = losses(model, encoder, PaddingFreeCollator(), int(steps), rank)
+        sharded = trained(name, encoder)
+        for module in (*sharded.model.visual.blocks, *sharded.model.language_model.layers, sharded):
+            fully_shard(module)
+        found[f"{name} sharded"] = losses(sharded, encoder, PaddingFreeCollator(), 4, rank)
+    try:  # no rank has an image in step 0
+        losses(model, encoder, PaddingFreeCollator(dummy_images="never"), 2, rank)
+    except RuntimeError as error:
+        found["without dummy images"] = str(error)
+    Path(out, f"rank{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

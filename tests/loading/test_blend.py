@@ -1,0 +1,151 @@
+"""PackedDataset over Metadatasets: known length, the shares that Energon draws, nested, seeded."""
+
+import collections
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from torch.utils.data import RandomSampler
+
+from energon_packed import (
+    ConfigError,
+    DataflowLoader,
+    MapDistributor,
+    PackedDataset,
+    PackOptions,
+    get_packed_loader,
+    pack,
+    steps_per_epoch,
+)
+from tests.internals import StoredTokens, cli
+from tests.loading.flows import check_every_step
+
+PACKS = {"a": 40, "b": 12, "c": 8}
+
+
+@pytest.fixture(scope="session")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, packs in PACKS.items():
+        folder = tmp_path_factory.mktemp(name)
+        rows = [{"id": f"{name}{n}", "input_ids": [n, n, n], "labels": [n, n, n]} for n in range(packs)]
+        (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options: dict[str, Any] = {"sample_class": "PackedTokensSample", "max_samples_per_pack": 1, "workers": 1}
+        found[name] = pack(
+            PackOptions(
+                inputs=(str(folder / "d.jsonl"),), output_dir=folder, seq_len=4, encoder=StoredTokens(), **options
+            )
+        ).shards
+    return found
+
+
+def metadataset(file: Path, split: str) -> Path:
+    file.write_text(f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {split}\n")
+    return file
+
+
+def shares(dataset: PackedDataset) -> dict[str, int]:
+    return dict(collections.Counter(Path(dataset[i][0].source.dataset).parent.name[0] for i in range(len(dataset))))
+
+
+def test_weights_are_shares_of_an_epoch_as_long_as_all_together(outputs: dict[str, Path], tmp_path: Path) -> None:
+    inner = metadataset(tmp_path / "inner.yaml", f"{{blend: [{{path: {outputs['a']}, weight: 1}}, "
+                        f"{{path: {outputs['b']}, weight: 3, subflavors: {{x: y}}}}]}}")  # fmt: skip
+    outer = metadataset(tmp_path / "outer.yaml", f"{{blend: [{{path: {inner}, weight: 4}}, "
+                        f"{{path: {outputs['c']}, weight: 2}}]}}")  # fmt: skip
+    dataset = PackedDataset(outer)
+    assert len(dataset) == len(dataset.lengths) == sum(PACKS.values()) == 60
+    assert shares(dataset) == {"a": 10, "b": 30, "c": 20}
+    seen = collections.Counter(dataset[i][0].id for i in range(len(dataset)))
+    assert {n for ident, n in seen.items() if ident[0] == "b"} == {2, 3}
+    assert {n for ident, n in seen.items() if ident[0] == "a"} == {1}
+    assert next(one.source.subflavors for i in range(60) for one in dataset[i] if one.id[0] == "b") == {"x": "y"}
+    again = PackedDataset(outer)
+    assert [again[i][0].id for i in range(60)] == [dataset[i][0].id for i in range(60)]
+    again.set_epoch(1)
+    assert [again[i][0].id for i in range(60)] != [dataset[i][0].id for i in range(60)]
+    assert shares(again) == shares(dataset)
+    drawn = itertools.islice(get_packed_loader(outer, num_workers=0), 3000)
+    energon = collections.Counter(batch.ids[0][0] for batch in drawn)
+    for name, count in shares(dataset).items():
+        p = count / 60
+        assert abs(energon[name] - 3000 * p) < 4 * (3000 * p * (1 - p)) ** 0.5
+
+
+def test_repetitions_are_those_of_energons_epoch(outputs: dict[str, Path], tmp_path: Path) -> None:
+    repetitions = {"a": 1, "b": 2, "c": 0.5}
+    blend = ", ".join(f"{{path: {outputs[name]}, repetitions: {n}}}" for name, n in repetitions.items())
+    recipe = metadataset(tmp_path / "r.yaml", f"{{blend_epochized: [{blend}]}}")
+    dataset = PackedDataset(recipe)
+    assert shares(dataset) == {"a": 40, "b": 24, "c": 4}
+    theirs = collections.Counter(b.ids[0] for b in get_packed_loader(recipe, epochs=1, num_workers=0))
+    ours = collections.Counter(dataset[i][0].id for i in range(len(dataset)))
+    assert {i: n for i, n in theirs.items() if i[0] != "c"} == {i: n for i, n in ours.items() if i[0] != "c"}
+    assert sum(theirs.values()) == sum(ours.values()) == len(dataset)
+    assert sorted(RandomSampler(dataset)) == list(range(len(dataset)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_blend_resumes_under_the_torch_loader(outputs: dict[str, Path], tmp_path: Path, num_workers: int) -> None:
+    recipe = metadataset(
+        tmp_path / "m.yaml", f"{{blend: [{{path: {outputs['b']}, weight: 1}}, {{path: {outputs['c']}, weight: 1}}]}}"
+    )
+
+    def new_loader() -> DataflowLoader:
+        return DataflowLoader(MapDistributor(PackedDataset(recipe)), batch_size=4, num_workers=num_workers)
+
+    check_every_step(new_loader)
+
+
+def test_what_a_map_style_epoch_cannot_hold_is_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
+    subset = metadataset(tmp_path / "s.yaml", f"{{path: {outputs['a']}, subset: {{range: [0%, 50%]}}}}")
+    with pytest.raises(ConfigError, match="uses 'subset' of .*, which only Energon"):
+        PackedDataset(subset)
+    with pytest.raises(ConfigError, match="has no split 'val'"):
+        PackedDataset(subset, split="val")
+    assert np.array_equal(PackedDataset(outputs["c"]).lengths, [3] * 8)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_steps_of_an_epochized_blend_are_those_of_the_loader(
+    outputs: dict[str, Path], tmp_path: Path, world_size: int, num_workers: int
+) -> None:
+    blend = ", ".join(f"{{path: {outputs[name]}, repetitions: {n}}}" for name, n in {"a": 1, "b": 2}.items())
+    recipe = metadataset(tmp_path / "r.yaml", f"{{blend_epochized: [{blend}]}}")
+    place = {"world_size": world_size, "num_workers": num_workers, "micro_batch_size": 3}
+    found = [
+        len(list(get_packed_loader(recipe, epochs=1, even_ranks="off", rank=rank, **place)))  # type: ignore[arg-type]
+        for rank in range(world_size)
+    ]
+    assert steps_per_epoch(recipe, **place) == found
+
+
+def test_steps_of_a_blend_by_weight_are_not_known_to_energon(outputs: dict[str, Path], tmp_path: Path) -> None:
+    blend = ", ".join(f"{{path: {outputs[name]}, weight: 1}}" for name in "bc")
+    recipe = metadataset(tmp_path / "w.yaml", f"{{blend: [{blend}]}}")
+    with pytest.raises(ConfigError, match="draws by weight indefinitely, so it has no epoch; .* has 20 packs"):
+        steps_per_epoch(recipe)
+    assert steps_per_epoch(outputs["c"], micro_batch_size=3) == [3]
+
+
+def test_verify_checks_every_dataset_of_a_blend(outputs: dict[str, Path], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(outputs["c"], broken)
+    blend = ", ".join(f"{{path: {path}, weight: 1}}" for path in (outputs["b"], broken))
+    recipe = metadataset(tmp_path / "w.yaml", f"{{blend: [{blend}]}}")
+    runner = CliRunner()
+    done = runner.invoke(cli, ["verify", str(recipe), "--fast", "--workers", "1"])
+    assert done.exit_code == 0, done.output
+    assert done.output.count("all checks passed") == 2
+    tar = next(broken.glob("*.tar"))
+    tar.write_bytes(tar.read_bytes()[:-2000])
+    done = runner.invoke(cli, ["verify", str(recipe), "--fast", "--workers", "1"])
+    assert done.exit_code == 1
+    assert f"do not train on {broken}" in done.output
+    assert f"all checks passed: {outputs['b']}" in done.output

@@ -1,0 +1,196 @@
+"""Order log, replay, joint loaders and metrics."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+
+from energon_packed import (
+    BatchError,
+    ConfigError,
+    DataflowConfig,
+    DataflowLoader,
+    FlowMetrics,
+    JointLoader,
+    MapDistributor,
+    PackedDataset,
+    PoolPacker,
+    SequentialPacker,
+    get_raw_loader,
+)
+from tests.internals import DemoDataset, check_order, cli
+from tests.loading.flows import FEATURES, energon_folder, feature, signature
+from tests.printed import printed_json
+
+DATA = [feature(number % 13, number) for number in range(150)]
+
+
+def ranks_of_a_run(log: Path, stops: list[int]) -> None:
+    """8 ranks of 1 worker process each; every rank is stopped after some batches, some behind its last checkpoint."""
+    states: list[Any] = [None] * 8
+    for stop in [*stops, None]:
+        for rank in range(8):
+            loader = DataflowLoader(
+                MapDistributor([*DATA, {"id": "long", "input_ids": [1] * 30}]),
+                packer=PoolPacker(16, pool_size=5, overlong="drop"),
+                rank=rank, world_size=8, order_log=log,
+            )  # fmt: skip
+            if states[rank] is not None:
+                loader.load_state_dict(states[rank])
+            for taken, _ in enumerate(loader, 1):
+                if stop is not None and taken == stop:
+                    states[rank] = loader.state_dict()
+                if stop is not None and taken == stop + 1:  # crashes one step behind its checkpoint
+                    break
+
+
+def test_the_log_of_eight_ranks_stopped_three_times_proves_that_nothing_is_lost(tmp_path: Path) -> None:
+    ranks_of_a_run(tmp_path, [2, 1, 3])
+    found = check_order(tmp_path)
+    assert found.problems == []
+    assert found.samples == len(DATA)
+    assert found.dropped == 1
+    assert found.repeated == 24
+    assert found.complete == [0]
+    done = CliRunner().invoke(cli, ["order", "check", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "no sample lost, none twice, equal after every resume" in done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda lines: lines[:2] + lines[3:], "items are lost"),
+        (lambda lines: [*lines, json.dumps(json.loads(lines[0]) | {"step": 99})], "items are twice"),
+        (lambda lines: [*lines, json.dumps(json.loads(lines[1]) | {"ids": ["x"]})], "before a resume, and x after it"),
+    ],
+)
+def test_a_log_with_a_loss_a_repeat_or_a_difference_fails(tmp_path: Path, change: Any, problem: str) -> None:
+    ranks_of_a_run(tmp_path, [])
+    file = tmp_path / "order-00003.jsonl"
+    file.write_text("\n".join(change(file.read_text().splitlines())) + "\n")
+    done = CliRunner().invoke(cli, ["order", "check", str(tmp_path)])
+    assert done.exit_code == 1
+    assert problem in done.output
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_replay_tells_what_a_step_holds(tmp_path: Path, num_workers: int) -> None:
+    folder = energon_folder(tmp_path)
+    for rank in range(2):
+        loader = DataflowLoader(
+            MapDistributor(PackedDataset(folder)),
+            batch_size=2,
+            num_workers=num_workers,
+            rank=rank,
+            world_size=2,
+            seed=4,
+        )
+        for step, batch in enumerate(loader, 1):
+            options = ["--step", step, "--world-size", 2, "--batch-size", 2, "--num-workers", num_workers, "--seed", 4]
+            replayed = printed_json(cli, ["order", "replay", str(folder), "--json", *map(str, options)])
+            assert replayed["ranks"][rank]["ids"] == batch.ids
+    with pytest.raises(ConfigError, match="`step` must be at most [34], the steps of the epoch, got 9"):
+        CliRunner().invoke(
+            cli, ["order", "replay", str(folder), "--step", "9", "--batch-size", "4"], catch_exceptions=False
+        )
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_replay_of_a_config_tells_what_a_step_holds(
+    demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path, num_workers: int, streaming: bool
+) -> None:
+    """Text and images, rejected and overlong records: the ids of every step of every rank, in either form."""
+    file = tmp_path / "train.yaml"
+    options = {"dataset_path": str(demo.jsonl), "packing_length": 600, "packing_strategy": "pool_20", "seed": 4}
+    options |= {"processor_config": str(tokenizer_dir), "streaming": streaming, "workers": 1}
+    file.write_text(yaml.safe_dump(options | {"work_dir": str(tmp_path / "work"), "max_images": 2}))
+    config = DataflowConfig.from_yaml(file)
+    ids = [
+        [batch.ids for batch in get_raw_loader(config, rank=rank, world_size=2, num_workers=num_workers)]
+        for rank in range(2)
+    ]
+    assert min(map(len, ids)) > 8
+    for step in {1, 7, min(map(len, ids)), max(map(len, ids))}:
+        arguments = ["replay", str(file), "--json", "--world-size", "2", "--num-workers", str(num_workers)]
+        ranks = printed_json(cli, ["order", *arguments, "--step", str(step)])["ranks"]
+        assert [one["ids"] for one in ranks] == [(of_rank[step - 1 :] or [[]])[0] for of_rank in ids]
+    with pytest.raises(ConfigError, match=f"`step` must be at most {max(map(len, ids))}, the st"):
+        CliRunner().invoke(cli, ["order", *arguments, "--step", "999"], catch_exceptions=False)
+    if streaming:
+        with pytest.raises(ConfigError, match="`batch_size` must be 1 with `streaming: true`, got 2"):
+            CliRunner().invoke(cli, ["order", *arguments, "--step", "1", "--batch-size", "2"], catch_exceptions=False)
+
+
+def new_joint(**options: Any) -> JointLoader:
+    loaders = {
+        "short": DataflowLoader(MapDistributor(FEATURES), packer=SequentialPacker(16), seed=1),
+        "long": DataflowLoader(MapDistributor(DATA), packer=PoolPacker(32, pool_size=8)),
+    }
+    return JointLoader(loaders, {"short": 1, "long": 3}, seed=5, **options)
+
+
+@pytest.mark.parametrize("stop", ["first", "all"])
+def test_joint_loaders_resume_at_every_step(stop: Any) -> None:
+    joint = new_joint(stop=stop)
+    states, expected = [joint.state_dict()], []
+    for name, batch in joint:
+        expected.append((name, *signature(batch)))
+        states.append(json.loads(json.dumps(joint.state_dict())))
+    following = [(name, *signature(batch)) for name, batch in joint]
+    assert {name for name, *_ in expected} == {"short", "long"}
+    for step, state in enumerate(states):
+        resumed = new_joint(stop=stop)
+        resumed.load_state_dict(state)
+        found = [(name, *signature(batch)) for name, batch in resumed]
+        assert found == (expected[step:] or following), f"after step {step}"
+    with pytest.raises(BatchError, match="stop"):
+        new_joint(stop="never").load_state_dict(states[0])
+
+
+def test_joint_loaders_draw_by_ratio() -> None:
+    names = [name for name, _ in itertools.islice(new_joint(stop="never"), 600)]
+    assert abs(names.count("long") - 450) < 3 * (600 * 0.75 * 0.25) ** 0.5
+    with pytest.raises(ConfigError, match="name the same ones"):
+        JointLoader({"a": []}, {"b": 1})
+
+
+def test_metrics_are_those_of_the_batches() -> None:
+    data = [{"input_ids": [1] * 8, "labels": [-100] * 4 + [1] * 4}] * 6
+    metrics = FlowMetrics(seq_len=20)
+    batches = list(metrics.watch(DataflowLoader(MapDistributor(data), packer=SequentialPacker(20))))
+    assert [batch.num_tokens for batch in batches] == [16, 16, 16]
+    found = metrics.summary()
+    assert found.pop("data/wait_s") > 0
+    assert found == {
+        "data/tokens_per_step": 16, "data/samples_per_pack": 2, "data/supervised_share": 0.5, "data/utilization": 0.8,
+        "perf/global_seq_len_avg": 16, "perf/global_seq_len_min": 16, "perf/global_seq_len_max": 16,
+    }  # fmt: skip
+    assert metrics.summary() == {}
+
+
+def _rank(rank: int, file: str, results: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    metrics = FlowMetrics()
+    for batch in DataflowLoader(
+        MapDistributor([{"input_ids": [1] * (4 + 8 * rank)}]), batch_size=1, rank=0, world_size=1
+    ):
+        metrics.add(batch)
+    results[rank] = metrics.summary()
+    torch.distributed.destroy_process_group()
+
+
+def test_metrics_over_ranks(tmp_path: Path) -> None:
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(_rank, (str(tmp_path / "store"), results), nprocs=2)
+        for rank in range(2):
+            assert results[rank]["data/tokens_per_step"] == 4 + 8 * rank
+            names = ("avg", "min", "max")
+            assert [results[rank][f"perf/global_seq_len_{name}"] for name in names] == [8, 4, 12]

@@ -1,0 +1,148 @@
+"""Loader states for another number of ranks, compared with Energon's own `checkpoint redist`."""
+
+import collections
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from megatron.energon.tools.checkpoint import command_redist
+
+from energon_packed import BatchError, ChatEncoder, gather_state, get_packed_loader
+from tests.conftest import Packer
+from tests.internals import cli, from_plain, redistribute, to_plain
+from tests.loading.test_resume import signature
+
+PACKED: dict[str, Any] = {"sample_class": "PackedTokensSample", "max_packs_per_shard": 2, "seq_len": 2048}
+AFTER = 5  # batches of each worker that are compared
+
+
+def new_loader(
+    shards: Path, encoder: ChatEncoder, rank: int, world_size: int, num_workers: int, **options: Any
+) -> Any:
+    settings = {"shuffle_buffer_size": 5, "seed": 3, **options}
+    return get_packed_loader(shards, encoder, rank=rank, world_size=world_size, num_workers=num_workers, **settings)
+
+
+def by_worker(batches: list[Any]) -> dict[int, list[Any]]:
+    """Batches of each of all workers, in order; the second part of Energon's restore key is the worker."""
+    found = collections.defaultdict(list)
+    for batch in batches:
+        found[batch.__restore_key__[1]].append(signature(batch))
+    return dict(found)
+
+
+@pytest.mark.parametrize(("before", "after", "steps"), [((4, 1), (2, 2), 5), ((2, 2), (4, 1), 3)])
+def test_every_worker_resumes_where_it_stopped(
+    pack_demo: Packer, encoder: ChatEncoder, before: tuple[int, int], after: tuple[int, int], steps: int
+) -> None:
+    shards = pack_demo(**PACKED).shards
+    states, expected = [], {}
+    for rank in range(before[0]):
+        loader = new_loader(shards, encoder, rank, *before)
+        batches = iter(loader)
+        for _ in range(steps):
+            next(batches)
+        states.append(loader.state_dict())
+        expected |= by_worker(list(itertools.islice(batches, AFTER * before[1])))
+    assert len(expected) == 4
+    got: dict[int, Any] = {}
+    taken = 0
+    for rank, state in enumerate(redistribute(states[::-1], after[0])):
+        loader = new_loader(shards, encoder, rank, *after)
+        loader.load_state_dict(state)
+        taken += loader.state_dict()["step"]
+        got |= by_worker(list(itertools.islice(loader, AFTER * after[1])))
+    assert got == expected
+    assert taken == steps * before[0]
+
+
+def test_energon_redistributes_the_same_way(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:
+    shards = pack_demo(**PACKED).shards
+    states, files = [], []
+    (tmp_path / "new").mkdir()
+    for rank in range(2):
+        loader = new_loader(shards, encoder, rank, 2, 1)
+        for _ in zip(range(3), loader, strict=False):
+            pass
+        states.append(loader.state_dict())
+        files.append(tmp_path / f"train_dataloader_dprank{rank:03d}.pt")
+        torch.save({"dataloader_state_dict": from_plain(states[-1]["energon"])}, files[-1])
+    arguments = [*map(str, files), str(tmp_path / "new"), "--new-world-size", "1"]
+    result = CliRunner().invoke(command_redist, arguments)
+    assert result.exit_code == 0, result.output
+    for rank, ours in enumerate(redistribute(states, 1)):
+        theirs = torch.load(tmp_path / "new" / files[rank].name, weights_only=False)["dataloader_state_dict"]
+        assert ours["energon"] == to_plain(theirs)
+
+
+def test_the_command_keeps_the_form_of_megatrons_files(
+    pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    shards = pack_demo(**PACKED).shards
+    folder, new = tmp_path / "iter_0000003", tmp_path / "new"
+    folder.mkdir()
+    expected = {}
+    for rank in range(2):
+        loader = new_loader(shards, encoder, rank, 2, 1)
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        name = f"train_dataloader_dprank{rank:03d}.pt"
+        torch.save({"dataloader_state_dict": loader.state_dict()}, folder / name)
+        expected |= by_worker(list(itertools.islice(batches, AFTER)))
+    result = CliRunner().invoke(cli, ["state", "redist", str(folder), str(new), "--world-size", "1"])
+    assert result.exit_code == 0, result.output
+    assert "ranks x workers: 2 x 1 -> 1 x 2" in result.output
+    assert [file.name for file in new.iterdir()] == ["train_dataloader_dprank000.pt"]
+    loader = new_loader(shards, encoder, 0, 1, 2)
+    with pytest.raises(BatchError, match=r"world_size 2 saved, 1 now.*energon-packed state redist"):
+        loader.load_state_dict(torch.load(folder / "train_dataloader_dprank000.pt")["dataloader_state_dict"])
+    loader.load_state_dict(torch.load(new / "train_dataloader_dprank000.pt")["dataloader_state_dict"])
+    assert by_worker(list(itertools.islice(loader, AFTER * 2))) == expected
+    again = CliRunner().invoke(cli, ["state", "redist", str(folder), str(new), "--world-size", "1"])
+    assert "already has .pt files" in str(again.exception)
+
+
+def test_states_that_cannot_be_redistributed(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    shards = pack_demo(**PACKED).shards
+
+    def states(num_workers: int = 1, **options: Any) -> list[dict[str, Any]]:
+        return [new_loader(shards, encoder, rank, 2, num_workers, **options).state_dict() for rank in range(2)]
+
+    with pytest.raises(BatchError, match="2 ranks of 1 workers are 2 workers, which 3 ranks .* use one of 1, 2 ranks"):
+        redistribute(states(), 3)
+    with pytest.raises(BatchError, match="are of ranks 0, and the run had 2 ranks"):
+        redistribute(states()[:1], 1)
+    with pytest.raises(BatchError, match="are of ranks 0, 0, and"):
+        redistribute([states()[0]] * 2, 1)
+    with pytest.raises(BatchError, match="seed 4 saved, 3 now"):
+        redistribute([states()[0], states(seed=4)[1]], 1)
+    with pytest.raises(BatchError, match="one exact epoch"):
+        redistribute(states(epochs=1), 1)
+    with pytest.raises(BatchError, match="without worker processes"):
+        redistribute(states(num_workers=0), 1)
+    with pytest.raises(BatchError, match="`world_size` is 0"):
+        redistribute(states(), 0)
+    with pytest.raises(BatchError, match="has version None"):
+        redistribute([{}], 1)
+
+
+def test_what_one_rank_gathered_is_dealt_to_two(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    shards = pack_demo(**PACKED).shards
+    loader = new_loader(shards, encoder, 0, 1, 2)
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    state = gather_state(loader)
+    expected = by_worker(list(itertools.islice(batches, AFTER * 2)))
+    found: dict[int, Any] = {}
+    for rank in range(2):
+        resumed = new_loader(shards, encoder, rank, 2, 1)
+        resumed.load_state_dict(state)
+        found |= by_worker(list(itertools.islice(resumed, AFTER)))
+    assert found == expected
+    with pytest.raises(BatchError, match="world_size 1 saved, 2 now"):
+        new_loader(shards, encoder, 0, 2, 1).load_state_dict(state["ranks"][0])

@@ -1,0 +1,352 @@
+"""DataflowLoader: every item once, exact resume at every step, and one line for what contradicts."""
+
+import collections
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from energon_packed import (
+    BatchError,
+    ConfigError,
+    DataflowLoader,
+    Distributor,
+    Item,
+    IterableDistributor,
+    MapDistributor,
+    MixtureDistributor,
+    Packer,
+    PoolPacker,
+    RankPartitioned,
+    SequentialPacker,
+    Share,
+    SimpleBatcher,
+)
+from tests.loading.flows import (
+    DISTRIBUTORS,
+    FEATURES,
+    ITEMS,
+    PACKERS,
+    check_every_step,
+    energon_folder,
+    feature,
+    signature,
+)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return energon_folder(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("distributor", DISTRIBUTORS)
+def test_the_rest_of_the_epoch_is_identical_from_every_step(
+    folder: Path, distributor: str, packer: str, num_workers: int
+) -> None:
+    def new_loader() -> DataflowLoader:
+        return DataflowLoader(
+            DISTRIBUTORS[distributor](folder), packer=PACKERS[packer](), num_workers=num_workers, seed=3
+        )
+
+    check_every_step(new_loader)
+
+
+@pytest.mark.parametrize("packer", ["planned", "pool"])
+def test_an_energon_epoch_longer_than_the_interval_of_its_states(tmp_path: Path, packer: str) -> None:
+    """Energon's state is saved every 16 items: a resumed loader passes several of these saves."""
+    folder = energon_folder(tmp_path, count=53)
+    check_every_step(lambda: DataflowLoader(DISTRIBUTORS["energon"](folder), packer=PACKERS[packer](), seed=3))
+
+
+@pytest.mark.parametrize("distributor", DISTRIBUTORS)
+def test_a_loader_that_ignores_its_state_fails_the_harness(folder: Path, distributor: str) -> None:
+    class Forgetful(DataflowLoader):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self._claimed = state
+
+        def state_dict(self) -> dict[str, Any]:
+            return getattr(self, "_claimed", None) or super().state_dict()
+
+    with pytest.raises(AssertionError, match="after step 1"):
+        check_every_step(lambda: Forgetful(DISTRIBUTORS[distributor](folder), packer=PACKERS["pool"]()))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("distributor", DISTRIBUTORS)
+def test_every_item_once_an_epoch(folder: Path, distributor: str, world_size: int, num_workers: int) -> None:
+    for epoch in range(1 if num_workers else 2):  # worker processes take most of the time
+        seen: collections.Counter[str] = collections.Counter()
+        for rank in range(world_size):
+            loader = DataflowLoader(
+                DISTRIBUTORS[distributor](folder),
+                packer=PoolPacker(16, pool_size=4),
+                num_workers=num_workers,
+                rank=rank,
+                world_size=world_size,
+            )
+            if epoch:
+                loader.load_state_dict(loader.state_dict() | {"epoch": 1})
+            for batch in loader:
+                assert batch.num_tokens <= 16
+                seen.update(batch.ids)
+        assert seen == {f"s{number}": 1 for number in range(ITEMS)}
+
+
+def test_a_second_epoch_has_another_order_and_resumes(folder: Path) -> None:
+    loader = DataflowLoader(MapDistributor(FEATURES), batch_size=4, num_workers=2, persistent_workers=True, seed=1)
+    epochs = [[signature(batch) for batch in loader] for _ in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert loader.epoch == 3
+    fresh = DataflowLoader(MapDistributor(FEATURES), batch_size=4, num_workers=2, persistent_workers=True, seed=1)
+    iterator = iter(fresh)
+    first = [signature(next(iterator))]
+    resumed = DataflowLoader(MapDistributor(FEATURES), batch_size=4, num_workers=2, persistent_workers=True, seed=1)
+    resumed.load_state_dict(fresh.state_dict())
+    assert [
+        first + [signature(batch) for batch in resumed],
+        *([signature(b) for b in resumed] for _ in "12"),
+    ] == epochs
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_iterating_again_after_a_break_resumes(num_workers: int) -> None:
+    def new_loader() -> DataflowLoader:
+        return DataflowLoader(IterableDistributor(FEATURES), packer=PACKERS["pool"](), num_workers=num_workers)
+
+    expected = [signature(batch) for batch in new_loader()]
+    loader, found = new_loader(), []
+    for _ in range(2):
+        for batch in loader:
+            found.append(signature(batch))
+            break
+    assert found + [signature(batch) for batch in loader] == expected
+
+
+class Gap(Distributor):
+    """Gives these numbers."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def items(self, share: Share, start: Any) -> Iterator[Item]:
+        for number in self.numbers[start:]:
+            yield Item(number, FEATURES[number])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("numbers", "message"), [([0, 1, 3], "item 3 of Gap follows item 1"), ([0, 1, 1], "item 1 of Gap comes again")]
+)
+def test_items_with_a_gap_or_a_repeat_raise(numbers: list[int], message: str, num_workers: int) -> None:
+    with pytest.raises(BatchError, match=message) as raised:
+        list(DataflowLoader(Gap(numbers), batch_size=1, num_workers=num_workers))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_distributor_that_ignores_where_it_begins_raises() -> None:
+    class Deaf(Gap):
+        def items(self, share: Share, start: Any) -> Iterator[Item]:
+            return super().items(share, 0)
+
+    loader = DataflowLoader(Deaf([0, 1, 2, 3]), batch_size=2)
+    next(iter(loader))
+    resumed = DataflowLoader(Deaf([0, 1, 2, 3]), batch_size=2)
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(BatchError, match="item 0 of Deaf comes again, where item 2 must come"):
+        list(resumed)
+
+
+def stream() -> Iterator[dict[str, Any]]:
+    yield from FEATURES
+
+
+def test_a_one_shot_iterator_is_saved_unless_samples_are_out_of_order() -> None:
+    expected = [signature(b) for b in DataflowLoader(IterableDistributor(FEATURES), packer=SequentialPacker(16))]
+    for step in range(len(expected)):
+        loader = DataflowLoader(IterableDistributor(stream()), packer=SequentialPacker(16))
+        iterator = iter(loader)
+        found = [signature(next(iterator)) for _ in range(step)]
+        resumed = DataflowLoader(IterableDistributor(stream()), packer=SequentialPacker(16))
+        resumed.load_state_dict(loader.state_dict())
+        assert found + [signature(batch) for batch in resumed] == expected
+    with pytest.raises(BatchError, match="generator was read once and cannot be read again"):
+        list(resumed)
+    loader = DataflowLoader(IterableDistributor(stream()), packer=PoolPacker(16, pool_size=6))
+    next(iter(loader))
+    with pytest.raises(BatchError, match="PoolPacker holds samples out of order, and IterableDistributor cannot"):
+        loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 2, "packer": SequentialPacker(16)}, "`batch_size` 2 and SequentialPacker both decide"),
+        ({"batch_size": 2, "shuffle": True}, "drop `shuffle`: set it on the distributor"),
+        ({"sampler": [1]}, "drop `sampler`"),
+        ({"collate_fn": list}, "drop `collate_fn`: pass a `collator`"),
+        ({"packer": SequentialPacker(16), "drop_last": True}, "`drop_last` belongs to `batch_size`; drop it"),
+        ({"prefetch_factor": 2}, "`prefetch_factor` needs worker processes; drop it"),
+        ({"num_worker": 2}, "unknown option 'num_worker'"),
+        ({"rank": 2, "world_size": 2}, "`rank` 2 is not below `world_size` 2"),
+        ({"rank": 0}, "pass both `rank` and `world_size`"),
+        ({"num_workers": -1}, "`num_workers` is -1"),
+        ({"batch_size": 0}, "`batch_size` is 0"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataflowLoader(MapDistributor(FEATURES), **options)
+    with pytest.raises(ConfigError, match="`distributor` is a list; pass a Distributor, such as MapDistributor"):
+        DataflowLoader(FEATURES)  # type: ignore[arg-type]
+
+
+def test_persistent_workers_without_workers_is_corrected_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        loader = DataflowLoader(MapDistributor(FEATURES), persistent_workers=True)
+    assert not loader.persistent_workers
+    assert "`persistent_workers` needs `num_workers`" in caplog.text
+    assert len(list(loader)) == len(loader) == ITEMS
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_fewer_items_than_workers_never_spins(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    def new_loader(rank: int) -> DataflowLoader:
+        return DataflowLoader(
+            MapDistributor(FEATURES[:1]), batch_size=1, num_workers=num_workers, rank=rank, world_size=2
+        )
+
+    assert [len(list(new_loader(rank))) for rank in range(2)] == [1, 0]
+    idle = new_loader(1)
+    list(idle)
+    assert "rank 1 of 2 has no item in epoch 0" in caplog.text
+    with pytest.raises(ConfigError, match="rank 1 of 2 has no item in epoch 1: there are fewer items than ranks"):
+        list(idle)
+
+
+def test_a_state_of_other_data_or_settings_is_refused() -> None:
+    def new_loader(count: int = ITEMS, size: int = 2, **options: Any) -> DataflowLoader:
+        return DataflowLoader(MapDistributor(FEATURES[:count]), batch_size=size, **options)
+
+    state = new_loader().state_dict()
+    for other, message in (
+        (new_loader(12), "distributor_items 13 saved, 12 now"),
+        (new_loader(seed=1), "seed 0 saved, 1 now"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            other.load_state_dict(state)
+    with pytest.raises(BatchError, match="version"):
+        new_loader().load_state_dict(state | {"version": 9})
+
+
+@pytest.mark.parametrize("packer", [PoolPacker, SequentialPacker])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_overlong_samples_are_dropped_and_counted_or_raise(packer: Callable[..., Packer], num_workers: int) -> None:
+    data = MapDistributor([*FEATURES, {"id": "long", "input_ids": [1] * 17}])
+    loader = DataflowLoader(data, packer=packer(16, overlong="drop"), num_workers=num_workers)
+    assert {ident for batch in loader for ident in batch.ids} == {f"s{number}" for number in range(ITEMS)}
+    assert loader.failures.counts == {"overlong": 1}
+    with pytest.raises(BatchError, match="a sample does not fit a row: 17 tokens, more than seq_len 16"):
+        list(DataflowLoader(data, packer=packer(16), num_workers=num_workers))
+
+
+def images(count: int, number: int) -> dict[str, Any]:
+    grid = torch.tensor([[1, 2, 2]] * count)
+    return feature(number) | {"image_grid_thw": grid, "pixel_values": torch.zeros(4 * count, 3)}
+
+
+@pytest.mark.parametrize(("limit", "most"), [({"max_images": 3}, 3), ({"max_patches": 8}, 2)])
+@pytest.mark.parametrize("packer", [PoolPacker, SequentialPacker])
+def test_images_and_patches_of_a_row_are_limited(packer: Callable[..., Packer], limit: Any, most: int) -> None:
+    data = [images(1 + number % 2, number) for number in range(ITEMS)]
+    batches = list(DataflowLoader(MapDistributor(data), packer=packer(1000, **limit)))
+    assert max(len(batch.image_grid_thw) for batch in batches) == most
+    assert sum(batch.num_samples for batch in batches) == ITEMS
+    above = MapDistributor([*data, images(4, 0)])
+    with pytest.raises(BatchError, match=r"a sample does not fit a row: .* more than max_(images|patches) (3|8)"):
+        list(DataflowLoader(above, packer=packer(1000, **limit)))
+    loader = DataflowLoader(above, packer=packer(1000, **limit, overlong="drop"))
+    assert sum(batch.num_samples for batch in loader) == ITEMS
+    assert loader.failures.counts == {"overlong": 1}
+
+
+def test_a_packer_that_loses_a_sample_raises() -> None:
+    class Loses(Packer):
+        buffer_size = 4
+
+        def select(self, lengths: Any) -> list[Any]:
+            return [torch.arange(len(lengths) - 1).numpy()]
+
+    with pytest.raises(BatchError, match="Loses.select returned 3 sample numbers for 4 samples"):
+        list(DataflowLoader(MapDistributor(FEATURES), packer=Loses()))
+
+
+def test_drop_last_counts_what_it_drops() -> None:
+    loader = DataflowLoader(MapDistributor(FEATURES), batch_size=4, drop_last=True)
+    assert [batch.num_samples for batch in loader] == [4, 4, 4]
+    assert len(loader) == 3
+    assert loader.failures.counts == {"drop_last": 1}
+
+
+def test_failures_are_skipped_up_to_the_limit() -> None:
+    broken = MapDistributor([*FEATURES, {"id": "empty", "input_ids": []}, {"what": "is this"}])
+    loader = DataflowLoader(broken, batch_size=4, max_failures=2)
+    assert sum(batch.num_samples for batch in loader) == ITEMS
+    assert sum(loader.failures.counts.values()) == 2
+    with pytest.raises(BatchError, match="more than `max_failures` 1"):
+        list(DataflowLoader(broken, batch_size=4, max_failures=1))
+
+
+def test_mixture_draws_by_ratio_the_same_on_every_rank() -> None:
+    data = [MapDistributor([index] * 1000) for index in range(3)]
+    weights = [5.0, 3.0, 2.0]
+    draws = 50_000
+    sequences = []
+    for rank in range(2):
+        mixture = MixtureDistributor(data, weights, repeat=True)
+        share = Share(index=rank, count=2, seed=7)
+        sequences.append([item.value for item, _ in zip(mixture.read(share), range(draws), strict=False)])
+    assert sequences[0] == sequences[1]
+    for index, weight in enumerate(weights):
+        p = weight / sum(weights)
+        assert abs(sequences[0].count(index) - draws * p) < 3 * (draws * p * (1 - p)) ** 0.5
+    with pytest.raises(ConfigError, match="3 distributors have 2 `weights`"):
+        MixtureDistributor(data, [1, 2])
+    with pytest.raises(ConfigError, match="`weights` has 0"):
+        MixtureDistributor(data, [1, 2, 0])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_repeating_mixture_resumes_in_any_epoch_of_its_parts(num_workers: int) -> None:
+    def new_loader() -> DataflowLoader:
+        parts = [MapDistributor(FEATURES[:3]), RankPartitioned([FEATURES[3:6], FEATURES[6:]], list)]
+        mixture = MixtureDistributor(parts, [2, 1], repeat=True)
+        return DataflowLoader(mixture, packer=PACKERS["pool"](), num_workers=num_workers)
+
+    loader = new_loader()
+    states, expected = [], []
+    for batch, _ in zip(loader, range(12), strict=False):
+        expected.append(signature(batch))
+        states.append(loader.state_dict())
+    for step in range(0, 12, 4):
+        resumed = new_loader()
+        resumed.load_state_dict(states[step])
+        assert [signature(b) for b, _ in zip(resumed, expected[step + 1 :], strict=False)] == expected[step + 1 :]
+
+
+def test_a_pool_packs_better_than_a_sequence() -> None:
+    data = [feature(number % ITEMS, number) for number in range(400)]
+    rows = {}
+    for name, packer in (("pool", PoolPacker(32, pool_size=64)), ("sequence", SequentialPacker(32))):
+        rows[name] = len(list(DataflowLoader(IterableDistributor(data), packer=packer)))
+    assert rows["pool"] <= 1.02 * -(-sum(len(one["input_ids"]) for one in data) // 32)
+    assert rows["pool"] < rows["sequence"]
+
+
+def test_batches_are_not_longer_than_asked() -> None:
+    assert [b.num_samples for b in DataflowLoader(MapDistributor(FEATURES), packer=SimpleBatcher(5))] == [5, 5, 3]
