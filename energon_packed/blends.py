@@ -16,7 +16,7 @@ from typing import Literal
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.files import write_whole
+from energon_packed.files import atomic_write
 from energon_packed.formats import codec_of
 from energon_packed.metadatasets import read_metadataset, read_split
 from energon_packed.options import refuse_remote
@@ -360,7 +360,7 @@ def write_metadataset(blend: Blend, out: Path, *, absolute: bool = False) -> Non
     for one in (*blend.train, *blend.val):
         if one.path.is_file() and out.resolve() in (file.resolve() for file in read_metadataset(one.path).files()):
             raise ConfigError(f"{out} would include itself through {one.path}; write the blend to another file")
-    write_whole(out, render(blend, out, absolute=absolute).encode())
+    atomic_write(out, render(blend, out, absolute=absolute).encode())
 
 
 def _entry(

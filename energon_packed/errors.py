@@ -91,7 +91,7 @@ class Reason(StrEnum):
     TURN_NOT_FOUND = "turn_not_found"  # append new reasons at the end: restart state stores their index
 
 
-BY_CHOICE = (Reason.DROPPED_BY_ADAPTER, Reason.NOT_SAMPLED)
+REQUESTED_REJECTS = (Reason.DROPPED_BY_ADAPTER, Reason.NOT_SAMPLED)
 """Reasons that the user asked for: listed in rejects.jsonl, but not held against `max_reject_rate` or `strict`."""
 
 

@@ -273,7 +273,7 @@ def aside_name(path: Path) -> Path:
 
 
 @contextmanager
-def aside(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; rename it to `path` if the block succeeds."""
     temporary = aside_name(path)
     try:
@@ -321,9 +321,9 @@ def rename_whole(temporary: Path, path: Path) -> None:
         os.close(folder)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def atomic_write(path: Path, content: bytes) -> None:
     """Write a file atomically."""
-    with aside(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_bytes(content)
 
 

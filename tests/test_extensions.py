@@ -13,32 +13,34 @@ from energon_packed import (
     ChatEncoder,
     Codec,
     Conversation,
-    Draft,
     FormatError,
     Message,
     PackedDataset,
-    Row,
-    Shape,
+    PartialConversation,
+    RecordFormat,
     Source,
+    SourceRecord,
     StoredSample,
     get_packed_loader,
     pack,
     register_codec,
-    register_shape,
+    register_record_format,
     register_source,
     steps_per_epoch,
 )
-from tests.internals import CODECS, SHAPES, SOURCES, cli, make_blend, write_metadataset
+from tests.internals import CODECS, RECORD_FORMATS, SOURCES, cli, make_blend, write_metadataset
 
 
-class Quiz(Shape):
+class Quiz(RecordFormat):
     """{"quiz": question, "solution": answer}."""
 
     key = "quiz"
 
-    def read(self, record: Any, media: Any) -> Draft:
+    def read(self, record: Any, media: Any) -> PartialConversation:
         """One question and its answer."""
-        return Draft(messages=[Message("user", record["quiz"]), Message("assistant", record["solution"])])
+        return PartialConversation(
+            messages=[Message("user", record["quiz"]), Message("assistant", record["solution"])]
+        )
 
 
 class TextFile(Source):
@@ -50,10 +52,10 @@ class TextFile(Source):
         """Lines."""
         return len(self.data.read_text().splitlines())
 
-    def read(self, address: int, size: int) -> Row:
+    def read(self, address: int, size: int) -> SourceRecord:
         """One line."""
         question, answer = self.data.read_text().splitlines()[address].split(" = ")
-        return Row(address, 0, {"id": f"q{address}", "quiz": question, "solution": answer})
+        return SourceRecord(address, 0, {"id": f"q{address}", "quiz": question, "solution": answer})
 
 
 class QuizCodec(Codec):
@@ -93,11 +95,11 @@ class QuizCodec(Codec):
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    register_shape(Quiz)
+    register_record_format(Quiz)
     register_source(TextFile)
     register_codec(QuizCodec)
     yield
-    SHAPES.pop(0)
+    RECORD_FORMATS.pop(0)
     SOURCES.pop(0)
     CODECS.pop("QuizSample")
 

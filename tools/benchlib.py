@@ -146,10 +146,10 @@ def write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> Path:
     """Write the records as JSONL unless the file exists."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")
-        with aside.open("w", encoding="utf-8") as stream:
+        atomic_path = path.with_suffix(".tmp")
+        with atomic_path.open("w", encoding="utf-8") as stream:
             stream.writelines(json.dumps(record) + "\n" for record in records)
-        aside.rename(path)
+        atomic_path.rename(path)
     return path
 
 

@@ -34,7 +34,7 @@ from tiny_vision import MODELS, PROCESSORS, image_row, vision_model, write_proce
 from energon_packed import ChatEncoder, EnergonPackedError, PackedBatch  # noqa: E402
 from energon_packed.demo import write_tokenizer  # noqa: E402
 from energon_packed.errors import BatchError  # noqa: E402
-from energon_packed.integrations.isolation import Influence, measure, short_row  # noqa: E402
+from energon_packed.integrations.isolation import IsolationResult, measure, short_row  # noqa: E402
 
 DATA = ROOT / "energon_packed" / "integrations" / "isolation_table.json"
 PAGE = ROOT / "docs" / "isolation.md"
@@ -107,7 +107,7 @@ def result(model: Any, attention: str, batch: PackedBatch | None = None) -> dict
     return {attention: "clean"}
 
 
-def withheld(model: Any, inputs: dict[str, Any], bounds: list[int]) -> Influence:
+def withheld(model: Any, inputs: dict[str, Any], bounds: list[int]) -> IsolationResult:
     """The same test on a row whose boundaries the model is not told: positions run on."""
     positions = torch.arange(bounds[-1]).expand_as(inputs["position_ids"])
     plain = {name: value for name, value in inputs.items() if name not in _BOUNDARIES}

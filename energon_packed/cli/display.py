@@ -48,8 +48,8 @@ def result_table(result: PackResult, steps: Sequence[int], place: Mapping[str, i
     table.add_row("seq_len", f"{manifest.seq_len:,}")
     if manifest.algorithm != "none":
         table.add_row("utilization", f"{manifest.utilization:.2%}")
-        if result.mixed_utilization is not None:
-            lost = 100 * (result.mixed_utilization - manifest.utilization)
+        if result.utilization_ungrouped is not None:
+            lost = 100 * (result.utilization_ungrouped - manifest.utilization)
             table.add_row(f"  lost by --group-by {manifest.group_by}", f"{lost:.2f} points")
         table.add_row("samples per pack", f"{manifest.samples_per_pack:.2f}")
     table.add_section()

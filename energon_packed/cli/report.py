@@ -8,7 +8,7 @@ from energon_packed.cli.display import format_bytes
 from energon_packed.cli.options import as_options
 from energon_packed.cli.terminal import echo
 from energon_packed.errors import ConfigError
-from energon_packed.files import write_whole
+from energon_packed.files import atomic_write
 from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import render_report
@@ -41,5 +41,5 @@ def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None
         folder = PackedFolder.open(path)
         encoder, reason = folder.encoder_or_reason(tokenizer)
         page = render_report(str(path), gather(folder, encoder, not_encoded=as_options(reason), seed=seed))
-    write_whole(output, page.encode())
+    atomic_write(output, page.encode())
     echo(f"{output}: {format_bytes(len(page.encode()))}")

@@ -109,10 +109,10 @@ def _encoder(opened: PackedFolder, settings: dict[str, Any], output: Output) -> 
     encoder = opened.load_encoder(settings)
     if changes := opened.overridden(settings):
         _note(f"{opened.path} is checked with settings that differ from packing.json: {', '.join(changes)}", output)
-    if encoder.vision is None or not encoder.vision.undecided:
+    if encoder.vision is None or not encoder.vision.ambiguous_layouts:
         return encoder
     remedy = "pass `patch_size`, `vision_family` or `processor`"
-    _note(f"samples are not encoded again: `factor` {ambiguous(encoder.vision.undecided)}; {remedy}", output)
+    _note(f"samples are not encoded again: `factor` {ambiguous(encoder.vision.ambiguous_layouts)}; {remedy}", output)
     return None
 
 

@@ -20,7 +20,7 @@ COLOURS = {
     "purple": (142, 68, 173),
     "orange": (230, 126, 34),
 }
-SHAPES = ("circle", "square", "triangle")
+RECORD_FORMATS = ("circle", "square", "triangle")
 FORMATS = ("jpg", "png", "webp", "gif", "bmp")
 _EXIF_ORIENTATION = 0x0112
 
@@ -51,7 +51,7 @@ class Picture:
 def draw_picture(rng: random.Random, folder: Path, stem: str) -> Picture:
     """Draw one to four figures into a file of random size, format and EXIF orientation."""
     width, height = rng.randint(60, 640), rng.randint(60, 480)
-    figures = tuple((rng.choice(list(COLOURS)), rng.choice(SHAPES)) for _ in range(rng.randint(1, 4)))
+    figures = tuple((rng.choice(list(COLOURS)), rng.choice(RECORD_FORMATS)) for _ in range(rng.randint(1, 4)))
     image = Image.new("RGB", (width, height), (250, 249, 245))
     pen = ImageDraw.Draw(image)
     cell = width / len(figures)
@@ -170,7 +170,7 @@ def _compare(rng: random.Random, images: Path, number: int) -> Record:
 
 
 def _typed_parts(rng: random.Random, images: Path, number: int) -> Record:
-    picture, shape = _picture(rng, images, number), rng.choice(SHAPES)
+    picture, shape = _picture(rng, images, number), rng.choice(RECORD_FORMATS)
     return {
         "messages": [
             {

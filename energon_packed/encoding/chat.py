@@ -268,7 +268,7 @@ class ChatEncoder(Processor):
         None without a vision family, and for a family that does not know its patch size.
         """
         vision, token = self.vision, self.image_token_id
-        if vision is None or token is None or vision.undecided:
+        if vision is None or token is None or vision.ambiguous_layouts:
             return None
         pixels = vision.smallest()
         placeholder = self.text_tokenizer.encode([vision.placeholder], [None], special=False).input_ids

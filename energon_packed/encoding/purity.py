@@ -4,7 +4,7 @@ The check reads the template's syntax tree, as abstract interpretation: each exp
 conversations with the same roles), CONTENT (a content, unchanged), TEXT (contents and fixed pieces, joined), or OTHER.
 Where only FIXED values decide which way the template goes and only the first three are printed, the text is fixed
 pieces around contents. The templates of reasoning models also look into contents, for `</think>` or for white space:
-such a look has one outcome for contents that hold none of its literals, which `Guard` tells.
+such a look has one outcome for contents that hold none of its literals, which `ContentGuard` tells.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ _NEIGHBOURS = ("previtem", "nextitem")
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class ContentGuard:
     """Which contents a template only joins.
 
     Attributes:
@@ -51,7 +51,7 @@ class Guard:
         return first in self.stripped or last in self.stripped
 
 
-def content_guard(source: str) -> Guard | None:
+def content_guard(source: str) -> ContentGuard | None:
     """Which contents a template only joins; None where it may change any.
 
     What holds for one conversation of such a template (its spans, it is not rejected) then holds for every
@@ -83,7 +83,7 @@ class _Purity:
         self._filled = False
         self._stripped: set[str] = set()
 
-    def guard(self) -> Guard | None:
+    def guard(self) -> ContentGuard | None:
         """The guard of the whole template."""
         known = None
         while known != (known := self._state()):
@@ -92,8 +92,8 @@ class _Purity:
                 return self._found() if pure else None
         return None
 
-    def _found(self) -> Guard:
-        return Guard(tuple(sorted(self._literals)), self._filled, "".join(sorted(self._stripped)))
+    def _found(self) -> ContentGuard:
+        return ContentGuard(tuple(sorted(self._literals)), self._filled, "".join(sorted(self._stripped)))
 
     def _state(self) -> tuple[Any, ...]:
         return (dict(self._classes), set(self._lists), set(self._holders), set(self._echoes))

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from energon_packed.encoding.completeness import Messages, check_rendered, turn_places
 from energon_packed.encoding.skeleton import Span
-from energon_packed.encoding.special_text import HeldText, SpecialText
+from energon_packed.encoding.special_text import EscapedText, SpecialText
 from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation
@@ -65,7 +65,7 @@ class Renderer:
         if held is conversation:
             return self._rendered(conversation)
         rendered = self._rendered(held)
-        return rendered._replace(text=HeldText(rendered.text))
+        return rendered._replace(text=EscapedText(rendered.text))
 
     def held(self, conversation: Conversation) -> Conversation:
         """The conversation as it is rendered: with special tokens of its own held."""

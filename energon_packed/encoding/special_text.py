@@ -6,11 +6,11 @@ the search for turns takes it for a control token:
     content     "what is <|im_end|>?"       held     "what is \\U000f0002?"
     rendered    "<|im_start|>user\\nwhat is \\U000f0002?<|im_end|>"
 
-`HeldTokenizer` gives the ids of such a text: of the control tokens that the template wrote, and of the others as
+`EscapedTokenizer` gives the ids of such a text: of the control tokens that the template wrote, and of the others as
 Transformers' `split_special_tokens=True` does (which lets a Unigram model find control tokens in its vocabulary; here
 it cannot).
 
-HeldTokenizer: ids of texts in which the conversation's own special tokens are text.
+EscapedTokenizer: ids of texts in which the conversation's own special tokens are text.
 
 It is the same tokenizer with other names for its control tokens: one private-use character each, under the same id.
 The template's tokens are written as these characters, and a special token in the conversation is written out; no name
@@ -48,7 +48,7 @@ Bool = npt.NDArray[np.bool_]
 _NAMES = 0xF8000  # character that names the first control token
 
 
-class HeldTokenizer:
+class EscapedTokenizer:
     """A copy of a tokenizer with renamed control tokens.
 
     Args:
@@ -134,7 +134,7 @@ def _renamed(settings: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     return {**settings, "added_tokens": added, "model": model}
 
 
-class HeldText(str):
+class EscapedText(str):
     """A rendered text with held characters."""
 
     __slots__ = ()

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from energon_packed.encoding.pretrained import TokenizerParts
-from energon_packed.encoding.purity import Guard, content_guard
+from energon_packed.encoding.purity import ContentGuard, content_guard
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
 from energon_packed.encoding.turns import TurnFinder, TurnShape
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
@@ -113,7 +113,7 @@ class ChatTemplate:
         return self._joined.holds(contents)
 
     @cached_property
-    def _joined(self) -> Guard:
+    def _joined(self) -> ContentGuard:
         guard = self._guard
         assert guard is not None, "there is no skeleton without a guard"
         # A turn may begin as the rest of the prompt does, and is then taken for the prompt.

@@ -34,7 +34,7 @@ from energon_packed.encoding.engines import (
     prove_in_child,
 )
 from energon_packed.encoding.skeleton import Span
-from energon_packed.encoding.special_text import HeldText, HeldTokenizer, control_tokens, covered_by_offsets
+from energon_packed.encoding.special_text import EscapedText, EscapedTokenizer, control_tokens, covered_by_offsets
 from energon_packed.errors import ConfigError, EngineMismatch
 
 Int32 = npt.NDArray[np.int32]
@@ -151,22 +151,22 @@ class TextTokenizer:
         Raises:
             EngineMismatch: a text that both engines tokenized got different ids.
         """
-        if any([type(text) is HeldText for text in texts]):
+        if any([type(text) is EscapedText for text in texts]):
             return self._with_held(texts, spans, special)
         input_ids, cu_seqlens = self._ids(texts, special)
         self._seen += len(texts)
         return TokenizedTexts(input_ids, self._covered(texts, spans, input_ids, cu_seqlens), cu_seqlens)
 
     @cached_property
-    def _held_tokenizer(self) -> HeldTokenizer:
-        return HeldTokenizer(self.serialized, self._control)
+    def _held_tokenizer(self) -> EscapedTokenizer:
+        return EscapedTokenizer(self.serialized, self._control)
 
     def _with_held(self, texts: Sequence[str], spans: Sequence[Spans], special: bool) -> TokenizedTexts:
         """As `encode`, where special tokens in some of the texts are text: those take tokenizers."""
         pieces: dict[int, tuple[Int64, Bool]] = {}
-        others = [number for number, text in enumerate(texts) if type(text) is not HeldText]
+        others = [number for number, text in enumerate(texts) if type(text) is not EscapedText]
         for number, text in enumerate(texts):
-            if type(text) is HeldText:
+            if type(text) is EscapedText:
                 pieces[number] = self._held_tokenizer.encode(text, spans[number], special=special)
         if others:
             found = self.encode([texts[n] for n in others], [spans[n] for n in others], special=special)

@@ -175,12 +175,12 @@ def member_names(raw: RawPack, names: Sequence[Sequence[str]], *, extension: str
     if all(name in known for listed in names for name in listed):
         return [list(listed) for listed in names]
     running = count()
-    placed = [[(name, (i, j, next(running))) for j, name in enumerate(listed)] for i, listed in enumerate(names)]
-    absent = [at for listed in placed for name, at in listed if name not in known]
+    add_location = [[(name, (i, j, next(running))) for j, name in enumerate(listed)] for i, listed in enumerate(names)]
+    absent = [at for listed in add_location for name, at in listed if name not in known]
     stems = _members_by_stem(raw, extension)
     for stem in _STEMS:
         if all(stem(at) in stems for at in absent):
-            return [[name if name in known else stems[stem(at)] for name, at in listed] for listed in placed]
+            return [[name if name in known else stems[stem(at)] for name, at in listed] for listed in add_location]
     return [list(listed) for listed in names]
 
 

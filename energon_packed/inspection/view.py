@@ -17,7 +17,7 @@ from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Processor
 from energon_packed.encoding.supervision import supervised_turns
 from energon_packed.encoding.vision.images import read_header
 from energon_packed.errors import FormatError, RecordError
-from energon_packed.files import write_whole
+from energon_packed.files import atomic_write
 from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.records import Conversation, MediaReference
 
@@ -215,5 +215,5 @@ def extract_pack(raw: Mapping[str, Any], folder: Path) -> list[Path]:
             )
         files[path] = content
     for path, content in files.items():
-        write_whole(path, content)  # a new file: a hard link in the folder is replaced, not written through
+        atomic_write(path, content)  # a new file: a hard link in the folder is replaced, not written through
     return list(files)

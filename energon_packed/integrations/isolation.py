@@ -31,7 +31,7 @@ _ONE_SAMPLE_A_ROW = (
 
 
 @dataclass(frozen=True, slots=True)
-class Influence:
+class IsolationResult:
     """How far samples of one row change the logits of each other.
 
     Attributes:
@@ -50,7 +50,7 @@ class Influence:
         return self.later > max(_ROUNDING, 5 * self.earlier) or max(self.later, self.earlier) > _MOST_ROUNDING
 
 
-def check_isolation(model: Any, batch: PackedBatch | None = None) -> Influence:
+def check_isolation(model: Any, batch: PackedBatch | None = None) -> IsolationResult:
     """Raise where a model does not keep the samples of a packed row apart.
 
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
@@ -91,7 +91,7 @@ def check_isolation(model: Any, batch: PackedBatch | None = None) -> Influence:
     return found
 
 
-def measure(model: Any, inputs: dict[str, Any], bounds: list[int]) -> Influence:
+def measure(model: Any, inputs: dict[str, Any], bounds: list[int]) -> IsolationResult:
     """The influence of the first and of the last sample on the others.
 
     Args:
@@ -105,7 +105,7 @@ def measure(model: Any, inputs: dict[str, Any], bounds: list[int]) -> Influence:
         plain = _logits(model, inputs)
         changed = _logits(model, _changed(model, inputs, first))
         control = _logits(model, _changed(model, inputs, last))
-    return Influence(
+    return IsolationResult(
         later=_share(changed - plain, later, first),
         earlier=_share(control - plain, earlier, last),
     )

@@ -16,16 +16,16 @@ from energon_packed.loading.dataset import BalancedSampler, PackedDataset
 from energon_packed.loading.distributors import (
     Distributor,
     EnergonDistributor,
+    FileShardDistributor,
     Item,
     IterableDistributor,
     MapDistributor,
     MixtureDistributor,
-    RankPartitioned,
 )
 from energon_packed.loading.energon import LoaderConfig, PackedLoader, PackedTaskEncoder, get_packed_loader
 from energon_packed.loading.joint import JointLoader
 from energon_packed.loading.manifests import steps_per_epoch
-from energon_packed.loading.metrics import FlowMetrics
+from energon_packed.loading.metrics import ThroughputMetrics
 from energon_packed.loading.packers import (
     BalancedPoolPacker,
     Packer,
@@ -34,7 +34,7 @@ from energon_packed.loading.packers import (
     SequentialPacker,
     SimpleBatcher,
 )
-from energon_packed.loading.ranks import Share
+from energon_packed.loading.ranks import ShardSpec
 from energon_packed.loading.raw_records import PackedIterableDataset, PlannedDataset, get_raw_loader, plan_in_memory
 from energon_packed.loading.state import gather_state
 
@@ -46,7 +46,7 @@ __all__ = [
     "DataflowLoader",
     "Distributor",
     "EnergonDistributor",
-    "FlowMetrics",
+    "FileShardDistributor",
     "Item",
     "IterableDistributor",
     "JointLoader",
@@ -63,10 +63,10 @@ __all__ = [
     "PlannedDataset",
     "PlannedPacker",
     "PoolPacker",
-    "RankPartitioned",
     "SequentialPacker",
-    "Share",
+    "ShardSpec",
     "SimpleBatcher",
+    "ThroughputMetrics",
     "gather_state",
     "get_packed_loader",
     "get_raw_loader",

@@ -54,7 +54,7 @@ class DummyImages:
         self._given = given
         self._choice = choice
         self._warned = False
-        self._several = several_ranks()  # workers that are spawned do not know the process group
+        self._several = is_distributed()  # workers that are spawned do not know the process group
 
     def known(self, of_row: EncodedSample | None) -> EncodedSample | None:
         """The dummy that rows such as this one get if they have no image; None if they do not get a dummy.
@@ -68,7 +68,7 @@ class DummyImages:
         if self._choice == "never":
             return None
         dummy = self._given or of_row
-        if dummy is not None and self._choice == "auto" and not (self._several or several_ranks()):
+        if dummy is not None and self._choice == "auto" and not (self._several or is_distributed()):
             return None
         if dummy is None and self._choice == "always":
             raise BatchError(
@@ -102,7 +102,7 @@ class DummyImages:
         return None
 
 
-def several_ranks() -> bool:
+def is_distributed() -> bool:
     """Whether several processes train."""
     return (group_place()[1] if has_group() else launched_processes()) > 1
 

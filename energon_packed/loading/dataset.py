@@ -19,21 +19,21 @@ from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.loading.distributors.datasets import Balance, check_balance
-from energon_packed.loading.failures import verify_tells
+from energon_packed.loading.failures import verify_hint
 from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.manifests import (
     LoadedSplit,
-    by_weight,
+    apportion,
     digests_of,
     drawn,
+    epoch_pack_counts,
     least_used,
     loaded_splits,
-    packs_of_epoch,
     processor_for,
 )
 from energon_packed.loading.order import Order, check_sizes
 from energon_packed.loading.process import encode_pack
-from energon_packed.loading.ranks import place_of, refuse_dispatch
+from energon_packed.loading.ranks import refuse_dispatch, resolve_rank
 from energon_packed.loading.trust import check_blend_trusted
 from energon_packed.packing.balance import CostModel, Imbalance, RowSizes
 from energon_packed.pipeline.run_state import digest
@@ -82,9 +82,9 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         check_balance(balance)
         if rank == "all":
             self.rank: int | None = None
-            self.ranks = place_of(None, None)[1] if num_replicas is None else num_replicas
+            self.ranks = resolve_rank(None, None)[1] if num_replicas is None else num_replicas
         else:
-            self.rank, self.ranks = place_of(rank, num_replicas)
+            self.rank, self.ranks = resolve_rank(rank, num_replicas)
         for name, value in (("ranks", self.ranks), ("batch_size", batch_size)):
             if value < 1:
                 raise ConfigError(f"`{name}` must be at least 1, got {value}.")
@@ -228,7 +228,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
             [
                 start + drawn(count, of_epoch, np.random.default_rng([self.seed, epoch, member]))
                 for member, (start, count, of_epoch) in enumerate(
-                    zip(self._starts.tolist(), packs, packs_of_epoch(blend, packs), strict=False)
+                    zip(self._starts.tolist(), packs, epoch_pack_counts(blend, packs), strict=False)
                 )
             ]
         )
@@ -249,7 +249,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
             [
                 start + least_used(times[start:stop], of_member, rng)
                 for start, stop, of_member in zip(
-                    self._starts[:-1].tolist(), self._starts[1:].tolist(), by_weight(list(weights), count), strict=True
+                    self._starts[:-1].tolist(), self._starts[1:].tolist(), apportion(list(weights), count), strict=True
                 )
             ]
         )
@@ -265,7 +265,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         try:
             return encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
         except (FormatError, RecordError) as error:
-            raise error.at(folder.place(pack), verify_tells(source.dataset)) from error
+            raise error.at(folder.place(pack), verify_hint(source.dataset)) from error
 
     @property
     def reader(self) -> ShardReader:

@@ -306,7 +306,7 @@ class FailureLog:
         self._rows.add(-1, source, -1, key, _reason(error), str(error)[:MOST_DETAIL])
         _log.error("sample %s%s failed to load: %s: %s", key, source and f" of {source}", type(error).__name__, error)
         if self.limit == 0:
-            self._last_word = placed(error, key, source)
+            self._last_word = add_location(error, key, source)
             raise self._last_word from (error if self._last_word is not error else None)
         if self.limit is not None and total > self.limit:
             by_reason = ", ".join(f"{name} {count}" for name, count in self.counts.items())
@@ -368,23 +368,23 @@ class _SharedLines:
             self._size.value = 0
 
 
-def placed(error: Exception, key: str, source: str) -> Exception:
+def add_location(error: Exception, key: str, source: str) -> Exception:
     """The error with shard and pack, where it is one of their content."""
     if isinstance(error, FormatError | RecordError) and source:
-        return error.at(f"{source}, pack {key}", verify_tells(os.path.dirname(source)))
+        return error.at(f"{source}, pack {key}", verify_hint(os.path.dirname(source)))
     return error
 
 
-def raise_placed(error: Exception, sample: Any, sources: Any = None) -> None:
+def reraise_with_location(error: Exception, sample: Any, sources: Any = None) -> None:
     """Energon's `global_error_handler` where nothing is skipped.
 
     Raises:
         Exception: the error, with its place.
     """
-    raise placed(error, _key(sample), _source(sources or _field(sample, "__sources__"))) from error
+    raise add_location(error, _key(sample), _source(sources or _field(sample, "__sources__"))) from error
 
 
-def verify_tells(folder: str) -> str:
+def verify_hint(folder: str) -> str:
     """What to do about a pack that cannot be loaded."""
     return f"energon-packed verify {folder} tells whether files are damaged: copy or pack them again"
 

@@ -11,11 +11,11 @@ from energon_packed.loading.state import (
     check_identity,
     check_state,
     damage_named,
+    iterate_epoch,
     make_state,
     position_of,
     state_at,
     states_of,
-    until_the_end,
     without_weights,
 )
 
@@ -91,7 +91,7 @@ class JointLoader:
         Raises:
             ConfigError: a loader without any batch.
         """
-        return until_the_end(self.rest_of_epoch, empty=len(self.loaders) if self._step else 0)
+        return iterate_epoch(self.rest_of_epoch, empty=len(self.loaders) if self._step else 0)
 
     def rest_of_epoch(self) -> Iterator[tuple[str, Any]]:
         """(name, batch) of the steps of the current epoch that were not given yet: none after its last one.

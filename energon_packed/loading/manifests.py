@@ -220,7 +220,7 @@ class OpenedSplits(OpenedFiles):
 Int64 = npt.NDArray[np.int64]
 
 
-def packs_of_epoch(blend: list[LoadedSplit], packs: list[int]) -> list[int]:
+def epoch_pack_counts(blend: list[LoadedSplit], packs: list[int]) -> list[int]:
     """Packs that an epoch has of each dataset.
 
     By repetitions, their product with the packs there are. By weight, an epoch is as long as all datasets together,
@@ -233,10 +233,10 @@ def packs_of_epoch(blend: list[LoadedSplit], packs: list[int]) -> list[int]:
     """
     if all(one.weight is None for one in blend):
         return [int((one.repetitions or 1) * count) for one, count in zip(blend, packs, strict=True)]
-    return by_weight([one.weight or 0.0 for one in blend], sum(packs))
+    return apportion([one.weight or 0.0 for one in blend], sum(packs))
 
 
-def by_weight(weights: list[float], total: int) -> list[int]:
+def apportion(weights: list[float], total: int) -> list[int]:
     """`total` divided by weights, with the sum `total`, by largest remainders."""
     exact = total * np.array(weights) / sum(weights)
     counts = np.floor(exact).astype(np.int64)
@@ -309,7 +309,7 @@ def steps_per_epoch(
     if any(one.weight is not None for one in blend):
         raise ConfigError(
             f"{path} draws by weight indefinitely, so it has no epoch; count the steps to train for, or use "
-            f"PackedDataset, whose epoch has {sum(packs_of_epoch(blend, counts))} packs"
+            f"PackedDataset, whose epoch has {sum(epoch_pack_counts(blend, counts))} packs"
         )
     times = [one.repetitions or 1 for one in blend]
     return steps_of_ranks(list(zip(counts, times, strict=True)), **place, drop_last=drop_last)

@@ -1,17 +1,17 @@
-"""FlowMetrics: what a training loop logs of its data."""
+"""ThroughputMetrics: what a training loop logs of its data."""
 
 import time
 from collections.abc import Iterable, Iterator
 
 from energon_packed.encoding import IGNORE_INDEX
 from energon_packed.loading.batch import PackedBatch
-from energon_packed.loading.ranks import of_all_ranks
+from energon_packed.loading.ranks import all_gather_object
 
 
-class FlowMetrics:
+class ThroughputMetrics:
     """Sums over the batches of this rank; `summary` gives the means since the last one.
 
-        metrics = FlowMetrics(seq_len=4096)
+        metrics = ThroughputMetrics(seq_len=4096)
         for batch in metrics.watch(loader):
             ...
             log(metrics.summary())
@@ -58,7 +58,7 @@ class FlowMetrics:
         over all ranks of torch.distributed.
         """
         steps, tokens = self._steps, self._tokens
-        per_rank = of_all_ranks(tokens / steps if steps else 0.0)
+        per_rank = all_gather_object(tokens / steps if steps else 0.0)
         found: dict[str, float] = {}
         if steps:
             found = {

@@ -92,7 +92,7 @@ class RecordAt(NamedTuple):
     id: str | None
 
 
-class Sourced(NamedTuple):
+class WithSource(NamedTuple):
     """A value with the data set that it comes from.
 
     Attributes:
@@ -119,7 +119,7 @@ def encode_items(values: Sequence[Any], processor: Processor) -> list[Encoded]:
         values: what distributors give; a Reject stands for a record that could not be read.
         processor: encodes conversations, all of these together.
     """
-    found: list[Any] = [one.value if isinstance(one, Sourced) else one for one in values]
+    found: list[Any] = [one.value if isinstance(one, WithSource) else one for one in values]
     found = [one if isinstance(one, Conversation) else _without_processor(one) for one in found]
     talks = [place for place, one in enumerate(found) if isinstance(one, Conversation)]
     encoded = processor.encode_many([found[place] for place in talks]) if talks else []
@@ -128,7 +128,7 @@ def encode_items(values: Sequence[Any], processor: Processor) -> list[Encoded]:
     done = [one if isinstance(one, (list, EncodedRow)) else _rest(one, processor) for one in found]
     return [
         [sample.of(value.source) for sample in one]
-        if isinstance(value, Sourced) and not isinstance(one, EnergonPackedError)
+        if isinstance(value, WithSource) and not isinstance(one, EnergonPackedError)
         else one
         for value, one in zip(values, done, strict=True)
     ]

@@ -42,7 +42,7 @@ def launched_processes() -> int:
     return int(launched) if launched.isdecimal() else 1
 
 
-def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
+def all_gather_object(value: Any, group: Any = None) -> list[Any]:
     """`value` of every process, in the order of ranks: a collective operation. Without a group, this one's alone."""
     if not has_group():
         return [value]
@@ -51,7 +51,7 @@ def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
     return found
 
 
-def of_first_rank(value: Any, group: Any = None) -> Any:
+def broadcast_object(value: Any, group: Any = None) -> Any:
     """`value` of the first process of the group: a float computed on other hardware may differ in its last bit."""
     if not has_group():
         return value
@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class ShardSpec:
     """Part `index` of the `count` parts of one epoch. Parts are disjoint, and together they are the epoch.
 
     Attributes:
@@ -89,7 +89,7 @@ class Share:
         return np.random.default_rng([self.seed, self.epoch, *salt])
 
 
-def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """(rank, world_size): as given, else from torch.distributed, else (0, 1).
 
     Raises:
@@ -111,7 +111,7 @@ def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return group_place()
 
 
-def check_place(made: tuple[int, int], rank: int | None, world_size: int | None) -> None:
+def check_rank(made: tuple[int, int], rank: int | None, world_size: int | None) -> None:
     """Refuse to load where the process group is no longer that in which the loader was made.
 
     Args:
@@ -121,7 +121,7 @@ def check_place(made: tuple[int, int], rank: int | None, world_size: int | None)
     Raises:
         ConfigError: rank or world size differ; the message names both.
     """
-    now = place_of(rank, world_size)
+    now = resolve_rank(rank, world_size)
     if made != now:
         raise ConfigError(
             f"the loader was made as rank {made[0]} of {made[1]}, and torch.distributed now says rank {now[0]} of "
@@ -129,7 +129,7 @@ def check_place(made: tuple[int, int], rank: int | None, world_size: int | None)
         )
 
 
-def shuffled(items: Sequence[int] | int, share: Share, *salt: int, shuffle: bool = True) -> npt.NDArray[np.int64]:
+def shuffled(items: Sequence[int] | int, share: ShardSpec, *salt: int, shuffle: bool = True) -> npt.NDArray[np.int64]:
     """Numbers in the order of an epoch, int64 (n,): a seeded permutation, or as they are."""
     numbers = np.arange(items) if isinstance(items, int) else np.asarray(items, dtype=np.int64)
     return share.rng(*salt).permutation(numbers) if shuffle else numbers
@@ -162,7 +162,7 @@ _SHARD = "IterableDatasetShard"
 _READING = ("__iter__", "_fetch_batches")
 
 
-def refuse_second_split(world_size: int) -> None:
+def check_not_resharded(world_size: int) -> None:
     """Raise where a class that splits data over processes reads a loader that gives each rank its own.
 
     Args:

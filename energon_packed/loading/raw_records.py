@@ -25,7 +25,7 @@ from energon_packed.loading.distributors.records import RecordDistributor
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.packers.base import Sizes
-from energon_packed.loading.ranks import place_of, refuse_dispatch, refuse_second_split
+from energon_packed.loading.ranks import check_not_resharded, refuse_dispatch, resolve_rank
 from energon_packed.packing.balance import RowSizes
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import LocalEngine, Progress
@@ -33,7 +33,7 @@ from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.plan import plan_rejects
 from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.rejects import RejectReport, warning_of
-from energon_packed.pipeline.run_state import digest, make_keys
+from energon_packed.pipeline.run_state import compute_fingerprints, digest
 from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import Conversation
 
@@ -165,7 +165,7 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
     folder = work_folder(config)
     reader = open_reader(config, folder)
     config.check_format(reader)
-    keys = make_keys(config, reader.sources, None)
+    keys = compute_fingerprints(config, reader.sources, None)
     with closing(LocalEngine(config.processes)) as engine:
         table = MeasureStage(
             options=config,
@@ -189,7 +189,7 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
     groups = config.packer().groups(sizes)
     order = np.random.default_rng(config.seed).permutation(len(groups)) if config.shuffle else range(len(groups))
     groups = [groups[number] for number in order]
-    read = digest(keys.input, keys.encoder, config.reading_key())
+    read = digest(keys.input, keys.encoder, config.reader_fingerprint())
     facts = {"rejects": report, "seq_len": config.row_length, "truncate": config.truncate, "fingerprint": read}
     return PlannedDataset(reader, config.encoder_loader, refs, groups, **facts)
 
@@ -229,7 +229,7 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         self.config = config
         self._place = (rank, world_size)
         prepare_workers(config.encoder_loader, sum(len(source.chunks()) for source in reader.sources))
-        fingerprint = make_keys(config, reader.sources, None).input
+        fingerprint = compute_fingerprints(config, reader.sources, None).input
         self.loader = DataflowLoader(
             RecordDistributor(reader, shuffle=config.shuffle, fingerprint=fingerprint),
             config.encoder_loader.load(),
@@ -251,7 +251,7 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
             ConfigError: it is read in a worker process of another loader, or accelerate splits or dispatches it again.
         """
         refuse_dispatch()
-        refuse_second_split(place_of(*self._place)[1])
+        check_not_resharded(resolve_rank(*self._place)[1])
         if torch.utils.data.get_worker_info() is not None:
             raise ConfigError(
                 "a PackedIterableDataset is read in a worker process of a DataLoader, and each worker would read "

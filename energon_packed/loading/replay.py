@@ -14,7 +14,7 @@ from energon_packed.errors import ConfigError, RecordError, Reject
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.config import DataflowConfig
 from energon_packed.loading.dataflow.steps import StreamSteps
-from energon_packed.loading.dataflow.worker_stream import Roles
+from energon_packed.loading.dataflow.worker_stream import LoaderParts
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.raw_records import PackedIterableDataset, PlannedDataset, plan_in_memory
@@ -126,7 +126,7 @@ def _of_ranks(distributor: MapDistributor, step: int, run: Run) -> Iterator[Repl
         yield Replayed(rank=rank, worker=worker, packs=packs, ids=ids, steps=count)
 
 
-def _streamed(roles: Roles, step: int, run: Run) -> Iterator[Replayed]:
+def _streamed(roles: LoaderParts, step: int, run: Run) -> Iterator[Replayed]:
     """A step of a stream, which is packed until there."""
     workers, longest = max(1, run.num_workers), 0
     for rank in range(run.world_size):

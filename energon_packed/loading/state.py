@@ -24,7 +24,7 @@ from math import gcd, lcm
 from typing import Any
 
 from energon_packed.errors import BatchError, EnergonPackedError
-from energon_packed.loading.ranks import of_all_ranks
+from energon_packed.loading.ranks import all_gather_object
 
 STATE_VERSION = 4
 """Version of the states of all loaders. Versions 1 to 3 had another form for each loader."""
@@ -72,7 +72,7 @@ def gathered(state: dict[str, Any], group: Any = None) -> dict[str, Any]:
     if "rank" not in state:
         return state
     shared = {name: state[name] for name in ("version", "loader") if name in state}
-    return shared | {GATHERED: of_all_ranks(state, group)}
+    return shared | {GATHERED: all_gather_object(state, group)}
 
 
 def position_of(loader: Any) -> Any:
@@ -228,7 +228,7 @@ def _difference(name: str, saved: Any, now: Any) -> str:
     return f"{name} {saved} saved, {now} now"
 
 
-def until_the_end(rest: Callable[[], Iterator[Any]], *, empty: int) -> Iterator[Any]:
+def iterate_epoch(rest: Callable[[], Iterator[Any]], *, empty: int) -> Iterator[Any]:
     """The rest of an epoch, or the next epoch where nothing is left of one that was begun.
 
     A loop that counts its steps leaves the iterator after the last batch, and so does a state saved there: what

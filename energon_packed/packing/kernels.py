@@ -121,16 +121,16 @@ def descending_order(lengths: Int32, top: int) -> tuple[Int32, Int32]:
         if length <= top:
             order[starts[length]] = sample
             starts[length] += 1
-    placed = np.empty(kept, dtype=np.int32)
+    add_location = np.empty(kept, dtype=np.int32)
     start = 0
     for length in range(top, -1, -1):
-        placed[start : starts[length]] = length
+        add_location[start : starts[length]] = length
         start = starts[length]
-    return order, placed
+    return order, add_location
 
 
 @compiled
-def best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: int) -> tuple[Int32, int]:
+def best_fit(add_location: Int32, closes: Int64, capacity: int, max_samples: int) -> tuple[Int32, int]:
     """Place each sample in the open pack with the least sufficient free space.
 
     All packs are closed before each position in `closes`, int64 (w,), ascending.
@@ -139,17 +139,17 @@ def best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: int) -> t
     is the best fit for that one too, as any fuller pack with that room would have been chosen before it. For the same
     reason the packs with the chosen amount of free space come before all others, until there are none.
     """
-    pack_at = np.empty(placed.size, dtype=np.int32)
+    pack_at = np.empty(add_location.size, dtype=np.int32)
     levels = bitset_levels(capacity + 1)
     words = np.zeros(levels[-1], dtype=np.uint64)
     head = np.full(capacity + 1, -1, dtype=np.int32)  # free space -> first open pack with that amount
-    below = np.empty(placed.size, dtype=np.int32)  # open pack -> next pack with the same free space
-    is_limited = max_samples < placed.size
-    samples = np.zeros(placed.size if is_limited else 0, dtype=np.int32)
+    below = np.empty(add_location.size, dtype=np.int32)  # open pack -> next pack with the same free space
+    is_limited = max_samples < add_location.size
+    samples = np.zeros(add_location.size if is_limited else 0, dtype=np.int32)
     packs = 0
     window = 0
     place = 0
-    while place < placed.size:
+    while place < add_location.size:
         if window < closes.size and place == closes[window]:
             window += 1
             space = bitset_next(words, levels, 0)
@@ -157,10 +157,10 @@ def best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: int) -> t
                 bitset_remove(words, levels, space)
                 head[space] = -1
                 space = bitset_next(words, levels, space)
-        length = placed[place]
-        end = closes[window] if window < closes.size else placed.size
+        length = add_location[place]
+        end = closes[window] if window < closes.size else add_location.size
         fit = bitset_next(words, levels, length)
-        while place < end and placed[place] == length:
+        while place < end and add_location[place] == length:
             if fit >= 0 and head[fit] < 0:
                 fit = bitset_next(words, levels, length)
             if fit < 0:
@@ -179,7 +179,7 @@ def best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: int) -> t
                 place += 1
                 space -= length
                 room -= 1
-                if space < length or room == 0 or place == end or placed[place] != length:
+                if space < length or room == 0 or place == end or add_location[place] != length:
                     break
             if is_limited:
                 samples[pack] = max_samples - room
@@ -192,17 +192,17 @@ def best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: int) -> t
 
 
 @compiled
-def first_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
+def first_fit(add_location: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
     """Place each sample in the oldest pack with enough free space, found with a max-tree over packs."""
-    pack_at = np.empty(placed.size, dtype=np.int32)
-    samples = np.zeros(placed.size, dtype=np.int32)
+    pack_at = np.empty(add_location.size, dtype=np.int32)
+    samples = np.zeros(add_location.size, dtype=np.int32)
     leaves = 1
-    while leaves < placed.size:
+    while leaves < add_location.size:
         leaves *= 2
     tree = np.full(2 * leaves, capacity, dtype=np.int32)  # maximum free space in each subtree
     packs = 0
-    for place in range(placed.size):
-        length = placed[place]
+    for place in range(add_location.size):
+        length = add_location[place]
         node = 1
         while node < leaves:
             node *= 2
@@ -221,14 +221,14 @@ def first_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, in
 
 
 @compiled
-def next_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
+def next_fit(add_location: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
     """Place each sample in the current pack or open a new one, in input order."""
-    pack_at = np.empty(placed.size, dtype=np.int32)
+    pack_at = np.empty(add_location.size, dtype=np.int32)
     packs = 0
     space = 0
     room = 0
-    for place in range(placed.size):
-        length = placed[place]
+    for place in range(add_location.size):
+        length = add_location[place]
         if space < length or room == 0:
             packs += 1
             space = capacity
@@ -258,14 +258,14 @@ def group_by_pack(order: Int32, pack_at: Int32, packs: int) -> tuple[Int64, Int6
 
 def best_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
     """Longest sample first, each into the fullest pack with enough free space."""
-    order, placed = kernels.descending_order(lengths, capacity)
-    return Placement(order, *kernels.best_fit(placed, np.zeros(0, dtype=np.int64), capacity, max_samples))
+    order, add_location = kernels.descending_order(lengths, capacity)
+    return Placement(order, *kernels.best_fit(add_location, np.zeros(0, dtype=np.int64), capacity, max_samples))
 
 
 def first_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
     """Longest sample first, each into the oldest pack with enough free space."""
-    order, placed = kernels.descending_order(lengths, capacity)
-    return Placement(order, *kernels.first_fit(placed, capacity, max_samples))
+    order, add_location = kernels.descending_order(lengths, capacity)
+    return Placement(order, *kernels.first_fit(add_location, capacity, max_samples))
 
 
 def sequential(lengths: Int32, capacity: int, max_samples: int) -> Placement:

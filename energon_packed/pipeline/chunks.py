@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import Reason
-from energon_packed.files import aside
+from energon_packed.files import atomic_path
 from energon_packed.system import most_open
 
 Int64 = npt.NDArray[np.int64]
@@ -43,7 +43,7 @@ def tokens_file(rows_file: Path) -> Path:
 
 def write_tokens(file: Path, samples: Iterable[EncodedSample]) -> None:
     """Write the tokens of the measured records of one chunk, in order; the file appears when it is complete."""
-    with aside(file) as temporary, temporary.open("wb") as out:
+    with atomic_path(file) as temporary, temporary.open("wb") as out:
         for sample in samples:
             out.write(np.concatenate([sample.input_ids, sample.labels]).astype("<i4").tobytes())
 
@@ -54,7 +54,7 @@ def tokens_size(lengths: npt.NDArray[np.int32]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenRefs:
+class TokenOffsets:
     """Where the tokens of k records are.
 
     Attributes:
@@ -68,7 +68,7 @@ class TokenRefs:
     offset: Int64
 
 
-class KeptTokens:
+class TokenCache:
     """The kept tokens of all n records.
 
     Args:
@@ -83,12 +83,12 @@ class KeptTokens:
         self._before = np.zeros(len(lengths) + 1, dtype=np.int64)  # tokens of all records before
         np.cumsum(np.maximum(lengths, 0), out=self._before[1:])
 
-    def refs(self, rows: Int64) -> TokenRefs:
+    def refs(self, rows: Int64) -> TokenOffsets:
         """Where the tokens of these records are."""
         chunk = np.searchsorted(self._starts, rows, side="right") - 1
         offset = _TOKEN * (self._before[rows] - self._before[self._starts[chunk]])
         used, file = np.unique(chunk, return_inverse=True)
-        return TokenRefs(files=[self._files[number] for number in used.tolist()], file=file, offset=offset)
+        return TokenOffsets(files=[self._files[number] for number in used.tolist()], file=file, offset=offset)
 
 
 class TokenReader:
@@ -98,7 +98,7 @@ class TokenReader:
         sample = tokens.read(0, 17)
     """
 
-    def __init__(self, refs: TokenRefs) -> None:
+    def __init__(self, refs: TokenOffsets) -> None:
         self._refs = refs
         self._open: OrderedDict[int, int] = OrderedDict()
 
@@ -157,7 +157,7 @@ SCHEMA = pa.schema(
 )
 COUNTED = ("unused_fields", "notes")
 """Attributes of a conversation that list texts; the metadata of a chunk file counts the records with each."""
-Counts = dict[str, Counter[str]]
+WorkerProgress = dict[str, Counter[str]]
 NUMBERS = {name: SCHEMA.field(name).type.to_pandas_dtype() for name in SCHEMA.names if name not in ("id", "detail")}
 _FIXABLE = [
     STATUSES.index(reason.value)
@@ -271,7 +271,7 @@ def is_measured(chunk: Chunk) -> bool:
     return not np.isin(status, _FIXABLE).any()
 
 
-def count_texts(conversations: Sequence[Any]) -> Counts:
+def count_texts(conversations: Sequence[Any]) -> WorkerProgress:
     """How many conversations list each text, by the names in `COUNTED`; None stands for a rejected record."""
     found = [one for one in conversations if one is not None]
     return {name: Counter(_utf8(text) for one in found for text in set(getattr(one, name, ()))) for name in COUNTED}
@@ -282,7 +282,7 @@ def _utf8(text: str) -> str:
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
-def read_counts(rows: Any) -> Counts:
+def read_counts(rows: Any) -> WorkerProgress:
     """What `write_rows` was given, from the table of a chunk file.
 
     Raises:
@@ -292,7 +292,7 @@ def read_counts(rows: Any) -> Counts:
     return {name: Counter(orjson.loads(metadata[name.encode()])) for name in COUNTED}
 
 
-def write_rows(file: Path, columns: Mapping[str, Sequence[Any]], counts: Counts) -> None:
+def write_rows(file: Path, columns: Mapping[str, Sequence[Any]], counts: WorkerProgress) -> None:
     """Write the columns of `SCHEMA`; the file appears when it is complete.
 
     Args:
@@ -302,5 +302,9 @@ def write_rows(file: Path, columns: Mapping[str, Sequence[Any]], counts: Counts)
     """
     schema = SCHEMA.with_metadata({name: orjson.dumps(counts[name]) for name in COUNTED})
     arrays = [numbers(columns[n], NUMBERS[n]) if n in NUMBERS else texts(columns[n]) for n in SCHEMA.names]
-    with aside(file) as temporary, pa.OSFile(str(temporary), "wb") as out, pa.ipc.new_file(out, schema) as writer:
+    with (
+        atomic_path(file) as temporary,
+        pa.OSFile(str(temporary), "wb") as out,
+        pa.ipc.new_file(out, schema) as writer,
+    ):
         writer.write_table(pa.Table.from_arrays(arrays, schema=schema))

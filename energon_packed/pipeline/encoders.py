@@ -71,7 +71,7 @@ EncoderLoader = PretrainedEncoder | GivenEncoder
 
 def log_notices(loader: EncoderLoader) -> None:
     """Say what loading the encoder has decided, such as image options that win over a folder."""
-    for line in getattr(getattr(loader.load(), "vision", None), "notices", ()):
+    for line in getattr(getattr(loader.load(), "vision", None), "warnings", ()):
         _log.warning("%s", line)
 
 

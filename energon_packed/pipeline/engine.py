@@ -1,6 +1,6 @@
 """Engine: runs one function over many tasks and gives the results as they come, in any order.
 
-Crew: worker processes with a pipe each.
+ProcessPool: worker processes with a pipe each.
 
 Each worker has one task at a time, so it is known which task a worker had that was killed. Nothing is shared between
 workers, no lock and no queue: whatever happens to one leaves no other waiting.
@@ -175,7 +175,7 @@ class _Worker:
             raise WorkerDied(killed(name, self.process.exitcode, label(self.task))) from error
 
 
-class Crew:
+class ProcessPool:
     """Up to `size` workers, started when there is a task for them; a context manager at whose end none is left.
 
     Args:
@@ -191,7 +191,7 @@ class Crew:
         self._is_fork = start_method == "fork"
         self._workers: list[_Worker] = []
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "ProcessPool":
         return self
 
     def __exit__(
@@ -293,7 +293,7 @@ class LocalEngine(Engine):
             WorkerDied: a worker was killed, or memory ran out.
         """
         if self.processes > 1:
-            with Crew(function, self.processes, self.start_method) as crew:
+            with ProcessPool(function, self.processes, self.start_method) as crew:
                 yield from crew.results(tasks)
             return
         for task in tasks:

@@ -10,7 +10,7 @@ from typing import Any
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
 from energon_packed.encoding.vision.media import ImageCheck, check_pixels
-from energon_packed.errors import BY_CHOICE, RecordError
+from energon_packed.errors import REQUESTED_REJECTS, RecordError
 from energon_packed.packing import load_kernels
 from energon_packed.pipeline.chunks import (
     COUNTED,
@@ -18,7 +18,7 @@ from energon_packed.pipeline.chunks import (
     SCHEMA,
     STATUSES,
     Chunk,
-    Counts,
+    WorkerProgress,
     count_texts,
     is_measured,
     measured_records,
@@ -33,7 +33,7 @@ from energon_packed.pipeline.rejects import MOST_DETAIL, RejectLimits
 from energon_packed.pipeline.run_state import COUNTERS
 from energon_packed.pipeline.table import RecordTable, load_table
 from energon_packed.records import Conversation
-from energon_packed.sources import Row
+from energon_packed.sources import SourceRecord
 
 _BATCH = 256  # records held at a time
 _JSON_OVERHEAD = 200  # bytes of keys, id and length of one sample
@@ -161,7 +161,7 @@ class Measurer:
     def __call__(self, chunk: Chunk) -> ChunkReport:
         """Measure a chunk and write its file; few records are held at a time, as they may hold images."""
         columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
-        counts: Counts = {name: Counter() for name in COUNTED}
+        counts: WorkerProgress = {name: Counter() for name in COUNTED}
         first: tuple[int, str | None, str, str] | None = None
         tokenized = 0
         tokens: list[EncodedSample] = []
@@ -178,7 +178,7 @@ class Measurer:
             tokens += [one.sample for one in found if one.sample is not None]
             tokenized += sum([c is not None and c.input_ids is None for c in conversations])
             made = _columns(batch, conversations, results)
-            made["narrow"] = [c is None or self.reader.fits_narrow(c) for c in conversations]
+            made["narrow"] = [c is None or self.reader.fits_captioning(c) for c in conversations]
             for name, found_texts in count_texts(conversations).items():
                 counts[name].update(found_texts)
             if isinstance(encoder, ChatEncoder):
@@ -186,7 +186,7 @@ class Measurer:
             if first is None:
                 described = zip(made["address"], made["id"], made["detail"], results, strict=True)
                 failed = ((*place, one.reject.reason, detail) for *place, detail, one in described if one.reject)
-                first = next((one for one in failed if one[2] not in BY_CHOICE), None)
+                first = next((one for one in failed if one[2] not in REQUESTED_REJECTS), None)
             for name, values in made.items():
                 columns[name] += values
         if chunk.keep_tokens:
@@ -200,7 +200,7 @@ class Measurer:
             tokenizer_engine=tokenizer.engine if tokenizer is not None else "",
         )
 
-    def _read(self, source: int, rows: Sequence[Row]) -> tuple[list[Conversation | None], list[Measurement]]:
+    def _read(self, source: int, rows: Sequence[SourceRecord]) -> tuple[list[Conversation | None], list[Measurement]]:
         """Conversations, None where a record is rejected, and the measurement of those."""
         conversations: list[Conversation | None] = []
         results: list[Measurement] = []
@@ -216,7 +216,7 @@ class Measurer:
 
 
 def _columns(
-    rows: Sequence[Row], conversations: Sequence[Conversation | None], results: Sequence[Measurement]
+    rows: Sequence[SourceRecord], conversations: Sequence[Conversation | None], results: Sequence[Measurement]
 ) -> dict[str, list[Any]]:
     """The columns of `SCHEMA` for some rows, their conversations where they have one, and what measuring gave."""
     pairs = list(zip(rows, conversations, strict=True))

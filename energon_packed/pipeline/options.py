@@ -169,7 +169,7 @@ INPUT, PACKING, OUTPUT, RUN = "Input", "Packing", "Output", "Run"
 Overlong = Literal["drop", "error", "truncate"]
 GroupBy = Literal["none", "media"]
 CheckImages = Literal["header", "full"]
-AUTO, NARROW, WIDEST = "auto", "PackedCaptioningSample", "PackedMultiMixQASample"
+AUTO, CAPTIONING, MULTI_MIX = "auto", "PackedCaptioningSample", "PackedMultiMixQASample"
 SINGLE = "MultiMixQASample"
 _log = logging.getLogger(__name__)
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -191,9 +191,9 @@ def check_flavor(options: "InputOptions") -> None:
             "`sample_class` %s names single samples; packs of them are written, as %s. `unpacked` writes one sample a "
             "member, for packing while training",
             SINGLE,
-            WIDEST,
+            MULTI_MIX,
         )
-        object.__setattr__(options, "sample_class", WIDEST)
+        object.__setattr__(options, "sample_class", MULTI_MIX)
 
 
 def image_check(options: "InputOptions") -> ImageCheck:
@@ -366,24 +366,24 @@ class InputOptions(EncoderSettings):
         configs += [one for one in self.sources if isinstance(one, SourceConfig)]  # all of them are, by now
         return [replace(c, map=c.map or self.map, adapter=c.adapter or self.adapter) for c in configs]
 
-    def reading_key(self) -> list[Any]:
+    def reader_fingerprint(self) -> list[Any]:
         """What decides how records are read, for fingerprints, one item for each input."""
         return [config.key(self.seed) for config in self.source_configs]
 
     @property
     def codec(self) -> Codec:
         """The codec of `sample_class`; of the widest flavor before `auto` is resolved."""
-        return codec_for(WIDEST if self.sample_class == AUTO else self.sample_class, self.layout or "")
+        return codec_for(MULTI_MIX if self.sample_class == AUTO else self.sample_class, self.layout or "")
 
-    def resolved(self: Options, fits_narrow: bool) -> Options:
+    def resolved(self: Options, fits_captioning: bool) -> Options:
         """These options with the flavor that `auto` stands for.
 
         Args:
-            fits_narrow: PackedCaptioningSample holds every record that can be packed.
+            fits_captioning: PackedCaptioningSample holds every record that can be packed.
         """
         if self.sample_class != AUTO:
             return self
-        return replace(self, sample_class=NARROW if fits_narrow else WIDEST)
+        return replace(self, sample_class=CAPTIONING if fits_captioning else MULTI_MIX)
 
     @property
     def processes(self) -> int:
@@ -401,8 +401,8 @@ class RejectOptions(InputOptions):
     """What happens to records that cannot be used: the same for packing, planning and streaming.
 
     `overlong` decides about samples longer than a row. `strict`, `max_failures` and `max_reject_rate` stop the run;
-    records that are left out by choice (`BY_CHOICE`) count for none of them, and overlong samples that `overlong`
-    drops do not count for `max_failures`.
+    records that are left out by choice (`REQUESTED_REJECTS`) count for none of them, and overlong samples that
+    `overlong` drops do not count for `max_failures`.
     """
 
     overlong: Overlong = option(
@@ -548,7 +548,7 @@ class PackOptions(RejectOptions):
         """Tokens in one row."""
         return self.seq_len
 
-    def deciding_tars(self) -> dict[str, Any]:
+    def tar_fingerprint_options(self) -> dict[str, Any]:
         """The options that decide the bytes of the tars, by name."""
         names = [one.name for one in declared(type(self)) if one.decides == "tars"]
         names += ["check_images"] if self.check_images != "header" else []  # digests of earlier versions stay

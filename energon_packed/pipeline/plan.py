@@ -12,7 +12,7 @@ import numpy.typing as npt
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import Reason, RecordError, Reject
 from energon_packed.packing import PackPlan, pack_lengths
-from energon_packed.pipeline.chunks import KINDS, STATUSES, KeptTokens, TokenReader, TokenRefs, tokens_file
+from energon_packed.pipeline.chunks import KINDS, STATUSES, TokenCache, TokenOffsets, TokenReader, tokens_file
 from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.options import PackOptions, RejectOptions
@@ -151,7 +151,7 @@ class TruncationTask:
 
     rows: Int64
     records: RecordRefs
-    tokens: TokenRefs | None
+    tokens: TokenOffsets | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,14 +201,14 @@ class Plan:
         supervised: int32 (n,), targets of each record after truncation, -1 where unknown.
         packs: all packs; `indices` are record numbers.
         shards: the packs of each shard.
-        mixed_utilization: what `group_by='none'` would reach, where the run groups.
+        utilization_ungrouped: what `group_by='none'` would reach, where the run groups.
     """
 
     status: Status
     supervised: npt.NDArray[np.int32]
     packs: PackPlan
     shards: list[ShardPlan]
-    mixed_utilization: float | None
+    utilization_ungrouped: float | None
 
     @property
     def num_bytes(self) -> int:
@@ -236,7 +236,7 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
     if sum(len(shard.rows) for shard in shards) != len(packs.indices):
         raise AssertionError("the shards do not hold every packed sample")
     state.progress.advance(len(table), len(table))
-    return Plan(status=rejects.status, supervised=supervised, packs=packs, shards=shards, mixed_utilization=mixed)
+    return Plan(status=rejects.status, supervised=supervised, packs=packs, shards=shards, utilization_ungrouped=mixed)
 
 
 def plan_rejects(
@@ -245,7 +245,7 @@ def plan_rejects(
     reader: RecordReader,
     engine: Engine,
     *,
-    kept: KeptTokens | None = None,
+    kept: TokenCache | None = None,
     max_images: int | None = None,
 ) -> tuple[TableRejects, npt.NDArray[np.int32]]:
     """The rejected records, those included that fit no row; and the targets of every record after truncation.
@@ -286,8 +286,8 @@ def plan_rejects(
     return rejects, supervised
 
 
-def kept_tokens(state: RunState, table: RecordTable) -> KeptTokens | None:
+def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:
     """The tokens that measuring kept, for flavors that store them."""
     if not state.options.codec.stores_tokens:
         return None
-    return KeptTokens([tokens_file(file) for file in table.files], table.file_starts, table.length)
+    return TokenCache([tokens_file(file) for file in table.files], table.file_starts, table.length)

@@ -8,10 +8,10 @@ from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.formats import codec_for
-from energon_packed.pipeline.options import AUTO, NARROW, InputOptions, part_suffix
+from energon_packed.pipeline.options import AUTO, CAPTIONING, InputOptions, part_suffix
 from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, normalize
-from energon_packed.sources import Row, Source, open_sources
+from energon_packed.sources import Source, SourceRecord, open_sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class RecordReader:
     layout: str = ""
     part: int | None = None
 
-    def conversation(self, source: int, row: Row) -> Conversation:
+    def conversation(self, source: int, row: SourceRecord) -> Conversation:
         """A record as a conversation; `id` is None where the record has none.
 
         Raises:
@@ -43,7 +43,7 @@ class RecordReader:
         except RecursionError:
             raise RecordError(Reason.BAD_JSON, "its objects and lists are nested too deeply to be read") from None
 
-    def _conversation(self, source: int, row: Row) -> Conversation:
+    def _conversation(self, source: int, row: SourceRecord) -> Conversation:
         reading = self.sources[source].reading
         if reading.fraction < 1:
             reading.check_sampled(row.address)
@@ -70,12 +70,12 @@ class RecordReader:
             conversation = codec.fitted(conversation)
         return conversation
 
-    def fits_narrow(self, conversation: Conversation) -> bool:
+    def fits_captioning(self, conversation: Conversation) -> bool:
         """Whether PackedCaptioningSample holds it; only asked before `auto` is resolved."""
         if self.sample_class != AUTO:
             return True
         try:
-            codec_for(NARROW).check(conversation)
+            codec_for(CAPTIONING).check(conversation)
         except RecordError:
             return False
         return True

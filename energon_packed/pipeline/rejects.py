@@ -19,8 +19,8 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from energon_packed.errors import BY_CHOICE, Reason, RejectLimitError
-from energon_packed.files import aside
+from energon_packed.errors import REQUESTED_REJECTS, Reason, RejectLimitError
+from energon_packed.files import atomic_path
 from energon_packed.pipeline.chunks import STATUSES, TRUNCATED, named, numbers, read_rows, texts
 from energon_packed.pipeline.table import RecordTable, reject_counts
 from energon_packed.pipeline.workspace import Workspace
@@ -118,7 +118,7 @@ class RejectLimits:
         Raises:
             RejectLimitError: it names the record.
         """
-        if rejected.reason in BY_CHOICE:
+        if rejected.reason in REQUESTED_REJECTS:
             return
         found = f"record {rejected.id} of {rejected.source} is rejected: {rejected.reason}: {rejected.detail}"
         if rejected.reason == Reason.OVERLONG and self.overlong == "error":
@@ -154,7 +154,7 @@ class RejectLimits:
         Raises:
             RejectLimitError: more is rejected than allowed, or everything.
         """
-        rejected = sum(count for reason, count in counts.items() if reason not in BY_CHOICE)
+        rejected = sum(count for reason, count in counts.items() if reason not in REQUESTED_REJECTS)
         if packed and not rejected:
             return
         remedy = "; ".join(part for part in (advice(counts), where and f"{where} lists all") if part)
@@ -305,7 +305,7 @@ def record_names(table: RecordTable, reader: "RecordReader") -> Iterator[NamedRe
 
 def is_failure(reason: str) -> bool:
     """Whether `max_failures` counts a reason: not if the settings ask to leave such records out."""
-    return reason not in BY_CHOICE and reason != Reason.OVERLONG
+    return reason not in REQUESTED_REJECTS and reason != Reason.OVERLONG
 
 
 def overlong_detail(length: int, seq_len: int, multiple: int = 1) -> str:
@@ -364,7 +364,7 @@ def warning_of(counts: Mapping[str, int], records: int, where: str) -> str:
         records: rejected or not.
         where: what lists them.
     """
-    if all(reason in BY_CHOICE for reason in counts):
+    if all(reason in REQUESTED_REJECTS for reason in counts):
         return ""
     return f"{sum(counts.values())} of {records} records are rejected ({by_reason(counts)}); see {where}"
 
@@ -395,7 +395,7 @@ def none_packed(records: int, listed: str, remedy: str) -> RejectLimitError:
 
 
 def _ranked(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda item: (item[0] in BY_CHOICE, -item[1], item[0]))
+    return sorted(counts.items(), key=lambda item: (item[0] in REQUESTED_REJECTS, -item[1], item[0]))
 
 
 def write_ledger(rejects: TableRejects, *, usable_len: int, space: Workspace) -> None:
@@ -413,8 +413,8 @@ def write_ledger(rejects: TableRejects, *, usable_len: int, space: Workspace) ->
     numbered = {path: number for number, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
     path_of = np.array([numbered[path] for path in paths], dtype=np.int32)
     with (
-        aside(space.lengths) as lengths_aside,
-        aside(space.rejects) as rejects_aside,
+        atomic_path(space.lengths) as lengths_aside,
+        atomic_path(space.rejects) as rejects_aside,
         pq.ParquetWriter(lengths_aside, _SCHEMA) as writer,
         rejects_aside.open("wb") as out,
     ):

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from energon_packed.encoding import Processor
-from energon_packed.errors import BY_CHOICE, ConfigError, EnergonPackedError, SourceError
+from energon_packed.errors import REQUESTED_REJECTS, ConfigError, EnergonPackedError, SourceError
 from energon_packed.options import make
 from energon_packed.pipeline.chunks import STATUSES, read_rows
 from energon_packed.pipeline.encoders import log_notices
@@ -26,7 +26,7 @@ from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import make_plan
 from energon_packed.pipeline.reader import open_reader
-from energon_packed.pipeline.run_state import Keys, RunState, make_keys
+from energon_packed.pipeline.run_state import Fingerprints, RunState, compute_fingerprints
 from energon_packed.pipeline.table import RecordTable
 from energon_packed.pipeline.workspace import FolderLock, Workspace, lock_holder
 from energon_packed.pipeline.write import write_index, write_shards
@@ -130,7 +130,7 @@ class PackResult:
         bytes: size of all tars.
         splits: splits that were asked for; one may have got no pack.
         seconds: wall time of each stage.
-        mixed_utilization: what `group_by='none'` would reach, where the run groups.
+        utilization_ungrouped: what `group_by='none'` would reach, where the run groups.
     """
 
     manifest: PackingManifest
@@ -140,7 +140,7 @@ class PackResult:
     bytes: int
     splits: tuple[str, ...]
     seconds: dict[str, float]
-    mixed_utilization: float | None = None
+    utilization_ungrouped: float | None = None
 
 
 def pack(
@@ -187,7 +187,7 @@ def _run(options: PackOptions, space: Workspace, lock: FolderLock, progress: Pro
     reader = open_reader(options, space.work, options.part)
     space.check_inputs(source.path for source in reader.sources)
     inputs = _stamps(reader.sources)
-    keys = make_keys(options, reader.sources, options.part)
+    keys = compute_fingerprints(options, reader.sources, options.part)
     log_notices(options.encoder_loader)
     if not options.resume:
         space.forget(keys.measure, keys.write)
@@ -197,7 +197,7 @@ def _run(options: PackOptions, space: Workspace, lock: FolderLock, progress: Pro
         return _stages(state, inputs, keys, lock)
 
 
-def _stages(state: RunState, inputs: Stamps, keys: Keys, lock: FolderLock) -> PackResult:
+def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLock) -> PackResult:
     options, progress, space, reader = state.options, state.progress, state.space, state.reader
     for source in reader.sources:
         _log.info("reads %s", source.path)
@@ -217,8 +217,8 @@ def _stages(state: RunState, inputs: Stamps, keys: Keys, lock: FolderLock) -> Pa
     with clock.stage("measure"), _watched(inputs, space, keys):
         table = measure.run()
     _warn_of_lost_inputs(table, reader.sources)
-    fits_narrow = options.part is None and bool(table.narrow[table.status == 0].all())  # parts must agree
-    options = options.resolved(fits_narrow)
+    fits_captioning = options.part is None and bool(table.narrow[table.status == 0].all())  # parts must agree
+    options = options.resolved(fits_captioning)
     state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
     with clock.stage("plan"):
@@ -239,7 +239,7 @@ def _stages(state: RunState, inputs: Stamps, keys: Keys, lock: FolderLock) -> Pa
         bytes=sum(shard.size for shard in shards),
         splits=tuple(options.split),
         seconds=clock.seconds,
-        mixed_utilization=plan.mixed_utilization,
+        utilization_ungrouped=plan.utilization_ungrouped,
     )
 
 
@@ -274,7 +274,7 @@ def _check_unchanged(inputs: Stamps) -> None:
 
 
 @contextmanager
-def _watched(inputs: Stamps, space: Workspace, keys: Keys) -> Iterator[None]:
+def _watched(inputs: Stamps, space: Workspace, keys: Fingerprints) -> Iterator[None]:
     """Refuse what a stage has read, and forget it, where the input changed meanwhile.
 
     That it changed explains most errors of a stage, too.
@@ -293,7 +293,7 @@ def _watched(inputs: Stamps, space: Workspace, keys: Keys) -> Iterator[None]:
 
 def _warn_of_lost_inputs(table: RecordTable, sources: Sequence[Source]) -> None:
     """Where others are packed, an input of which nothing can be used may be one that is read wrongly."""
-    rejected = ~np.isin(table.status, [0, *(STATUSES.index(reason.value) for reason in BY_CHOICE)])
+    rejected = ~np.isin(table.status, [0, *(STATUSES.index(reason.value) for reason in REQUESTED_REJECTS)])
     lost = []
     for number, (start, stop) in enumerate(itertools.pairwise(table.source_starts.tolist())):
         if stop > start and rejected[start:stop].all():

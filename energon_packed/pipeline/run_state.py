@@ -21,7 +21,7 @@ _MEASURE_VERSION = 6  # raise it when the same record is read or measured differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
+class Fingerprints:
     """Hex digests.
 
     Attributes:
@@ -39,7 +39,9 @@ class Keys:
     write: str
 
 
-def make_keys(options: InputOptions, sources: Sequence[Source], part: tuple[int, int] | None) -> Keys:
+def compute_fingerprints(
+    options: InputOptions, sources: Sequence[Source], part: tuple[int, int] | None
+) -> Fingerprints:
     """Keys of a run.
 
     Args:
@@ -50,15 +52,15 @@ def make_keys(options: InputOptions, sources: Sequence[Source], part: tuple[int,
     encoder = options.encoder_loader.load().fingerprint()
     found = digest([source.fingerprint() for source in sources])
     read_as = [(source.reading.config, source.reading.copy) for source in sources]
-    content = [FORMAT_VERSION, found, encoder, part, options.reading_key(), read_as]
+    content = [FORMAT_VERSION, found, encoder, part, options.reader_fingerprint(), read_as]
     measure = digest(
         [*content, _MEASURE_VERSION, *([] if encoder else [secrets.token_hex()])],  # no fingerprint: nothing is reused
         [options.sample_class, options.use_patch_positions, *([options.layout] if options.layout else [])],
         image_check(options),
         [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],
     )
-    tars = digest(content, options.deciding_tars()) if isinstance(options, PackOptions) else ""
-    return Keys(input=found, encoder=encoder, measure=measure, tars=tars, write=digest(measure, tars))
+    tars = digest(content, options.tar_fingerprint_options()) if isinstance(options, PackOptions) else ""
+    return Fingerprints(input=found, encoder=encoder, measure=measure, tars=tars, write=digest(measure, tars))
 
 
 def digest(*parts: object) -> str:

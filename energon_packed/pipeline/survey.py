@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
-from energon_packed.files import aside
+from energon_packed.files import atomic_path
 from energon_packed.options import option, short
 from energon_packed.pipeline.chunks import Chunk, is_measured, measured_records
 from energon_packed.pipeline.encoders import log_notices
@@ -24,7 +24,7 @@ from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions, PackO
 from energon_packed.pipeline.plan import plan_packs, plan_rejects, plan_shards
 from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.rejects import TableRejects, advice, none_packed, record_names
-from energon_packed.pipeline.run_state import make_keys
+from energon_packed.pipeline.run_state import compute_fingerprints
 from energon_packed.pipeline.table import RecordTable, load_table, most_common
 from energon_packed.pipeline.workspace import FolderLock, Workspace
 
@@ -151,7 +151,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         stage = MeasureStage(
             options=options,
             reader=reader,
-            folder=space.measure_folder(make_keys(options, reader.sources, None).measure),
+            folder=space.measure_folder(compute_fingerprints(options, reader.sources, None).measure),
             engine=LocalEngine(options.processes),
             keep_tokens=options.codec.stores_tokens and options.output_dir is not None,
             progress=progress or Progress(),
@@ -185,7 +185,7 @@ def write_lengths(table: RecordTable, reader: RecordReader, out: Path) -> None:
         ConfigError: the file cannot be written.
     """
     try:
-        with aside(out) as file, file.open("w", encoding="utf-8") as lines:
+        with atomic_path(out) as file, file.open("w", encoding="utf-8") as lines:
             for chunk in record_names(table, reader):
                 for place in np.flatnonzero(table.status[chunk.rows] == 0).tolist():
                     lines.write(f"{' '.join(chunk.names[place].split())}:{table.length[chunk.rows[place]]}\n")
@@ -258,7 +258,7 @@ def dry_run(options: PackOptions) -> DryRun:
     space = Workspace(options.output_dir)
     with _scratch(space) as work:
         reader = open_reader(options, work, options.part)
-        keys = make_keys(options, reader.sources, options.part)
+        keys = compute_fingerprints(options, reader.sources, options.part)
         log_notices(options.encoder_loader)
         space.check_other_run(keys.write, overwrite=options.overwrite)
         stage = MeasureStage(

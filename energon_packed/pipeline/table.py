@@ -14,7 +14,7 @@ from energon_packed.pipeline.chunks import (
     PACKED,
     STATUSES,
     Chunk,
-    Counts,
+    WorkerProgress,
     as_numpy,
     measured_records,
     read_counts,
@@ -84,7 +84,7 @@ class RecordTable:
     source_starts: Int64
     files: list[Path]
     file_starts: Int64
-    counts: Counts
+    counts: WorkerProgress
 
     def __len__(self) -> int:
         return len(self.status)
@@ -114,7 +114,7 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
     columns = {name: np.empty(total, dtype=dtype) for name, dtype in NUMBERS.items()}
     per_source = np.zeros(sources + 1, dtype=np.int64)
     start = 0
-    listed: Counts = {name: Counter() for name in COUNTED}
+    listed: WorkerProgress = {name: Counter() for name in COUNTED}
     for chunk, count in zip(chunks, counts, strict=True):
         table = read_rows(chunk.file)
         for name, column in columns.items():

@@ -12,7 +12,7 @@ import orjson
 from filelock import BaseFileLock, FileLock, Timeout
 
 from energon_packed.errors import ConfigError
-from energon_packed.files import named, open_regular, remove, write_whole
+from energon_packed.files import atomic_write, named, open_regular, remove
 
 _LOCK = "lock"
 _OWNER = "owner.json"
@@ -242,7 +242,7 @@ class Workspace:
             file.replace(self.root / file.name)
         self._ledger = self.root
         self.shards.mkdir(parents=True, exist_ok=True)
-        write_whole(self.work / "run.json", orjson.dumps({"key": key}))
+        atomic_write(self.work / "run.json", orjson.dumps({"key": key}))
 
     def open_shards(self) -> None:
         """Before a shard is written or rewritten: without `.nv-meta` no reader opens a half-written folder."""

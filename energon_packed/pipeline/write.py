@@ -18,13 +18,13 @@ import orjson
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.vision.images import as_jpeg, sniff_extension
 from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, SourceError
-from energon_packed.files import write_whole
+from energon_packed.files import atomic_write
 from energon_packed.formats import StoredImage, StoredSample, codec_for
-from energon_packed.pipeline.chunks import TokenReader, TokenRefs
+from energon_packed.pipeline.chunks import TokenOffsets, TokenReader
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan, kept_tokens
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.run_state import Keys, RunState
+from energon_packed.pipeline.run_state import Fingerprints, RunState
 from energon_packed.pipeline.table import RecordRefs, RecordTable, most_common, reject_counts
 from energon_packed.records import Conversation
 from energon_packed.shards import PackingManifest, ShardEntry
@@ -57,7 +57,7 @@ class ShardTask:
     first_pack: int
     records: RecordRefs
     offsets: Int64
-    tokens: TokenRefs | None = None
+    tokens: TokenOffsets | None = None
 
     @property
     def label(self) -> str:
@@ -105,7 +105,7 @@ class ShardWriter:
                 shard.add(f"{task.prefix}_{pack:08d}", codec.write(samples))
         write_tar_index(task.tar, shard.rows)
         state = {"task": task.digest(), "mtime_ns": changed_at(task.tar), "rows": shard.rows.as_dict()}
-        write_whole(task.state, orjson.dumps(state))
+        atomic_write(task.state, orjson.dumps(state))
         return shard.rows.summary
 
     def stored_sample(self, place: "_Place", tokens: TokenReader | None) -> StoredSample:
@@ -263,7 +263,7 @@ _MOST_SOURCES = 200  # listed one by one; folders of many parts would make the m
 
 
 def write_index(
-    state: RunState, keys: Keys, table: RecordTable, plan: Plan, shards: Sequence[ShardSummary]
+    state: RunState, keys: Fingerprints, table: RecordTable, plan: Plan, shards: Sequence[ShardSummary]
 ) -> PackingManifest:
     """Write the indexes and the manifest; return it as saved in packing.json."""
     state.progress.start("index", len(shards), "shards")
@@ -320,7 +320,7 @@ def _entries(table: RecordTable, plan: Plan, shards: Sequence[ShardSummary], opt
 
 
 def _manifest(
-    state: RunState, keys: Keys, table: RecordTable, plan: Plan, entries: list[ShardEntry]
+    state: RunState, keys: Fingerprints, table: RecordTable, plan: Plan, entries: list[ShardEntry]
 ) -> PackingManifest:
     """Counts and settings of a run whose shards are written."""
     options, packs = state.options, plan.packs

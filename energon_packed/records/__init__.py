@@ -23,7 +23,7 @@ from energon_packed.records.conversation import (
 from energon_packed.records.mapping import Adapter, FieldMap
 from energon_packed.records.media import MediaReference
 from energon_packed.records.normalize import normalize
-from energon_packed.records.record_formats import Draft, Shape, register_shape
+from energon_packed.records.record_formats import PartialConversation, RecordFormat, register_record_format
 
 __all__ = [
     "EXTRA_FIELDS",
@@ -31,11 +31,11 @@ __all__ = [
     "ROLES",
     "Adapter",
     "Conversation",
-    "Draft",
     "FieldMap",
     "MediaReference",
     "Message",
-    "Shape",
+    "PartialConversation",
+    "RecordFormat",
     "normalize",
-    "register_shape",
+    "register_record_format",
 ]

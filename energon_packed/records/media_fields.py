@@ -94,15 +94,15 @@ class Media:
             )
         images: Iterator[MediaReference] = iter(self.images)
         videos = iter(self.videos)
-        placed: list[MediaReference] = []
+        add_location: list[MediaReference] = []
 
         def expand(match: re.Match[str]) -> str:
             frames = next(videos) if match[0] == VIDEO_PLACEHOLDER else [i for i in [next(images, None)] if i]
-            placed.extend(frames)
+            add_location.extend(frames)
             return IMAGE_PLACEHOLDER * len(frames) if match[0] == VIDEO_PLACEHOLDER else IMAGE_PLACEHOLDER
 
         texts = [_EITHER.sub(expand, text) for text in texts]
-        self.images = [*placed, *images]
+        self.images = [*add_location, *images]
         return texts
 
 

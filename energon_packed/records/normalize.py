@@ -32,7 +32,7 @@ from energon_packed.records.fields import (
     unused_fields,
 )
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media, read_media, references
-from energon_packed.records.record_formats import Draft, Shape, shape_of
+from energon_packed.records.record_formats import PartialConversation, RecordFormat, shape_of
 from energon_packed.records.record_formats.messages import Messages, ShareGPT, read_gemini_text
 from energon_packed.records.tools import read_tools, without_written_calls
 from energon_packed.records.turns import PLAIN_ROLES, keys_of
@@ -46,7 +46,7 @@ _MEDIA = "<im"  # begins `<image>` and `<img>`
 _NAMES = frozenset((*SYSTEM_FIELDS, "instruction"))
 
 
-def place_media(draft: Draft, media: Media, shape: Shape) -> None:
+def place_media(draft: PartialConversation, media: Media, shape: RecordFormat) -> None:
     """Give images and videos without any placeholder their place, and put frames in the place of each `<video>`.
 
     Args:
@@ -82,7 +82,7 @@ def place_media(draft: Draft, media: Media, shape: Shape) -> None:
         first = next((place for place, message in enumerate(draft.messages) if message.role == "user"), None)
         if first is not None:
             texts[first] = leading + texts[first]
-            if not shape.images_lead:
+            if not shape.images_first:
                 media.notes.append(NO_PLACEHOLDER)
     if media.has_videos:
         texts = media.place(texts)
@@ -122,7 +122,7 @@ def _stand_for_frames(texts: list[str], media: Media) -> list[str]:
     return texts
 
 
-def plain_conversation(record: Record, shape: Shape) -> Conversation | None:
+def plain_conversation(record: Record, shape: RecordFormat) -> Conversation | None:
     """The conversation of a record that holds nothing but turns and an id; None for any other record."""
     if not isinstance(shape, _SHAPES) or len(record) > 1 + ("id" in record):
         return None
@@ -162,7 +162,7 @@ def _roles(names: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return roles, answers or tuple(range(len(roles)))
 
 
-def add_system(draft: Draft, record: Record, shape: Shape) -> None:
+def add_system(draft: PartialConversation, record: Record, shape: RecordFormat) -> None:
     """Make the system prompt of a record the first message.
 
     Args:
@@ -195,7 +195,7 @@ def add_system(draft: Draft, record: Record, shape: Shape) -> None:
         raise RecordError(Reason.BAD_ROLE, f"the record has a {given[0]} field and another system message")
 
 
-def _repeats_a_turn(instruction: Any, draft: Draft) -> bool:
+def _repeats_a_turn(instruction: Any, draft: PartialConversation) -> bool:
     texts = (message.content.strip() for message in draft.messages if message.role == "user")
     return isinstance(instruction, str) and instruction.strip() in texts
 

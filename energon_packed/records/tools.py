@@ -14,7 +14,7 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import Message
 from energon_packed.records.fields import OBJECT, Record, is_given, parse_json, read_json_list, unsupported
 from energon_packed.records.media_fields import Media
-from energon_packed.records.record_formats import Draft
+from energon_packed.records.record_formats import PartialConversation
 
 TOOLS_IN_TEXT = "tools stand in the system text"
 """Note of a conversation whose `tools` field is not passed to the template, because the system text has them."""
@@ -23,7 +23,7 @@ CALLS_IN_TEXT = "tool calls stand in the text"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
-def read_tools(record: Record, draft: Draft, media: Media) -> list[Any] | None:
+def read_tools(record: Record, draft: PartialConversation, media: Media) -> list[Any] | None:
     """Tools for the template; None without any, and where the system text holds all of them.
 
     Raises:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from energon_packed.files import aside, write_whole
+from energon_packed.files import atomic_path, atomic_write
 from energon_packed.shards.tar import ShardRows
 
 _TABLES = """
@@ -62,7 +62,7 @@ def open_sqlite_index(path: Path) -> sqlite3.Connection:
 
 def write_tar_index(tar: Path, rows: ShardRows) -> None:
     """Write `{shard}.tar.idx` next to the shard."""
-    write_whole(tar.with_suffix(".tar.idx"), np.array(rows.offsets, dtype="<u8").tobytes())
+    atomic_write(tar.with_suffix(".tar.idx"), np.array(rows.offsets, dtype="<u8").tobytes())
 
 
 def write_sqlite_index(path: Path, shards: Iterable[ShardRows]) -> None:
@@ -71,7 +71,7 @@ def write_sqlite_index(path: Path, shards: Iterable[ShardRows]) -> None:
     Raises:
         OSError: the disk is full, or fails; SQLite tells no more.
     """
-    with aside(path) as temporary, _os_errors(path):
+    with atomic_path(path) as temporary, _os_errors(path):
         temporary.unlink(missing_ok=True)
         database = sqlite3.connect(temporary, isolation_level=None)
         try:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import orjson
 
 from energon_packed.errors import FormatError
-from energon_packed.files import check_inner, visible, write_whole
+from energon_packed.files import atomic_write, check_inner, visible
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, prepared_folder
 from energon_packed.version import FORMAT_VERSION, __version__
@@ -218,7 +218,7 @@ class PackingManifest:
     def save(self, folder: Path) -> None:
         """Write `.nv-meta/packing.json` of a shard folder."""
         content = orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-        write_whole(folder / NV_META / FILE_NAME, content)
+        atomic_write(folder / NV_META / FILE_NAME, content)
 
     @classmethod
     def load(cls, path: str | Path) -> "PackingManifest":

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.files import check_regular_files, write_whole
+from energon_packed.files import atomic_write, check_regular_files
 from energon_packed.formats import Codec
 from energon_packed.metadatasets import NV_META, prepared_folder, read_split
 from energon_packed.shards import standalone_loader
@@ -90,12 +90,12 @@ def write_nv_meta(
     split = {"split_parts": parts, "exclude": list(exclude)}
     info = {"energon_version": _energon_version(), "shard_counts": {shard.name: shard.packs for shard in shards}}
     for name, content in loader_files(codec, dataset_module).items():
-        write_whole(meta / name, content)
-    write_whole(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
-    write_whole(meta / ".info.json", json.dumps(info, indent=2).encode())
+        atomic_write(meta / name, content)
+    atomic_write(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
+    atomic_write(meta / ".info.json", json.dumps(info, indent=2).encode())
     if codec.layout or dataset_module or (meta / OLD_INFO).is_file():  # of Energon before 7
-        write_whole(meta / OLD_INFO, yaml.safe_dump(info, sort_keys=False).encode())
-    write_whole(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode())
+        atomic_write(meta / OLD_INFO, yaml.safe_dump(info, sort_keys=False).encode())
+    atomic_write(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode())
     write_sqlite_index(meta / "index.sqlite", rows)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import FormatError
-from energon_packed.files import aside
+from energon_packed.files import atomic_path
 from energon_packed.formats import Part
 
 _BLOCK = tarfile.BLOCKSIZE
@@ -99,7 +99,7 @@ class TarShardWriter:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        with aside(self.path) as temporary, temporary.open("wb", buffering=1 << 20) as self._stream:
+        with atomic_path(self.path) as temporary, temporary.open("wb", buffering=1 << 20) as self._stream:
             yield
             self._finish()
 

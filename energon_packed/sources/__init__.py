@@ -22,7 +22,7 @@ A new container is one subclass of `Source` with `@register_source`.
 """
 
 from energon_packed.sources.arrow import ArrowSource
-from energon_packed.sources.base import Row, Source
+from energon_packed.sources.base import Source, SourceRecord
 from energon_packed.sources.config import SourceConfig
 from energon_packed.sources.json import JsonlSource
 from energon_packed.sources.registry import known_formats, open_sources, register_source
@@ -30,9 +30,9 @@ from energon_packed.sources.registry import known_formats, open_sources, registe
 __all__ = [
     "ArrowSource",
     "JsonlSource",
-    "Row",
     "Source",
     "SourceConfig",
+    "SourceRecord",
     "known_formats",
     "open_sources",
     "register_source",

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, ClassVar
 import pyarrow as pa
 
 from energon_packed.errors import Reason, Reject, SourceError
-from energon_packed.sources.base import Row, Source, changed_at
+from energon_packed.sources.base import Source, SourceRecord, changed_at
 from energon_packed.sources.convert import ARROW_ERRORS, BATCH_ROWS, converted, nested_type, one_line, write_batches
 from energon_packed.system import most_open
 
@@ -31,7 +31,7 @@ class ArrowSource(Source):
         """Number of rows."""
         return self._batches().rows
 
-    def scan(self, start: int, stop: int) -> Iterator[Row]:
+    def scan(self, start: int, stop: int) -> Iterator[SourceRecord]:
         """Rows [start, stop)."""
         batches = self._batches()
         for begin in range(start, stop, _ROWS_AT_A_TIME):
@@ -39,14 +39,14 @@ class ArrowSource(Source):
             for number, values in enumerate(rows, start=begin):
                 yield self._row(number, values)
 
-    def read(self, address: int, size: int) -> Row:
+    def read(self, address: int, size: int) -> SourceRecord:
         """The row with that number."""
         return self._row(address, next(iter(self._batches().rows_between(address, address + 1))))
 
-    def _row(self, number: int, values: dict[str, Any] | Reject) -> Row:
+    def _row(self, number: int, values: dict[str, Any] | Reject) -> SourceRecord:
         if isinstance(values, Reject):
-            return Row(number, 0, None, values)
-        return Row(number, 0, self.record(values))
+            return SourceRecord(number, 0, None, values)
+        return SourceRecord(number, 0, self.record(values))
 
     def record(self, values: dict[str, Any]) -> dict[str, Any]:
         """The record of a row of columns."""

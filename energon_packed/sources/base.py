@@ -11,7 +11,7 @@ from energon_packed.errors import Reject
 from energon_packed.sources.config import Reading
 
 
-class Row(NamedTuple):
+class SourceRecord(NamedTuple):
     """One record where it was found.
 
     Attributes:
@@ -93,10 +93,10 @@ class Source(ABC):
         """End of the address space: the number of rows, or of bytes."""
 
     @abstractmethod
-    def read(self, address: int, size: int) -> Row:
-        """One record, by the address and size of its `Row`."""
+    def read(self, address: int, size: int) -> SourceRecord:
+        """One record, by the address and size of its `SourceRecord`."""
 
-    def scan(self, start: int, stop: int) -> Iterator[Row]:
+    def scan(self, start: int, stop: int) -> Iterator[SourceRecord]:
         """Rows whose address is in [start, stop), in order; each row is in exactly one of adjacent ranges."""
         for address in range(start, stop):
             yield self.read(address, 0)
@@ -105,9 +105,9 @@ class Source(ABC):
         """The rows of `scan` to be read in another order, in the form that takes the least memory; see `row`."""
         return list(self.scan(start, stop))
 
-    def row(self, held: Any) -> Row:
+    def row(self, held: Any) -> SourceRecord:
         """The row of an element of `held`."""
-        row: Row = held
+        row: SourceRecord = held
         return row
 
     def chunks(self) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from energon_packed.errors import SourceError
-from energon_packed.files import aside
+from energon_packed.files import atomic_path
 from energon_packed.sources.base import changed_at, file_fingerprint
 
 BATCH_ROWS = 256
@@ -37,7 +37,7 @@ def converted(
     target = folder / f"{name or f'{file_fingerprint(path)[:16]}-{changed_at(path)}'}{suffix}"
     if target.exists():
         return target
-    with aside(target) as temporary:
+    with atomic_path(target) as temporary:
         copy = _Copy(temporary)
         try:
             with copy:

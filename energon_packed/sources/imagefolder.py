@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import check_inner
 from energon_packed.sources.arrow import ArrowSource
-from energon_packed.sources.base import Row
+from energon_packed.sources.base import SourceRecord
 from energon_packed.sources.csv import CsvSource
 from energon_packed.sources.json import JsonlSource
 
@@ -75,7 +75,7 @@ class ImageFolderSource(JsonlSource):
         """Files of that name."""
         return path.name == "metadata.jsonl"
 
-    def row(self, held: tuple[int, bytes]) -> Row:
+    def row(self, held: tuple[int, bytes]) -> SourceRecord:
         """The line parsed."""
         return _with_images(super().row(held))
 
@@ -92,11 +92,11 @@ class ImageFolderCsvSource(CsvSource):
 
     json_columns = (*CsvSource.json_columns, "file_names")
 
-    def _row(self, number: int, values: dict[str, Any] | Reject) -> Row:
+    def _row(self, number: int, values: dict[str, Any] | Reject) -> SourceRecord:
         return _with_images(super()._row(number, values))
 
 
-def _with_images(row: Row) -> Row:
+def _with_images(row: SourceRecord) -> SourceRecord:
     """A row whose file names are images; `image_file_name` is the column `image`."""
     record = row.record
     if not isinstance(record, dict):

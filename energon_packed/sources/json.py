@@ -22,7 +22,7 @@ import orjson
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import Streams
 from energon_packed.records.fields import parse_json
-from energon_packed.sources.base import Row, Source, numbers_of
+from energon_packed.sources.base import Source, SourceRecord, numbers_of
 from energon_packed.sources.convert import converted
 
 _HEAD = 1 << 20  # bytes in which lines should end
@@ -52,7 +52,7 @@ class JsonlSource(Source):
         """Size of the file in bytes."""
         return self.data.stat().st_size
 
-    def scan(self, start: int, stop: int) -> Iterator[Row]:
+    def scan(self, start: int, stop: int) -> Iterator[SourceRecord]:
         """Lines that begin in bytes [start, stop)."""
         return map(self.row, self._lines(start, stop))
 
@@ -60,7 +60,7 @@ class JsonlSource(Source):
         """Offsets and lines."""
         return list(self._lines(start, stop))
 
-    def row(self, held: tuple[int, bytes]) -> Row:
+    def row(self, held: tuple[int, bytes]) -> SourceRecord:
         """The line parsed: what `scan` and `read` give, too."""
         return _row(*held)
 
@@ -82,7 +82,7 @@ class JsonlSource(Source):
         start, stop = self.chunks()[0][0], max(addresses, default=0) + 1
         return numbers_of(addresses, (offset for offset, _ in self._lines(start, stop)))
 
-    def read(self, address: int, size: int) -> Row:
+    def read(self, address: int, size: int) -> SourceRecord:
         """The record in bytes [address, address + size)."""
         return self.row((address, os.pread(self._streams.get(self.data).fileno(), size, address)))
 
@@ -123,11 +123,11 @@ def check_line_ends(path: Path, data: Path) -> None:
         raise SourceError(f"the lines of {path} end in CR alone; write it with LF: tr '\\r' '\\n'")
 
 
-def _row(offset: int, line: bytes) -> Row:
+def _row(offset: int, line: bytes) -> SourceRecord:
     try:
-        return Row(offset, len(line), parse_json(line.removeprefix(codecs.BOM_UTF8)))
+        return SourceRecord(offset, len(line), parse_json(line.removeprefix(codecs.BOM_UTF8)))
     except orjson.JSONDecodeError as error:
-        return Row(offset, len(line), None, Reject(Reason.BAD_JSON, str(error)))
+        return SourceRecord(offset, len(line), None, Reject(Reason.BAD_JSON, str(error)))
 
 
 def _decompress(path: Path, out: BinaryIO) -> None:

@@ -22,7 +22,7 @@ from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, codec_of
 from energon_packed.records import Conversation, MediaReference
 from energon_packed.records.fields import parse_json
-from energon_packed.records.record_formats import SHAPES
+from energon_packed.records.record_formats import RECORD_FORMATS
 from energon_packed.tarfiles import Member, key_faults, read_content
 
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
@@ -251,7 +251,7 @@ def _is_conversation(value: Mapping[str, Any]) -> bool:
     if "prompts" in value:
         return True
     plain = {name: item for name, item in value.items() if name not in _CAPTION_FIELDS}
-    return any(shape.matches(plain) for shape in SHAPES)
+    return any(shape.matches(plain) for shape in RECORD_FORMATS)
 
 
 def _is_known(member: Member) -> bool:

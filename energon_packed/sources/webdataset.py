@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from energon_packed.errors import Reason, RecordError, Reject, SourceError
 from energon_packed.records import Conversation
-from energon_packed.sources.base import Row, Source, changed_at, numbers_of
+from energon_packed.sources.base import Source, SourceRecord, changed_at, numbers_of
 from energon_packed.sources.convert import converted
 from energon_packed.sources.energon_layout import Layout, layout_of
 from energon_packed.sources.tar_records import KeyMembers
@@ -193,7 +193,7 @@ class WebDatasetSource(Source):
         edges = [begin, *starts[step - 1 :: step].tolist(), end]
         return [(start, stop) for start, stop in itertools.pairwise(edges) if start < stop]
 
-    def scan(self, start: int, stop: int) -> Iterator[Row]:
+    def scan(self, start: int, stop: int) -> Iterator[SourceRecord]:
         """Records whose address is in bytes [start, stop)."""
         index = self._index()
         for number in range(index.number(start), len(index)):
@@ -203,7 +203,7 @@ class WebDatasetSource(Source):
             if end > start:
                 yield from (row for row in self._rows(begin, end) if start <= row.address < stop)
 
-    def read(self, address: int, size: int) -> Row:
+    def read(self, address: int, size: int) -> SourceRecord:
         """The record at an address."""
         index = self._index()
         begin, end = index.bounds(index.number(address))
@@ -224,12 +224,14 @@ class WebDatasetSource(Source):
     def _index(self) -> TarIndex:
         return tar_index(self.data, self._kept_index)
 
-    def _rows(self, begin: int, end: int) -> list[Row]:
+    def _rows(self, begin: int, end: int) -> list[SourceRecord]:
         """The records of one key."""
         found = _decoded(self.data, begin, end, self.layout, is_repeated=self._index().is_repeated(begin))
         size = min(end - begin, _LARGEST_SIZE)
         return [
-            Row(begin + place, size, None, one) if isinstance(one, Reject) else Row(begin + place, size, one)
+            SourceRecord(begin + place, size, None, one)
+            if isinstance(one, Reject)
+            else SourceRecord(begin + place, size, one)
             for place, one in enumerate(found)
         ]
 

@@ -102,12 +102,12 @@ def test_patch_order_and_token_count_of_a_factor(name: str, factor: int, patch: 
 def test_a_factor_without_published_layout_has_candidates() -> None:
     vision = load_vision(EncoderSettings(image_processor="Qwen2VLProcessor", factor=48))
     assert vision is not None
-    assert vision.undecided == ((16, 3), (24, 2))
+    assert vision.ambiguous_layouts == ((16, 3), (24, 2))
     with pytest.raises(ConfigError, match="`factor` 48 is 16 x 3 or 24 x 2"):
         vision.check_decided()
     vision = load_vision(EncoderSettings(image_processor="Qwen2VLProcessor", factor=56))  # no multiple of 3
     assert vision is not None
-    assert (vision.image_processor.patch_size, vision.merge_size, vision.undecided) == (28, 2, ())
+    assert (vision.image_processor.patch_size, vision.merge_size, vision.ambiguous_layouts) == (28, 2, ())
     with pytest.raises(ConfigError, match="`factor` is 31; `factor` must be patch size times merge size"):
         load_vision(EncoderSettings(image_processor="Qwen2VLProcessor", factor=31))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.internals import CHATML_TEMPLATE, Guard, content_guard
+from tests.internals import CHATML_TEMPLATE, ContentGuard, content_guard
 
 LOOP = "{% for m in messages %}%s{% endfor %}"
 
@@ -25,7 +25,7 @@ LOOP = "{% for m in messages %}%s{% endfor %}"
     ],
 )
 def test_templates_that_only_join(source: str) -> None:
-    assert content_guard(source) == Guard()
+    assert content_guard(source) == ContentGuard()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_templates_that_only_join(source: str) -> None:
     ],
 )
 def test_templates_that_look_at_contents(source: str) -> None:
-    assert content_guard(source) != Guard()
+    assert content_guard(source) != ContentGuard()
 
 
 SPLIT = "{% set c = m.content.split('</t>')[-1].lstrip('\n') %}"
@@ -56,20 +56,23 @@ SPLIT = "{% set c = m.content.split('</t>')[-1].lstrip('\n') %}"
 @pytest.mark.parametrize(
     ("body", "guard"),
     [
-        ("{{ m.content | trim }}", Guard(stripped=" ")),
-        ("{{ m.content.strip() }}", Guard(stripped=" ")),
-        ("{% set c = m['content'].strip('\n') %}{{ c }}", Guard(stripped="\n")),
-        ("{% if 'x' in m.content %}a{% endif %}", Guard(("x",))),
-        ("{% if not m.content.startswith('<r>') %}{{ m.content }}{% endif %}", Guard(("<r>",))),
-        ("{% if m.content %}{{ m.content }}{% endif %}", Guard(filled=True)),
-        ("{% set c = m.content %}{% if '</t>' in c %}" + SPLIT + "{% endif %}{{ c }}", Guard(("</t>",), False, "\n")),
-        ("{% set ns = namespace(c='') %}{% set ns.c = m.content %}{{ ns.c + '.' }}", Guard()),
+        ("{{ m.content | trim }}", ContentGuard(stripped=" ")),
+        ("{{ m.content.strip() }}", ContentGuard(stripped=" ")),
+        ("{% set c = m['content'].strip('\n') %}{{ c }}", ContentGuard(stripped="\n")),
+        ("{% if 'x' in m.content %}a{% endif %}", ContentGuard(("x",))),
+        ("{% if not m.content.startswith('<r>') %}{{ m.content }}{% endif %}", ContentGuard(("<r>",))),
+        ("{% if m.content %}{{ m.content }}{% endif %}", ContentGuard(filled=True)),
+        (
+            "{% set c = m.content %}{% if '</t>' in c %}" + SPLIT + "{% endif %}{{ c }}",
+            ContentGuard(("</t>",), False, "\n"),
+        ),
+        ("{% set ns = namespace(c='') %}{% set ns.c = m.content %}{{ ns.c + '.' }}", ContentGuard()),
         ("{% macro show(c) %}{% if c is string %}{{ c }}{% else %}{{ c[0] }}{% endif %}{% endmacro %}"
-         "{% set c = show(m.content) | trim %}{{ c }}", Guard(stripped=" ")),
-        ("{% if loop.previtem and loop.previtem.role == 'user' %}x{% endif %}{{ m.content }}", Guard()),
+         "{% set c = show(m.content) | trim %}{{ c }}", ContentGuard(stripped=" ")),
+        ("{% if loop.previtem and loop.previtem.role == 'user' %}x{% endif %}{{ m.content }}", ContentGuard()),
     ],
 )  # fmt: skip
-def test_what_a_template_looks_for(body: str, guard: Guard) -> None:
+def test_what_a_template_looks_for(body: str, guard: ContentGuard) -> None:
     assert content_guard(LOOP.replace("%s", body)) == guard
 
 
@@ -105,13 +108,13 @@ def test_what_a_template_may_change_has_no_guard(body: str) -> None:
 @pytest.mark.parametrize(
     ("guard", "kept", "changed"),
     [
-        (Guard(), ["", " a\n"], []),
-        (Guard(("</t>",)), ["", "<t>", "< /t>"], ["a</t>b"]),
-        (Guard(filled=True), [" "], [""]),
-        (Guard(stripped="\n"), ["", " a ", "a\nb"], ["a\n", "\na"]),
-        (Guard(stripped=" "), ["", "a b"], ["a\u2003", "\ta", " "]),
+        (ContentGuard(), ["", " a\n"], []),
+        (ContentGuard(("</t>",)), ["", "<t>", "< /t>"], ["a</t>b"]),
+        (ContentGuard(filled=True), [" "], [""]),
+        (ContentGuard(stripped="\n"), ["", " a ", "a\nb"], ["a\n", "\na"]),
+        (ContentGuard(stripped=" "), ["", "a b"], ["a\u2003", "\ta", " "]),
     ],
 )
-def test_the_guard_tells_contents_apart(guard: Guard, kept: list[str], changed: list[str]) -> None:
+def test_the_guard_tells_contents_apart(guard: ContentGuard, kept: list[str], changed: list[str]) -> None:
     assert all(guard.holds([content]) for content in kept)
     assert not any(guard.holds(["a", content]) for content in changed)

@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.internals import CHATML_TEMPLATE, ChatTemplate, Guard, Skeleton, TokenizerParts, content_guard, marker
+from tests.internals import (
+    CHATML_TEMPLATE,
+    ChatTemplate,
+    ContentGuard,
+    Skeleton,
+    TokenizerParts,
+    content_guard,
+    marker,
+)
 
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n\n' + m['content'] + '<|im_end|>' }}"
@@ -96,4 +104,4 @@ def test_contents_that_are_changed_behind_a_name_are_noticed(template_of: object
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + "<|im_end|>\n{% endfor %}"
     source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     assert template_of(source).skeleton(("user", "assistant")) is None  # type: ignore[operator]
-    assert content_guard(source) != Guard()
+    assert content_guard(source) != ContentGuard()

@@ -15,7 +15,7 @@ from energon_packed import ChatEncoder, PackOptions, RecordError, normalize, pac
 from tests.conftest import DemoDataset
 from tests.internals import (
     HELD,
-    HeldTokenizer,
+    EscapedTokenizer,
     SpecialText,
     TextTokenizer,
     control_tokens,
@@ -63,7 +63,7 @@ def tokenizer(kind: str) -> Any:
 
 
 KINDS = {kind: tokenizer(kind) for kind in ("bytes", "prefix", "llama", "unigram", "wordpiece")}
-HOLDERS = {kind: HeldTokenizer(one.to_str(), control_tokens(SPECIAL)) for kind, one in KINDS.items()}
+HOLDERS = {kind: EscapedTokenizer(one.to_str(), control_tokens(SPECIAL)) for kind, one in KINDS.items()}
 PIECES = st.sampled_from(
     [*SPECIAL, "<think>", " ", "\n", "abc", "é", "e\u0301", "日本", "im_end", "<|", "|>", "< s >"]
 )

@@ -35,10 +35,10 @@ def facts(vision: VisionFamily) -> tuple[Any, ...]:
 def test_options_win_over_the_folder_and_say_so(tokenizer_dir: Path) -> None:
     folder = (3136, 28 * 28 * 256)
     assert facts(vision_of(tokenizer_dir)) == ("Qwen2VLVision", 14, 2, 2, folder)
-    assert vision_of(tokenizer_dir).notices == ()
+    assert vision_of(tokenizer_dir).warnings == ()
     vision = vision_of(tokenizer_dir, image_processor=QWEN, factor=32, min_pixels=4096, max_pixels=4_000_000)
     assert facts(vision) == ("Qwen2VLVision", 16, 2, 2, (4096, 4_000_000))
-    assert vision.notices == (
+    assert vision.warnings == (
         f"image options win over {tokenizer_dir}: `factor` 32 (28), `min_pixels` 4096 (3136), "
         "`max_pixels` 4000000 (200704)",
     )
@@ -46,11 +46,13 @@ def test_options_win_over_the_folder_and_say_so(tokenizer_dir: Path) -> None:
     assert vision.pixels([image])[1].tolist() == [[1, 20, 40]]  # of 16 pixels, not of 14
     vision = vision_of(tokenizer_dir, merge_size=3)
     assert facts(vision) == ("Qwen2VLVision", 14, 3, 2, folder)
-    assert vision.notices == (f"image options win over {tokenizer_dir}: `merge_size` 3 (2)",)
+    assert vision.warnings == (f"image options win over {tokenizer_dir}: `merge_size` 3 (2)",)
     vision = vision_of(tokenizer_dir, vision_family="qwen3_vl")
     assert facts(vision)[0] == "Qwen3VLVision"
-    assert vision.notices == (f"image options win over {tokenizer_dir}: `vision_family` qwen3_vl ({QWEN})",)
-    assert vision_of(tokenizer_dir, image_processor=QWEN, factor=28, min_pixels=3136).notices == ()  # it says the same
+    assert vision.warnings == (f"image options win over {tokenizer_dir}: `vision_family` qwen3_vl ({QWEN})",)
+    assert (
+        vision_of(tokenizer_dir, image_processor=QWEN, factor=28, min_pixels=3136).warnings == ()
+    )  # it says the same
 
 
 def test_a_factor_is_decided_by_sizes_families_and_folders(tokenizer_dir: Path) -> None:
@@ -65,7 +67,7 @@ def test_a_factor_is_decided_by_sizes_families_and_folders(tokenizer_dir: Path) 
         ({"image_processor": "Qwen3VLProcessor", "factor": 32}, (16, 2)),
     ):
         vision = vision_of(None, **settings)  # type: ignore[arg-type]
-        assert (vision.image_processor.patch_size, vision.merge_size, vision.undecided) == (*expected, ())
+        assert (vision.image_processor.patch_size, vision.merge_size, vision.ambiguous_layouts) == (*expected, ())
     assert vision_of(None, vision_family="llava_onevision2").image_processor.temporal_patch_size == 1
 
 
@@ -82,7 +84,7 @@ def test_a_factor_of_two_meanings_has_lengths_and_no_pixels(tokenizer_dir: Path,
     assert len(lengths) == 1
     undecided, *decided = encoders
     assert undecided.vision is not None
-    assert undecided.vision.notices[-1].startswith("`factor` 48 is 16 x 3 or 24 x 2 (patch size x merge size)")
+    assert undecided.vision.warnings[-1].startswith("`factor` 48 is 16 x 3 or 24 x 2 (patch size x merge size)")
     with pytest.raises(ConfigError, match="`factor` 48 is 16 x 3 or 24 x 2 .* pass `patch_size`, `merge_size` or"):
         undecided.encode(normalize(record))
     packed_with = undecided.fingerprint()
@@ -94,7 +96,7 @@ def test_a_factor_of_two_meanings_has_lengths_and_no_pixels(tokenizer_dir: Path,
     assert not other.has_fingerprint(packed_with)
     assert not decided[0].has_fingerprint(decided[1].fingerprint())
     over = vision_of(tokenizer_dir, **settings)  # the folder has 14 x 2, which is not 48
-    assert over.undecided == ((16, 3), (24, 2))
+    assert over.ambiguous_layouts == ((16, 3), (24, 2))
 
 
 @pytest.mark.parametrize("template", ["chat_template.jinja", "chat_template.json"])
@@ -111,7 +113,7 @@ def test_a_full_model_folder(
     assert encoder.vision is not None
     family = "LlavaOnevision2Vision" if model == "llava_onevision2" else "Qwen2VLVision"  # by the model type
     assert facts(encoder.vision) == (family, 16, 3, 1, (3136, 4_000_000))
-    assert encoder.vision.notices == (f"image options win over {tmp_path}: `max_pixels` 4000000 (2000000)",)
+    assert encoder.vision.warnings == (f"image options win over {tmp_path}: `max_pixels` 4000000 (2000000)",)
     talk = normalize({"messages": turns_of("Hi", "Hello.")})
     plain = ChatEncoder.from_pretrained(text_tokenizer_dir)
     assert encoder.encode(talk).input_ids.tolist() == plain.encode(talk).input_ids.tolist()

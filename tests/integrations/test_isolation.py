@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from energon_packed import IsolationCheck, IsolationError, check_isolation
+from energon_packed import IsolationCheckCallback, IsolationError, check_isolation
 from tests.internals import isolation, isolation_table, measure, short_row
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
@@ -45,7 +45,7 @@ def test_withheld_boundaries_are_seen() -> None:
 
 def test_a_leaking_model_is_refused_by_name_and_by_test(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(IsolationError, match=r"OPTForCausalLM with attn_implementation='sdpa' does not keep .* in"):
-        IsolationCheck().on_train_begin(None, None, None, model=opt())
+        IsolationCheckCallback().on_train_begin(None, None, None, model=opt())
     unknown = isolation_table() | {"families": {}}
     monkeypatch.setattr(isolation, "isolation_table", lambda: unknown)
     with pytest.raises(IsolationError, match="OPTForCausalLM .* other tokens in the first sample change the logits"):

@@ -14,7 +14,6 @@ from trl import SFTConfig, SFTTrainer
 
 from energon_packed import (
     BatchError,
-    BlendEpochs,
     ChatEncoder,
     ConfigError,
     DataflowLoader,
@@ -23,8 +22,9 @@ from energon_packed import (
     PackedDataset,
     PackedTrainer,
     PaddingFreeCollator,
-    StreamState,
+    SetEpochCallback,
     TrainerStream,
+    TrainerStreamCallback,
     check_training_arguments,
     get_packed_loader,
     packed_training_arguments,
@@ -118,9 +118,9 @@ def train(
     if packed:
         callbacks.append(Draws())
     elif isinstance(data, TrainerStream):
-        callbacks.append(StreamState(data))
+        callbacks.append(TrainerStreamCallback(data))
     elif len(data.blend) > 1:
-        callbacks.append(BlendEpochs(data))
+        callbacks.append(SetEpochCallback(data))
     if by_length:
         args.train_sampling_strategy = "group_by_length"  # on finished arguments, as the page says
     kind = PackedTrainer if packed else Trainer

@@ -12,6 +12,7 @@ from energon_packed import (
     DataflowLoader,
     Distributor,
     EnergonDistributor,
+    FileShardDistributor,
     IterableDistributor,
     MapDistributor,
     MixtureDistributor,
@@ -19,7 +20,6 @@ from energon_packed import (
     PackOptions,
     PlannedPacker,
     PoolPacker,
-    RankPartitioned,
     SequentialPacker,
     SimpleBatcher,
     pack,
@@ -55,7 +55,7 @@ def energon_folder(folder: Path, count: int = ITEMS) -> Path:
 DISTRIBUTORS: dict[str, Callable[[Path], Distributor]] = {
     "map": lambda folder: MapDistributor(FEATURES),
     "iterable": lambda folder: IterableDistributor(FEATURES),
-    "rank_partitioned": lambda folder: RankPartitioned(
+    "rank_partitioned": lambda folder: FileShardDistributor(
         [range(start, min(start + 3, ITEMS)) for start in range(0, ITEMS, 3)], part_of, shuffle_within=True
     ),
     "mixture": lambda folder: MixtureDistributor(

@@ -128,10 +128,10 @@ def test_what_makes_no_batch_is_refused(samples: list[EncodedSample], options: d
 def test_patch_positions_of_some_images_only_are_refused() -> None:
     grid = torch.tensor([[1, 2, 2]])
     plain = replace(sample([1, 2]), image_grid_thw=grid, pixel_values=torch.zeros(4, 3))
-    placed = replace(plain, patch_positions=np.zeros((4, 3), dtype=np.int64))
+    add_location = replace(plain, patch_positions=np.zeros((4, 3), dtype=np.int64))
     with pytest.raises(BatchError, match="have patch positions and some do not"):
-        PaddingFreeCollator().collate([plain, placed])
-    batch = PaddingFreeCollator().collate([placed, sample([3, 4]), placed])
+        PaddingFreeCollator().collate([plain, add_location])
+    batch = PaddingFreeCollator().collate([add_location, sample([3, 4]), add_location])
     assert batch.patch_positions is not None
     assert batch.patch_positions.shape == (8, 3)
 

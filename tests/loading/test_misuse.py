@@ -282,7 +282,7 @@ def test_ranks_of_different_lengths_are_told_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    monkeypatch.setattr(torch_loader, "check_place", lambda *_: None)  # as if there were two
+    monkeypatch.setattr(torch_loader, "check_rank", lambda *_: None)  # as if there were two
     try:
         for rows in (1, 5, 8):
             loader = DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=rows, rank=0, world_size=2)

@@ -15,12 +15,12 @@ from energon_packed import (
     ConfigError,
     DataflowConfig,
     DataflowLoader,
-    FlowMetrics,
     JointLoader,
     MapDistributor,
     PackedDataset,
     PoolPacker,
     SequentialPacker,
+    ThroughputMetrics,
     get_raw_loader,
 )
 from tests.internals import DemoDataset, check_order, cli
@@ -163,7 +163,7 @@ def test_joint_loaders_draw_by_ratio() -> None:
 
 def test_metrics_are_those_of_the_batches() -> None:
     data = [{"input_ids": [1] * 8, "labels": [-100] * 4 + [1] * 4}] * 6
-    metrics = FlowMetrics(seq_len=20)
+    metrics = ThroughputMetrics(seq_len=20)
     batches = list(metrics.watch(DataflowLoader(MapDistributor(data), packer=SequentialPacker(20))))
     assert [batch.num_tokens for batch in batches] == [16, 16, 16]
     found = metrics.summary()
@@ -177,7 +177,7 @@ def test_metrics_are_those_of_the_batches() -> None:
 
 def _rank(rank: int, file: str, results: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    metrics = FlowMetrics()
+    metrics = ThroughputMetrics()
     for batch in DataflowLoader(
         MapDistributor([{"input_ids": [1] * (4 + 8 * rank)}]), batch_size=1, rank=0, world_size=1
     ):

@@ -166,7 +166,7 @@ def gemma3(text_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_gemma3_is_right_with_one_sample_in_a_row_and_refused_with_several(gemma3: ChatEncoder) -> None:
     """Its sliding layers mark images by their place in the row, where Transformers asks for places in the sample."""
     assert gemma3.vision is not None
-    assert "Gemma3Processor: rows of several samples with images are refused" in gemma3.vision.notices[0]
+    assert "Gemma3Processor: rows of several samples with images are refused" in gemma3.vision.warnings[0]
     model = vision_model("gemma3", gemma3, "sdpa")
     samples = [gemma3.encode(talk("<image>What is this?", pictures(1, 1))), gemma3.encode(talk("What is that?", []))]
     with torch.no_grad():

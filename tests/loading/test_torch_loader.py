@@ -14,15 +14,15 @@ from energon_packed import (
     ConfigError,
     DataflowLoader,
     Distributor,
+    FileShardDistributor,
     Item,
     IterableDistributor,
     MapDistributor,
     MixtureDistributor,
     Packer,
     PoolPacker,
-    RankPartitioned,
     SequentialPacker,
-    Share,
+    ShardSpec,
     SimpleBatcher,
 )
 from tests.loading.flows import (
@@ -134,7 +134,7 @@ class Gap(Distributor):
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
 
-    def items(self, share: Share, start: Any) -> Iterator[Item]:
+    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
         for number in self.numbers[start:]:
             yield Item(number, FEATURES[number])
 
@@ -151,7 +151,7 @@ def test_items_with_a_gap_or_a_repeat_raise(numbers: list[int], message: str, nu
 
 def test_a_distributor_that_ignores_where_it_begins_raises() -> None:
     class Deaf(Gap):
-        def items(self, share: Share, start: Any) -> Iterator[Item]:
+        def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
             return super().items(share, 0)
 
     loader = DataflowLoader(Deaf([0, 1, 2, 3]), batch_size=2)
@@ -309,7 +309,7 @@ def test_mixture_draws_by_ratio_the_same_on_every_rank() -> None:
     sequences = []
     for rank in range(2):
         mixture = MixtureDistributor(data, weights, repeat=True)
-        share = Share(index=rank, count=2, seed=7)
+        share = ShardSpec(index=rank, count=2, seed=7)
         sequences.append([item.value for item, _ in zip(mixture.read(share), range(draws), strict=False)])
     assert sequences[0] == sequences[1]
     for index, weight in enumerate(weights):
@@ -324,7 +324,7 @@ def test_mixture_draws_by_ratio_the_same_on_every_rank() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_repeating_mixture_resumes_in_any_epoch_of_its_parts(num_workers: int) -> None:
     def new_loader() -> DataflowLoader:
-        parts = [MapDistributor(FEATURES[:3]), RankPartitioned([FEATURES[3:6], FEATURES[6:]], list)]
+        parts = [MapDistributor(FEATURES[:3]), FileShardDistributor([FEATURES[3:6], FEATURES[6:]], list)]
         mixture = MixtureDistributor(parts, [2, 1], repeat=True)
         return DataflowLoader(mixture, packer=PACKERS["pool"](), num_workers=num_workers)
 

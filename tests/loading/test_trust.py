@@ -13,7 +13,7 @@ from energon_packed import (
     EnergonPackedError,
     FormatError,
     PackedDataset,
-    Share,
+    ShardSpec,
     get_packed_loader,
 )
 from tests.canary import Canary, changed, dataset_yaml, packed_texts
@@ -45,7 +45,7 @@ def test_a_sample_loader_of_somebody_else_runs_only_where_it_is_trusted(dataset:
             loaded(dataset)
         distributor = EnergonDistributor(dataset)
         with pytest.raises(ConfigError, match="trust_sample_loader"):
-            next(iter(distributor.items(Share(), None)))
+            next(iter(distributor.items(ShardSpec(), None)))
         assert len(PackedDataset(dataset)) > 0
         assert PackedDataset(dataset)[0]
         assert not canary.sang()

@@ -38,7 +38,7 @@ from energon_packed import (
     get_packed_loader,
     pack,
 )
-from tests.internals import Answers, StoredTokens, cli, end_workers, lost_worker, watched
+from tests.internals import StoredTokens, WorkerResultQueue, cli, end_workers, lost_worker, watched
 
 RECORDS, NEW = 24, 5000  # tokens of records that replace others begin at NEW
 HANG = 240  # seconds: what takes longer is a hang, also on a slow machine
@@ -391,12 +391,12 @@ def test_a_worker_that_dies_while_it_tells_its_state_is_one_error(
     next(iterator)
     children = multiprocessing.active_children()
 
-    def cut_off(answers: Answers) -> Any:
+    def cut_off(answers: WorkerResultQueue) -> Any:
         for child in children:
             child.kill()
         raise EOFError
 
-    monkeypatch.setattr(Answers, "get", cut_off)
+    monkeypatch.setattr(WorkerResultQueue, "get", cut_off)
     message = r"worker process of .* exited unexpectedly \(EOFError\).*saved last is good"
     with torch_notices_no_death(), pytest.raises(WorkerError, match=message):
         loader.state_dict()

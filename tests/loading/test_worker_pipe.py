@@ -25,9 +25,9 @@ from energon_packed import (
     PackedBatch,
     PaddingFreeCollator,
     SampleSource,
-    Share,
+    ShardSpec,
 )
-from tests.internals import Counts, Step, VisionInputs, in_turn, messages
+from tests.internals import Step, VisionInputs, WorkerProgress, messages, round_robin
 from tests.internals import TransportMessage as Message
 from tests.loading.flows import FEATURES, signature
 
@@ -40,7 +40,7 @@ class Broken(Distributor):
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    def items(self, share: Share, start: Any) -> Iterator[Item]:
+    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
         for number in range(start, 5):
             if number == 3 and share.index == 0:
                 raise self.error
@@ -172,7 +172,7 @@ def steps_of(worker: int, batches: list[Any]) -> Iterator[Step]:
 
 def test_small_steps_share_a_message_and_large_ones_do_not() -> None:
     row = PaddingFreeCollator().collate([EncodedSample(id="s", input_ids=np.arange(9), labels=np.arange(9))])
-    counts = Counts(1)
+    counts = WorkerProgress(1)
 
     def sent(batches: list[Any], *, one_by_one: bool = False) -> int:
         return len(list(messages(steps_of(0, batches), 0, counts, 2, one_by_one=one_by_one)))
@@ -202,7 +202,7 @@ def number_of(batch: Any) -> int | None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_workers_take_turns_whatever_messages_their_steps_come_in(first: int) -> None:
     makes: dict[int, list[Any]] = {0: [numbered(n) for n in range(40)], 1: [{"n": 100 + n} for n in range(3)]}
-    counts, outboxes = Counts(2), {}
+    counts, outboxes = WorkerProgress(2), {}
     for worker, one_by_one in ((0, False), (1, True)):
         outboxes[worker] = messages(steps_of(worker, makes[worker]), worker, counts, 2, one_by_one=one_by_one)
 
@@ -215,7 +215,7 @@ def test_workers_take_turns_whatever_messages_their_steps_come_in(first: int) ->
                 else:
                     yield message
 
-    found = [number_of(step.batch) for step in in_turn(as_torch_gives(), first, counts)]
+    found = [number_of(step.batch) for step in round_robin(as_torch_gives(), first, counts)]
     makes = {worker: [number_of(one) for one in made] for worker, made in makes.items()}
     expected: list[Any] = []
     for n in range(4):
@@ -242,7 +242,7 @@ def test_the_thread_of_pin_memory_pins_every_batch_of_a_message(monkeypatch: pyt
         Step(0, Own(), (0, "3"), [2], []),
         BatchError("bad"),
     ]
-    sent = list(messages(iter(steps), 0, Counts(1), 2, one_by_one=False))
+    sent = list(messages(iter(steps), 0, WorkerProgress(1), 2, one_by_one=False))
     assert [len(message.entries) for message in sent] == [3, 1]
     pin: Any = torch.utils.data._utils.pin_memory.pin_memory
     row, end, own, error = [step for message in sent for step, _ in pin(message).entries]

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.internals import SHAPES
+from tests.internals import RECORD_FORMATS
 from tests.pipeline.test_adversity import png
 
 PICTURE = "data:image/png;base64," + base64.b64encode(png(40, 40)).decode()
@@ -76,7 +76,7 @@ VALUES: tuple[Any, ...] = (
     *([2**70], [-(2**70)], [50] * 3000, [PICTURE], PICTURE, PICTURE[:90], [["a.png"], ["a.png"]], {"text": "x"}),
 )  # fmt: skip
 KEYS = (
-    *sorted({name for shape in SHAPES for name in shape.fields or ()}),
+    *sorted({name for shape in RECORD_FORMATS for name in shape.fields or ()}),
     *("content", "role", "weight", "loss", "train", "tool_calls", "tool_call_id", "name", "reasoning",),
     *("value", "from", "language"),
     *("chosen", "type", "path", "bytes", "arguments", "parameters", "function", "user", "", "\x00", "\u00e9", "1"),

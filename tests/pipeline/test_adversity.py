@@ -23,7 +23,7 @@ from energon_packed import (
     pack,
 )
 from tests.encoding.test_spans import FORGETTING
-from tests.internals import CHATML_TEMPLATE, ShardReader, TarShardWriter, aside, split_ranges
+from tests.internals import CHATML_TEMPLATE, ShardReader, TarShardWriter, atomic_path, split_ranges
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
 
@@ -264,7 +264,7 @@ def test_overwrite_keeps_the_old_data_until_the_new_is_sure(build: Any) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.bin").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left") as caught, aside(tmp_path / "y.bin") as temporary:
+    with pytest.raises(OSError, match="No space left") as caught, atomic_path(tmp_path / "y.bin") as temporary:
         temporary.symlink_to("/dev/full")
         with temporary.open("wb") as out:
             out.write(b"x" * 100_000)

@@ -14,7 +14,7 @@ from energon_packed import ConfigError, PackingManifest, PackOptions, SourceConf
 from tests.internals import ShardReader, cli, dry_run, main
 from tests.sources.tars import picture, write_tar
 
-NARROW = "PackedCaptioningSample"
+CAPTIONING = "PackedCaptioningSample"
 FLAT = r"sources\[0\] \(flat.jsonl\): "
 ADAPTER = "def shout(record):\n    return {**record, 'answer': record['answer'].upper()}\n"
 
@@ -157,7 +157,7 @@ def test_a_fraction_is_a_seeded_share_and_every_record_is_accounted_for(folder: 
 def test_parts_have_each_repetition_once(folder: Path, tokenizer_dir: Path) -> None:
     found: list[str] = []
     for number in range(3):
-        result = run(folder, tokenizer_dir, SOURCES, f"part{number}", part=(number, 3), sample_class=NARROW)
+        result = run(folder, tokenizer_dir, SOURCES, f"part{number}", part=(number, 3), sample_class=CAPTIONING)
         part = samples(result.shards)
         assert all(not images or images[0] in (picture(1), picture(2)) for _, images in part.values())
         found += part

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packed import Conversation, RecordError, normalize
-from tests.internals import SHAPES
+from tests.internals import RECORD_FORMATS
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello."}
@@ -99,7 +99,7 @@ def test_other_fields_are_counted_by_name() -> None:
 
 
 def test_every_shape_declares_the_fields_that_it_reads() -> None:
-    assert all(shape.fields is not None for shape in SHAPES)
+    assert all(shape.fields is not None for shape in RECORD_FORMATS)
 
 
 WORDS = st.text("abcdefghij", min_size=8, max_size=8).map(lambda word: f"w{word}w")

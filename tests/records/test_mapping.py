@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from energon_packed import Adapter, ConfigError, Conversation, FieldMap, PackOptions, RecordError, normalize, pack
-from tests.internals import make_keys
+from tests.internals import compute_fingerprints
 
 ADAPTERS = """
 from energon_packed import Conversation, Message
@@ -135,15 +135,15 @@ def test_both_pack_and_are_in_the_fingerprint(adapters: str, tokenizer_dir: Path
     )  # fmt: skip
     assert (result.manifest.packed, result.manifest.rejects) == (40, {})
 
-    before = make_keys(options(adapter=f"{adapters}:swap"), [], None)
-    assert before == make_keys(options(adapter=f"{adapters}:swap"), [], None)
-    mapped = make_keys(options(map="user=q,assistant=a"), [], None)
-    other = make_keys(options(map="user=a,assistant=q"), [], None)
-    keys = [before, mapped, other, make_keys(options(adapter=f"{adapters}:build"), [], None)]
+    before = compute_fingerprints(options(adapter=f"{adapters}:swap"), [], None)
+    assert before == compute_fingerprints(options(adapter=f"{adapters}:swap"), [], None)
+    mapped = compute_fingerprints(options(map="user=q,assistant=a"), [], None)
+    other = compute_fingerprints(options(map="user=a,assistant=q"), [], None)
+    keys = [before, mapped, other, compute_fingerprints(options(adapter=f"{adapters}:build"), [], None)]
     assert len({one.measure for one in keys}) == len({one.tars for one in keys}) == 4
     Path(f"{adapters}.py").write_text(ADAPTERS + "\n# changed\n")
     del sys.modules[adapters]
     from tests.internals import mapping
 
     mapping._load.cache_clear()
-    assert make_keys(options(adapter=f"{adapters}:swap"), [], None).tars != before.tars
+    assert compute_fingerprints(options(adapter=f"{adapters}:swap"), [], None).tars != before.tars

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packed import Draft, RecordError, Shape, normalize, register_shape
-from tests.internals import SHAPES, normalize_module
+from energon_packed import PartialConversation, RecordError, RecordFormat, normalize, register_record_format
+from tests.internals import RECORD_FORMATS, normalize_module
 
 TEXT = st.sampled_from(["Hi", "", " ", "<image>", "<img>a.jpg</img>", "<video>", "a\nb", "日本"])
 ROLE = st.sampled_from(["user", "assistant", "human", "gpt", "system", "tool", "function_call", "User ", "other"])
@@ -81,14 +81,14 @@ def test_one_turn_that_is_not_plain_takes_the_long_way(turn: Any) -> None:
 
 
 def test_a_shape_of_your_own_comes_first() -> None:
-    @register_shape
-    class Mine(Shape):
+    @register_record_format
+    class Mine(RecordFormat):
         key = "messages"
 
-        def read(self, record: Any, media: Any) -> Draft:
-            return Draft(text="mine")
+        def read(self, record: Any, media: Any) -> PartialConversation:
+            return PartialConversation(text="mine")
 
     try:
         assert normalize({"messages": [{"role": "user", "content": "Hi"}]}).text == "mine"
     finally:
-        SHAPES.pop(0)
+        RECORD_FORMATS.pop(0)

@@ -45,8 +45,8 @@ class VisionFamily(ABC):
         patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: without a
             processor folder; limits as in the preprocessor_config.json of the published models.
         layouts: (patch size, merge size) of the published models of this family; `factor` chooses among them.
-        undecided: (patch size, merge size) that `factor` may mean, where nothing says which: lengths are known, since
-            they are the same, and pixels are refused.
+        ambiguous_layouts: the pairs (patch size, merge size) that `factor` may mean, if it does not decide: their lengths
+            are equal and so known, and pixels are refused.
         patch_order: order of patches in .npy files: `row`, `block`, or `auto`, by what is in the file.
         notices: what was decided when it was loaded, a line each.
     """
@@ -65,9 +65,9 @@ class VisionFamily(ABC):
     image_std: ClassVar[tuple[float, float, float]] = (0.26862954, 0.26130258, 0.27577711)
     min_pixels: ClassVar[int] = 56 * 56
     max_pixels: ClassVar[int] = 28 * 28 * 16384
-    undecided: tuple[tuple[int, int], ...] = ()
+    ambiguous_layouts: tuple[tuple[int, int], ...] = ()
     patch_order: PatchOrder = "auto"
-    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __init__(self, image_processor: Any) -> None:
         self.image_processor = image_processor
@@ -170,8 +170,8 @@ class VisionFamily(ABC):
             )
 
     def config(self) -> dict[str, Any]:
-        """Settings that determine lengths and pixels, for fingerprints; those of lengths while `undecided`."""
-        if self.undecided:
+        """Settings that determine lengths and pixels, for fingerprints; those of lengths while `ambiguous_layouts`."""
+        if self.ambiguous_layouts:
             return self.length_config()
         order = {} if self.patch_order == "auto" else {"patch_order": self.patch_order}
         return {
@@ -195,9 +195,9 @@ class VisionFamily(ABC):
         Raises:
             ConfigError: the message has the candidates.
         """
-        if self.undecided:
+        if self.ambiguous_layouts:
             raise ConfigError(
-                f"`factor` {ambiguous(self.undecided)}, and pixels and patch positions depend on it; pass "
+                f"`factor` {ambiguous(self.ambiguous_layouts)}, and pixels and patch positions depend on it; pass "
                 "`patch_size`, `merge_size` or `vision_family`, or the processor folder of the model as `processor`"
             )
 

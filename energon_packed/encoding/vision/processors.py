@@ -78,11 +78,11 @@ class ProcessorVision(VisionFamily):
         self._check_texts(_PROBES[0])
         name = type(processor).__name__
         if self.token_types:
-            self.notices = (
+            self.warnings = (
                 f"{name}: rows of several samples with images are refused; pack with max_samples_per_pack=1",
             )
         elif name not in TESTED:
-            self.notices = (
+            self.warnings = (
                 f"{name} is not among the processors whose models were tested packed ({', '.join(TESTED)}); "
                 "compare packed with separate logits once",
             )

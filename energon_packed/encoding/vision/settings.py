@@ -28,7 +28,7 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
 
     The folder is `processor`, or else that of the `tokenizer`.
 
-    A `factor` of several meanings, such as 48 (16 x 3 or 24 x 2), gives a family that is `undecided`.
+    A `factor` of several meanings, such as 48 (16 x 3 or 24 x 2), gives a family that is `ambiguous_layouts`.
 
     Args:
         settings: of the encoder.
@@ -63,12 +63,12 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
             notices = [f"image options win over {folder}: {', '.join(overruled)}"]
     else:
         vision = _of_family(family, numbers)
-    if vision.undecided:
+    if vision.ambiguous_layouts:
         notices.append(
-            f"`factor` {ambiguous(vision.undecided)}: lengths are the same, pixels are not, so training needs the "
-            "processor folder of the model, `patch_size`, `merge_size` or `vision_family`"
+            f"`factor` {ambiguous(vision.ambiguous_layouts)}: lengths are the same, pixels are not, so training needs "
+            "the processor folder of the model, `patch_size`, `merge_size` or `vision_family`"
         )
-    vision.notices, vision.patch_order = (*vision.notices, *notices), settings.patch_order
+    vision.warnings, vision.patch_order = (*vision.warnings, *notices), settings.patch_order
     return vision
 
 
@@ -131,7 +131,7 @@ def _check_like_qwen(folder: Path, family: type[VisionFamily], processor: Any) -
 
 def _made(family: type[VisionFamily], processor: Any, layouts: _Layouts) -> VisionFamily:
     vision = family(processor)
-    vision.undecided = layouts if len(layouts) > 1 else ()
+    vision.ambiguous_layouts = layouts if len(layouts) > 1 else ()
     return vision
 
 

@@ -9,7 +9,7 @@ from energon_packed.blends import has_split
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron.layouts import Layout, check_layout
-from energon_packed.integrations.megatron.ranks import Place, check_parallelism
+from energon_packed.integrations.megatron.ranks import MegatronRanks, check_parallelism
 from energon_packed.integrations.megatron.restore import MegatronIterator, restore_iterator
 from energon_packed.loading import Collator, DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
 from energon_packed.loading.distributors.datasets import Balance
@@ -61,7 +61,7 @@ def train_valid_test_dataloaders_provider(
     _check_options(options, order)
 
     def provider(train_val_test_num_samples: Any = None) -> tuple[Any, Any, Any]:
-        place = Place.of_this_process()
+        place = MegatronRanks.of_this_process()
         check_parallelism(place, layout, options.get("collator"))
         if not place.loads(layout):
             return None, None, None

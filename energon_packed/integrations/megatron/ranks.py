@@ -10,7 +10,7 @@ from energon_packed.loading import Collator, PaddingFreeCollator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MegatronRanks:
     """Place of this process among Megatron's ranks.
 
     Attributes:
@@ -27,7 +27,7 @@ class Place:
     is_middle_stage: bool
 
     @classmethod
-    def of_this_process(cls) -> "Place":
+    def of_this_process(cls) -> "MegatronRanks":
         """As `megatron.core.parallel_state` has it.
 
         Raises:
@@ -69,7 +69,7 @@ def megatron_lm_args() -> Any:
         return None
 
 
-def check_parallelism(place: Place, layout: Layout, collator: Collator | None) -> None:
+def check_parallelism(place: MegatronRanks, layout: Layout, collator: Collator | None) -> None:
     """Refuse settings with which the training step would be silently wrong.
 
     Raises:

@@ -1,21 +1,21 @@
 """transformers.Trainer on packed data.
 
 arguments.py    packed_training_arguments, check_training_arguments: arguments that fit packed data
-stream.py       TrainerStream and StreamState: a loader as streaming data, resumed exactly
+stream.py       TrainerStream and TrainerStreamCallback: a loader as streaming data, resumed exactly
 trainer.py      PackedTrainer: the global order of the data, evaluation loss as the mean over tokens
-callbacks.py    IsolationCheck, BlendEpochs
+callbacks.py    IsolationCheckCallback, SetEpochCallback
 """
 
 from energon_packed.integrations.transformers.arguments import check_training_arguments, packed_training_arguments
-from energon_packed.integrations.transformers.stream import StreamState, TrainerStream
-from energon_packed.integrations.transformers.trainer import BlendEpochs, IsolationCheck, PackedTrainer
+from energon_packed.integrations.transformers.stream import TrainerStream, TrainerStreamCallback
+from energon_packed.integrations.transformers.trainer import IsolationCheckCallback, PackedTrainer, SetEpochCallback
 
 __all__ = [
-    "BlendEpochs",
-    "IsolationCheck",
+    "IsolationCheckCallback",
     "PackedTrainer",
-    "StreamState",
+    "SetEpochCallback",
     "TrainerStream",
+    "TrainerStreamCallback",
     "check_training_arguments",
     "packed_training_arguments",
 ]

@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.loading import PackedDataset
-from energon_packed.loading.ranks import of_all_ranks
+from energon_packed.loading.ranks import all_gather_object
 
 _BY_LENGTH = ("group_by_length", "batch_rebalance")
 
@@ -46,7 +46,7 @@ def packed_training_arguments(output_dir: str, data: Any, **arguments: Any) -> T
         defaults |= {"ignore_data_skip": True, "dataloader_num_workers": 0, "per_device_train_batch_size": 1}
     args = TrainingArguments(output_dir, **(defaults | arguments))  # begins the process group, which loaders need
     if streams and args.max_steps <= 0:
-        steps = of_all_ranks(data.steps)  # a rank that trains longer than another waits for it indefinitely
+        steps = all_gather_object(data.steps)  # a rank that trains longer than another waits for it indefinitely
         if None not in steps:
             args.max_steps = ceil(args.num_train_epochs * min(steps) / args.gradient_accumulation_steps)
     check_training_arguments(args, data)
@@ -159,7 +159,7 @@ def _of_streams(args: Any, data: TrainerStream) -> list[str]:
     if not args.ignore_data_skip:
         wrong.append(
             "`ignore_data_skip` is False, so on resuming the Trainer skips batches that the restored stream does not "
-            "give again: set it to True, with callbacks=[StreamState(stream)]"
+            "give again: set it to True, with callbacks=[TrainerStreamCallback(stream)]"
         )
     if args.per_device_train_batch_size != 1:
         wrong.append(

@@ -1,4 +1,4 @@
-"""TrainerStream: a loader as streaming training data of transformers.Trainer; StreamState saves and restores it."""
+"""TrainerStream: a loader as streaming data of transformers.Trainer; TrainerStreamCallback saves and restores it."""
 
 import os
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.accelerate import refuse_other_place
 from energon_packed.integrations.trainer_state import ConsumedBatches, exact_steps
-from energon_packed.loading.ranks import group_place, refuse_dispatch, refuse_second_split
+from energon_packed.loading.ranks import check_not_resharded, group_place, refuse_dispatch
 from energon_packed.loading.state import gathered
 
 _KEY = "energon_packed_stream"  # in trainer_state.json; no name of a callback
@@ -26,7 +26,7 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
         stream = TrainerStream(lambda: get_packed_loader("out", encoder, epochs=1))
         args = packed_training_arguments("run", stream, num_train_epochs=2)
         trainer = Trainer(model, args, train_dataset=stream, data_collator=PaddingFreeCollator(),
-                          callbacks=[StreamState(stream)])
+                          callbacks=[TrainerStreamCallback(stream)])
 
     accelerate asks a dataset of this kind for the part of its process, and this one is that part: nothing is split
     again. Each item is a finished row, so the loader decides the batch size. It does not end: `max_steps` does.
@@ -36,7 +36,7 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
             called when it is first needed. TrainingArguments begins the process group that a loader needs.
 
     Attributes:
-        used: batches that the Trainer has used; None unless StreamState counts them.
+        used: batches that the Trainer has used; None unless TrainerStreamCallback counts them.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -91,7 +91,7 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
             ConfigError: accelerate splits or dispatches them, or they are read in a worker process.
         """
         refuse_dispatch()
-        refuse_second_split(max(2, group_place()[1]))
+        check_not_resharded(max(2, group_place()[1]))
         if torch.utils.data.get_worker_info() is not None:
             raise ConfigError(
                 "a TrainerStream is read in a worker process of the Trainer, and its loader has its own: set "
@@ -152,12 +152,12 @@ class LoaderState(TrainerCallback, ABC):
             raise ConfigError(
                 f"{path} is missing, so the state of the data cannot be saved; set save_on_each_node=True"
             )
-        aside = path.with_name(path.name + ".tmp")
-        state.save_to_json(str(aside))
-        os.replace(aside, path)
+        atomic_path = path.with_name(path.name + ".tmp")
+        state.save_to_json(str(atomic_path))
+        os.replace(atomic_path, path)
 
 
-class StreamState(LoaderState):
+class TrainerStreamCallback(LoaderState):
     """TrainerCallback that saves the state of a TrainerStream in each checkpoint, and restores it.
 
     Micro batches that the Trainer has read ahead and not used when it saves are read again.
@@ -167,7 +167,7 @@ class StreamState(LoaderState):
         BatchError: the checkpoint has no state of the stream.
     """
 
-    remedy = "pass callbacks=[StreamState(stream)] to the Trainer that saves"
+    remedy = "pass callbacks=[TrainerStreamCallback(stream)] to the Trainer that saves"
 
     def __init__(self, stream: TrainerStream) -> None:
         self.stream = stream

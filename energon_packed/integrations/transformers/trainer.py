@@ -19,12 +19,12 @@ from energon_packed.errors import ConfigError
 from energon_packed.integrations.accelerate import prepared_loader
 from energon_packed.integrations.isolation import check_isolation
 from energon_packed.integrations.transformers.arguments import check_training_arguments
-from energon_packed.integrations.transformers.stream import LoaderState, StreamState, TrainerStream
+from energon_packed.integrations.transformers.stream import LoaderState, TrainerStream, TrainerStreamCallback
 from energon_packed.loading import Collator, DataflowLoader, MapDistributor, PackedDataset, PlannedDataset
 
 
-class IsolationCheck(TrainerCallback):
-    """Runs `check_isolation` on the model when training begins: `Trainer(..., callbacks=[IsolationCheck()])`.
+class IsolationCheckCallback(TrainerCallback):
+    """Runs `check_isolation` on the model when training begins: `Trainer(..., callbacks=[IsolationCheckCallback()])`.
 
     Raises:
         IsolationError: the model does not keep packed samples apart.
@@ -35,8 +35,8 @@ class IsolationCheck(TrainerCallback):
         check_isolation(model)
 
 
-class BlendEpochs(TrainerCallback):
-    """Draws the packs of a blend anew in each epoch: `Trainer(..., callbacks=[BlendEpochs(dataset)])`.
+class SetEpochCallback(TrainerCallback):
+    """Draws the packs of a blend anew in each epoch: `Trainer(..., callbacks=[SetEpochCallback(dataset)])`.
 
     The Trainer tells its sampler the number of the epoch, and not the data. Resuming draws the epoch that was saved.
 
@@ -73,13 +73,13 @@ class PackedTrainer(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sums: torch.Tensor | None = None
-        self.add_callback(IsolationCheck())
+        self.add_callback(IsolationCheckCallback())
         data = self.train_dataset
         if data is not None:
             check_training_arguments(self.args, data, lengths_known=hasattr(data, "lengths"))
         self._loader: Any = None
         if isinstance(data, TrainerStream):
-            self.add_callback(StreamState(data))
+            self.add_callback(TrainerStreamCallback(data))
         elif self._has_order(data):
             self.add_callback(_OrderState(self))
 

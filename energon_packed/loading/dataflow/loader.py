@@ -23,15 +23,15 @@ from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import ConfigError
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.dataflow.steps import PlannedPosition, PlannedSteps, StreamPosition, StreamSteps
-from energon_packed.loading.dataflow.transport import Counts, Message, guarded, in_turn, messages
-from energon_packed.loading.dataflow.worker_stream import Roles, Step
+from energon_packed.loading.dataflow.transport import Message, WorkerProgress, guarded, messages, round_robin
+from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step
 from energon_packed.loading.distributors.base import Distributor
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.failures import FailureLog, watched
 from energon_packed.loading.order_log import OrderLog
 from energon_packed.loading.packers import Packer, PlannedPacker, SimpleBatcher
-from energon_packed.loading.ranks import check_place, place_of, refuse_second_split, warn_uneven
-from energon_packed.loading.state import check_state, damage_named, is_left, make_state, states_of, until_the_end
+from energon_packed.loading.ranks import check_not_resharded, check_rank, resolve_rank, warn_uneven
+from energon_packed.loading.state import check_state, damage_named, is_left, iterate_epoch, make_state, states_of
 from energon_packed.options import make
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
     def __init__(self, steps: PlannedSteps | StreamSteps, in_flight: int) -> None:
         self.plan = steps
         self.in_flight = in_flight
-        self.counts = Counts(steps.num_workers)
+        self.counts = WorkerProgress(steps.num_workers)
         self._epoch = torch.zeros(1, dtype=torch.int64)
         torch.Tensor.share_memory_(self._epoch)  # type: ignore[no-untyped-call]  # seen by persistent workers
         self._start: Any = None
@@ -252,7 +252,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             packer = SimpleBatcher(batch_size, drop_last=settings.drop_last)
         context = of_torch.get("multiprocessing_context")
         self.failures = FailureLog(settings.max_failures, context=context, readers=distributor.readers)
-        self._roles = Roles(
+        self._roles = LoaderParts(
             distributor,
             processor or StoredTokens(),
             packer or PlannedPacker(),
@@ -260,7 +260,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             self.failures,
         )
         self._settings = settings
-        self._rank, self._world_size = place_of(settings.rank, settings.world_size)
+        self._rank, self._world_size = resolve_rank(settings.rank, settings.world_size)
         planned = isinstance(distributor, MapDistributor) and self._roles.packer.rows is not None
         place = (self._roles, self._rank, self._world_size, max(1, num_workers), settings.seed)
         mask = settings.even_ranks == "mask"
@@ -293,7 +293,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             ConfigError: two epochs in succession have no batch, the process group is another one than when the loader
                 was made, or another tool splits the batches over ranks again.
         """
-        return until_the_end(self.rest_of_epoch, empty=int(self._here.step > 0))
+        return iterate_epoch(self.rest_of_epoch, empty=int(self._here.step > 0))
 
     def rest_of_epoch(self) -> Iterator[Any]:
         """The batches of the current epoch that were not given yet: none after its last batch.
@@ -301,8 +301,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         Raises:
             ConfigError: as iterating.
         """
-        check_place((self._rank, self._world_size), self._settings.rank, self._settings.world_size)
-        refuse_second_split(self._world_size)
+        check_rank((self._rank, self._world_size), self._settings.rank, self._settings.world_size)
+        check_not_resharded(self._world_size)
         if not self._is_warned:
             self._is_warned = True
             warn_uneven(self._rank, self._world_size, self._plan.length)
@@ -332,7 +332,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             with dataset.begin(self._here):
                 self._to_come = watched(super().__iter__(), type(self).__name__)
             if self.num_workers:
-                self._to_come = in_turn(self._to_come, getattr(self._here, "next_worker", 0), dataset.counts)
+                self._to_come = round_robin(self._to_come, getattr(self._here, "next_worker", 0), dataset.counts)
         return self._to_come
 
     def _next_of(self, steps: Iterator[Any]) -> Any:

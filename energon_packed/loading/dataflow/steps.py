@@ -19,7 +19,7 @@ from typing import Any
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import BatchError, EnergonPackedError
 from energon_packed.loading.dataflow.worker_stream import (
-    Roles,
+    LoaderParts,
     Step,
     WorkerStream,
     count_failure,
@@ -30,7 +30,7 @@ from energon_packed.loading.dataflow.worker_stream import (
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.distributors.schedule import Mark
 from energon_packed.loading.order import Segment
-from energon_packed.loading.ranks import Share
+from energon_packed.loading.ranks import ShardSpec
 from energon_packed.loading.state import check_identity, check_numbers, damaged, without_weights
 
 
@@ -62,7 +62,7 @@ class PlannedSteps:
     """
 
     def __init__(
-        self, roles: Roles, rank: int, world_size: int, num_workers: int, seed: int, *, mask: bool = False
+        self, roles: LoaderParts, rank: int, world_size: int, num_workers: int, seed: int, *, mask: bool = False
     ) -> None:
         assert isinstance(roles.distributor, MapDistributor)
         assert roles.packer.rows is not None
@@ -220,7 +220,7 @@ class StreamSteps:
         seed: of the loader.
     """
 
-    def __init__(self, roles: Roles, rank: int, world_size: int, num_workers: int, seed: int) -> None:
+    def __init__(self, roles: LoaderParts, rank: int, world_size: int, num_workers: int, seed: int) -> None:
         self.roles, self.rank, self.num_workers, self.seed = roles, rank, num_workers, seed
         self.count = world_size * num_workers
         self.place: tuple[int, int] | None = (rank, world_size)
@@ -250,7 +250,7 @@ class StreamSteps:
         """
         total = 0
         for worker in range(self.num_workers):
-            share = Share(index=rank * self.num_workers + worker, count=self.count, seed=self.seed)
+            share = ShardSpec(index=rank * self.num_workers + worker, count=self.count, seed=self.seed)
             count = self.roles.distributor.count(share)
             steps = None if count is None else self.roles.packer.steps(count)
             if steps is None:
@@ -344,7 +344,7 @@ class StreamSteps:
         states = dict(position.shards)
         for index in range(self.rank * self.num_workers + worker, position.num_shards, self.count):
             state = json.loads(states[index]) if index in states else None
-            share = Share(index=index, count=position.num_shards, epoch=position.epoch, seed=self.seed)
+            share = ShardSpec(index=index, count=position.num_shards, epoch=position.epoch, seed=self.seed)
             if state is None or not state["ended"] or state["ready"]:
                 yield from WorkerStream(self.roles, share, state, worker)
         yield Step(worker, None, None, [], [], ended=True)
@@ -398,7 +398,7 @@ class StreamSteps:
                 f"{type(distributor).__name__} over a one-shot iterator cannot continue with another number of "
                 f"ranks or workers ({saved}, {now}): pass a function that returns a new iterator, or keep their number"
             )
-        if distributor.endless and self.count > first["num_shards"]:
+        if distributor.infinite and self.count > first["num_shards"]:
             raise BatchError(
                 f"a stream without end has {first['num_shards']} shards, and {self.count} workers cannot share them "
                 f"({saved}, {now}): use at most {first['num_shards']} workers on all ranks"

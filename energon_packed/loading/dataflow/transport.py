@@ -107,7 +107,7 @@ class Message:
         return Message(self.worker, [(_pinned(_received(entry)), size) for entry, size in self.entries])
 
 
-class Counts:
+class WorkerProgress:
     """Steps and bytes of each worker that were yielded in the main process, seen by all processes.
 
     Args:
@@ -127,7 +127,7 @@ class Counts:
 
 
 def messages(
-    steps: Iterator[Any], worker: int, counts: Counts, in_flight: int, *, one_by_one: bool
+    steps: Iterator[Any], worker: int, counts: WorkerProgress, in_flight: int, *, one_by_one: bool
 ) -> Iterator[Message]:
     """The messages of one worker: its steps and errors, in order.
 
@@ -205,7 +205,7 @@ def guarded(steps: Iterator[Any], worker: int) -> Iterator[Any]:
         yield ExceptionWrapper(where=f"in DataLoader worker process {worker}")  # type: ignore[no-untyped-call]
 
 
-def in_turn(received: Iterator[Message], first: int, counts: Counts) -> Iterator[Any]:
+def round_robin(received: Iterator[Message], first: int, counts: WorkerProgress) -> Iterator[Any]:
     """The steps, round-robin over workers from worker `first` on, until all ended.
 
     Raises:

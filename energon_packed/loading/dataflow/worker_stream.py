@@ -14,17 +14,17 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from energon_packed.encoding import Processor
-from energon_packed.errors import BY_CHOICE, BatchError, EnergonPackedError, RecordError, Reject
+from energon_packed.errors import REQUESTED_REJECTS, BatchError, EnergonPackedError, RecordError, Reject
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.packers.base import Packer, unfit
-from energon_packed.loading.packers.buffer import Held, PackBuffer
-from energon_packed.loading.process import Encoded, RecordAt, Sourced, encode_items
-from energon_packed.loading.ranks import Share
+from energon_packed.loading.packers.buffer import BufferedItem, PackBuffer
+from energon_packed.loading.process import Encoded, RecordAt, WithSource, encode_items
+from energon_packed.loading.ranks import ShardSpec
 
 
-class Roles(NamedTuple):
+class LoaderParts(NamedTuple):
     """What a dataflow is made of."""
 
     distributor: Distributor
@@ -67,8 +67,8 @@ class _Encoded(NamedTuple):
     """
 
     number: int
-    cursor: Any
-    held: Held | None
+    resume_state: Any
+    held: BufferedItem | None
     error: EnergonPackedError | None
     name: str
     at: tuple[RecordAt, str] | None = None
@@ -84,7 +84,9 @@ class WorkerStream:
         worker: number of the worker that makes the steps.
     """
 
-    def __init__(self, roles: Roles, share: Share, state: dict[str, Any] | None = None, worker: int = 0) -> None:
+    def __init__(
+        self, roles: LoaderParts, share: ShardSpec, state: dict[str, Any] | None = None, worker: int = 0
+    ) -> None:
         self.roles = roles
         self.share = share
         self.worker = worker
@@ -118,7 +120,7 @@ class WorkerStream:
             if self._ended:
                 break
             for item in self._items():
-                self._cursor, self._number = item.cursor, item.number + 1
+                self._cursor, self._number = item.resume_state, item.number + 1
                 if item.held is None:
                     self._failed(item)
                 else:
@@ -148,7 +150,7 @@ class WorkerStream:
             place["schedule"] = self.roles.distributor.schedule.stream_state()
         return f"{json.dumps(place)[:-1]}, {self._buffer.state()}}}"
 
-    def _step(self, group: list[Held]) -> Step:
+    def _step(self, group: list[BufferedItem]) -> Step:
         """A batch of a group; without a group, the items that the end of the epoch dropped."""
         samples = [sample for held in group for sample in held.samples]
         batch = self.roles.collator.collate(samples) if group else None
@@ -176,9 +178,13 @@ class WorkerStream:
             items = list(islice(stream, self.roles.distributor.read_ahead))
             found = self._encode([item.value for item in items])
         return [
-            _Encoded(item.number, item.cursor, None, one, item_name(item.value, item.number), record_of(item.value))
+            _Encoded(
+                item.number, item.resume_state, None, one, item_name(item.value, item.number), record_of(item.value)
+            )
             if isinstance(one, EnergonPackedError)
-            else _Encoded(item.number, item.cursor, Held(item.key, item.number, one, at) if one else None, None, "")
+            else _Encoded(
+                item.number, item.resume_state, BufferedItem(item.key, item.number, one, at) if one else None, None, ""
+            )
             for item, (one, at) in zip(items, found, strict=True)
         ]
 
@@ -189,7 +195,8 @@ class WorkerStream:
         if packer.overlong == "truncate" and packer.longest is not None:
             found = [_truncated(one, packer.longest) for one in found]
         return [
-            (one, value.at if isinstance(value, Sourced) else None) for one, value in zip(found, values, strict=True)
+            (one, value.at if isinstance(value, WithSource) else None)
+            for one, value in zip(found, values, strict=True)
         ]
 
     def _failed(self, item: "_Encoded") -> None:
@@ -197,7 +204,7 @@ class WorkerStream:
             count_failure(self.roles.failures, item.error, item.name, item.at)
         self._dropped.append(item.number)
 
-    def _drop(self, held: Held, excess: Reject | None) -> None:
+    def _drop(self, held: BufferedItem, excess: Reject | None) -> None:
         """A sample that fits no row, or is part of a dropped last batch."""
         failures, packer, source = self.roles.failures, self.roles.packer, held.samples[0].source
         if excess is None:
@@ -218,7 +225,7 @@ class WorkerStream:
             return
         distributor, numbers = self.roles.distributor, [number for number, _ in refs]
         if distributor.can_seek:
-            values = distributor.again(self.share, [key for _, key in refs])
+            values = distributor.read_many(self.share, [key for _, key in refs])
             self._fill(saved, dict(zip(numbers, values, strict=True)))
             return
         first = min(numbers)  # nothing behind it is in a batch: the stream begins there
@@ -235,7 +242,7 @@ class WorkerStream:
         for number, (one, at) in zip(values, self._encode(list(values.values())), strict=True):
             if isinstance(one, EnergonPackedError):
                 raise BatchError(f"item {number} of the saved state cannot be encoded any more: {one}")
-            held[number] = Held(keys[number], number, one, at)
+            held[number] = BufferedItem(keys[number], number, one, at)
         groups = [[held[number] for number, _ in group] for group in saved]
         self._buffer.waiting = groups.pop()
         self._buffer.ready.extend(groups)
@@ -270,7 +277,7 @@ def count_failure(failures: FailureLog, error: EnergonPackedError, name: str, at
     """
     if isinstance(error, RecordError) and at is not None:
         failures.reject(*at, error.reject)
-    elif isinstance(error, RecordError) and error.reason in BY_CHOICE:
+    elif isinstance(error, RecordError) and error.reason in REQUESTED_REJECTS:
         failures.drop(error.reason.value)
     else:
         failures.handle(error, {"__key__": name})
@@ -278,7 +285,7 @@ def count_failure(failures: FailureLog, error: EnergonPackedError, name: str, at
 
 def record_of(value: Any) -> tuple[RecordAt, str] | None:
     """Where the record of an item is, and its dataset."""
-    if isinstance(value, Sourced) and value.at is not None:
+    if isinstance(value, WithSource) and value.at is not None:
         return value.at, value.source.dataset
     return None
 
@@ -295,7 +302,7 @@ def _truncated(encoded: Encoded, max_length: int) -> Encoded:
 
 def item_name(value: Any, number: int) -> str:
     """The name of an item in messages: its id, its dataset, or its number."""
-    value, of = (value.value, f" of {value.source.dataset}") if isinstance(value, Sourced) else (value, "")
+    value, of = (value.value, f" of {value.source.dataset}") if isinstance(value, WithSource) else (value, "")
     ident = (
         value.get("id") if isinstance(value, dict) else getattr(value, "id", None) or getattr(value, "__key__", None)
     )

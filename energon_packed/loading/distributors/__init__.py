@@ -6,16 +6,16 @@ packs in the order of Energon's loader.
 """
 
 from energon_packed.loading.distributors.base import Distributor, Item
-from energon_packed.loading.distributors.datasets import IterableDistributor, MapDistributor, RankPartitioned
+from energon_packed.loading.distributors.datasets import FileShardDistributor, IterableDistributor, MapDistributor
 from energon_packed.loading.distributors.energon import EnergonDistributor
 from energon_packed.loading.distributors.mixture import MixtureDistributor
 
 __all__ = [
     "Distributor",
     "EnergonDistributor",
+    "FileShardDistributor",
     "Item",
     "IterableDistributor",
     "MapDistributor",
     "MixtureDistributor",
-    "RankPartitioned",
 ]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from energon_packed.errors import BatchError
 from energon_packed.loading.distributors.schedule import WeightSchedule
-from energon_packed.loading.ranks import Share
+from energon_packed.loading.ranks import ShardSpec
 from energon_packed.pipeline.reader import RecordReader
 
 
@@ -23,7 +23,7 @@ class Item(NamedTuple):
     number: int
     value: Any
     key: Any = None
-    cursor: Any = None
+    resume_state: Any = None
 
 
 class Distributor(ABC):
@@ -42,29 +42,29 @@ class Distributor(ABC):
     """
 
     can_seek: bool = True
-    endless: bool = False
+    infinite: bool = False
     read_ahead: int = 32
     readers: Sequence[RecordReader] = ()
     schedule: WeightSchedule | None = None
 
     @abstractmethod
-    def items(self, share: Share, start: Any) -> Iterator[Item]:
+    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
         """The items of a share, numbered without a gap.
 
         Args:
             share: part, epoch and seed.
-            start: 0 for the beginning of the epoch, else the `cursor` of the item before the first one to give.
+            start: 0 for the beginning of the epoch, else the `resume_state` of the item before the first one to give.
         """
 
-    def item(self, share: Share, key: Any) -> Any:
+    def item(self, share: ShardSpec, key: Any) -> Any:
         """The value of one item again, by its key; the default reads the item that `items` begins with there."""
         return next(self.items(share, key)).value
 
-    def again(self, share: Share, keys: Sequence[Any]) -> list[Any]:
+    def read_many(self, share: ShardSpec, keys: Sequence[Any]) -> list[Any]:
         """The values of several items again, by their keys; overridden where one pass is faster."""
         return [self.item(share, key) for key in keys]
 
-    def count(self, share: Share) -> int | None:
+    def count(self, share: ShardSpec) -> int | None:
         """Items of a share in one epoch, or None where that is not known."""
         return None
 
@@ -72,7 +72,7 @@ class Distributor(ABC):
         """What a saved state must have in common with the distributor that continues from it, in plain types."""
         return {"distributor": type(self).__name__}
 
-    def read(self, share: Share, start: Any = 0, number: int = 0) -> Iterator[Item]:
+    def read(self, share: ShardSpec, start: Any = 0, number: int = 0) -> Iterator[Item]:
         """`items`, with keys and cursors filled in; numbers with a gap or a repeat are refused.
 
         Args:
@@ -91,7 +91,7 @@ class Distributor(ABC):
                     "begin at `start`"
                 )
             number += 1
-            if item.key is None or item.cursor is None:
+            if item.key is None or item.resume_state is None:
                 key = item.number if item.key is None else item.key
-                item = Item(item.number, item.value, key, number if item.cursor is None else item.cursor)
+                item = Item(item.number, item.value, key, number if item.resume_state is None else item.resume_state)
             yield item

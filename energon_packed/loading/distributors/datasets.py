@@ -2,7 +2,7 @@
 
 IterableDistributor: items of any iterable; every share takes its part of the same stream.
 
-RankPartitioned: files, shards or other parts of the data, each read by one share alone.
+FileShardDistributor: files, shards or other parts of the data, each read by one share alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from energon_packed.errors import BatchError, ConfigError, FormatError, RecordError
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.order import Order, Segment
-from energon_packed.loading.ranks import Share, shuffled
+from energon_packed.loading.ranks import ShardSpec, shuffled
 from energon_packed.packing.balance import CostModel
 
 Balance = Literal["attention"]
@@ -55,14 +55,14 @@ class MapDistributor(Distributor):
         self.order = Order(
             dataset, shuffle=shuffle, cost=None if balance is None else cost or CostModel(), repeat=repeat
         )
-        self.endless = repeat
+        self.infinite = repeat
 
     @property
     def dataset(self) -> Any:
         """The dataset."""
         return self.order.dataset
 
-    def items(self, share: Share, start: Any) -> Iterator[Item]:
+    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
         """Every `share.count`-th item of the epoch's order.
 
         Raises:
@@ -74,11 +74,11 @@ class MapDistributor(Distributor):
                 "`balance`, use PlannedPacker or `batch_size`, or BalancedPoolPacker."
             )
         number = int(start)
-        while self.endless or share.index + number * share.count < len(self.order):
+        while self.infinite or share.index + number * share.count < len(self.order):
             yield Item(number, self._value(share, number))
             number += 1
 
-    def again(self, share: Share, keys: Sequence[Any]) -> list[Any]:
+    def read_many(self, share: ShardSpec, keys: Sequence[Any]) -> list[Any]:
         """Read items again, by their numbers in the share."""
         return [self.order.item(self._number(share, int(key))) for key in keys]
 
@@ -89,9 +89,9 @@ class MapDistributor(Distributor):
         except (FormatError, RecordError) as error:
             return error
 
-    def count(self, share: Share) -> int | None:
+    def count(self, share: ShardSpec) -> int | None:
         """Items of a share; None with `repeat`."""
-        return None if self.endless else len(share.part(len(self.order)))
+        return None if self.infinite else len(share.part(len(self.order)))
 
     def identity(self) -> dict[str, Any]:
         """Length and order; a dataset's own `fingerprint()`, if it has one."""
@@ -105,10 +105,10 @@ class MapDistributor(Distributor):
             identity["balance"] = [order.cost.token, order.cost.square, order.cost.patch]
         return identity | ({"repeat": True} if order.repeat else {})
 
-    def _value(self, share: Share, number: int) -> Any:
+    def _value(self, share: ShardSpec, number: int) -> Any:
         return self.read_item(self._number(share, number))
 
-    def _number(self, share: Share, number: int) -> int:
+    def _number(self, share: ShardSpec, number: int) -> int:
         """Number in the dataset of an item of a share."""
         whole = Segment(ranks=1, rows=1, weights=self.order.weights)
         place = share.index + number * share.count
@@ -141,12 +141,12 @@ class IterableDistributor(Distributor):
         self.can_seek = callable(source) or iter(source) is not source
         self._used = False
 
-    def items(self, share: Share, start: Any) -> Iterator[Item]:
+    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
         """Every `share.count`-th item; `start` of them are skipped."""
         for number, value in enumerate(self._mine(share, start), start):
             yield Item(number, value)
 
-    def again(self, share: Share, keys: Sequence[int]) -> list[Any]:
+    def read_many(self, share: ShardSpec, keys: Sequence[int]) -> list[Any]:
         """By numbers, in one pass from the beginning."""
         wanted = dict.fromkeys(keys)
         last = max(wanted, default=-1)
@@ -155,7 +155,7 @@ class IterableDistributor(Distributor):
                 wanted[number] = value
         return [wanted[key] for key in keys]
 
-    def _mine(self, share: Share, start: int) -> Iterator[Any]:
+    def _mine(self, share: ShardSpec, start: int) -> Iterator[Any]:
         if not self.can_seek:
             if self._used:
                 raise BatchError(
@@ -167,10 +167,10 @@ class IterableDistributor(Distributor):
         return islice(stream, share.index + start * share.count, None, share.count)
 
 
-class RankPartitioned(Distributor):
+class FileShardDistributor(Distributor):
     """Deals parts to shares, so that no part is opened by two workers. A share without a part ends at once.
 
-        RankPartitioned(sorted(Path("data").glob("*.jsonl")), lambda path: map(json.loads, path.open()))
+        FileShardDistributor(sorted(Path("data").glob("*.jsonl")), lambda path: map(json.loads, path.open()))
 
     Resuming reads the current part from its start, and skips what was used of it.
 
@@ -194,7 +194,7 @@ class RankPartitioned(Distributor):
         self.shuffle = shuffle
         self.shuffle_within = shuffle_within
 
-    def items(self, share: Share, start: Any) -> Iterator[Item]:
+    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
         """The items of the share's parts; a cursor is [place of the part, items used of it, number]."""
         place, used, number = start or (0, 0, 0)
         mine = self._mine(share)
@@ -202,10 +202,10 @@ class RankPartitioned(Distributor):
             skip = used if at == place else 0
             for row, value in enumerate(self._rows(share, int(mine[at]))):
                 if row >= skip:
-                    yield Item(number, value, key=[at, row], cursor=[at, row + 1, number + 1])
+                    yield Item(number, value, key=[at, row], resume_state=[at, row + 1, number + 1])
                     number += 1
 
-    def again(self, share: Share, keys: Sequence[Any]) -> list[Any]:
+    def read_many(self, share: ShardSpec, keys: Sequence[Any]) -> list[Any]:
         """By place and row; each part is read once."""
         mine, found = self._mine(share), {}
         for place in dict.fromkeys(key[0] for key in keys):
@@ -222,10 +222,10 @@ class RankPartitioned(Distributor):
         order = {"shuffle": self.shuffle, "shuffle_within": self.shuffle_within}
         return super().identity() | {"parts": len(self.parts)} | order
 
-    def _mine(self, share: Share) -> Any:
+    def _mine(self, share: ShardSpec) -> Any:
         return shuffled(len(self.parts), share, shuffle=self.shuffle)[share.index :: share.count]
 
-    def _rows(self, share: Share, part: int) -> Iterable[Any]:
+    def _rows(self, share: ShardSpec, part: int) -> Iterable[Any]:
         rows = self.part_items(self.parts[part])
         if not self.shuffle_within:
             return rows

@@ -11,13 +11,13 @@ from energon_packed.encoding import StoredTokens
 from energon_packed.flavors import PackSample
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.energon.config import LoaderConfig
-from energon_packed.loading.energon.faults import faults_named
+from energon_packed.loading.energon.faults import raise_with_file_name
 from energon_packed.loading.energon.source import EnergonSource
 from energon_packed.loading.energon.states import dataset_fingerprint, from_plain, to_plain
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
-from energon_packed.loading.failures import raise_placed
+from energon_packed.loading.failures import reraise_with_location
 from energon_packed.loading.manifests import OpenedSplits, loaded_splits
-from energon_packed.loading.ranks import Share
+from energon_packed.loading.ranks import ShardSpec
 
 _CHECKPOINT = 16  # items between two states of Energon's dataset; a resumed one skips at most as many
 
@@ -57,10 +57,10 @@ class EnergonDistributor(Distributor):
             "shuffle": shuffle,
             "shuffle_buffer_size": shuffle_buffer_size,
         }
-        self.endless = repeat
+        self.infinite = repeat
         LoaderConfig(**self._settings)  # what it refuses is refused here
 
-    def items(self, share: Share, start: Any) -> Iterator[Item]:
+    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
         """Energon's samples; a cursor is [a state of its dataset, items after it, number]."""
         state, skip, number = start or (None, 0, 0)
         dataset = self._dataset(share)
@@ -80,16 +80,16 @@ class EnergonDistributor(Distributor):
                     if since % _CHECKPOINT == 0:
                         state, since, skip = to_plain(dataset.save_state()), 0, 0
                     key = to_plain(pack.__restore_key__)
-                    yield Item(number - 1, pack, key=key, cursor=[state, since, number])
+                    yield Item(number - 1, pack, key=key, resume_state=[state, since, number])
                 config.worker_activate(number)
         finally:
             config.worker_deactivate()
 
     def _named(self, dataset: Any) -> Iterator[PackSample]:
-        with faults_named(self.path, self._settings["split"], self._opened):
+        with raise_with_file_name(self.path, self._settings["split"], self._opened):
             yield from dataset
 
-    def again(self, share: Share, keys: Any) -> list[Any]:
+    def read_many(self, share: ShardSpec, keys: Any) -> list[Any]:
         """By Energon's restore keys."""
         if not keys:
             return []
@@ -102,7 +102,7 @@ class EnergonDistributor(Distributor):
                 dataset.worker_config.worker_deactivate()
         return found
 
-    def count(self, share: Share) -> int | None:
+    def count(self, share: ShardSpec) -> int | None:
         """Packs of a share; None with `repeat`."""
         if self._settings["epochs"] is None:
             return None
@@ -110,17 +110,17 @@ class EnergonDistributor(Distributor):
 
     def identity(self) -> dict[str, Any]:
         """Settings, and the fingerprint of the data."""
-        found = dataset_fingerprint(self._dataset(Share()).config())
+        found = dataset_fingerprint(self._dataset(ShardSpec()).config())
         return super().identity() | self._settings | {"dataset": found}
 
-    def _dataset(self, share: Share) -> "SavableDataset[Any]":
+    def _dataset(self, share: ShardSpec) -> "SavableDataset[Any]":
         source = EnergonSource(
             path=self.path,
             config=LoaderConfig(**self._settings, seed=share.seed, trust_sample_loader=self._trusted),
             task_encoder=_Packs(one_pass=self._settings["epochs"] is not None, opened=self._opened, **self._buffer()),
             opened=self._opened,
             worker_config=_OneShare(
-                rank=share.index, world_size=share.count, num_workers=1, global_error_handler=raise_placed
+                rank=share.index, world_size=share.count, num_workers=1, global_error_handler=reraise_with_location
             ),
         )
         return source.dataset(share.epoch)

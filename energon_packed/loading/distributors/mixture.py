@@ -11,7 +11,7 @@ import numpy as np
 from energon_packed.errors import ConfigError
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.distributors.schedule import ExponentialWeights, WeightSchedule
-from energon_packed.loading.ranks import Share, of_all_ranks, of_first_rank
+from energon_packed.loading.ranks import ShardSpec, all_gather_object, broadcast_object
 
 _BLOCK = 4096  # random numbers that are drawn together
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class MixtureDistributor(Distributor):
         self.weights = [float(one) for one in weights]
         self.repeat = repeat
         self.can_seek = all(one.can_seek for one in distributors)
-        self.endless = repeat or any(one.endless for one in distributors)
+        self.infinite = repeat or any(one.infinite for one in distributors)
         self.readers = [reader for one in distributors for reader in one.readers]
         self.read_ahead = min(one.read_ahead for one in distributors)
         self.names = [str(one) for one in (range(len(weights)) if names is None else names)]
@@ -107,7 +107,7 @@ class MixtureDistributor(Distributor):
         if self.schedule.is_inner:
             raise ConfigError("this mixture is part of another one; call `update` on the outer mixture")
         own = {str(name): float(reward) for name, reward in rewards.items()}
-        ranks = of_all_ranks((own, self.schedule.next_step()), group)
+        ranks = all_gather_object((own, self.schedule.next_step()), group)
         steps = [step for _, step in ranks]
         if max(steps) - min(steps) > 1:
             raise ConfigError(
@@ -115,7 +115,7 @@ class MixtureDistributor(Distributor):
             )
         learner = self.schedule.learner
         learner.update(self._mean_rewards([found for found, _ in ranks]))
-        learner.load_state_dict(of_first_rank(learner.state_dict(), group))
+        learner.load_state_dict(broadcast_object(learner.state_dict(), group))
         self.schedule.announce(max(steps), learner.weights)
         shown = ", ".join(f"{name} {weight:.4f}" for name, weight in self.current_weights.items())
         _log.info("update %d of the mixture, from step %d of each worker: %s", learner.updates, max(steps), shown)
@@ -138,7 +138,7 @@ class MixtureDistributor(Distributor):
                 found.setdefault(self.names.index(name), []).append(reward)
         return {source: math.fsum(found[source]) / len(found[source]) for source in sorted(found)}
 
-    def items(self, share: Share, start: Any) -> Iterator[Item]:
+    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
         """Items by draw; a cursor holds, of each distributor, its epoch, cursor, number, and whether it ended."""
         state = start or {"number": 0, "of": [[share.epoch, 0, 0, False] for _ in self.distributors]}
         number, of = int(state["number"]), [list(one) for one in state["of"]]
@@ -154,21 +154,21 @@ class MixtureDistributor(Distributor):
                 of[child][3] = True
                 continue
             epoch = of[child][0]
-            of[child] = [epoch, item.cursor, item.number + 1, False]
+            of[child] = [epoch, item.resume_state, item.number + 1, False]
             cursor = {"number": number + 1, "of": [list(one) for one in of]}
-            yield Item(number, item.value, key=[child, epoch, item.key], cursor=cursor)
+            yield Item(number, item.value, key=[child, epoch, item.key], resume_state=cursor)
             number += 1
 
-    def again(self, share: Share, keys: Sequence[Any]) -> list[Any]:
+    def read_many(self, share: ShardSpec, keys: Sequence[Any]) -> list[Any]:
         """By distributor, its epoch and its key."""
         found: dict[int, Any] = {}
         for child, epoch in dict.fromkeys((key[0], key[1]) for key in keys):
             places = [i for i, key in enumerate(keys) if (key[0], key[1]) == (child, epoch)]
             wanted = [keys[i][2] for i in places]
-            found |= zip(places, self.distributors[child].again(replace(share, epoch=epoch), wanted), strict=True)
+            found |= zip(places, self.distributors[child].read_many(replace(share, epoch=epoch), wanted), strict=True)
         return [found[place] for place in range(len(keys))]
 
-    def count(self, share: Share) -> int | None:
+    def count(self, share: ShardSpec) -> int | None:
         """The sum over all distributors; None where one does not know, or with `repeat`."""
         counts = [one.count(share) for one in self.distributors]
         return None if self.repeat or None in counts else sum(one for one in counts if one is not None)
@@ -184,7 +184,7 @@ class MixtureDistributor(Distributor):
         last = max(place for place, end in enumerate(ended) if not end)  # where rounding reaches the end
         return min(int(np.searchsorted(left, draw * left[-1], side="right")), last)
 
-    def _next(self, child: int, share: Share, of: list[Any], streams: list[Any]) -> Item | None:
+    def _next(self, child: int, share: ShardSpec, of: list[Any], streams: list[Any]) -> Item | None:
         """The next item of a distributor; None where it ended, and has nothing to repeat."""
         epoch, cursor, number, _ = of[child]
         if streams[child] is None:

@@ -8,11 +8,11 @@ from typing import Any
 from energon_packed.encoding import SampleSource
 from energon_packed.errors import RecordError
 from energon_packed.loading.distributors.base import Distributor, Item
-from energon_packed.loading.process import RecordAt, Sourced
-from energon_packed.loading.ranks import Share, shuffled
+from energon_packed.loading.process import RecordAt, WithSource
+from energon_packed.loading.ranks import ShardSpec, shuffled
 from energon_packed.pipeline.reader import RecordReader, raw_id
 from energon_packed.shards.reader import OpenedFiles
-from energon_packed.sources import Row, Source
+from energon_packed.sources import Source, SourceRecord
 
 _PARTS_PER_SHARE = 4
 
@@ -40,7 +40,7 @@ class RecordDistributor(Distributor):
         self._opened = OpenedFiles(source.data for source in reader.sources if source.data.is_file())
         self._sample_sources = [SampleSource(str(source.path), {}) for source in reader.sources]
 
-    def items(self, share: Share, start: Any) -> Iterator[Item]:
+    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
         """Conversations; a cursor is [place of the chunk, rows used of it, number]."""
         self._opened.check_all()
         place, used, number = start or (0, 0, 0)
@@ -54,7 +54,7 @@ class RecordDistributor(Distributor):
                 yield Item(number, self._value(source, row), key, cursor)
                 number += 1
 
-    def again(self, share: Share, keys: Sequence[Any]) -> list[Any]:
+    def read_many(self, share: ShardSpec, keys: Sequence[Any]) -> list[Any]:
         """By source and address."""
         for source in {source for source, _, _ in keys}:
             self._check_unchanged(self.reader.sources[source])
@@ -64,17 +64,17 @@ class RecordDistributor(Distributor):
         """Fingerprint of the data, and the order."""
         return super().identity() | {"content": self.fingerprint, "shuffle": self.shuffle}
 
-    def _value(self, source: int, row: Row) -> Sourced:
+    def _value(self, source: int, row: SourceRecord) -> WithSource:
         of = self._sample_sources[source]
         try:
             talk = self.reader.conversation(source, row)
         except RecordError as error:
-            return Sourced(error.reject, of, RecordAt(source, row.address, raw_id(row.record)))
+            return WithSource(error.reject, of, RecordAt(source, row.address, raw_id(row.record)))
         if talk.id is None:
             talk = replace(talk, id=self.reader.default_id(source, row.address))
-        return Sourced(talk, of, RecordAt(source, row.address, talk.id))
+        return WithSource(talk, of, RecordAt(source, row.address, talk.id))
 
-    def _mine(self, share: Share) -> list[tuple[int, tuple[int, int, int]]]:
+    def _mine(self, share: ShardSpec) -> list[tuple[int, tuple[int, int, int]]]:
         """(number, (source, start, stop)) of every chunk of a share, in order."""
         parts = self._parts(share.count)
         order = shuffled(len(parts), share, shuffle=self.shuffle)[share.index :: share.count]
@@ -90,7 +90,7 @@ class RecordDistributor(Distributor):
             for piece in range(pieces)
         ]
 
-    def _rows(self, share: Share, part: int, source: int, start: int, stop: int) -> Iterator[Row]:
+    def _rows(self, share: ShardSpec, part: int, source: int, start: int, stop: int) -> Iterator[SourceRecord]:
         """Rows of a chunk; its file is looked at before and after, as one that is cut just has fewer rows."""
         of = self.reader.sources[source]
         self._check_unchanged(of)

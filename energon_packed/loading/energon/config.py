@@ -102,7 +102,7 @@ class LoaderConfig:
         """Energon's dataset ends after one pass over the data."""
         return self.epochs is not None or self.complete_epochs
 
-    def deciding_order(self) -> dict[str, Any]:
+    def order_fingerprint(self) -> dict[str, Any]:
         """The settings that decide the order of batches, beside seed, batch size, ranks and workers."""
         names = ("split", "epochs", "shuffle", "shuffle_buffer_size", "packing_buffer_size", "drop_last")
         complete = {"complete_epochs": True} if self.complete_epochs else {}

@@ -31,7 +31,7 @@ from energon_packed.shards.scan import scan_tar
 _SECONDS = 1.0  # between two looks at the workers
 
 
-class Answers:
+class WorkerResultQueue:
     """In place of a `result_queue` of Energon's loader, whose `get` would wait for a dead worker indefinitely.
 
     Args:
@@ -73,10 +73,10 @@ class Answers:
                 )
 
 
-def answer_while_alive(loader: Any, timeout: float) -> None:
+def patch_result_queue(loader: Any, timeout: float) -> None:
     """Make Energon's loader wait for its workers only while they live; before they are started."""
     loader.result_queues[:] = [
-        Answers(inner, loader, timeout) for inner in loader.result_queues
+        WorkerResultQueue(inner, loader, timeout) for inner in loader.result_queues
     ]  # one list with workers
 
 
@@ -85,7 +85,7 @@ _NAMES = ("sample_loader", "part_filter")
 
 
 @contextmanager
-def faults_named(path: str | Path, split: str, opened: OpenedSplits | None = None) -> Iterator[None]:
+def raise_with_file_name(path: str | Path, split: str, opened: OpenedSplits | None = None) -> Iterator[None]:
     """Turn an error of Energon into one that names the damaged file, where there is one.
 
     Args:

@@ -8,11 +8,11 @@ from megatron.energon import get_savable_loader
 
 from energon_packed.errors import BatchError, DataChangedError, EnergonPackedError, WorkerError
 from energon_packed.loading.batch import PackedBatch
-from energon_packed.loading.energon.faults import NAME, answer_while_alive, faults_named
+from energon_packed.loading.energon.faults import NAME, patch_result_queue, raise_with_file_name
 from energon_packed.loading.energon.source import EnergonSource
 from energon_packed.loading.energon.states import dataset_fingerprint, from_plain, redistribute, to_plain
 from energon_packed.loading.failures import FailureLog, end_workers, in_one_line, lost_worker
-from energon_packed.loading.ranks import check_place, refuse_second_split
+from energon_packed.loading.ranks import check_not_resharded, check_rank
 from energon_packed.loading.state import (
     GATHERED,
     check_identity,
@@ -21,9 +21,9 @@ from energon_packed.loading.state import (
     damage_named,
     damaged,
     is_left,
+    iterate_epoch,
     make_state,
     states_of,
-    until_the_end,
 )
 
 _TEXT_COLLECT_EVERY = 100  # batches; a collection takes as long as to read and collate a row
@@ -117,7 +117,7 @@ class PackedLoader:
             # Energon always asks for pinned memory; without a GPU torch only warns.
             self._loader.pin_memory = torch.cuda.is_available()
             self._loader.timeout = self._source.config.timeout
-            answer_while_alive(self._loader, self._source.config.timeout)
+            patch_result_queue(self._loader, self._source.config.timeout)
         return self._loader
 
     def __iter__(self) -> "PackedIterator":
@@ -128,9 +128,9 @@ class PackedLoader:
                 batches over ranks again.
         """
         config, worker_config = self._source.config, self._source.worker_config
-        check_place((worker_config.rank, worker_config.world_size), config.rank, config.world_size)
-        refuse_second_split(worker_config.world_size)
-        return PackedIterator(self, until_the_end(self.rest_of_epoch, empty=int(self._steps > 0)))
+        check_rank((worker_config.rank, worker_config.world_size), config.rank, config.world_size)
+        check_not_resharded(worker_config.world_size)
+        return PackedIterator(self, iterate_epoch(self.rest_of_epoch, empty=int(self._steps > 0)))
 
     def __len__(self) -> int:
         """Batches of this rank in one epoch of `epochs=1`, as long as no pack fails to load.
@@ -151,7 +151,7 @@ class PackedLoader:
         Raises:
             ConfigError: another tool splits the batches over ranks again.
         """
-        refuse_second_split(self._source.worker_config.world_size)
+        check_not_resharded(self._source.worker_config.world_size)
         more = self._steps > 0  # a begun epoch may have nothing left
         returned = yield from self._rest()
         while self._source.config.complete_epochs and (returned > 0 or (returned == 0 and more)):
@@ -264,7 +264,7 @@ class PackedLoader:
             "num_workers": worker_config.num_workers,
             "micro_batch_size": config.micro_batch_size,
             "seed": config.seed,
-            **config.deciding_order(),
+            **config.order_fingerprint(),
             "epoch_steps": self.epoch_steps,
             "dataset": self._fingerprint,
         }
@@ -299,7 +299,7 @@ class PackedLoader:
 
     def _read(self) -> Iterator[PackedBatch]:
         try:
-            with faults_named(self._source.path, self._source.config.split, self._source.opened):
+            with raise_with_file_name(self._source.path, self._source.config.split, self._source.opened):
                 yield from self._connected()
         except GeneratorExit:
             raise

@@ -9,7 +9,7 @@ from megatron.energon import WorkerConfig
 from energon_packed.errors import ConfigError
 from energon_packed.loading.energon.config import LoaderConfig
 from energon_packed.loading.manifests import LoadedSplit
-from energon_packed.loading.ranks import has_group, of_all_ranks
+from energon_packed.loading.ranks import all_gather_object, has_group
 from energon_packed.shards.steps import steps_of_ranks
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def _steps_of_ranks(
 
 def _gathered(steps: int, rank: int, world_size: int) -> list[int]:
     """Steps of every data-parallel rank; several processes (tensor-parallel ones) may share one of these."""
-    by_rank: dict[int, int] = dict(of_all_ranks((rank, steps)))
+    by_rank: dict[int, int] = dict(all_gather_object((rank, steps)))
     missing = [one for one in range(world_size) if one not in by_rank]
     if missing:
         raise ConfigError(

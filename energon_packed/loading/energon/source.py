@@ -9,10 +9,10 @@ from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, ge
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.energon.config import LoaderConfig
-from energon_packed.loading.energon.faults import faults_named
+from energon_packed.loading.energon.faults import raise_with_file_name
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.manifests import OpenedSplits
-from energon_packed.loading.ranks import place_of
+from energon_packed.loading.ranks import resolve_rank
 from energon_packed.loading.trust import check_trusted
 from energon_packed.metadatasets import NV_META
 from energon_packed.shards import PackingManifest
@@ -53,7 +53,7 @@ class EnergonSource:
         if not self.config.trust_sample_loader:
             check_trusted(self.path, dataset_config=CRUDE if self._needs_crude() else None)
         try:
-            with faults_named(self.path, self.config.split, self.opened):
+            with raise_with_file_name(self.path, self.config.split, self.opened):
                 return self._dataset(epoch)
         except ImportError as error:
             raise ConfigError(
@@ -112,7 +112,7 @@ def worker_config_of(config: LoaderConfig, error_handler: Any) -> WorkerConfig:
     Raises:
         ConfigError: neither tells it, and the environment says that there are several processes.
     """
-    rank, world_size = place_of(config.rank, config.world_size)
+    rank, world_size = resolve_rank(config.rank, config.world_size)
     return WorkerConfig(
         rank=rank,
         world_size=world_size,

@@ -179,7 +179,7 @@ class PackedTaskEncoder(TaskEncoder):
             try:
                 length = self._length(sample)
                 images = sum(len(one.images) for one in sample.conversations())
-                if (excess := self.packer.excess(length, images, 0)) is not None:
+                if (excess := self.packer.reject_reason(length, images, 0)) is not None:
                     raise unfit(excess)
             except EnergonPackedError as error:
                 if self.on_failure is None:

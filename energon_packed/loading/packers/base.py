@@ -48,7 +48,7 @@ class Packer(ABC):
 
     longest: int | None = None
     buffer_size: int = 256
-    keeps: bool = False
+    carry_over_last: bool = False
     max_images: int | None = None
     max_patches: int | None = None
     max_tokens: int | None = None
@@ -84,11 +84,11 @@ class Packer(ABC):
             return chosen
         return [part for group in chosen for part in self._within_limits(group, sizes)]
 
-    def is_due(self, waiting: int) -> bool:
+    def should_flush(self, waiting: int) -> bool:
         """Whether `select` is called, with `waiting` samples in the buffer, at least `buffer_size`."""
         return True
 
-    def release(self, groups: list[Int64], sizes: RowSizes, *, final: bool) -> tuple[list[Int64], list[Int64]]:
+    def pop_ready(self, groups: list[Int64], sizes: RowSizes, *, final: bool) -> tuple[list[Int64], list[Int64]]:
         """(groups that become rows, in this order; groups whose samples wait for others).
 
         Args:
@@ -96,7 +96,7 @@ class Packer(ABC):
             sizes: of each group.
             final: the epoch ended, and nothing can wait.
         """
-        return (groups[:-1], groups[-1:]) if self.keeps and not final else (groups, [])
+        return (groups[:-1], groups[-1:]) if self.carry_over_last and not final else (groups, [])
 
     def steps(self, items: int) -> int | None:
         """Rows made of `items` items, if `rows` tells; None otherwise."""
@@ -109,7 +109,7 @@ class Packer(ABC):
         plain = {n.lstrip("_"): v for n, v in vars(self).items() if isinstance(v, int | float | str | dict | None)}
         return {"packer": type(self).__name__, **plain}
 
-    def excess(self, tokens: int, images: int, patches: int) -> Reject | None:
+    def reject_reason(self, tokens: int, images: int, patches: int) -> Reject | None:
         """Why a sample fits no row, or None."""
         if self.longest is not None and tokens > self.longest:
             detail = overlong_detail(tokens, self.max_tokens or self.longest, self.multiple)

@@ -14,7 +14,7 @@ from energon_packed.loading.process import RecordAt
 from energon_packed.packing.balance import RowSizes
 
 
-class Held:
+class BufferedItem:
     """One item that waits for its row.
 
     Attributes:
@@ -53,27 +53,27 @@ class PackBuffer:
         ready: rows that no batch was made of yet.
     """
 
-    def __init__(self, packer: Packer, on_drop: Callable[[Held, Reject | None], None]) -> None:
+    def __init__(self, packer: Packer, on_drop: Callable[[BufferedItem, Reject | None], None]) -> None:
         """Args:
         packer: groups the samples.
         on_drop: called with a sample that fits no row (and why), or is part of a dropped last group (and None).
         """
         self.packer = packer
-        self.waiting: list[Held] = []
-        self.ready: deque[list[Held]] = deque()
+        self.waiting: list[BufferedItem] = []
+        self.ready: deque[list[BufferedItem]] = deque()
         self._on_drop = on_drop
 
-    def push(self, held: Held) -> None:
+    def push(self, held: BufferedItem) -> None:
         """Take a sample.
 
         Raises:
             EnergonPackedError: it fits no row, and `on_drop` raises.
         """
-        if (excess := self.packer.excess(*held.size)) is not None:
+        if (excess := self.packer.reject_reason(*held.size)) is not None:
             self._on_drop(held, excess)
             return
         self.waiting.append(held)
-        if len(self.waiting) >= self.packer.buffer_size and self.packer.is_due(len(self.waiting)):
+        if len(self.waiting) >= self.packer.buffer_size and self.packer.should_flush(len(self.waiting)):
             self._form(final=False)
 
     def flush(self) -> None:
@@ -85,7 +85,7 @@ class PackBuffer:
         if self.waiting:
             self._form(final=True)
 
-    def pop(self) -> list[Held] | None:
+    def pop(self) -> list[BufferedItem] | None:
         """The next row, or None."""
         return self.ready.popleft() if self.ready else None
 
@@ -96,7 +96,7 @@ class PackBuffer:
         sums = [[int(of[group].sum()) for group in groups] for of in (sizes.lengths, squares, sizes.patches)]
         tokens, of_squares, patches = (np.array(one, dtype=np.int64) for one in sums)
         rows = RowSizes(tokens=tokens, squares=of_squares, patches=patches)
-        ready, later = self.packer.release(groups, rows, final=final)
+        ready, later = self.packer.pop_ready(groups, rows, final=final)
         self.ready += [[self.waiting[i] for i in group] for group in ready]
         self.waiting = [self.waiting[i] for group in later for i in group]
 
@@ -104,10 +104,10 @@ class PackBuffer:
         """Numbers and keys of what it holds: the JSON items `"ready"` and `"waiting"`."""
         return f'"ready": [{", ".join(map(_refs, self.ready))}], "waiting": {_refs(self.waiting)}'
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[BufferedItem]:
         """Everything it holds."""
         return [held for group in self.ready for held in group] + self.waiting
 
 
-def _refs(group: Iterable[Held]) -> str:
+def _refs(group: Iterable[BufferedItem]) -> str:
     return f"[{', '.join([held.ref for held in group])}]"

@@ -55,7 +55,7 @@ class PoolPacker(Packer):
         check_overlong(overlong)
         self.overlong = overlong
         if window := re.fullmatch(r"window_(\d+)", algorithm):
-            self.buffer_size, self.keeps = int(window[1]), False
+            self.buffer_size, self.carry_over_last = int(window[1]), False
         self._options = {"algorithm": algorithm, "max_samples": max_samples, "multiple": multiple}
 
     def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
@@ -105,16 +105,16 @@ class BalancedPoolPacker(PoolPacker):
         check_positive(rows_per_round=rows_per_round)
         self.rows_per_round = rows_per_round
         self._cost = cost or CostModel()
-        self.keeps = True
+        self.carry_over_last = True
         self.constants = {"token": self._cost.token, "square": self._cost.square, "patch": self._cost.patch}
         self._places = np.random.default_rng(rows_per_round).permutation(rows_per_round)
 
-    def is_due(self, waiting: int) -> bool:
+    def should_flush(self, waiting: int) -> bool:
         """Again for each eighth of the pool, where it held too few rows."""
         return (waiting - self.buffer_size) % max(1, self.buffer_size // 8) == 0
 
-    def release(self, groups: list[Int64], sizes: RowSizes, *, final: bool) -> tuple[list[Int64], list[Int64]]:
-        """As `Packer.release`: none, or `rows_per_round`; the end of the epoch gives all, in rounds."""
+    def pop_ready(self, groups: list[Int64], sizes: RowSizes, *, final: bool) -> tuple[list[Int64], list[Int64]]:
+        """As `Packer.pop_ready`: none, or `rows_per_round`; the end of the epoch gives all, in rounds."""
         count = self.rows_per_round
         fullest = np.argsort(-sizes.tokens, kind="stable")
         chosen = fullest if final else fullest[: count if len(groups) >= count else 0]

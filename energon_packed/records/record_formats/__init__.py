@@ -17,7 +17,7 @@
     transcript         {"system", "chat": "USER: ... ASSISTANT: ..."}                                 Glaive
     document           {"text" or "content": "..."}                            every token supervised
 
-A new shape is one subclass of `Shape` with `@register_shape`.
+A new shape is one subclass of `RecordFormat` with `@register_record_format`.
 """
 
 import re
@@ -25,7 +25,7 @@ import re
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.fields import OBJECT, Record, check_preference, key_names
 from energon_packed.records.media_fields import IMAGE_FILES
-from energon_packed.records.record_formats.base import Draft, Shape
+from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 from energon_packed.records.record_formats.caption import Caption, Captions, ImageText, TextsImages
 from energon_packed.records.record_formats.document import Document, Interleaved, SentencesImages, Tokens
 from energon_packed.records.record_formats.messages import Alternating, Contents, Messages, ShareGPT, Transcript
@@ -42,7 +42,7 @@ _NO_TEXT = re.compile(
     r"(?:.*_)?(?:id|key|name|url|path|file|hash|state|status|source|type|kind|lang|language|category|domain|date|model|"
     r"timestamp|license|split|version)"
 )
-SHAPES: list[Shape] = [
+RECORD_FORMATS: list[RecordFormat] = [
     Messages(),
     ShareGPT(),
     Contents(),
@@ -65,19 +65,19 @@ SHAPES: list[Shape] = [
 ]
 
 
-def register_shape(shape: type[Shape]) -> type[Shape]:
+def register_record_format(shape: type[RecordFormat]) -> type[RecordFormat]:
     """Add a shape of your own (a class decorator); it is tried before the built-in ones."""
-    SHAPES.insert(0, shape())
+    RECORD_FORMATS.insert(0, shape())
     return shape
 
 
-def shape_of(record: Record) -> Shape:
+def shape_of(record: Record) -> RecordFormat:
     """The first shape that matches.
 
     Raises:
         RecordError: `missing_field`, none does.
     """
-    for shape in SHAPES:
+    for shape in RECORD_FORMATS:
         if shape.matches(record):
             return shape
     check_preference(record)
@@ -102,4 +102,4 @@ def _hint(record: Record) -> str:
     return f"; try `map=user={turns[0]},assistant={turns[1]}{image}`" if len(turns) > 1 else ""
 
 
-__all__ = ["SHAPES", "Draft", "Shape", "register_shape", "shape_of"]
+__all__ = ["RECORD_FORMATS", "PartialConversation", "RecordFormat", "register_record_format", "shape_of"]

@@ -13,7 +13,7 @@ from energon_packed.records.media_fields import Media
 
 
 @dataclass(slots=True)
-class Draft:
+class PartialConversation:
     """What a shape reads: exactly one of `messages`, `text` and `input_ids`.
 
     Attributes:
@@ -28,7 +28,7 @@ class Draft:
     labels: npt.NDArray[np.int64] | None = None
 
 
-class Shape(ABC):
+class RecordFormat(ABC):
     """Reads records of one shape.
 
     Attributes:
@@ -36,7 +36,7 @@ class Shape(ABC):
         fields: fields of the record that are read, those of every shape included; others are counted as unused, or
             rejected where ignoring them would change training. None, where a shape does not say: nothing is counted.
         instruction_is_system: `instruction` is a system prompt beside this shape.
-        images_lead: images stand before the first user turn where no placeholder places them. Elsewhere they do too,
+        images_first: images stand before the first user turn where no placeholder places them. Elsewhere they do too,
             but the conversation gets a note.
         reads_images: the shape reads `images` and `image` itself.
         reads_system: the shape reads `system` itself.
@@ -45,7 +45,7 @@ class Shape(ABC):
     key: ClassVar[str]
     fields: ClassVar[frozenset[str] | None] = None
     instruction_is_system: ClassVar[bool] = False
-    images_lead: ClassVar[bool] = False
+    images_first: ClassVar[bool] = False
     reads_images: ClassVar[bool] = False
     reads_system: ClassVar[bool] = False
 
@@ -54,7 +54,7 @@ class Shape(ABC):
         return record.get(self.key) is not None
 
     @abstractmethod
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """Turns, text or tokens of a record.
 
         Args:

@@ -35,21 +35,21 @@ from energon_packed.records.fields import (
     unused_fields,
 )
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
-from energon_packed.records.record_formats.base import Draft, Shape
+from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 
 SEVERAL_CAPTIONS = "several captions: the first is the target"
 _PROMPTS = ("prompt", "question")
 _PAIR = frozenset(("user", "assistant"))
 
 
-class Captions(Shape):
+class Captions(RecordFormat):
     """Alternating prompts and captions."""
 
     key = "captions"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"captions", "prompts"}
-    images_lead: ClassVar[bool] = True
+    images_first: ClassVar[bool] = True
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """User and assistant turns."""
         captions = [read_text(item, "a caption") for item in flatten(record["captions"])]
         given = record.get("prompts")
@@ -72,7 +72,7 @@ class Captions(Shape):
         messages = []
         for prompt, caption in zip(prompts, captions, strict=True):
             messages += [Message("user", prompt), Message("assistant", caption)]
-        return Draft(messages=messages)
+        return PartialConversation(messages=messages)
 
 
 def _images_by_turn(media: Media, turns: int) -> list[int]:
@@ -88,19 +88,19 @@ def _images_by_turn(media: Media, turns: int) -> list[int]:
     return media.per_turn
 
 
-class TextsImages(Shape):
+class TextsImages(RecordFormat):
     """A list of objects with `user` and `assistant`."""
 
     key = "texts"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"texts"}
-    images_lead: ClassVar[bool] = True
+    images_first: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
         """Whether `texts` is a list of objects."""
         texts = record.get(self.key)
         return isinstance(texts, list | tuple) and bool(texts) and isinstance(texts[0], OBJECT)
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """User and assistant turns."""
         messages = []
         for pair in read_objects(record[self.key], self.key):
@@ -108,17 +108,17 @@ class TextsImages(Shape):
             messages += [
                 Message(role, read_text(pair.get(role), f"{role} of texts")) for role in ("user", "assistant")
             ]
-        return Draft(messages=messages)
+        return PartialConversation(messages=messages)
 
 
-class Caption(Shape):
+class Caption(RecordFormat):
     """`caption`."""
 
     key = "caption"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"caption", *_PROMPTS}
-    images_lead: ClassVar[bool] = True
+    images_first: ClassVar[bool] = True
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """A user turn for the image and an assistant turn with the caption."""
         caption = record[self.key]
         if isinstance(caption, list | tuple) and caption:
@@ -129,15 +129,15 @@ class Caption(Shape):
         if not prompt and not (media.images or media.videos):
             raise RecordError(Reason.MISSING_IMAGE, f"{self.key} has neither an image nor a prompt")
         text = read_text(caption, self.key)
-        return Draft(messages=[Message("user", prompt), Message("assistant", text)])
+        return PartialConversation(messages=[Message("user", prompt), Message("assistant", text)])
 
 
-class ImageText(Shape):
+class ImageText(RecordFormat):
     """`text` beside images that it does not place."""
 
     key = "image"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"text"}
-    images_lead: ClassVar[bool] = True
+    images_first: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
         """Whether there are images and a text without placeholders."""
@@ -145,6 +145,6 @@ class ImageText(Shape):
         has_images = is_given(record.get("image")) or is_given(record.get("images"))
         return has_images and isinstance(text, str) and IMAGE_PLACEHOLDER not in text and "<video>" not in text
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """A user turn for the images and an assistant turn with the text."""
-        return Draft(messages=[Message("user", ""), Message("assistant", record["text"])])
+        return PartialConversation(messages=[Message("user", ""), Message("assistant", record["text"])])

@@ -41,14 +41,14 @@ from energon_packed.records.fields import (
     unused_fields,
 )
 from energon_packed.records.media_fields import Media
-from energon_packed.records.record_formats.base import Draft, Shape
+from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 
 _FIELDS = ("text", "content", "raw_content")
 _INFO = frozenset(("image_name", "image", "matched_text_index"))
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask")
 
 
-class Interleaved(Shape):
+class Interleaved(RecordFormat):
     """Two lists, `texts` and `images`, with a value in one of them at each place."""
 
     key = "texts"
@@ -60,7 +60,7 @@ class Interleaved(Shape):
         texts = record.get(self.key)
         return isinstance(texts, list | tuple) and all(text is None or isinstance(text, str) for text in texts)
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """The document."""
         texts, images = record[self.key], record.get("images")
         images = images if is_given(images) else [None] * len(texts)
@@ -82,21 +82,21 @@ class Interleaved(Shape):
         return _document("\n".join(pieces), self.key)
 
 
-class SentencesImages(Shape):
+class SentencesImages(RecordFormat):
     """Sentences, and images that match one each."""
 
     key = "text_list"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"text_list", "image_info"}
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """The document."""
         sentences = read_list(record[self.key], self.key)
         pieces = [[read_text(sentence, "a sentence of text_list")] for sentence in sentences]
-        placed = []
+        add_location = []
         for info in read_objects(record["image_info"], "image_info") if is_given(record.get("image_info")) else []:
             media.unused_fields.update(unused_fields(info, _INFO, "image_info"))
-            placed.append((_index(info.get("matched_text_index"), len(sentences)), info))
-        for index, info in sorted(placed, key=lambda pair: pair[0]):
+            add_location.append((_index(info.get("matched_text_index"), len(sentences)), info))
+        for index, info in sorted(add_location, key=lambda pair: pair[0]):
             media.add_inline(info.get("image") or info.get("image_name"))
             pieces[index].insert(-1, IMAGE_PLACEHOLDER)
         return _document(" ".join([piece for inner in pieces for piece in inner]), self.key)
@@ -111,13 +111,13 @@ def _index(value: Any, sentences: int) -> int:
     return value
 
 
-def _document(text: str, key: str) -> Draft:
+def _document(text: str, key: str) -> PartialConversation:
     if not text.replace(IMAGE_PLACEHOLDER, "").strip():
         raise RecordError(Reason.EMPTY, f"{key} holds no text")
-    return Draft(text=text)
+    return PartialConversation(text=text)
 
 
-class Document(Shape):
+class Document(RecordFormat):
     """Text without turns."""
 
     key = "text"
@@ -127,7 +127,7 @@ class Document(Shape):
         """Whether one of the fields has a value."""
         return any(record.get(name) is not None for name in _FIELDS)
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """The text."""
         if is_given(record.get("role")) or is_given(record.get("parent_id")):
             raise RecordError(
@@ -138,16 +138,16 @@ class Document(Shape):
         text = one_text(record, _FIELDS)
         if text is None or not text.strip():
             raise RecordError(Reason.EMPTY, "text is empty")
-        return Draft(text=text)
+        return PartialConversation(text=text)
 
 
-class Tokens(Shape):
+class Tokens(RecordFormat):
     """Token ids with labels; without either, every token is supervised."""
 
     key = "input_ids"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"input_ids", "labels", "attention_mask", *_MASKS}
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """Ids and labels, int64 (L,)."""
         ids = read_tokens(record["input_ids"], "input_ids")
         targets = {name: _flags(record, name, len(ids)) for name in _MASKS if is_given(record.get(name))}
@@ -168,7 +168,7 @@ class Tokens(Shape):
             kept = _flags(record, "attention_mask", len(ids))
             if len(labels) == len(ids):
                 ids, labels = ids[kept], labels[kept]
-        return Draft(input_ids=ids, labels=labels.copy())
+        return PartialConversation(input_ids=ids, labels=labels.copy())
 
 
 def _flags(record: Record, name: str, size: int) -> npt.NDArray[np.bool_]:

@@ -45,7 +45,7 @@ from energon_packed.records.fields import (
     unused_fields,
 )
 from energon_packed.records.media_fields import Media
-from energon_packed.records.record_formats.base import Draft, Shape
+from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 from energon_packed.records.turns import FUNCTION_CALL, read_messages, read_role
 
 _PAIR = frozenset(("input", "output"))
@@ -58,16 +58,16 @@ _HEAD = re.compile(rf"(?:^|\n\s*)({'|'.join(_ROLES)}):[ ]?")
 _END = "<|endoftext|>"
 
 
-class Messages(Shape):
+class Messages(RecordFormat):
     """Turns with a role and a content."""
 
     key = "messages"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"messages", "instruction"}
     instruction_is_system: ClassVar[bool] = True
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """The messages, with their tool calls, reasoning and weights."""
-        return Draft(messages=read_messages(read_turn_list(record[self.key], self.key), self.key, media))
+        return PartialConversation(messages=read_messages(read_turn_list(record[self.key], self.key), self.key, media))
 
 
 def read_turn_list(value: Any, key: str) -> Any:
@@ -79,21 +79,21 @@ def read_turn_list(value: Any, key: str) -> Any:
     return read_json_list(value, key) or [] if isinstance(value, str) else read_list(value, key)
 
 
-class Alternating(Shape):
+class Alternating(RecordFormat):
     """A list of texts, the user's first."""
 
     key = "data"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"data"}
-    images_lead: ClassVar[bool] = True
+    images_first: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
         """Whether `data` is a list of two texts or more."""
         data = record.get(self.key)
         return isinstance(data, list | tuple) and len(data) > 1 and all(isinstance(text, str) for text in data)
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """User and assistant turns."""
-        return Draft(messages=alternating(record[self.key]))
+        return PartialConversation(messages=alternating(record[self.key]))
 
 
 def alternating(texts: Sequence[str]) -> list[Message]:
@@ -101,7 +101,7 @@ def alternating(texts: Sequence[str]) -> list[Message]:
     return [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
 
 
-class ShareGPT(Shape):
+class ShareGPT(RecordFormat):
     """Turns under `conversations` or `conversation`."""
 
     key = "conversations"
@@ -112,15 +112,15 @@ class ShareGPT(Shape):
         """Whether either field has a value."""
         return record.get("conversations") is not None or isinstance(record.get("conversation"), list | tuple)
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """The turns, with the roles of `turns.ROLE_NAMES`."""
         key = self.key if record.get(self.key) is not None else "conversation"
         turns = read_turn_list(record[key], key)
         if turns and all(isinstance(turn, str) for turn in turns):
-            return Draft(messages=alternating(turns))
+            return PartialConversation(messages=alternating(turns))
         if turns and all(isinstance(turn, OBJECT) and turn.keys() >= _PAIR for turn in turns):
-            return Draft(messages=[message for pair in turns for message in _pair(pair, media)])
-        return Draft(messages=read_messages(turns, key, media))
+            return PartialConversation(messages=[message for pair in turns for message in _pair(pair, media)])
+        return PartialConversation(messages=read_messages(turns, key, media))
 
 
 def _pair(pair: Record, media: Media) -> list[Message]:
@@ -128,15 +128,17 @@ def _pair(pair: Record, media: Media) -> list[Message]:
     return alternating([read_text(pair["input"], "input of a turn"), read_text(pair["output"], "output of a turn")])
 
 
-class Contents(Shape):
+class Contents(RecordFormat):
     """Turns with a role and parts."""
 
     key = "contents"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"contents"}
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """The turns; `model` is the assistant."""
-        return Draft(messages=[_contents_message(turn, media) for turn in read_objects(record[self.key], self.key)])
+        return PartialConversation(
+            messages=[_contents_message(turn, media) for turn in read_objects(record[self.key], self.key)]
+        )
 
 
 def read_gemini_text(value: Any, what: str) -> str:
@@ -183,19 +185,21 @@ def _part(part: Record, media: Media) -> str:
     return IMAGE_PLACEHOLDER
 
 
-class Transcript(Shape):
+class Transcript(RecordFormat):
     """Turns that begin with `USER:`, `ASSISTANT:` and `FUNCTION RESPONSE:`."""
 
     key = "chat"
     fields: ClassVar[frozenset[str]] = (COMMON_FIELDS - {*SYSTEM_FIELDS}) | {"chat", "system"}
     reads_system: ClassVar[bool] = True
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """The turns, with the system prompt before them."""
         if is_given(record.get("system")):
             system = read_text(record["system"], "system").strip()
-            return Draft(messages=[Message("system", system.removeprefix("SYSTEM:").strip()), *self._turns(record)])
-        return Draft(messages=self._turns(record))
+            return PartialConversation(
+                messages=[Message("system", system.removeprefix("SYSTEM:").strip()), *self._turns(record)]
+            )
+        return PartialConversation(messages=self._turns(record))
 
     def _turns(self, record: Record) -> list[Message]:
         before, *pieces = _HEAD.split(read_text(record[self.key], self.key))

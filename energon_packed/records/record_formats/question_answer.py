@@ -66,7 +66,7 @@ from energon_packed.records.fields import (
     unsupported,
 )
 from energon_packed.records.media_fields import Media
-from energon_packed.records.record_formats.base import Draft, Shape
+from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 from energon_packed.records.turns import read_history, read_messages, read_tool_calls
 
 SEVERAL_ANSWERS = "several answers: one is the target"
@@ -91,18 +91,18 @@ _PROMPTS = frozenset(prompt for prompt, _ in _PAIRS)
 _NAMES = tuple(dict.fromkeys(name for pair in _PAIRS for name in pair))
 
 
-class Problem(Shape):
+class Problem(RecordFormat):
     """A problem and its solution."""
 
     key = "problem"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"problem", *_SOLUTIONS, _RESULT}
-    images_lead: ClassVar[bool] = True
+    images_first: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
         """Whether there is a problem and a solution or an answer."""
         return is_given(record.get(self.key)) and any(is_given(record.get(name)) for name in (*_SOLUTIONS, _RESULT))
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """One user turn and one assistant turn."""
         solution = one_text(record, _SOLUTIONS)
         if solution is not None and is_given(record.get(_RESULT)):
@@ -110,41 +110,45 @@ class Problem(Shape):
         target = solution if solution is not None else read_text(record.get(_RESULT), _RESULT)
         if not target.strip():
             raise RecordError(Reason.EMPTY, "the solution is empty")
-        return Draft(messages=[Message("user", read_text(record[self.key], self.key)), Message("assistant", target)])
+        return PartialConversation(
+            messages=[Message("user", read_text(record[self.key], self.key)), Message("assistant", target)]
+        )
 
 
-class Instruction(Shape):
+class Instruction(RecordFormat):
     """One instruction, its input and its answer."""
 
     key = "instruction"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"instruction", "history", *_OUTPUTS, *_INPUTS}
-    images_lead: ClassVar[bool] = True
+    images_first: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
         """Whether there is an instruction and an answer."""
         return is_given(record.get(self.key)) and any(record.get(name) is not None for name in _OUTPUTS)
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """The turns of the history, one user turn and one assistant turn."""
         answer = one_text(record, _OUTPUTS)
         if answer is None:
             raise RecordError(Reason.EMPTY, f"none of {', '.join(_OUTPUTS)} has a text")
         question = joined_texts(record, (self.key, *_INPUTS))
-        return Draft(messages=[*read_history(record), Message("user", question), Message("assistant", answer)])
+        return PartialConversation(
+            messages=[*read_history(record), Message("user", question), Message("assistant", answer)]
+        )
 
 
-class PromptCompletion(Shape):
+class PromptCompletion(RecordFormat):
     """One prompt and one completion."""
 
     key = "prompt"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"history", "definition", *_NAMES}
-    images_lead: ClassVar[bool] = True
+    images_first: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
         """Whether one of the pairs is there."""
         return _pair(record) is not None
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """The turns of the history, the prompt and the completion."""
         pair = _pair(record)
         assert pair is not None
@@ -161,7 +165,7 @@ class PromptCompletion(Shape):
                 raise unsupported("definition", remedy=f"{pair[0]} is a list of messages; write it as the system turn")
             prompt = [Message("user", joined_texts(record, ("definition", pair[0])))]
         context = [message._replace(weight=0.0) if message.role == "assistant" else message for message in prompt]
-        return Draft(messages=[*read_history(record), *context, *completion])
+        return PartialConversation(messages=[*read_history(record), *context, *completion])
 
 
 def _pair(record: Record) -> tuple[str, str] | None:
@@ -270,14 +274,14 @@ def _letter(place: int) -> str:
     return chr(ord("A") + place) if place < 26 else str(place + 1)
 
 
-class QuestionAnswer(Shape):
+class QuestionAnswer(RecordFormat):
     """A question and its answer."""
 
     key = "question"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {
         *("question", "answers", *_ANSWERS, *_BEFORE, *_CHOICES, *INDEX_FIELDS)
     }
-    images_lead: ClassVar[bool] = True
+    images_first: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
         """Whether there is a question and any answer."""
@@ -285,7 +289,7 @@ class QuestionAnswer(Shape):
             is_given(record.get(name)) for name in (*_ANSWERS, "answers", *INDEX_FIELDS)
         )
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """One user turn and one assistant turn."""
         question = joined_texts(record, (*_BEFORE, self.key))
         given = [name for name in _CHOICES if is_given(record.get(name))]
@@ -297,22 +301,22 @@ class QuestionAnswer(Shape):
             question = "\n".join([question, *choices])
         else:
             answer = _answer(record, media)
-        return Draft(messages=[Message("user", question), Message("assistant", answer)])
+        return PartialConversation(messages=[Message("user", question), Message("assistant", answer)])
 
 
-class QueryLabel(Shape):
+class QueryLabel(RecordFormat):
     """A query and its label: ChartQA."""
 
     key = "query"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"query", "label"}
-    images_lead: ClassVar[bool] = True
+    images_first: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
         """Whether there are a query and a label that is text."""
         label = record.get("label")
         return isinstance(record.get("query"), str) and is_given(label) and isinstance(label, str | list | tuple)
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """One user turn and one assistant turn."""
         for name in ("response", "answer", "answers"):
             if is_given(record.get(name)):
@@ -321,10 +325,10 @@ class QueryLabel(Shape):
         if len(set(texts)) > 1:
             media.notes.append(SEVERAL_ANSWERS)
         answer = Counter(texts).most_common(1)[0][0]
-        return Draft(messages=[Message("user", record["query"]), Message("assistant", answer)])
+        return PartialConversation(messages=[Message("user", record["query"]), Message("assistant", answer)])
 
 
-class QueryCalls(Shape):
+class QueryCalls(RecordFormat):
     """A query, tools, and the calls that answer it: xlam-function-calling-60k."""
 
     key = "query"
@@ -334,10 +338,10 @@ class QueryCalls(Shape):
         """Whether there are a query, tools and answers."""
         return all(is_given(record.get(name)) for name in ("query", "tools", "answers"))
 
-    def read(self, record: Record, media: Media) -> Draft:
+    def read(self, record: Record, media: Media) -> PartialConversation:
         """One user turn and one assistant turn with tool calls."""
         calls = read_tool_calls(record["answers"], "answers")
-        return Draft(
+        return PartialConversation(
             messages=[
                 Message("user", read_text(record["query"], "query")),
                 Message("assistant", "", {"tool_calls": calls}),

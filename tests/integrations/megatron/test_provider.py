@@ -9,7 +9,7 @@ import pytest
 
 from energon_packed import ChatEncoder, ConfigError, PaddingFreeCollator
 from tests.conftest import Packer
-from tests.internals import Place, check_parallelism, ranks, train_valid_test_dataloaders_provider
+from tests.internals import MegatronRanks, check_parallelism, ranks, train_valid_test_dataloaders_provider
 from tests.processes import Python
 
 RANK = """
@@ -111,8 +111,8 @@ def test_options_of_another_order_are_refused(encoder: ChatEncoder) -> None:
         train_valid_test_dataloaders_provider("out", encoder, order="random")  # type: ignore[arg-type]
 
 
-def place(context_parallel_size: int = 1, *, stage: str = "first") -> Place:
-    return Place(
+def place(context_parallel_size: int = 1, *, stage: str = "first") -> MegatronRanks:
+    return MegatronRanks(
         rank=0,
         world_size=1,
         context_parallel_size=context_parallel_size,
