@@ -45,7 +45,7 @@ class VisionFamily(ABC):
         patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: without a
             processor folder; limits as in the preprocessor_config.json of the published models.
         layouts: (patch size, merge size) of the published models of this family; `factor` chooses among them.
-        ambiguous_layouts: the pairs (patch size, merge size) that `factor` may mean, if it does not decide: their lengths
+        ambiguous_layouts: pairs (patch size, merge size) that `factor` may mean, if it does not decide: their lengths
             are equal and so known, and pixels are refused.
         patch_order: order of patches in .npy files: `row`, `block`, or `auto`, by what is in the file.
         notices: what was decided when it was loaded, a line each.
