@@ -1,4 +1,4 @@
-"""Pages show what really happens: their commands and Python blocks run, in order, and their output is compared."""
+"""The commands and Python blocks of all pages run in order, and print the output that the page shows."""
 
 import ast
 import os
@@ -17,6 +17,8 @@ from tests.docs.pages import PAGES, ROOT, make_demo, needs_demo, normalized, run
 from tests.internals import cli
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_MODULE = re.compile(r"`((?:[a-z_]+/)*[a-z_0-9]+(?:\.py|/))`")
+_OUTSIDE = ("energon_packed/", "tests/", "tools/", "docs/", "metadatasets/")
 _CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 _RUNNABLE = [
     page
@@ -40,7 +42,7 @@ def demo_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("page", _RUNNABLE, ids=lambda page: page.stem)
-def test_blocks_print_what_the_page_says(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_blocks_print_the_output_on_the_page(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if needs_demo(page):
         shutil.copytree(request.getfixturevalue("demo_out"), tmp_path, dirs_exist_ok=True)
     if page.stem == "trainers" and oldest.ACCELERATE:
@@ -49,7 +51,7 @@ def test_blocks_print_what_the_page_says(page: Path, tmp_path: Path, request: py
         assert normalized(printed) == normalized(step.shown), step.code
 
 
-def test_roles_of_ones_own_are_short() -> None:
+def test_custom_roles_on_the_page_are_short() -> None:
     page = (ROOT / "docs" / "train-raw.md").read_text(encoding="utf-8")
     (code,) = [step.code for step in steps(page) if "(Processor)" in step.code]
     sizes = {
@@ -57,11 +59,11 @@ def test_roles_of_ones_own_are_short() -> None:
         for node in ast.parse(code).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.end_lineno
     }
-    assert len(sizes) == 4  # source, processor, packer, collator
+    assert len(sizes) == 4  # data, processor, packer, collator
     assert max(sizes.values()) < 20
 
 
-def test_there_are_blocks_on_most_pages() -> None:
+def test_most_pages_have_blocks_that_run() -> None:
     assert len(_RUNNABLE) >= 12
 
 
@@ -88,3 +90,20 @@ def test_relative_links_exist(page: Path) -> None:
     for target in _LINK.findall(text):
         if not target.startswith(("http://", "https://", "#")):
             assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_contributing_names_modules_and_folders_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    package = ROOT / "energon_packed"
+    names = [name for name in _MODULE.findall(text) if not name.startswith(_OUTSIDE) and "/" in name]
+    assert len(names) > 40
+    assert not [name for name in names if not (package / name).exists()]
+
+
+def test_terms_of_the_glossary_are_unique() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    glossary = text[text.index("## Glossary") : text.index("## Four roles")]
+    rows = re.findall(r"^\| ([a-zA-Z, ]+) \|", glossary, re.MULTILINE)
+    terms = [term for row in rows if row != "term" for term in row.split(", ")]
+    assert len(terms) > 25
+    assert len(terms) == len(set(terms))
