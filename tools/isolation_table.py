@@ -45,7 +45,7 @@ GROUPS = {
     "Clean": "clean",
     "Need a kernel; refused by Transformers without it, not tested with it": "kernel",
     "Leak, refused by `check_isolation`": "leaks",
-    "Do not take packed rows": "refuses",
+    "Do not accept packed rows": "refuses",
     "Not tested: no tiny model could be built or run on text alone; `check_isolation` tests yours": "not_tested",
 }
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")

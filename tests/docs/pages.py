@@ -1,12 +1,12 @@
-"""README and the pages of docs/: run their commands and Python blocks, compare or rewrite what they print.
+"""Run the commands and Python blocks of README and docs/, and compare their output with the page, or rewrite the page.
 
     python tests/docs/pages.py            list the pages whose output differs
     python tests/docs/pages.py --update   run all blocks and rewrite the output in the pages
 
 A ```console block holds commands (lines that start with `$ `), each followed by its output. A ```python block is
-followed by the word "prints" and a block with its output, or prints nothing. A block with title="NAME" is written to
+followed by the word "prints" and a block with its output, or has no output. A block with title="NAME" is written to
 that file. The blocks of a page run in order, in one folder and one Python process. All other blocks, ```py among them,
-are shown and not run. docs/my-data.md has no such blocks: tests/records/test_formats.py runs its records and commands.
+are not run. docs/my-data.md has no such blocks: tests/records/test_formats.py runs its records and commands.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n?", re.MULTILINE)
 _TITLE = re.compile(r'title="([^"]+)"')
 _PRINTS = re.compile(r"\bprints[:.]?\s*\Z")
-_OURS = re.compile(r"energon-packed ([^|<>&;*$`]*)((?<= )[|>][^&;$`]*)?")
+_OWN_COMMAND = re.compile(r"energon-packed ([^|<>&;*$`]*)((?<= )[|>][^&;$`]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Step:
 
     Attributes:
         language: `console`, `python`, or the title of a file.
-        code: what runs, or the content of the file.
-        start, end: characters of the page that hold its output.
+        code: the command or Python code, or the content of the file.
+        start, end: offsets of its output in the page, in characters.
         shown: the output in the page.
-        is_place: False where the page has no place for output.
+        is_place: False if the page has no output block for it.
     """
 
     language: str
@@ -59,29 +59,29 @@ class Step:
 
 
 def steps(text: str) -> list[Step]:
-    """The commands and Python blocks of a page, in order."""
-    found: list[Step] = []
+    """Return the files, commands and Python blocks of a page, in order."""
+    result: list[Step] = []
     fences = list(_FENCE.finditer(text))
-    for number, fence in enumerate(fences):
+    for index, fence in enumerate(fences):
         if title := _TITLE.search(fence[1]):
-            found.append(Step(title[1], fence[2], fence.end(), fence.end(), "", is_place=False))
+            result.append(Step(title[1], fence[2], fence.end(), fence.end(), "", is_place=False))
         elif fence[1] == "console":
-            found += _commands(text, fence.start(2), fence.end(2))
+            result += _commands(text, fence.start(2), fence.end(2))
         elif fence[1] == "python":
-            following = fences[number + 1] if number + 1 < len(fences) else None
+            following = fences[index + 1] if index + 1 < len(fences) else None
             if following is not None and _PRINTS.search(text[fence.end() : following.start()]):
-                found.append(Step("python", fence[2], following.start(2), following.end(2), following[2]))
+                result.append(Step("python", fence[2], following.start(2), following.end(2), following[2]))
             else:
-                found.append(Step("python", fence[2], fence.end(), fence.end(), "", is_place=False))
-    return found
+                result.append(Step("python", fence[2], fence.end(), fence.end(), "", is_place=False))
+    return result
 
 
 def run_page(page: Path, folder: Path) -> Iterator[tuple[Step, str]]:
-    """Each step of a page with what it prints; an error of a step is raised."""
-    todo = steps(page.read_text(encoding="utf-8"))
-    session = _Session(folder) if any(step.language == "python" for step in todo) else None
+    """Run a page and yield each step with its output; an error of a step is raised."""
+    page_steps = steps(page.read_text(encoding="utf-8"))
+    session = _Session(folder) if any(step.language == "python" for step in page_steps) else None
     try:
-        for step in todo:
+        for step in page_steps:
             if step.language == "console":
                 yield step, _run(step.code, folder)
             elif step.language != "python":
@@ -96,13 +96,13 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[Step, str]]:
 
 
 def needs_demo(page: Path) -> bool:
-    """The page reads demo-out and does not make it itself."""
+    """Return whether the page reads demo-out without creating it."""
     code = "\n".join(step.code for step in steps(page.read_text(encoding="utf-8")))
     return "demo-out" in code and "energon-packed demo" not in code
 
 
 def make_demo(folder: Path) -> None:
-    """What `energon-packed demo --output-dir demo-out --records 160` leaves in `folder`; README runs that command."""
+    """Write the files of `energon-packed demo --output-dir demo-out --records 160` (in README) to `folder`."""
     from energon_packed import pack
     from tests.internals import write_dataset, write_tokenizer
 
@@ -113,7 +113,7 @@ def make_demo(folder: Path) -> None:
 
 
 def normalized(text: str) -> str:
-    """Without times, rates, the size of compressed pictures and versions, which differ between machines."""
+    """Return the text without times, rates, sizes of compressed images and versions, which differ between machines."""
     text = re.sub(r"(\d+ \w+) +[\d.]+ s(?: +[\d,]+/s)?", r"\1", text)
     text = re.sub(r"│ (\w+ seconds|size) .*", r"│ \1", text)
     text = re.sub(r"[\d.]+ [KMG]iB", "SIZE", text)
@@ -125,24 +125,25 @@ def normalized(text: str) -> str:
 
 
 def updated(text: str, results: list[tuple[Step, str]]) -> str:
-    """A page with the output of its steps; output that differs in times alone stays."""
+    """Return the page with the output of its steps; output that differs only in times stays."""
+    # Backwards, so that the offsets of earlier steps stay valid.
     for step, printed in reversed(results):
         if normalized(printed) == normalized(step.shown):
             continue
         if not step.is_place:
-            raise SystemExit(f"a block without a place for output prints {printed!r}: {step.code[:80]}")
+            raise SystemExit(f"a block prints {printed!r}, but no output block follows it: {step.code[:80]}")
         text = text[: step.start] + printed.rstrip("\n") + "\n" * bool(printed.strip()) + text[step.end :]
     return text
 
 
 class _Session:
-    """One Python process for all blocks of a page, so that a block can use the names of those before it."""
+    """One Python process for all blocks of a page, so that a block can use the names of earlier blocks."""
 
     def __init__(self, folder: Path) -> None:
-        self._blocks, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=_serve, args=(theirs, folder, _environment()))
+        self._blocks, process_end = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_serve, args=(process_end, folder, _environment()))
         self._process.start()
-        theirs.close()
+        process_end.close()
 
     def run(self, code: str) -> str:
         self._blocks.send(code)
@@ -156,7 +157,7 @@ class _Session:
 
 
 def _serve(blocks: Any, folder: Path, environment: dict[str, str]) -> None:
-    """Run each block that comes; answer with what it prints and the traceback of its error."""
+    """Run each block that arrives, and answer with its output and the traceback of its error."""
     names = become_main(environment, folder)
     while True:
         try:
@@ -173,26 +174,26 @@ def _serve(blocks: Any, folder: Path, environment: dict[str, str]) -> None:
 
 
 def _commands(text: str, start: int, end: int) -> Iterator[Step]:
-    found = list(_COMMAND.finditer(text, start, end))
-    for number, command in enumerate(found):
-        stop = found[number + 1].start() if number + 1 < len(found) else end
+    commands = list(_COMMAND.finditer(text, start, end))
+    for index, command in enumerate(commands):
+        stop = commands[index + 1].start() if index + 1 < len(commands) else end
         yield Step("console", command[1], command.end(), stop, text[command.end() : stop])
 
 
-def _bash(command: str, folder: Path, given: str = "") -> subprocess.CompletedProcess[str]:
+def _bash(command: str, folder: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=_environment(), input=given
+        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=_environment(), input=stdin
     )
 
 
 def _run(command: str, folder: Path) -> str:
-    ours = _OURS.fullmatch(command.replace("\\\n", ""))
-    if ours is None:
+    own = _OWN_COMMAND.fullmatch(command.replace("\\\n", ""))
+    if own is None:
         done = _bash(command, folder)
-    else:  # without a new interpreter
-        done = energon_packed(*shlex.split(ours[1]), cwd=folder, env=_environment())
-        if ours[2] and done.returncode == 0:
-            done = _bash(f"cat {ours[2]}", folder, given=done.stdout)
+    else:  # without starting an interpreter
+        done = energon_packed(*shlex.split(own[1]), cwd=folder, env=_environment())
+        if own[2] and done.returncode == 0:
+            done = _bash(f"cat {own[2]}", folder, stdin=done.stdout)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -204,9 +205,9 @@ def _environment() -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """List or rewrite pages; the names of pages limit it to these."""
+    """List or rewrite the named pages, by default all."""
     update = "--update" in arguments
-    names = {Path(one).name for one in arguments if one != "--update"}
+    names = {Path(name).name for name in arguments if name != "--update"}
     stale = 0
     with tempfile.TemporaryDirectory() as root:
         shared = Path(root) / "shared"

@@ -1,14 +1,14 @@
-"""docs/my-data.md: its records become files of the container that their title names, with images where they name any.
+"""Write the records of docs/my-data.md to files of the format that their title names, and draw the images they name.
 
-A block with title="NAME" holds what the file has:
+A block with title="NAME" has the content of a file:
 
-    .json .jsonl .csv .py .yaml   the text itself; .gz compresses it
-    .parquet, NAME/               a record per line; NAME/ is what `datasets` saves to disk
+    .json .jsonl .csv .py .yaml   the text of the block; .gz compresses it
+    .parquet, NAME/               a record per line; NAME/ is a folder of `datasets.save_to_disk`
     .tar                          `member  content` per line
 
 `"bytes": "..."` stands for the bytes of an image, `/9j/4AAQ...` for their base64. A path that ends like an image is
-drawn, in the folder of `--image-root` or beside the file, with a size and color of its own. A ```bash block has the
-command that packs the files before it; a ```text block after it, without a title, has the rejects in their order.
+drawn, in the folder of `--image-root` or beside the file, with its own size and color. A ```bash block has the command
+that packs the files before it; a ```text block after it, without a title, has the rejects in their order.
 """
 
 import base64
@@ -39,8 +39,8 @@ class Entry:
     Attributes:
         title: its heading.
         files: content of each file by name.
-        command: packs them.
-        rejects: `reason: detail` of each record in rejects.jsonl; "" where all are packed.
+        command: the command that packs the files.
+        rejects: `reason: detail` of each record in rejects.jsonl; "" if all are packed.
     """
 
     title: str
@@ -55,23 +55,23 @@ class Entry:
 
 
 def entries(text: str) -> list[Entry]:
-    """The formats of the page that have a command, in order."""
-    found: list[Entry] = []
+    """Return the formats of the page that have a command, in order."""
+    formats: list[Entry] = []
     for heading, language, title, content in _PART.findall(text):
         if heading:
-            found.append(Entry(heading))
+            formats.append(Entry(heading))
         elif title:
-            found[-1].files[title] = content
+            formats[-1].files[title] = content
         elif language == "bash":
-            assert not found[-1].command, f"{found[-1].title} has two commands"
-            found[-1].command = content.strip()
+            assert not formats[-1].command, f"{formats[-1].title} has two commands"
+            formats[-1].command = content.strip()
         elif language == "text":
-            found[-1].rejects = content.strip()
-    return [entry for entry in found if entry.command]
+            formats[-1].rejects = content.strip()
+    return [entry for entry in formats if entry.command]
 
 
 def write_files(entry: Entry, folder: Path) -> None:
-    """The files of a format, and the images that they name."""
+    """Write the files of a format, and the images that they name."""
     root = re.search(r"--image-root (\S+)", entry.command)
     for name, content in entry.files.items():
         path = folder / name
@@ -91,7 +91,7 @@ def write_files(entry: Entry, folder: Path) -> None:
 
 
 def image_bytes(name: str) -> bytes:
-    """A JPEG whose size and color follow from the name; "" is the image of `bytes` and base64 without a name."""
+    """Return a JPEG whose size and color depend on the name; "" is used for `bytes` and base64 without a name."""
     seed = zlib.crc32(name.encode())
     size = (56 + 28 * (seed % 5), 56 + 28 * (seed // 5 % 5))
     stream = io.BytesIO()
