@@ -197,7 +197,7 @@ EXPECTED: dict[str, list[tuple[Turns | str, list[str]]]] = {
     "save_to_disk": [(RAIN, [])],
     "Other names of fields": [([(U, "<image>What is it?"), (A, "A cat.")], ["photos/1.jpg"])],
     "Everything else": [(RAIN, [])],
-    "Several data sets, each with its own names": [
+    "Several datasets, each with its own field names": [
         *[([(U, "Add 2 and 3."), (A, "5")], [])] * 2,
         ([(U, "<image>What is it?"), (A, "A cat.")], ["1.jpg"]),
     ],
