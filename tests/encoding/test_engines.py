@@ -79,7 +79,7 @@ def test_a_tokenizer_with_other_tokens_is_found(unequal: Any, caplog: pytest.Log
     for _ in range(2):
         automatic.encode(["a \u180ee"] * 4096, [None] * 4096)
     assert automatic.engine == "tokenizers"
-    assert "not fastokens: fastokens and tokenizers give different tokens, from token" in caplog.text
+    assert "not fastokens: fastokens and tokenizers produce different tokens, from token" in caplog.text
     named = TextTokenizer(unequal, "fastokens")
     with pytest.raises(
         EngineMismatch, match="different tokens, from token .*; run with `tokenizer_engine=tokenizers`"

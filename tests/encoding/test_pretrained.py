@@ -70,7 +70,7 @@ def test_a_template_beside_tokenizer_json(text_tokenizer_dir: Path, tmp_path: Pa
     assert encoded.labels.tolist() == expected.labels.tolist()
     (tmp_path / name).unlink()
     (tmp_path / "chat_template.json").write_text("[]")
-    with pytest.raises(ConfigError, match="holds no chat template"):
+    with pytest.raises(ConfigError, match="must be a JSON object with `chat_template`"):
         ChatEncoder.from_pretrained(tmp_path)
 
 
