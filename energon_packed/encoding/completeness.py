@@ -5,8 +5,8 @@ of a content. A model would not be trained on it, so such a conversation is reje
 
 Contents are searched in the text in order, with other white space or as JSON strings (Llama 3.1 writes tool results
 so). Names, argument values, reasoning and short contents ("5") may be in the text for another reason. For these, the
-messages are rendered again with a marker in place of each value, and the markers are searched. The ids of calls and the
-`name` of a tool result are links, not text: templates need not render them.
+messages are rendered again with a marker in place of each value, and the markers are searched. Templates need not
+render the ids of calls and the `name` of a tool result, which are links and not text.
 """
 
 import json

@@ -124,7 +124,7 @@ def test_without_fastokens_its_name_is_an_error(unequal: Any, monkeypatch: pytes
     assert TextTokenizer(unequal).engine == "tokenizers"
     with pytest.raises(ConfigError, match="fastokens is not installed; run pip install fastokens"):
         TextTokenizer(unequal, "fastokens")
-    with pytest.raises(ConfigError, match="`tokenizer_engine` is 'tokie'; use one of auto, tokenizers, fastokens"):
+    with pytest.raises(ConfigError, match="`tokenizer_engine` must be one of auto, .*, got 'tokie'"):
         TextTokenizer(unequal, "tokie")  # type: ignore[arg-type]
 
 

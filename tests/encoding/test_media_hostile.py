@@ -105,9 +105,18 @@ BAD_PIXELS = {
         (png(50_000, 50_000, zlib.compress(bytes(5000))), r"2,500,000,000 pixels are more than the limit of 178,95"),
         (tiff(50_000, 50_000), "2,500,000,000 pixels are more than the limit"),
         (saved(Image.new("RGB", (1, 1)), "GIF").replace(b"\x01\0\x01\0", b"\xff\xff\xff\xff"), "pixels are more than"),
-        (saved(Image.fromarray(np.array([[0, 0.2], [1, 0.5]], dtype=np.float32)), "TIFF"), "32 bits are 0 to 1"),
-        (saved(Image.fromarray(np.array([[0, 70_000]], dtype=np.int32)), "TIFF"), "32 bits are 0 to 70000"),
-        (saved(Image.fromarray(np.array([[np.nan, 1]], dtype=np.float32)), "TIFF"), "32 bits are nan to nan"),
+        (
+            saved(Image.fromarray(np.array([[0, 0.2], [1, 0.5]], dtype=np.float32)), "TIFF"),
+            "32-bit .* values 0 to 1",
+        ),
+        (
+            saved(Image.fromarray(np.array([[0, 70_000]], dtype=np.int32)), "TIFF"),
+            "32-bit .* values 0 to 70000",
+        ),
+        (
+            saved(Image.fromarray(np.array([[np.nan, 1]], dtype=np.float32)), "TIFF"),
+            "32-bit .* values nan to nan",
+        ),
     ],
 )
 def test_what_is_no_image_is_one_line_with_a_remedy(data: bytes, line: str) -> None:
