@@ -150,7 +150,7 @@ def test_a_difference_stops_the_run_and_names_the_text(unequal: Any) -> None:
         tokenizer.encode([texts[255]], [None])
 
 
-def test_texts_that_the_normalizer_changes_take_tokenizers() -> None:
+def test_strings_that_the_normalizer_changes_use_tokenizers() -> None:
     tokenizer = TextTokenizer(byte_level(QWEN, normalizers.NFC()))
     tokenizer._fast, tokenizer._is_decided = FastokensEngine(tokenizer.serialized), True
     given: list[list[str]] = []

@@ -120,7 +120,7 @@ def test_lengths_of_many_sizes(encoder: ChatEncoder) -> None:
         assert run.length == len(run.make())
 
 
-def test_stored_tokens_with_images_are_taken_as_they_are(encoder: ChatEncoder) -> None:
+def test_stored_tokens_with_images_are_unchanged(encoder: ChatEncoder) -> None:
     images = pictures(3, 2)
     sample = encoder.encode(talk(QUESTIONS[2], images))
     references = [MediaReference(data=png(image)) for image in images]
@@ -134,7 +134,7 @@ def test_an_encoder_is_the_same_in_another_process(encoder: ChatEncoder, folder:
     assert ChatEncoder.from_pretrained(folder).fingerprint() == encoder.fingerprint()
 
 
-def test_a_told_length_that_is_wrong_raises(encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_length_formula_raises(encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     vision = vision_of(encoder)
     if vision._constant is None:
         return  # its formula is not used
@@ -166,7 +166,7 @@ def test_a_package_that_is_missing_is_named(text_tokenizer_dir: Path, tmp_path: 
         ChatEncoder.from_pretrained(folder)
 
 
-def test_what_cannot_be_loaded_says_why(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_the_reason_why_a_processor_cannot_be_loaded_is_shown(text_tokenizer_dir: Path, tmp_path: Path) -> None:
     """Processors that need torchvision, where it is not installed; and image processors without a processor."""
     llava = write_processor(tmp_path / "llava", "llava", text_tokenizer_dir)
     settings = json.loads((llava / "processor_config.json").read_text())
