@@ -58,14 +58,9 @@ class TokenizerParts:
         return cls(backend, template, dict(tokenizer.special_tokens_map))
 
     @property
-    def eos_token(self) -> str | None:
-        """The token that ends a text, or None."""
-        return self.special_tokens.get("eos_token")
-
-    @property
     def end_of_document(self) -> str | None:
         """The end-of-text token to append to a document; "" if the tokenizer appends it itself, None without any."""
-        eos = self.eos_token
+        eos = self.special_tokens.get("eos_token")
         adds = eos is not None and self.backend.encode("a").ids[-1:] == [self.backend.token_to_id(eos)]
         return "" if adds else eos
 

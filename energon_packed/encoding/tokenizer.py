@@ -100,7 +100,7 @@ class TextTokenizer:
             self.load_fast()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Engines cannot be pickled, and a proof is valid only in a process that may use fastokens.
+        # A copy in another process decides again, because whether fastokens is safe depends on the process.
         own = {"_fast": None, "_slow": None, "_is_decided": self._wanted == "tokenizers", "_is_proved": False}
         return {**self.__dict__, **own}
 

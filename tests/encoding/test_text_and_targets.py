@@ -1,7 +1,7 @@
 """Property: the rendered text is the text of the record, and the supervised text is the text of its assistant.
 
-Whatever the shape of a record, its tokens decode to exactly the text that a person writes down for it (`talks`), and
-its labels to exactly the turns that are trained; what a template has no place for costs the record.
+For any record format, the tokens decode to exactly the text that `talks` writes down for the record, and the labels to
+exactly the supervised turns. A record with content that the template does not render is rejected.
 """
 
 import re

@@ -78,8 +78,8 @@ def test_every_sample_is_in_one_pack_that_fits(
     lengths: list[int], capacity: int, algorithm: str, max_samples: int | None, multiple: int, seed: int | None
 ) -> None:
     plan = pack_lengths(lengths, capacity, algorithm=algorithm, max_samples=max_samples, multiple=multiple, seed=seed)
-    add_location = np.concatenate([plan.indices, plan.overlong])
-    assert sorted(add_location.tolist()) == list(range(len(lengths)))
+    placed = np.concatenate([plan.indices, plan.overlong])
+    assert sorted(placed.tolist()) == list(range(len(lengths)))
     padded = [-(-length // multiple) * multiple for length in lengths]
     assert plan.overlong.tolist() == [i for i, length in enumerate(padded) if length > capacity]
     for pack in plan:
