@@ -97,9 +97,10 @@ class Renderer:
         if any([weight != 1 for weight in weights]):
             return self._weighted(conversation)
         # Most conversations: the template only puts fixed text around the contents, so Jinja is not needed.
-        skeleton = None if conversation.tools or any(extras) else self.template.skeleton(roles)
-        if skeleton is not None and self.template.joins(contents := self.contents(conversation)):
-            text, spans = skeleton.join_with_spans(contents)
+        is_plain = not (conversation.tools or any(extras))
+        joined = self.template.join(roles, self.contents(conversation)) if is_plain else None
+        if joined is not None:
+            text, spans = joined
             if self.loss_on == "all":
                 return Rendered(text, None, False)
             return Rendered(text, spans[-1:] if self.loss_on == "last" else spans, False)

@@ -103,6 +103,11 @@ class ChatTemplate:
         """Hex SHA-256 of the Jinja source; "" without a template."""
         return "" if self._template is None else hashlib.sha256(self._template.encode()).hexdigest()
 
+    def join(self, roles: tuple[str, ...], contents: Sequence[str]) -> tuple[str, list[Span]] | None:
+        """Render messages with only a role and a content without Jinja, as `render_with_spans`; None if Jinja must."""
+        skeleton = self.skeleton(roles)
+        return skeleton.join_with_spans(contents) if skeleton is not None and self.joins(contents) else None
+
     def skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
         """Return the fixed text around the contents of these roles.
 
