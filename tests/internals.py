@@ -74,7 +74,7 @@ PLACES = {
     "content_places": "encoding.turns:content_places",
     "Skeleton": "encoding.skeleton:Skeleton",
     "marker": "encoding.skeleton:marker",
-    "HELD": "encoding.special_text:HELD",
+    "ESCAPE_BASE": "encoding.special_text:ESCAPE_BASE",
     "SpecialText": "encoding.special_text:SpecialText",
     "control_tokens": "encoding.special_text:control_tokens",
     "searched_literals": "encoding.special_text:searched_literals",

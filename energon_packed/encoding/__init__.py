@@ -1,11 +1,20 @@
-"""Processors: a Conversation becomes one EncodedSample, or just its length.
+"""Encoders: turn a Conversation into an EncodedSample (tokens, labels, pixels), or only compute its length.
 
-    Conversation ──rendering──► text + supervised spans ──tokenizer──► TokenBatch ──vision/──► EncodedSample
+Conversation ──rendering──► text + supervised spans ──tokenizer──► TokenBatch ──vision/──► EncodedSample
 
-chat.py: ChatEncoder, the path above, for measuring and encoding alike; settings.py and pretrained.py: what it is
-loaded from. template.py, turns.py, rendering.py: text and targets; skeleton.py and purity.py: the same without Jinja,
-for templates that are proved to allow it; completeness.py: content that a template drops. tokenizer.py, engines.py:
-ids; special_text.py: special tokens that a conversation writes as text. supervision.py: supervised turns, by labels.
+processor.py      Processor, the base class; checks of token batches; StoredTokens
+chat.py           ChatEncoder, the path above, for measuring and encoding
+settings.py       EncoderSettings: the options of ChatEncoder, declared once
+pretrained.py     loads tokenizers from folders or the Hugging Face cache
+sample.py         EncodedSample and EncodedRow
+rendering.py      text and supervised characters of a conversation
+template.py       runs the chat template; turns.py locates the assistant turns in its output
+skeleton.py       renders without Jinja; purity.py proves which templates allow that
+completeness.py   rejects conversations of which a template drops something
+tokenizer.py      token ids and supervised tokens; engines.py compares two tokenizer implementations
+special_text.py   keeps special tokens that a conversation contains as text
+supervision.py    supervised turns of a sample, computed from its labels, for reports
+vision/           image headers, token counts, pixels and positions
 """
 
 from energon_packed.encoding.chat import ChatEncoder

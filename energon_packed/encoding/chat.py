@@ -1,6 +1,7 @@
-"""ChatEncoder: conversations to tokens, with the tokenizer's own template and a Transformers image processor.
+"""ChatEncoder: Conversations -> EncodedSamples, or Measurements (lengths and media sizes) for the planner.
 
-Measuring and encoding share one path to the token ids, `_tokenize`, which takes many conversations or one:
+It uses the tokenizer's own chat template and, for images, a vision family. Measuring and encoding share a single path
+to the token ids, `_tokenize`, so a measured length is always the encoded length:
 
     Renderer ─► TextTokenizer ─► TokenBatch, ONE image token per image ─► TokenRules ─┬─► lengths        (measure)
                                                                                       ├─► labels         (keep_tokens)
@@ -14,7 +15,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,28 +38,41 @@ from energon_packed.options import make
 from energon_packed.records import Conversation
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 
-if TYPE_CHECKING:
-    from energon_packed.encoding.vision.families import VisionFamily
-
 Int64 = npt.NDArray[np.int64]
 _BATCH = 256  # conversations tokenized and checked together
 _NO_MEDIA = MediaSize()
 _NO_VISION = "a record has images, but no image processor is set; pass `processor` or `image_processor`"
-_VERSION = 7  # raise it when the same input gives other tokens
+# Part of the fingerprint; increase it when the same input produces different tokens.
+_VERSION = 7
 _DATE_NOTE = "{# energon-packed: always the same date #}"  # in the digest since version 4
+# Up to version 6, special tokens in record text were control tokens, as `allow_special_in_text` still makes them.
 _SPECIAL_IN_TEXT = 6
-"""The version before special tokens in texts stayed text: an encoder that allows them gives the tokens of that one."""
 
 
 class ChatEncoder(Processor):
-    """Encodes conversations with a tokenizer, its chat template and, for images, a vision family.
+    """Tokenize conversations with a chat template; load one with `ChatEncoder.from_pretrained(folder)`.
+
+        encoder = ChatEncoder.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct", max_pixels=1024 * 1024)
+        sample = encoder.encode(normalize({"messages": [...], "images": [...]}))
+        sample.input_ids, sample.labels, sample.pixel_values
 
     `text` records are tokenized as documents: the tokenizer's own special tokens around them, its end-of-text token
-    at the end, every token supervised. `input_ids` records pass through.
+    at the end, every token supervised. `input_ids` records are returned with their ids unchanged.
+
+    Args:
+        tokenizer: a fast Transformers tokenizer.
+        vision: image processing of the model family; None for text only.
+        loss_on: supervised text: `assistant` (every assistant turn), `last` (only the last) or `all` (all text).
+        tokenizer_engine: `auto`, `tokenizers` or `fastokens`; the ids are the same.
+        allow_special_in_text: special tokens written in record text are control tokens instead of plain text.
 
     Attributes:
         tokenizer: the Transformers tokenizer.
-        vision: how images are seen; None for text only.
+        vision: image processing of the model family; None for text only.
+
+    Raises:
+        ConfigError: a slow tokenizer, an unknown `loss_on`, a tokenizer without the family's image token, or an
+            engine that cannot be used.
     """
 
     def __init__(
@@ -70,21 +84,8 @@ class ChatEncoder(Processor):
         tokenizer_engine: EngineName = "auto",
         allow_special_in_text: bool = False,
     ) -> None:
-        """Wrap loaded parts; `from_pretrained` loads them.
-
-        Args:
-            tokenizer: a fast Transformers tokenizer.
-            vision: how images are seen; None for text only.
-            loss_on: which text is supervised: every assistant turn, the last one, or all text.
-            tokenizer_engine: as `TextTokenizer` takes it; the ids are the same.
-            allow_special_in_text: special tokens written in a text are control tokens, not text.
-
-        Raises:
-            ConfigError: a slow tokenizer, an unknown `loss_on`, a tokenizer without the family's image token, or an
-                engine that cannot be used.
-        """
         if loss_on not in LOSS_ON:
-            raise ConfigError(f"`loss_on` is {loss_on!r}; use one of {', '.join(LOSS_ON)}")
+            raise ConfigError(f"`loss_on` must be one of {', '.join(LOSS_ON)}, got {loss_on!r}.")
         self.tokenizer = tokenizer
         self.parts = TokenizerParts.of(tokenizer)
         self.vision = vision
@@ -124,72 +125,75 @@ class ChatEncoder(Processor):
         The parameters are the fields of `EncoderSettings`, and the options of `energon-packed pack` and `verify`.
 
         Args:
-            tokenizer: folder with tokenizer.json; its image processor is used where it has one. Or the name of a model
-                in the local Hugging Face cache.
+            tokenizer: folder with tokenizer.json, or the name of a model in the local Hugging Face cache. If it has an
+                image processor, that is used too.
             processor: folder with preprocessor_config.json.
             image_processor: name of the processor, such as `Qwen2_5_VLProcessor`; determines the family if set.
-            vision_family: name of the family, such as `llava_onevision2`, where several use one image processor.
+            vision_family: name of the family, such as `llava_onevision2`, if several share an image processor.
             factor: pixels per token side: `patch_size` times `merge_size`.
             patch_size, merge_size: pixels of a patch side, patches merged along each side into one token.
             min_pixels, max_pixels: limits of the resized image in pixels.
-            patch_order: order of patches in .npy files of positions: `row`, `block`, or `auto`, by what is in them.
-            loss_on: `assistant` (every assistant turn), `last` (the last one) or `all` (all text).
-            tokenizer_engine: `fastokens` where it is proved equal (`auto`), or one of `tokenizers`, `fastokens`.
-            allow_special_in_text: special tokens written in a text are control tokens, not text.
+            patch_order: order of patches in .npy files of positions: `row`, `block`, or `auto` (by their content).
+            loss_on: `assistant` (every assistant turn), `last` (only the last) or `all` (all text).
+            tokenizer_engine: `tokenizers`, `fastokens`, or `auto`: fastokens if it is proved equal, else tokenizers.
+            allow_special_in_text: special tokens written in record text are control tokens instead of plain text.
 
         Raises:
             ConfigError: an invalid value, a folder without a tokenizer, or settings that contradict each other.
         """
-        # locals() are the parameters alone here, so no setting can be left out.
+        # At this line, locals() contains exactly the parameters, so no setting can be left out.
         settings = make(EncoderSettings, {name: value for name, value in locals().items() if name != "cls"})
+        # The tokenizer is loaded before the vision family: a wrong folder is reported as a missing tokenizer.
         loaded = load_tokenizer(tokenizer)
-        options: Any = {"tokenizer_engine": tokenizer_engine, "allow_special_in_text": allow_special_in_text}
-        return cls(loaded, load_vision(settings), loss_on=loss_on, **options)
+        return cls(
+            loaded,
+            load_vision(settings),
+            loss_on=loss_on,
+            tokenizer_engine=tokenizer_engine,
+            allow_special_in_text=allow_special_in_text,
+        )
 
     def encode(self, conversation: Conversation) -> EncodedSample:
-        """Tokens, labels, pixels and positions of one conversation.
+        """Return tokens, labels, pixels and positions of a conversation.
 
         Raises:
             RecordError: the conversation cannot be used; `reason` and `detail` say why.
-            TemplateError: the chat template cannot tell what the assistant wrote.
+            TemplateError: the chat template does not allow to locate the text of the assistant.
             ConfigError: images without a vision family, or messages without a chat template.
         """
-        found = self.encode_many([conversation])[0]
-        if isinstance(found, Reject):
-            raise RecordError.of(found)
-        return found
+        result = self.encode_many([conversation])[0]
+        if isinstance(result, Reject):
+            raise RecordError.of(result)
+        return result
 
     def encode_many(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
-        """As `encode` of each, or why it cannot be used; texts are tokenized in one batch."""
-        if not any([one.images for one in conversations]):
-            return self._encoded_texts(conversations)
+        """Encode several conversations in a single batch; a Reject in place of each that cannot be used."""
+        if not any([conversation.images for conversation in conversations]):
+            # Text only: the samples are views of the batch, without copies.
+            batch, rejects = self._tokenize(conversations, [_NO_MEDIA] * len(conversations))
+            row = self._as_row([conversation.id for conversation in conversations], batch)
+            return [rejects.get(index, sample) for index, sample in enumerate(row)]
         results: dict[int, EncodedSample | Reject] = {}
-        seen: dict[int, Pixels] = {}
-        for place, conversation in enumerate(conversations):
+        media: dict[int, Pixels] = {}
+        for index, conversation in enumerate(conversations):
             try:
-                seen[place] = read_pixels(self._vision(), conversation) if conversation.images else Pixels()
+                media[index] = read_pixels(self._vision(), conversation) if conversation.images else Pixels()
             except RecordError as error:
-                results[place] = error.reject
-        sizes = [MediaSize(one.runs) for one in seen.values()]
-        batch, rejects = self._tokenize([conversations[place] for place in seen], sizes)
-        for number, (place, pixels) in enumerate(seen.items()):
-            if number in rejects:
-                results[place] = rejects[number]
+                results[index] = error.reject
+        sizes = [MediaSize(pixels.runs) for pixels in media.values()]
+        batch, rejects = self._tokenize([conversations[index] for index in media], sizes)
+        for slot, (index, pixels) in enumerate(media.items()):  # slot: index in the batch, which has no rejects
+            if slot in rejects:
+                results[index] = rejects[slot]
                 continue
             try:
-                results[place] = self._encoded(conversations[place], pixels, batch, number)
+                results[index] = self._with_pixels(conversations[index], pixels, batch, slot)
             except RecordError as error:
-                results[place] = error.reject
-        return [results[place] for place in range(len(results))]
+                results[index] = error.reject
+        return [results[index] for index in range(len(results))]
 
-    def _encoded_texts(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
-        """`encode_many` without images: the samples are views of one batch."""
-        batch, rejects = self._tokenize(conversations, [_NO_MEDIA] * len(conversations))
-        found = self._as_row([one.id for one in conversations], batch)
-        return [rejects.get(number, one) for number, one in enumerate(found)]
-
-    def _encoded(self, conversation: Conversation, pixels: Pixels, batch: TokenBatch, number: int) -> EncodedSample:
-        sample = self._expanded(conversation, pixels.runs, batch, number)
+    def _with_pixels(self, conversation: Conversation, pixels: Pixels, batch: TokenBatch, slot: int) -> EncodedSample:
+        sample = self._expanded(conversation, pixels.runs, batch, slot)
         if self.vision is None or self.image_token_id is None:
             return sample
         positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids)
@@ -205,37 +209,38 @@ class ChatEncoder(Processor):
         )
 
     def measure(self, conversations: Sequence[Conversation], *, keep_tokens: bool = False) -> list[Measurement]:
-        """Length and media size of each conversation, without decoding pixels; texts are tokenized in batches.
+        """Return length and media size of each conversation, without decoding pixels, in batches.
 
         Raises:
             TemplateError, ConfigError: as `encode`.
         """
         results: list[Measurement | None] = [None] * len(conversations)
         media: dict[int, MediaSize] = {}
-        for place, conversation in enumerate(conversations):
+        for index, conversation in enumerate(conversations):
             try:
-                media[place] = measure_media(self._vision(), conversation) if conversation.images else _NO_MEDIA
+                media[index] = measure_media(self._vision(), conversation) if conversation.images else _NO_MEDIA
             except RecordError as error:
-                results[place] = Measurement.rejected(error.reject)
-        places = list(media)
-        for start in range(0, len(places), _BATCH):
-            part = places[start : start + _BATCH]
-            chosen, sizes = [conversations[place] for place in part], [media[place] for place in part]
+                results[index] = Measurement.rejected(error.reject)
+        usable = list(media)
+        for start in range(0, len(usable), _BATCH):
+            indices = usable[start : start + _BATCH]
+            chosen, sizes = [conversations[index] for index in indices], [media[index] for index in indices]
             batch, rejects = self._tokenize(chosen, sizes)
             lengths = np.diff(batch.cu_seqlens).tolist()
-            targets = targets_per_sample(batch.labels, batch.cu_seqlens).tolist()  # image tokens are none
-            for number, (place, size) in enumerate(zip(part, sizes, strict=True)):
-                if number in rejects:
-                    results[place] = Measurement.rejected(rejects[number])
+            # Image tokens are never targets, so the counts are those of the expanded sample.
+            targets = targets_per_sample(batch.labels, batch.cu_seqlens).tolist()
+            for slot, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+                if slot in rejects:
+                    results[index] = Measurement.rejected(rejects[slot])
                     continue
-                conversation, length = chosen[number], lengths[number]
-                if conversation.input_ids is None:
+                conversation, length = chosen[slot], lengths[slot]
+                if conversation.input_ids is None:  # stored tokens contain the full run of each image already
                     length += sum([run.length - 1 for run in size.runs])
-                results[place] = Measurement(
+                results[index] = Measurement(
                     length,
                     size.num_bytes,
-                    sample=self._expanded(conversation, size.runs, batch, number) if keep_tokens else None,
-                    supervised=targets[number],
+                    sample=self._expanded(conversation, size.runs, batch, slot) if keep_tokens else None,
+                    supervised=targets[slot],
                     decoded=size.decoded,
                 )
         return [result for result in results if result is not None]
@@ -243,7 +248,7 @@ class ChatEncoder(Processor):
     def _as_row(self, ids: Sequence[str | None], batch: TokenBatch) -> EncodedRow:
         positions: Int64 | None = None
         if self._has_mrope:
-            # M-RoPE numbers text alike in all three rows: 0, 1, 2 .. in each sample.
+            # M-RoPE positions of text are equal in all three rows: 0, 1, 2 .. in each sample.
             positions = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(batch.input_ids)))
         return EncodedRow(
             ids=ids,
@@ -258,14 +263,14 @@ class ChatEncoder(Processor):
 
     @cached_property
     def rules(self) -> TokenRules:
-        """What the tokens of a sample must keep, by the tokenizer and the vision family."""
+        """Conditions that the tokens of a sample must meet, from the tokenizer and the vision family."""
         return TokenRules.of(self.parts, self.vision)
 
     @cached_property
     def dummy(self) -> EncodedSample | None:
         """A minimal sample of one image without a target, for rows without images.
 
-        None without a vision family, and for a family that does not know its patch size.
+        None without a vision family, and for a family whose patch size is ambiguous.
         """
         vision, token = self.vision, self.image_token_id
         if vision is None or token is None or vision.ambiguous_layouts:
@@ -290,14 +295,15 @@ class ChatEncoder(Processor):
         return next(self._digests())
 
     def has_fingerprint(self, recorded: str) -> bool:
-        """Also of data packed by a `factor` alone, which decides lengths, where this encoder knows more."""
+        """Whether this encoder reads data with the fingerprint `recorded`; also data packed with only a `factor`."""
         return recorded in self._digests()
 
     def _digests(self) -> Iterator[str]:
-        """Yield the hex digests of the data that this encoder reads: first its own.
+        """Yield the hex digests of the data that this encoder reads, its own digest first.
 
-        It also reads data that was packed knowing nothing of images but how many tokens they take, and data of the
-        version before, whose texts hold special tokens rarely; lengths are checked sample by sample.
+        The others are of data that was packed with the lengths of images only (`length_config`), and of data of
+        version 6. Version 6 differs only in samples with special tokens in their text, which are rare, and the loader
+        compares the length of each sample.
         """
         source, vision = self.parts.chat_template, self.vision
         parts = {
@@ -317,59 +323,66 @@ class ChatEncoder(Processor):
     def _tokenize(
         self, conversations: Sequence[Conversation], media: Sequence[MediaSize]
     ) -> tuple[TokenBatch, dict[int, Reject]]:
-        """Tokens of S conversations with one image token per image (`input_ids` records as they are), and the rejects.
+        """Tokenize S conversations, with one image token per image; `input_ids` records keep their ids.
 
         This is the only way from a conversation to token ids.
+
+        Returns:
+            The tokens, and a Reject by the index of each unusable conversation.
         """
         rejects: dict[int, Reject] = {}
         rendered: dict[int, Rendered] = {}
-        for number, conversation in enumerate(conversations):
+        for index, conversation in enumerate(conversations):
             if conversation.input_ids is None:
                 try:
-                    rendered[number] = self.renderer.render(conversation)
+                    rendered[index] = self.renderer.render(conversation)
                 except RecordError as error:
-                    rejects[number] = error.reject
+                    rejects[index] = error.reject
         pieces: list[tuple[Int64, Int64] | None] = [None] * len(conversations)
+        # Documents and messages are two calls, because only documents get the tokenizer's own special tokens.
         for is_document in (False, True):
-            chosen = {number: one for number, one in rendered.items() if one.is_document == is_document}
+            chosen = {index: text for index, text in rendered.items() if text.is_document == is_document}
             if not chosen:
                 continue
             texts, spans = [one.text for one in chosen.values()], [one.spans for one in chosen.values()]
-            found = self.text_tokenizer.encode(texts, spans, special=is_document)
-            labels = np.where(found.covered, found.input_ids, IGNORE_INDEX)
-            if len(chosen) == len(conversations):
-                return self._checked(conversations, media, TokenBatch(found.input_ids, labels, found.cu_seqlens))
-            for number, (start, end) in zip(chosen, pairwise(found.cu_seqlens.tolist()), strict=True):
-                pieces[number] = (found.input_ids[start:end], labels[start:end])
-        for number, conversation in enumerate(conversations):
+            tokens = self.text_tokenizer.encode(texts, spans, special=is_document)
+            labels = np.where(tokens.covered, tokens.input_ids, IGNORE_INDEX)
+            if len(chosen) == len(conversations):  # the usual case: nothing to reorder or copy
+                return self._checked(conversations, media, TokenBatch(tokens.input_ids, labels, tokens.cu_seqlens))
+            for index, (start, end) in zip(chosen, pairwise(tokens.cu_seqlens.tolist()), strict=True):
+                pieces[index] = (tokens.input_ids[start:end], labels[start:end])
+        for index, conversation in enumerate(conversations):
             if conversation.input_ids is not None:
                 ids = conversation.input_ids
-                pieces[number] = (ids, ids if conversation.labels is None else conversation.labels)
+                pieces[index] = (ids, ids if conversation.labels is None else conversation.labels)
         batch, unusable = self._checked(conversations, media, TokenBatch.joined(pieces))
         return batch, unusable | rejects
 
     def _checked(
         self, conversations: Sequence[Conversation], media: Sequence[MediaSize], batch: TokenBatch
     ) -> tuple[TokenBatch, dict[int, Reject]]:
-        are_ours = all([one.input_ids is None for one in conversations])
+        """`TokenRules.check` of a batch, with a clearer reason for conversations without an assistant turn."""
+        token = self.image_token_id
+        in_vocabulary = all([conversation.input_ids is None for conversation in conversations])
         expected: Sequence[int] = ()  # without a vision family, images are rejected earlier
         if self.vision is not None:
+            # Rendered text has a single token per image so far; stored tokens have the full run.
             expected = [
-                len(one.images) if one.input_ids is None else sum([r.features(self.image_token_id) for r in size.runs])
-                for one, size in zip(conversations, media, strict=True)
+                len(c.images) if c.input_ids is None else sum([run.features(token) for run in size.runs])
+                for c, size in zip(conversations, media, strict=True)
             ]
-        batch, rejects = self.rules.check(batch, expected, are_ours=are_ours)
-        for number, reject in rejects.items():
-            roles = [message.role for message in conversations[number].messages]
+        batch, rejects = self.rules.check(batch, expected, in_vocabulary=in_vocabulary)
+        for index, reject in rejects.items():
+            roles = [message.role for message in conversations[index].messages]
             if roles and reject.reason is Reason.NO_SUPERVISED_TOKENS and "assistant" not in roles:
-                rejects[number] = Reject(reject.reason, f"no assistant turn among {', '.join(roles)}")
+                rejects[index] = Reject(reject.reason, f"no assistant turn among {', '.join(roles)}")
         return batch, rejects
 
     def _expanded(
-        self, conversation: Conversation, runs: Sequence[ImageRun], batch: TokenBatch, number: int
+        self, conversation: Conversation, runs: Sequence[ImageRun], batch: TokenBatch, slot: int
     ) -> EncodedSample:
-        """One sample of a batch, with the tokens of each image."""
-        ids, labels = batch.sample(number)
+        """Sample `slot` of a batch, with all tokens of each image."""
+        ids, labels = batch.sample(slot)
         token = self.image_token_id
         if conversation.input_ids is None and runs:
             ids, labels = expanded(ids, labels, token, runs)
@@ -383,8 +396,9 @@ class ChatEncoder(Processor):
 
     @property
     def _has_mrope(self) -> bool:
-        one = np.zeros(1, dtype=np.int64)
-        return self.vision is not None and self.vision.position_ids(one, -1, NO_IMAGES) is not None
+        """Whether the family computes M-RoPE positions, tried with a sample of one token."""
+        token = np.zeros(1, dtype=np.int64)
+        return self.vision is not None and self.vision.position_ids(token, -1, NO_IMAGES) is not None
 
     def _vision(self) -> VisionFamily:
         if self.vision is None:

@@ -1,12 +1,12 @@
-"""Whether everything that a conversation says is in its rendered text.
+"""`check_rendered`: messages and their rendered text -> an error that names the first field that is not in the text.
 
-A chat template may have no place for tools, tool calls or reasoning (that of Qwen2.5-VL ignores `tools`), and may drop
-a role or parts of a content. What is not rendered is not trained on, so such a conversation is rejected by name.
+A chat template may ignore tools, tool calls or reasoning (Qwen2.5-VL's ignores `tools`), and may drop a role or a part
+of a content. A model would not be trained on it, so such a conversation is rejected.
 
-Contents are searched in the text, one after another; white space and the escapes of JSON are the template's (Llama 3.1
-writes results of tools as JSON strings). Names, argument values, reasoning and short contents ("5") may stand in the
-text for another reason, so the messages are rendered once more with a marker in the place of each, and the markers are
-searched. The ids of calls and the `name` of a tool's result are links, not text: templates need not render them.
+Contents are searched in the text in order, with other white space or as JSON strings (Llama 3.1 writes tool results
+so). Names, argument values, reasoning and short contents ("5") may be in the text for another reason. For these, the
+messages are rendered again with a marker in place of each value, and the markers are searched. Templates need not
+render the ids of calls and the `name` of a tool result, which are links and not text.
 """
 
 import json
@@ -25,13 +25,13 @@ _SHORT = 12  # characters: a shorter content is not searched for, but marked
 def check_rendered(
     text: str, messages: Messages, tools: Sequence[Any] | None, render: Callable[[Messages, Any], str]
 ) -> None:
-    """Reject a conversation of which the template drops something.
+    """Raise an error if the template drops a field of a conversation.
 
     Args:
         text: the rendered conversation.
-        messages: with string contents.
+        messages: its messages, with string contents.
         tools: JSON schemas, or None.
-        render: the template.
+        render: renders messages and tools by the template.
 
     Raises:
         RecordError: `not_rendered`; the detail names the field.
@@ -40,6 +40,7 @@ def check_rendered(
     if field is None:
         return
     remedy = "has no place for it; remove it from the record, or use the `tokenizer` of a model whose template has one"
+    # Templates of reasoning models drop the reasoning of all turns but the last; then another remedy helps.
     for turn, message in enumerate(messages[:-1]):
         if message["role"] == "assistant" and _names(field, turn) and _kept_last(messages[: turn + 1], tools, render):
             remedy = (
@@ -54,7 +55,7 @@ def _names(field: str, turn: int) -> bool:
 
 
 def _kept_last(messages: Messages, tools: Sequence[Any] | None, render: Callable[[Messages, Any], str]) -> bool:
-    """Whether the last turn is complete where no turn follows it; what other turns lack is told for them."""
+    """Whether the last turn is rendered completely; earlier turns are not considered."""
     try:
         field = _dropped_field(render(messages, tools), messages, tools, render)
     except RecordError:
@@ -65,42 +66,46 @@ def _kept_last(messages: Messages, tools: Sequence[Any] | None, render: Callable
 def _dropped_field(
     text: str, messages: Messages, tools: Sequence[Any] | None, render: Callable[[Messages, Any], str]
 ) -> str | None:
-    """The first field that is not in the text; None where all are."""
+    """The first field that is not in the text; None if all are there."""
     content = _dropped_content(text, messages)
     if content is not None:
         return content
     marks = _Marks(text)
     marked = [marks.message(turn, message) for turn, message in enumerate(messages)]
-    marked_tools = [marks.tool(number, tool) for number, tool in enumerate(tools or ())]
+    marked_tools = [marks.tool(tool) for tool in tools or ()]
     if not marks.fields:
         return None
     try:
         again = render(marked, marked_tools or None)
-    except RecordError:  # the template looks into the values: search for them as they are
+    except RecordError:  # the template validates the values: search for the values themselves
         again = None
     for mark, (field, value) in marks.fields.items():
-        if (mark not in again) if again is not None else not any(form in text for form in _forms(value)):
+        is_there = any(form in text for form in _forms(value)) if again is None else mark in again
+        if not is_there:
             return field
     return None
 
 
 def turn_places(text: str, contents: Sequence[str]) -> list[Span]:
-    """Characters [start, end) of each content in the rendered text, found one after another; white space around a
-    content may be the template's."""
-    places: list[Span] = []
+    """Find the characters [start, end) of each content in the rendered text, in order, without white space around it.
+
+    A content that is not found has an empty span after the content before it.
+    """
+    spans: list[Span] = []
     for content in contents:
-        start = places[-1][1] if places else 0
-        places.append(_find(text, content, start) or (start, start))
-    return places
+        start = spans[-1][1] if spans else 0
+        spans.append(_find(text, content, start) or (start, start))
+    return spans
 
 
 def _dropped_content(text: str, messages: Messages) -> str | None:
     start, spaceless = 0, ""
     for turn, message in enumerate(messages):
-        found = _find(text, message["content"], start)
-        if found is not None:
-            start = found[1]
+        span = _find(text, message["content"], start)
+        if span is not None:
+            start = span[1]
             continue
+        # Slower and less strict: the template may change white space, and may write contents in another order.
         spaceless = spaceless or "".join(text.split())
         if "".join(message["content"].split()) not in spaceless:
             return f"the content of turn {turn} ({message['role']})"
@@ -108,31 +113,31 @@ def _dropped_content(text: str, messages: Messages) -> str | None:
 
 
 def _find(text: str, content: str, start: int) -> Span | None:
-    """Where a content stands after `start`: as it is, or else as JSON."""
+    """Find a content in the text after `start`: unchanged, or else as a JSON string."""
     content = content.strip()
-    found = text.find(content, start)
-    if found < 0:
+    at = text.find(content, start)
+    if at < 0:
         content = json.dumps(content, ensure_ascii=False)[1:-1]
-        found = text.find(content, start)
-    return None if found < 0 else (found, found + len(content))
+        at = text.find(content, start)
+    return None if at < 0 else (at, at + len(content))
 
 
 class _Marks:
     """Copies of messages and tools with a marker for each name, argument value, reasoning and short content.
 
     Attributes:
-        fields: what each marker stands for: (name of the field, value).
+        fields: (name of the field, value) by marker.
     """
 
     def __init__(self, text: str) -> None:
-        """For a text that holds none of the markers."""
+        """Choose markers that do not occur in `text`."""
         self.fields: dict[str, tuple[str, Any]] = {}
         self._prefix = "zqx"
         while self._prefix in text:
             self._prefix += "q"
 
     def message(self, turn: int, message: dict[str, Any]) -> dict[str, Any]:
-        """A message with markers."""
+        """Copy a message with markers."""
         copy = dict(message)
         if 0 < len(message["content"].strip()) < _SHORT:
             copy["content"] = self._mark(f"the content of turn {turn} ({message['role']})", message["content"])
@@ -144,11 +149,11 @@ class _Marks:
             copy["tool_calls"] = [self._call(turn, call) for call in message["tool_calls"]]
         return copy
 
-    def tool(self, number: int, tool: Any) -> Any:
-        """A tool schema with a marker for its name."""
+    def tool(self, tool: Any) -> Any:
+        """Copy a tool schema with a marker for its name."""
         inner = tool.get("function")
         if isinstance(inner, dict):
-            return {**tool, "function": self.tool(number, inner)}
+            return {**tool, "function": self.tool(inner)}
         return {**tool, "name": self._mark(f"the tool {tool['name']}", tool["name"])}
 
     def _call(self, turn: int, call: Any) -> Any:
@@ -178,7 +183,7 @@ class _Marks:
 
 
 def _forms(value: Any) -> tuple[str, ...]:
-    """How a template may write a value: as it is, or as JSON."""
+    """Ways in which a template may write a value: unchanged, or as JSON."""
     plain = str(value).strip()
     return (
         plain,

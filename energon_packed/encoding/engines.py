@@ -1,10 +1,11 @@
-"""Tokenizer engines: the same ids from Hugging Face tokenizers, or several times as fast from fastokens.
+"""Tokenizer engines: strings -> token ids, from Hugging Face tokenizers or, several times as fast, from fastokens.
 
-fastokens is used only after both engines gave the same ids for the texts of `engine_corpus` with the tokenizer at
-hand, and a part of the texts is compared while it runs. It uses threads that a forked process does not have: a process
-whose parent tokenized with it uses tokenizers.
+    HuggingFaceEngine, FastokensEngine   the engines
+    prove, prove_in_child                compare both on `proof_texts`; fastokens is used only if all ids are equal
+    compare_engines, compare             compare both on strings of the data, as a part of them is while packing
 
-Texts on which two tokenizer engines must agree before the faster engine is used.
+fastokens uses threads that a forked process does not have. A process whose parent tokenized with it therefore uses
+tokenizers.
 """
 
 import multiprocessing
@@ -22,29 +23,33 @@ from energon_packed.errors import EngineMismatch
 Int64 = npt.NDArray[np.int64]
 EngineName = Literal["auto", "tokenizers", "fastokens"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-_BATCH = 64  # texts in one call of tokenizers, whose results take 100 bytes a token: this many stay in the cache
-_TRIED = 64  # texts that are compared together
-_SPECIAL_STEP = 8  # one of this many texts is compared with the special tokens of the post-processor as well
-_SHOWN = 200  # characters of a text in a message
+_BATCH = 64  # strings in a call of tokenizers; its results need 100 bytes per token, so that these fit in the cache
+_COMPARED_TOGETHER = 64  # strings in a call of both engines
+_SPECIAL_STEP = 8  # every 8th string is also compared with the special tokens of the post-processor
+_SHOWN = 200  # characters of a string in a message
 LONGEST = 1 << 18
-"""Characters of the longest text on which the engines are compared; longer texts are tokenized by tokenizers."""
+"""Characters of the longest string on which the engines are compared; longer strings are tokenized by tokenizers."""
 FOLDED = "\u017f\u212a"
 """Letters outside ASCII whose case folding is an ASCII letter (s and k; Unicode CaseFolding.txt). A case-insensitive
 part of a pattern, such as `(?i:'s)` of Qwen's tokenizers, matches them in tokenizers and not in fastokens."""
-_used_in: int | None = None  # process that first tokenized with fastokens, or the parent of this one that did
+_used_in: int | None = None  # id of the process that tokenized with fastokens: this process, or one it was forked from
 
 
 class Engine(Protocol):
-    """Ids of texts.
+    """Interface of a tokenizer engine.
 
     Attributes:
-        name: of `ENGINES`.
+        name: a member of `ENGINES`.
     """
 
     name: EngineName
 
     def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
-        """(input_ids int64 (T,), cu_seqlens int64 (S+1,)) of S texts end to end; `special` adds BOS and the like."""
+        """Tokenize S strings; `special` adds the tokenizer's own special tokens, such as BOS.
+
+        Returns:
+            (input_ids int64 (T,) end to end, cu_seqlens int64 (S+1,)).
+        """
 
 
 class HuggingFaceEngine:
@@ -56,12 +61,12 @@ class HuggingFaceEngine:
         self._backend = backend
 
     def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
-        """As `Engine.encode`."""
+        """Tokenize S strings; see `Engine.encode`."""
         parts: list[Int64] = []
         lengths: list[int] = []
         for start in range(0, len(texts), _BATCH):
-            found = self._backend.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=special)
-            columns = [encoding.ids for encoding in found]
+            encodings = self._backend.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=special)
+            columns = [encoding.ids for encoding in encodings]  # `ids` copies, so it is read only once
             sizes = list(map(len, columns))
             parts.append(np.fromiter(chain.from_iterable(columns), dtype=np.int64, count=sum(sizes)))
             lengths += sizes
@@ -89,7 +94,7 @@ class FastokensEngine:
         self._tokenizer = Tokenizer.from_json_str(serialized)
 
     def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
-        """As `Engine.encode`."""
+        """Tokenize S strings; see `Engine.encode`."""
         global _used_in
         _used_in = os.getpid()
         ids, bounds = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=special)
@@ -97,17 +102,17 @@ class FastokensEngine:
 
 
 def is_safe_here() -> bool:
-    """Whether fastokens may be used in this process: no process that it was forked from has used it."""
+    """Whether fastokens may be used in this process: it was not forked from a process that used fastokens."""
     return _used_in is None or _used_in == os.getpid()
 
 
 def is_compared(text: str) -> bool:
-    """Whether fastokens may be given a text; all other texts are tokenized by tokenizers."""
+    """Whether fastokens may tokenize a string; all other strings are tokenized by tokenizers."""
     return len(text) <= LONGEST and not any([letter in text for letter in FOLDED])
 
 
 def prove(backend: Any, fast: Engine) -> None:
-    """Compare the engines on the texts of `engine_corpus`, which takes some tenths of a second.
+    """Compare the engines on `proof_texts`, in some tenths of a second.
 
     Args:
         backend: `tokenizers.Tokenizer`.
@@ -116,16 +121,15 @@ def prove(backend: Any, fast: Engine) -> None:
     Raises:
         EngineMismatch: they differ.
     """
-
     texts = list(proof_texts(backend))
     compare_engines(backend, fast, texts)
     compare_engines(backend, fast, texts[::_SPECIAL_STEP], special=True)
 
 
 def prove_in_child(backend: Any, fast: Engine) -> str:
-    """Run `prove` in a forked process: this process then has not used fastokens, and its other children may.
+    """Run `prove` in a forked process, so that other children of this process may use fastokens.
 
-    It also keeps the memory of the comparison out of every worker process (35 MiB each).
+    The memory of the comparison (35 MiB) is then not copied into every worker process either.
 
     Returns:
         How the engines differ; "" if they agree.
@@ -155,41 +159,42 @@ def _send_proof(backend: Any, fast: Engine, sender: Any) -> None:
 
 
 def compare_engines(backend: Any, fast: Engine, texts: Sequence[str], *, special: bool = False) -> None:
-    """Refuse texts for which the two engines differ.
+    """Compare the ids of two engines for several strings.
 
     Raises:
         EngineMismatch: they differ.
     """
     slow = HuggingFaceEngine(backend)
-    for start in range(0, len(texts), _TRIED):
-        part = texts[start : start + _TRIED]
-        expected, bounds = slow.encode(part, special=special)
-        found, found_bounds = fast.encode(part, special=special)
-        if found.tobytes() == expected.tobytes() and found_bounds.tobytes() == bounds.tobytes():
+    for start in range(0, len(texts), _COMPARED_TOGETHER):
+        chunk = texts[start : start + _COMPARED_TOGETHER]
+        expected, bounds = slow.encode(chunk, special=special)
+        actual, actual_bounds = fast.encode(chunk, special=special)
+        if actual.tobytes() == expected.tobytes() and actual_bounds.tobytes() == bounds.tobytes():
             continue
-        for number, text in enumerate(part):
-            ids = found[found_bounds[number] : found_bounds[number + 1]]
-            compare(text, ids, expected[bounds[number] : bounds[number + 1]].tolist(), special=special)
+        for i, text in enumerate(chunk):  # find the string that differs
+            ids = actual[actual_bounds[i] : actual_bounds[i + 1]]
+            compare(text, ids, expected[bounds[i] : bounds[i + 1]].tolist(), special=special)
 
 
-def compare(text: str, found: Int64, expected: Sequence[int], *, special: bool) -> None:
-    """Refuse ids of fastokens that are not those of tokenizers.
+def compare(text: str, actual: Int64, expected: Sequence[int], *, special: bool) -> None:
+    """Compare the ids of fastokens for a string with the ids of tokenizers.
 
     Raises:
-        EngineMismatch: they differ; the message holds the text, or what is around the first difference.
+        EngineMismatch: they differ; the message shows the string and the index of the first different token.
     """
-    if found.tolist() == list(expected):
+    ids = actual.tolist()
+    if ids == list(expected):
         return
-    place = next((i for i, (a, b) in enumerate(zip(found.tolist(), expected, strict=False)) if a != b), len(expected))
+    first = next((i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), len(expected))
     shown = repr(text[:_SHOWN]) + (f" (the first {_SHOWN} of {len(text)} characters)" if len(text) > _SHOWN else "")
     raise EngineMismatch(
-        f"fastokens and tokenizers give different tokens, from token {place}, for the text {shown}"
+        f"fastokens and tokenizers produce different tokens, from token {first}, for the text {shown}"
         f"{' with special tokens' if special else ''}; run with `tokenizer_engine=tokenizers`"
     )
 
 
-# Contractions; scripts and cases of more than one letter; combining characters; emoji; code; numbers; control and
-# invisible characters; punctuation.
+# In this order: contractions, scripts and cases of more than one letter, combining characters, emoji, code, numbers,
+# control and invisible characters, punctuation.
 _SENTENCES = (
     "'s 't 're 've 'm 'll 'd 'S 'T 'RE 'Ve 'M 'LL 'D ’s ’t x's x'S 'Sa isn't WE'LL they'D o'clock",
     "Größe, naïve, İstanbul, ǅungla, ﬁne, Łódź, 日本語の文章です。ﾊﾝｶｸ、全角ＡＢＣ１２３ 가ᄀ ١٢٣ १२३ 𝟘𝟙 ⅷ ½ ²",
@@ -204,14 +209,14 @@ _SPACES = (
     *(" ", "  ", "   ", " " * 17, " " * 128, "\t", "\t\t\t", "\n", "\n\n", "\n" * 9, "\r", "\r\n", "\r\n\r\n"),
     *(" \n", "\n ", " \t \n", *"\x0b\x0c\x1c\x85\u00a0\u1680\u180e\u2003\u2028\u202f\u3000"),
 )
-_MAX_ADDED = 400  # added tokens that are tried one by one, from both ends of the list
+_MAX_ADDED = 400  # added tokens that are compared, from both ends of the list
 
 
 def proof_texts(backend: Any) -> Iterator[str]:
-    """Texts for which `is_compared` is true: every script, white space, very long words, and every added token.
+    """Yield strings on which both engines must agree: every script, white space, very long words, added tokens.
 
-    Engines differ in their tables of Unicode, in what is white space, and in the rules of added tokens. A part of the
-    texts of each run confirms that they merge the same pairs.
+    Engines differ in their tables of Unicode, their definition of white space and their rules of added tokens. That
+    they merge the same pairs is confirmed by a part of the data of each run. `is_compared` is true for all strings.
 
     Args:
         backend: `tokenizers.Tokenizer`.
@@ -222,14 +227,14 @@ def proof_texts(backend: Any) -> Iterator[str]:
         yield from (space, f"a{space}b", f"{space}a", f"1{space}", f" {space}é{space}\n", f"x{space}{following}y")
     yield from _assigned_characters()
     yield from ("ab" * 10_000, " " * 5000, "a" * LONGEST)
-    tokens = [one.content for one in backend.get_added_tokens_decoder().values()]
+    tokens = [added.content for added in backend.get_added_tokens_decoder().values()]
     for token in dict.fromkeys(tokens[: _MAX_ADDED // 2] + tokens[-_MAX_ADDED // 2 :]):
         yield from (token * 2, f"a{token}b", f" {token} ", f"\n{token}\n", f"é{token}日", f"1{token}\u0301")
         yield from (token[:-1], token[1:], token.upper(), token.title(), f"<|im_start|>user\nsay {token}<|im_end|>")
 
 
 def _assigned_characters() -> Iterator[str]:
-    """Every assigned character but most ideographs and syllables, in runs, between spaces and between letters."""
+    """Yield every assigned character but most ideographs and syllables, in runs, between spaces and letters."""
     assigned = [
         chr(code)
         for code in (*range(0x3400), *range(0x3400, 0xD7A4, 37), *range(0xE000, 0x30000))
@@ -238,5 +243,5 @@ def _assigned_characters() -> Iterator[str]:
         and (code < 0x17000 or 0x1B000 <= code < 0x20000 or code % 61 == 0)
     ]
     for start in range(0, len(assigned), 64):
-        part = assigned[start : start + 64]
-        yield from ("".join(part), " ".join(part), "a".join(part))
+        run = assigned[start : start + 64]
+        yield from ("".join(run), " ".join(run), "a".join(run))

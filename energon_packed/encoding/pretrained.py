@@ -1,4 +1,8 @@
-"""Loading tokenizers from folders or the Hugging Face cache, for `ChatEncoder`."""
+"""Load tokenizers: a folder or a model name in the Hugging Face cache -> a Transformers tokenizer -> TokenizerParts.
+
+`load_tokenizer` returns the tokenizer of Transformers. `TokenizerParts.of` extracts the parts that an encoder needs.
+`find_pretrained` finds the folder. Nothing is downloaded, and no code of a model folder is run.
+"""
 
 import json
 import re
@@ -14,18 +18,18 @@ _GENERIC = "PreTrainedTokenizerFast"
 _NAMES = {name: _GENERIC for name in ("TokenizersBackend", _GENERIC)} | {
     name: "Qwen2Tokenizer" for name in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 }
-"""Classes that can be chosen without AutoTokenizer, by the names in tokenizer_config.json."""
+"""Tokenizer classes that can be selected without AutoTokenizer, by the names in tokenizer_config.json."""
 _MODEL_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """A loaded tokenizer.
+    """The parts of a loaded tokenizer that an encoder needs.
 
     Attributes:
         backend: `tokenizers.Tokenizer`, without padding and truncation.
         chat_template: Jinja source of the default template, or None.
-        special_tokens: by name, such as `eos_token`.
+        special_tokens: special tokens by name, such as `eos_token`.
     """
 
     backend: Any
@@ -34,10 +38,10 @@ class TokenizerParts:
 
     @classmethod
     def of(cls, tokenizer: Any) -> "TokenizerParts":
-        """The parts of a fast Transformers tokenizer.
+        """Extract the parts of a fast Transformers tokenizer.
 
         Raises:
-            ConfigError: a slow tokenizer, or one with several chat templates and no default.
+            ConfigError: a slow tokenizer, or a tokenizer with several chat templates and no default.
         """
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(f"{type(tokenizer).__name__} is a slow tokenizer; a tokenizer.json is needed")
@@ -47,23 +51,22 @@ class TokenizerParts:
                 template = tokenizer.get_chat_template()
             except ValueError as error:
                 raise ConfigError(f"the tokenizer has no default chat template: {error}") from error
-        return cls(_plain(tokenizer.backend_tokenizer), template, dict(tokenizer.special_tokens_map))
-
-    @property
-    def eos_token(self) -> str | None:
-        """The token that ends a text, or None."""
-        return self.special_tokens.get("eos_token")
+        backend = tokenizer.backend_tokenizer
+        # tokenizer.json may enable both, which would change lengths and cut samples.
+        backend.no_padding()
+        backend.no_truncation()
+        return cls(backend, template, dict(tokenizer.special_tokens_map))
 
     @property
     def end_of_document(self) -> str | None:
-        """The end-of-text token, which a text needs; "" where the tokenizer appends it itself, None without one."""
-        eos = self.eos_token
+        """The end-of-text token to append to a document; "" if the tokenizer appends it itself, None without any."""
+        eos = self.special_tokens.get("eos_token")
         adds = eos is not None and self.backend.encode("a").ids[-1:] == [self.backend.token_to_id(eos)]
         return "" if adds else eos
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens, added ones included."""
+        """Number of tokens, including added tokens."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @property
@@ -73,30 +76,24 @@ class TokenizerParts:
 
     @property
     def special_added_tokens(self) -> tuple[str, ...]:
-        """The special ones of them: `</think>` is none in some tokenizers."""
+        """Added tokens that are special, the longest first; `</think>` is added but not special in some tokenizers."""
         return self._added(special=True)
 
     def _added(self, *, special: bool) -> tuple[str, ...]:
-        found = {
+        tokens = {
             token.content for token in self.backend.get_added_tokens_decoder().values() if token.special >= special
         }
-        return tuple(sorted(found, key=lambda token: (-len(token), token)))
-
-
-def _plain(backend: Any) -> Any:
-    backend.no_padding()
-    backend.no_truncation()
-    return backend
+        return tuple(sorted(tokens, key=lambda token: (-len(token), token)))
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The Transformers tokenizer of a folder.
+    """Load the Transformers tokenizer of a folder.
 
     Args:
-        folder: as `find_pretrained` takes it.
+        folder: a folder, or the name of a model in the local Hugging Face cache.
 
     Raises:
-        ConfigError: the folder does not exist and is no cached model, or holds no tokenizer.
+        ConfigError: neither a folder nor a cached model, or without a tokenizer.
     """
     folder = find_pretrained(folder)
     alone = (folder / "tokenizer.json").is_file() and not any((folder / name).is_file() for name in _SETTINGS)
@@ -115,16 +112,16 @@ def load_tokenizer(folder: str | Path) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         detail = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{folder} holds no tokenizer that Transformers can load: {detail}") from error
+        raise ConfigError(f"{folder} has no tokenizer that Transformers can load: {detail}") from error
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _template_beside(folder)
     return tokenizer
 
 
 def _class_name(folder: Path) -> str | None:
-    """The class that `AutoTokenizer` chooses for a folder; None if only `AutoTokenizer` can decide.
+    """Name of the class that `AutoTokenizer` selects for a folder; None if only `AutoTokenizer` can decide.
 
-    AutoTokenizer itself imports the configurations of all models and, with them, torch, which takes a second.
+    AutoTokenizer itself imports the configurations of all models and, with them, torch, which costs a second.
     """
     settings = _json_object(folder / "tokenizer_config.json")
     name = _NAMES.get(str(settings.get("tokenizer_class")))
@@ -146,7 +143,7 @@ def _class_name(folder: Path) -> str | None:
     tables = module.read_text(encoding="utf-8")
     registered = re.findall(rf'\("{re.escape(model)}", "(\w+)"', tables)
     if name != _GENERIC:
-        return name if [_NAMES.get(one) for one in registered] == [name] else None
+        return name if [_NAMES.get(other) for other in registered] == [name] else None
     is_exception = tables.count(f'"{model}"') != len(registered) or "MistralCommonBackend" in registered
     return None if is_exception else name
 
@@ -161,10 +158,10 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def find_pretrained(name: str | Path) -> Path:
-    """A folder: `name` itself, or the copy of a model of that name in the local Hugging Face cache.
+    """Find a folder: `name` itself, or the copy of a model of that name in the local Hugging Face cache.
 
     Raises:
-        ConfigError: there is neither; nothing is downloaded.
+        ConfigError: neither exists; nothing is downloaded.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -183,7 +180,7 @@ def find_pretrained(name: str | Path) -> Path:
 
 
 def _template_beside(folder: Path) -> str | None:
-    """The chat template of a file that Transformers does not read for a tokenizer."""
+    """Chat template of the files of a folder that Transformers does not read for a tokenizer."""
     jinja, processor = folder / "chat_template.jinja", folder / "chat_template.json"
     try:
         if jinja.is_file():
@@ -191,5 +188,5 @@ def _template_beside(folder: Path) -> str | None:
         if processor.is_file():
             return str(json.loads(processor.read_text(encoding="utf-8"))["chat_template"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{processor} holds no chat template; it must be an object with `chat_template`") from error
+        raise ConfigError(f"{processor} must be a JSON object with `chat_template`") from error
     return None

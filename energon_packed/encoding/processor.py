@@ -1,9 +1,11 @@
-"""Processor: the role that turns a Conversation into an EncodedSample. One required method: `encode`.
+"""Base class of encoders, and the checks of their tokens.
 
-TokenBatch: tokens of several samples end to end, and the rules that they must keep, checked on all of them at once.
+    Processor    Conversation -> EncodedSample (`encode`) or Measurement (`measure`); subclasses implement `encode`
+    TokenRules   TokenBatch (tokens of S samples end to end) -> the batch, and a Reject for each unusable sample
+    StoredTokens the Processor of conversations that are stored as token ids
 
-This is the one place that decides whether a sample is empty, supervised, in the vocabulary, and has the image tokens
-that its images need; measuring, encoding and stored tokens all pass through it.
+Only TokenRules decides whether a sample is empty, supervised, in the vocabulary, and has the image tokens that its
+images need. Measuring, encoding and stored tokens all use it, so they reject the same samples.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +30,7 @@ class TokenBatch:
 
     Attributes:
         input_ids: int64 (T,).
-        labels: int64 (T,), -100 where not supervised.
+        labels: int64 (T,), -100 if not supervised.
         cu_seqlens: int64 (S+1,), boundaries of the samples.
     """
 
@@ -38,40 +40,41 @@ class TokenBatch:
 
     @classmethod
     def joined(cls, pieces: Sequence[tuple[Int64, Int64] | None]) -> "TokenBatch":
-        """Samples as (input_ids, labels) end to end; None, one that was rejected before, takes no token."""
-        nothing = np.zeros(0, dtype=np.int64)
-        ids = [nothing if piece is None else piece[0] for piece in pieces]
-        labels = [nothing if piece is None else piece[1] for piece in pieces]
-        cu_seqlens = np.concatenate([[0], np.cumsum([len(one) for one in ids])]).astype(np.int64)
-        return cls(np.concatenate([nothing, *ids]), np.concatenate([nothing, *labels]), cu_seqlens)
+        """Join samples, (input_ids, labels) each; a None, for a rejected sample, becomes a sample of no tokens."""
+        empty = np.zeros(0, dtype=np.int64)
+        ids = [empty if piece is None else piece[0] for piece in pieces]
+        labels = [empty if piece is None else piece[1] for piece in pieces]
+        cu_seqlens = np.concatenate([[0], np.cumsum([len(piece) for piece in ids])]).astype(np.int64)
+        # `empty` leads so that a batch without samples can be concatenated.
+        return cls(np.concatenate([empty, *ids]), np.concatenate([empty, *labels]), cu_seqlens)
 
-    def sample(self, number: int) -> tuple[Int64, Int64]:
-        """(input_ids, labels) of one sample, int64 (L,) each."""
-        part = slice(int(self.cu_seqlens[number]), int(self.cu_seqlens[number + 1]))
-        return self.input_ids[part], self.labels[part]
+    def sample(self, index: int) -> tuple[Int64, Int64]:
+        """(input_ids, labels) of sample `index`, int64 (L,) each."""
+        tokens = slice(int(self.cu_seqlens[index]), int(self.cu_seqlens[index + 1]))
+        return self.input_ids[tokens], self.labels[tokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRules:
-    """What tokens must keep.
+    """Conditions that the tokens of a sample must meet.
 
     Attributes:
         vocabulary: number of token ids; None does not check ids.
-        image_token_id: token that stands for an image; None for text models.
-        image_token: its text, for messages.
-        reserved: tokens that text must not hold.
-        reserved_texts: their texts, for messages.
+        image_token_id: token that represents an image; None for text models.
+        image_token: its string, for messages.
+        reserved: tokens that text must not contain.
+        reserved_strings: their strings, for messages.
     """
 
     vocabulary: int | None = None
     image_token_id: int | None = None
     image_token: str = ""
     reserved: tuple[int, ...] = ()
-    reserved_texts: tuple[str, ...] = ()
+    reserved_strings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, tokenizer: TokenizerParts, vision: VisionFamily | None) -> "TokenRules":
-        """The rules of a tokenizer and a vision family."""
+        """Rules of a tokenizer and a vision family."""
         if vision is None:
             return cls(vocabulary=tokenizer.vocabulary)
         image = tokenizer.backend.token_to_id(vision.image_token)
@@ -81,43 +84,49 @@ class TokenRules:
             image_token_id=image,
             image_token=vision.image_token,
             reserved=tuple(sorted(reserved)),
-            reserved_texts=vision.reserved,
+            reserved_strings=vision.reserved,
         )
 
     def check(
-        self, batch: TokenBatch, image_tokens: Sequence[int], *, are_ours: bool = False
+        self, batch: TokenBatch, image_tokens: Sequence[int], *, in_vocabulary: bool = False
     ) -> tuple[TokenBatch, dict[int, Reject]]:
-        """The batch without targets at image tokens, and the samples that cannot be used.
+        """Remove targets at image tokens, and find the samples that cannot be used.
 
         Args:
             batch: S samples.
-            image_tokens: image tokens that each sample must have, S numbers.
-            are_ours: the ids come from the tokenizer itself, so all are in the vocabulary.
+            image_tokens: number of image tokens that each sample must have, S integers.
+            in_vocabulary: the ids come from the tokenizer itself, so they are not compared with the vocabulary.
+
+        Returns:
+            The batch, and a Reject by the index of each unusable sample.
         """
+        # A sample gets its first reject only, in this order: empty, ids, image tokens, reserved tokens, targets.
         rejects: dict[int, Reject] = {}
         is_empty = batch.cu_seqlens[1:] == batch.cu_seqlens[:-1]
         if is_empty.any():
-            for number in np.flatnonzero(is_empty).tolist():
-                rejects[number] = Reject(Reason.EMPTY, "its text gives no token")
-        if self.vocabulary is not None and not are_ours:
+            for index in np.flatnonzero(is_empty).tolist():
+                rejects[index] = Reject(Reason.EMPTY, "its text gives no token")
+        if self.vocabulary is not None and not in_vocabulary:
             self._check_ids(batch, rejects)
         labels = batch.labels
         if self.image_token_id is not None:
             is_image = batch.input_ids == self.image_token_id
-            found = _per_sample(is_image, batch.cu_seqlens)
-            for number in np.flatnonzero(found != np.asarray(image_tokens)).tolist():
-                rejects.setdefault(number, self._wrong_count(int(found[number]), image_tokens[number]))
+            counts = _per_sample(is_image, batch.cu_seqlens)
+            for index in np.flatnonzero(counts != np.asarray(image_tokens)).tolist():
+                detail = f"{counts[index]} {self.image_token} tokens where the images need {image_tokens[index]}"
+                rejects.setdefault(index, Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
             self._check_reserved(batch, rejects)
-            if found.any():
+            if counts.any():
                 labels = np.where(is_image, IGNORE_INDEX, labels)
         targets = targets_per_sample(labels, batch.cu_seqlens)
         if not targets.all():
-            for number in np.flatnonzero(targets == 0).tolist():
-                rejects.setdefault(number, Reject(Reason.NO_SUPERVISED_TOKENS, "no token after the first is a target"))
+            for index in np.flatnonzero(targets == 0).tolist():
+                rejects.setdefault(index, Reject(Reason.NO_SUPERVISED_TOKENS, "no token after the first is a target"))
         return TokenBatch(batch.input_ids, labels, batch.cu_seqlens), rejects
 
     def _check_ids(self, batch: TokenBatch, rejects: dict[int, Reject]) -> None:
         assert self.vocabulary is not None
+        # Minimum and maximum of the whole batch decide the usual case, in which no sample is rejected.
         lowest = np.where(batch.labels == IGNORE_INDEX, 0, batch.labels).min(initial=0)
         highest = max(batch.input_ids.max(initial=0), batch.labels.max(initial=0))
         if min(lowest, batch.input_ids.min(initial=0)) >= 0 and highest < self.vocabulary:
@@ -126,43 +135,39 @@ class TokenRules:
             wrong = (values < 0) | (values >= self.vocabulary)
             if name == "labels":
                 wrong &= values != IGNORE_INDEX
-            for number, place in _first_of_each(wrong, batch.cu_seqlens):
-                detail = f"{name} holds {values[place]}, outside the {self.vocabulary} tokens of the tokenizer"
-                rejects.setdefault(number, Reject(Reason.MISSING_FIELD, detail))
+            for index, at in _first_of_each(wrong, batch.cu_seqlens):
+                detail = f"{name} holds {values[at]}, outside the {self.vocabulary} tokens of the tokenizer"
+                rejects.setdefault(index, Reject(Reason.MISSING_FIELD, detail))
 
     def _check_reserved(self, batch: TokenBatch, rejects: dict[int, Reject]) -> None:
         for token in self.reserved:
-            for number, _ in _first_of_each(batch.input_ids == token, batch.cu_seqlens):
-                detail = f"the text holds one of the tokens {' '.join(self.reserved_texts)}"
-                rejects.setdefault(number, Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
-
-    def _wrong_count(self, found: int, expected: int) -> Reject:
-        detail = f"{found} {self.image_token} tokens where the images need {expected}"
-        return Reject(Reason.IMAGE_COUNT_MISMATCH, detail)
+            for index, _ in _first_of_each(batch.input_ids == token, batch.cu_seqlens):
+                detail = f"the text holds one of the tokens {' '.join(self.reserved_strings)}"
+                rejects.setdefault(index, Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
 
 
 def _first_of_each(flags: npt.NDArray[np.bool_], cu_seqlens: Int64) -> list[tuple[int, int]]:
-    """(sample, place of its first True flag) of the samples that have one."""
-    places = np.flatnonzero(flags)
-    samples, first = np.unique(np.searchsorted(cu_seqlens, places, side="right") - 1, return_index=True)
-    return list(zip(samples.tolist(), places[first].tolist(), strict=True))
+    """(sample index, token index of its first True flag) of each sample with a True flag."""
+    tokens = np.flatnonzero(flags)
+    samples, first = np.unique(np.searchsorted(cu_seqlens, tokens, side="right") - 1, return_index=True)
+    return list(zip(samples.tolist(), tokens[first].tolist(), strict=True))
 
 
 def _per_sample(flags: npt.NDArray[np.bool_], cu_seqlens: Int64) -> Int64:
-    """True flags of each sample, int64 (S,)."""
+    """Number of True flags of each sample, int64 (S,)."""
     sums = np.concatenate([[0], np.cumsum(flags)])
     return np.asarray(sums[cu_seqlens[1:]] - sums[cu_seqlens[:-1]])
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What planning needs to know of a sample.
+    """Properties of a sample that the planner needs.
 
     Attributes:
-        length: tokens, as `encode` will give; -1 when it is rejected.
+        length: number of tokens that `encode` returns; -1 if the sample is rejected.
         media_bytes: bytes of its images and .npy files.
         reject: why it cannot be used, or None.
-        sample: its tokens and labels, where they were asked for; pixels may be missing.
+        sample: its tokens and labels if requested; pixels may be missing.
         supervised: targets among the tokens, as `targets_per_sample` counts them; -1 when unknown.
         decoded: images whose pixels were decoded; the others were checked by header and structure.
     """
@@ -176,7 +181,7 @@ class Measurement:
 
     @classmethod
     def rejected(cls, reject: Reject) -> "Measurement":
-        """Of a sample that cannot be used."""
+        """Measurement of a sample that cannot be used."""
         return cls(-1, 0, reject)
 
 
@@ -187,7 +192,7 @@ class Processor(ABC):
     same result: `length(c) == len(encode(c))` always.
 
     Attributes:
-        image_token_id: token that stands for image features, or None.
+        image_token_id: token that represents image features, or None.
     """
 
     image_token_id: int | None = None
@@ -199,14 +204,14 @@ class Processor(ABC):
 
     @abstractmethod
     def encode(self, conversation: Conversation) -> EncodedSample:
-        """Tokens, labels, pixels and positions of one conversation.
+        """Return tokens, labels, pixels and positions of a conversation.
 
         Raises:
             RecordError: the conversation cannot be used; `reason` and `detail` say why.
         """
 
     def encode_many(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
-        """As `encode` of each conversation, or why it cannot be used."""
+        """Encode several conversations; a Reject in place of each that cannot be used."""
         return [self._encode(conversation) for conversation in conversations]
 
     def measure(self, conversations: Sequence[Conversation], *, keep_tokens: bool = False) -> list[Measurement]:
@@ -221,27 +226,27 @@ class Processor(ABC):
     def encode_row(
         self, ids: Sequence[str | None], input_ids: Int64, labels: Int64, cu_seqlens: npt.ArrayLike
     ) -> EncodedRow:
-        """Samples of a row of stored tokens without images: the tokens pass through.
+        """Return the samples of a row of stored tokens without images; the tokens are unchanged.
 
         Args:
             ids: names of the S samples.
             input_ids: int64 (T,).
-            labels: int64 (T,), -100 where not supervised.
+            labels: int64 (T,), -100 if not supervised.
             cu_seqlens: (S+1,), boundaries.
 
         Raises:
             RecordError: a sample has no token, or no target after the first token.
         """
         row = TokenBatch(input_ids, labels, np.asarray(cu_seqlens))
-        # Ids were compared with the vocabulary when they were packed, by an encoder with the same fingerprint.
-        batch, rejects = self.rules.check(row, [0] * len(ids), are_ours=True)
+        # An encoder with the same fingerprint compared the ids with the vocabulary when they were packed.
+        batch, rejects = self.rules.check(row, [0] * len(ids), in_vocabulary=True)
         for reject in rejects.values():
             raise RecordError.of(reject)
         return self._as_row(ids, batch)
 
     @property
     def rules(self) -> TokenRules:
-        """What the tokens of a sample must keep."""
+        """Conditions that the tokens of a sample must meet."""
         return TokenRules(image_token_id=self.image_token_id)
 
     def _as_row(self, ids: Sequence[str | None], batch: TokenBatch) -> EncodedRow:
@@ -256,7 +261,7 @@ class Processor(ABC):
         )
 
     def length(self, conversation: Conversation) -> int:
-        """Tokens of the encoded conversation. Raises as `encode` does."""
+        """Number of tokens of the encoded conversation. Raises the errors of `encode`."""
         measured = self.measure([conversation])[0]
         if measured.reject is not None:
             raise RecordError.of(measured.reject)
@@ -295,7 +300,7 @@ class StoredTokens(Processor):
     """Returns `input_ids` and `labels` as they are stored; needs no tokenizer."""
 
     def encode(self, conversation: Conversation) -> EncodedSample:
-        """The tokens of a conversation that has them.
+        """Return the tokens of a conversation that is stored as tokens.
 
         Raises:
             ConfigError: it is text or has images, which a ChatEncoder must encode.

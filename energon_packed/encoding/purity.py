@@ -1,10 +1,16 @@
-"""Whether a chat template only joins contents, so that its text can be joined without Jinja.
+"""`content_guard`: the Jinja source of a chat template -> the contents that it only joins (ContentGuard), or None.
 
-The check reads the template's syntax tree, as abstract interpretation: each expression is FIXED (the same for all
-conversations with the same roles), CONTENT (a content, unchanged), TEXT (contents and fixed pieces, joined), or OTHER.
-Where only FIXED values decide which way the template goes and only the first three are printed, the text is fixed
-pieces around contents. The templates of reasoning models also look into contents, for `</think>` or for white space:
-such a look has one outcome for contents that hold none of its literals, which `ContentGuard` tells.
+For these contents, a text can be joined from fixed pieces without Jinja (`skeleton.py`). The check is an abstract
+interpretation of the syntax tree. Each expression has a class:
+
+    FIXED     the same for all conversations with the same roles
+    CONTENT   a content, unchanged
+    TEXT      contents and fixed pieces, joined
+    OTHER     anything else
+
+If only FIXED values decide the branches and only the first three classes are printed, the text is fixed pieces around
+contents. Templates of reasoning models also search contents for `</think>` or white space. Such a search has the same
+result for all contents without its literals, which ContentGuard checks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,12 +27,12 @@ _NEIGHBOURS = ("previtem", "nextitem")
 
 @dataclass(frozen=True, slots=True)
 class ContentGuard:
-    """Which contents a template only joins.
+    """Condition for the contents that a template only joins.
 
     Attributes:
-        literals: what it looks for; it joins contents without any of them.
-        filled: it asks whether they are empty, and joins those that are not.
-        stripped: characters that it strips; it joins contents that neither begin nor end with one. " " is all white
+        literals: strings that it searches for; contents must not contain any of them.
+        filled: it branches on empty contents; contents must not be empty.
+        stripped: characters that it strips; contents must not start or end with any of them. " " means all white
             space.
     """
 
@@ -34,13 +40,13 @@ class ContentGuard:
     filled: bool = False
     stripped: str = ""
 
-    def holds(self, contents: Sequence[str]) -> bool:
-        """Whether each content is one that the template only joins."""
+    def accepts(self, contents: Sequence[str]) -> bool:
+        """Whether the template only joins all of these contents."""
         if self.filled and not all(contents):
             return False
         if self.stripped and any([content and self._strips(content) for content in contents]):
             return False
-        # A literal that goes over the border of two contents costs time only: Jinja then renders them.
+        # Searching all contents at once is faster. A literal across two contents is a false alarm: Jinja renders them.
         joined = _BETWEEN.join(contents) if self.literals else ""
         return not any([literal in joined for literal in self.literals])
 
@@ -52,11 +58,11 @@ class ContentGuard:
 
 
 def content_guard(source: str) -> ContentGuard | None:
-    """Which contents a template only joins; None where it may change any.
+    """Compute the contents that a template only joins; None if it may change any content.
 
-    What holds for one conversation of such a template (its spans, it is not rejected) then holds for every
-    conversation with the same roles, no tools and no tool calls, and contents that the guard lets pass. The check is
-    conservative: what it does not know gives None.
+    If a conversation of such a template is not rejected, all conversations with the same roles, without tools and tool
+    calls, and with contents that the guard accepts have the same spans and are not rejected either. The check is
+    conservative: it returns None for syntax that it does not know.
     """
     from jinja2 import Environment
     from jinja2.exceptions import TemplateSyntaxError
@@ -75,25 +81,25 @@ class _Purity:
 
         self._nodes = nodes
         self._tree = tree
-        self._lists = {"messages"}
-        self._holders: set[str] = set()
+        self._lists = {"messages"}  # names of lists of messages
+        self._holders: set[str] = set()  # names of messages, the variables of loops over lists
         self._classes: dict[str, int] = {}  # of variables, by name: the highest of all assignments
-        self._echoes: set[str] = set()  # macros that print their first argument, where that is a string
+        self._echoes: set[str] = set()  # macros that print their first argument if it is a string
         self._literals: set[str] = set()
         self._filled = False
         self._stripped: set[str] = set()
 
     def guard(self) -> ContentGuard | None:
-        """The guard of the whole template."""
+        """Return the guard of the whole template."""
+        # Repeat until no class changes: a variable may be read in a loop before a later statement assigns it.
         known = None
         while known != (known := self._state()):
             pure = self._pure(self._tree.body)
             if self._state() == known:
-                return self._found() if pure else None
+                if not pure:
+                    return None
+                return ContentGuard(tuple(sorted(self._literals)), self._filled, "".join(sorted(self._stripped)))
         return None
-
-    def _found(self) -> ContentGuard:
-        return ContentGuard(tuple(sorted(self._literals)), self._filled, "".join(sorted(self._stripped)))
 
     def _state(self) -> tuple[Any, ...]:
         return (dict(self._classes), set(self._lists), set(self._holders), set(self._echoes))
@@ -138,8 +144,10 @@ class _Purity:
         return all([self._pure(node.body), self._pure(node.else_)])
 
     def _targets(self, loop: Any) -> set[str]:
-        one = loop.target
-        return {name.name for name in ([one] if isinstance(one, self._nodes.Name) else one.find_all(self._nodes.Name))}
+        """Names of the variables of a loop."""
+        target = loop.target
+        names = [target] if isinstance(target, self._nodes.Name) else target.find_all(self._nodes.Name)
+        return {node.name for node in names}
 
     def _assigns(self, node: Any) -> bool:
         if isinstance(node.target, self._nodes.NSRef):
@@ -157,12 +165,12 @@ class _Purity:
         return self._classes[name] <= TEXT
 
     def _is_pure_macro(self, node: Any) -> bool:
-        """Whether it prints fixed text for fixed arguments; a macro that echoes a string is noted."""
+        """Whether a macro prints fixed text for fixed arguments; a macro that echoes a string is remembered."""
         names = [argument.name for argument in node.args]
         outer = {name: self._classes.pop(name) for name in names if name in self._classes}
         shadowed = any(name in self._holders or name in self._lists for name in names)
-        texts = [child for output in node.find_all(self._nodes.Output) for child in output.nodes]
-        pure = not shadowed and self._pure(node.body) and all(self._class(child) == FIXED for child in texts)
+        printed = [child for output in node.find_all(self._nodes.Output) for child in output.nodes]
+        pure = not shadowed and self._pure(node.body) and all(self._class(child) == FIXED for child in printed)
         for name in names:
             self._classes.pop(name, None)
         self._classes |= outer
@@ -171,15 +179,16 @@ class _Purity:
         return pure
 
     def _is_echo(self, macro: Any) -> bool:
-        """Whether it is `{% if x is string %}{{ x }}` and something else for what is no string."""
+        """Whether a macro is `{% if x is string %}{{ x }}`, with anything in its else branches."""
         nodes = self._nodes
-        body = [one for one in macro.body if not self._is_blank(one)]
+        body = [child for child in macro.body if not self._is_blank(child)]
         if len(body) != 1 or not isinstance(body[0], nodes.If) or not macro.args:
             return False
         name, test = macro.args[0].name, body[0].test
-        shown = [child for one in body[0].body if not self._is_blank(one) for child in getattr(one, "nodes", [None])]
+        statements = [child for child in body[0].body if not self._is_blank(child)]
+        shown = [child for statement in statements for child in getattr(statement, "nodes", [None])]
         is_string = isinstance(test, nodes.Test) and test.name == "string"
-        return is_string and [self._named(one) for one in (test.node, *shown)] == [name, name]
+        return is_string and [self._named(child) for child in (test.node, *shown)] == [name, name]
 
     def _is_blank(self, node: Any) -> bool:
         nodes = self._nodes
@@ -193,18 +202,19 @@ class _Purity:
     # --- expressions -----------------------------------------------------------------------------------------------
 
     def _truth(self, node: Any) -> int:
-        """The class of a value that only decides: a message is never empty, a content is not where `filled` holds."""
+        """Class of a value that is only tested: messages are never empty, and contents are not if `filled` is set."""
         if self._is_message(node) or self._is_messages(node):
             return FIXED
-        found = self._class(node)
-        self._filled |= found == CONTENT
-        return found
+        tested = self._class(node)
+        self._filled |= tested == CONTENT
+        return tested
 
     def _class(self, node: Any) -> int:
+        """Class of an expression; OTHER for anything unknown that contains more than FIXED values."""
         nodes = self._nodes
         if isinstance(node, nodes.Name):
             bare = node.name in self._holders or node.name in self._lists
-            full = any(key.startswith(f"{node.name}.") and found for key, found in self._classes.items())
+            full = any(key.startswith(f"{node.name}.") and kind for key, kind in self._classes.items())  # a namespace
             return OTHER if bare or full else self._classes.get(node.name, FIXED)
         if isinstance(node, nodes.Add | nodes.Concat):
             classes = [self._class(child) for child in node.iter_child_nodes()]
@@ -215,7 +225,7 @@ class _Purity:
         if isinstance(node, nodes.Not):
             return FIXED if self._truth(node.node) <= CONTENT else OTHER
         if isinstance(node, nodes.CondExpr):
-            branches = [self._class(one) for one in (node.expr1, node.expr2) if one is not None]
+            branches = [self._class(child) for child in (node.expr1, node.expr2) if child is not None]
             return max(branches) if self._truth(node.test) <= CONTENT else OTHER
         if isinstance(node, nodes.Getattr | nodes.Getitem):
             return self._class_of_item(node)
@@ -230,11 +240,11 @@ class _Purity:
         return FIXED if not any([self._class(child) for child in node.iter_child_nodes()]) else OTHER
 
     def _is_content(self, node: Any) -> bool:
-        """`message.content`; a variable may hold something else at times."""
+        """Whether a node is `message.content` itself; a variable may have other values in other branches."""
         return bool(self._name_of(node) == "content" and self._is_message(node.node))
 
     def _class_of_item(self, node: Any) -> int:
-        """Of `message.content`, `content.split('x')[-1]`, `loop.index0` and the like."""
+        """Class of `message.content`, `content.split('x')[-1]`, `loop.index0` and similar expressions."""
         nodes = self._nodes
         key = self._name_of(node)
         if key in ("role", "content", *EXTRA_FIELDS) and self._is_message(node.node):
@@ -252,7 +262,7 @@ class _Purity:
         return FIXED if not any([self._class(child) for child in node.iter_child_nodes()]) else OTHER
 
     def _class_of_search(self, node: Any) -> int | None:
-        """Of `'x' in content` and `'tool_calls' in message`."""
+        """Class of `'x' in content` and `'tool_calls' in message`."""
         nodes = self._nodes
         if len(node.ops) != 1 or node.ops[0].op not in ("in", "notin") or not isinstance(node.expr, nodes.Const):
             return None
@@ -271,15 +281,15 @@ class _Purity:
         if node.name == "string" or (node.name == "trim" and not node.args and not node.kwargs):
             self._stripped |= {" "} if node.name == "trim" else set()
             return CONTENT
-        if node.name in ("default", "d") and not any([self._class(one) for one in node.args]):
+        if node.name in ("default", "d") and not any([self._class(argument) for argument in node.args]):
             self._filled = True
             return CONTENT
         return None
 
     def _class_of_call(self, node: Any) -> int | None:
         if self._named(node.node) in self._echoes and node.args and self._class(node.args[0]) == CONTENT:
-            others = [*node.args[1:], *(one.value for one in node.kwargs)]
-            return CONTENT if not any([self._class(one) for one in others]) else OTHER
+            others = [*node.args[1:], *(keyword.value for keyword in node.kwargs)]
+            return CONTENT if not any([self._class(other) for other in others]) else OTHER
         method = self._method(node)
         if method is None or self._class(node.node.node) != CONTENT:
             return None
@@ -296,14 +306,14 @@ class _Purity:
         return call.node.attr if isinstance(call.node, self._nodes.Getattr) else None
 
     def _literal(self, call: Any) -> str | None:
-        """The only argument of a call, where that is a literal text."""
+        """The only argument of a call, if it is a string literal."""
         if len(call.args) != 1 or call.kwargs or call.dyn_args or call.dyn_kwargs:
             return None
         value = call.args[0].value if isinstance(call.args[0], self._nodes.Const) else None
         return value if isinstance(value, str) else None
 
     def _name_of(self, node: Any) -> Any:
-        """`x` of `owner.x` and `owner['x']`; None where it is computed, or `node` is neither."""
+        """`x` of `owner.x` and `owner['x']`; None if the key is computed, or `node` is neither."""
         if isinstance(node, self._nodes.Getattr):
             return node.attr
         if not isinstance(node, self._nodes.Getitem):
@@ -314,7 +324,7 @@ class _Purity:
         return sign * value.value if isinstance(value.value, int) else value.value
 
     def _is_message(self, node: Any) -> bool:
-        """`message`, `messages[0]`, `loop.previtem`."""
+        """Whether a node is a message: `message`, `messages[0]`, `loop.previtem`."""
         nodes = self._nodes
         if isinstance(node, nodes.Name):
             return node.name in self._holders
@@ -323,7 +333,7 @@ class _Purity:
         return isinstance(node, nodes.Getattr) and node.attr in _NEIGHBOURS and self._named(node.node) == "loop"
 
     def _is_messages(self, node: Any) -> bool:
-        """`messages`, another name for it, or a slice of it."""
+        """Whether a node is a list of messages: `messages`, another name for it, or a slice of it."""
         nodes = self._nodes
         if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
             bounds = (node.arg.start, node.arg.stop, node.arg.step)

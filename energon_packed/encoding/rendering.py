@@ -1,4 +1,8 @@
-"""Renderer: a conversation becomes the text that is tokenized, and which of its characters are supervised."""
+"""Renderer: a Conversation -> the text to tokenize and its supervised characters.
+
+Messages are rendered by the chat template (`template.py`), or faster by a skeleton if it is proved to produce the same
+text. Documents get their end-of-text token. `loss_on` and the weights of turns select the supervised characters.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,10 +20,10 @@ LOSS_ON: tuple[LossOn, ...] = ("assistant", "last", "all")
 
 
 class Rendered(NamedTuple):
-    """Text of a conversation.
+    """Rendered text of a conversation.
 
     Attributes:
-        text: as it is tokenized.
+        text: the text to tokenize.
         spans: supervised characters, [start, end) each; None supervises every token.
         is_document: the tokenizer adds its own special tokens around it.
     """
@@ -30,14 +34,14 @@ class Rendered(NamedTuple):
 
 
 class Renderer:
-    """Renders messages by the chat template, from a skeleton where that is proved to give the same text.
+    """Renders conversations by a chat template.
 
     Attributes:
-        template: the tokenizer's.
-        placeholder: what stands for an image in the text of the vision family; None where there is none.
-        end: appended to a document; "" where the tokenizer does that, None where it has no such token.
-        loss_on: which text is supervised: every assistant turn, the last one, or all text.
-        special: holds the special tokens that conversations write; None lets them be control tokens.
+        template: chat template of the tokenizer.
+        placeholder: text of an image for the vision family; None without a family.
+        end: token to append to a document; "" if the tokenizer appends it, None if it has no such token.
+        loss_on: supervised text: every assistant turn, only the last assistant turn, or all text.
+        special: escapes special tokens that conversations contain; None makes them control tokens.
     """
 
     def __init__(
@@ -56,31 +60,32 @@ class Renderer:
         self.special = special
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Text and supervised characters of messages or a document.
+        """Render messages or a document.
 
         Raises:
             ConfigError, RecordError, TemplateError: as `ChatTemplate.render_with_spans`.
         """
-        held = self.held(conversation)
-        if held is conversation:
+        escaped = self.escaped(conversation)
+        if escaped is conversation:
             return self._rendered(conversation)
-        rendered = self._rendered(held)
+        rendered = self._rendered(escaped)
         return rendered._replace(text=EscapedText(rendered.text))
 
-    def held(self, conversation: Conversation) -> Conversation:
-        """The conversation as it is rendered: with special tokens of its own held."""
+    def escaped(self, conversation: Conversation) -> Conversation:
+        """Return the conversation as it is rendered: with its special tokens escaped."""
         if self.special is None:
             return conversation
+        # The end-of-text token at the end of a document is not text, also if the document contains it already.
         text = (conversation.text or "").removesuffix(self.end or "")
         if not text or text == conversation.text:
-            return self.special.hold(conversation)
-        held = self.special.hold(replace(conversation, text=text))
-        return conversation if held.text == text else replace(held, text=f"{held.text}{self.end}")
+            return self.special.escape(conversation)
+        escaped = self.special.escape(replace(conversation, text=text))
+        return conversation if escaped.text == text else replace(escaped, text=f"{escaped.text}{self.end}")
 
     def notes(self, conversation: Conversation) -> list[str]:
-        """What a run counts: special tokens that stay text, and documents without an end."""
-        found = self.special.found(conversation) if self.special else []
-        notes = [f"special token {token} in a text: kept as text" for token in found]
+        """Observations that a run counts: special tokens that stay text, and documents without an end."""
+        tokens = self.special.escaped_tokens(conversation) if self.special else []
+        notes = [f"special token {token} in a text: kept as text" for token in tokens]
         if conversation.text is not None and self.end is None:
             notes.append("document without an end: the tokenizer has no end-of-text token")
         return notes
@@ -91,10 +96,11 @@ class Renderer:
         roles, _, extras, weights = zip(*conversation.messages, strict=True)
         if any([weight != 1 for weight in weights]):
             return self._weighted(conversation)
-        # A skeleton is the fixed text around the contents, where that is all there is to rendering a conversation.
-        skeleton = None if conversation.tools or any(extras) else self.template.skeleton(roles)
-        if skeleton is not None and self.template.joins(contents := self.contents(conversation)):
-            text, spans = skeleton.join_with_spans(contents)
+        # Most conversations: the template only puts fixed text around the contents, so Jinja is not needed.
+        is_plain = not (conversation.tools or any(extras))
+        joined = self.template.join(roles, self.contents(conversation)) if is_plain else None
+        if joined is not None:
+            text, spans = joined
             if self.loss_on == "all":
                 return Rendered(text, None, False)
             return Rendered(text, spans[-1:] if self.loss_on == "last" else spans, False)
@@ -109,7 +115,7 @@ class Renderer:
         return Rendered(text, spans, False)
 
     def _weighted(self, conversation: Conversation) -> Rendered:
-        """A conversation with turns that are context only."""
+        """Render a conversation in which the weights of turns exclude some of them from the loss."""
         for turn, message in enumerate(conversation.messages):
             if message.weight not in (0, 1):
                 raise RecordError(
@@ -122,20 +128,21 @@ class Renderer:
         weights = {turn: conversation.messages[turn].weight for turn in by_turn}
         if self.loss_on == "all":
             context = [span for turn in by_turn if not weights[turn] for span in by_turn[turn]]
-            places = turn_places(text, [message["content"] for message in messages])
-            others = zip(places, conversation.messages, strict=True)
-            context += [place for place, m in others if m.role != "assistant" and not m.weight]
+            contents = turn_places(text, [message["content"] for message in messages])
+            others = zip(contents, conversation.messages, strict=True)
+            context += [span for span, m in others if m.role != "assistant" and not m.weight]
             context.sort()
             return Rendered(text, _outside(len(text), context), False)
         turns = list(by_turn)[-1:] if self.loss_on == "last" else list(by_turn)
         return Rendered(text, [span for turn in turns if weights[turn] for span in by_turn[turn]], False)
 
     def _render_with_spans(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
-        """As the template does, of a conversation that it renders completely."""
+        """Render by the template, and reject a conversation that it does not render completely."""
         try:
             text, spans = self.template.render_with_spans(messages, tools)
         except RecordError as error:
-            if error.reason is Reason.TURN_NOT_FOUND:  # often for what the template drops
+            # A turn is often not found because the template drops a field; that reason is more useful.
+            if error.reason is Reason.TURN_NOT_FOUND:
                 check_rendered(self.template.render(messages, tools), messages, tools, self.template.render)
             raise
         check_rendered(text, messages, tools, self.template.render)
@@ -148,7 +155,7 @@ class Renderer:
         return text if text.endswith(self.end or "") else f"{text}{self.end}"
 
     def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """The messages as the template takes them."""
+        """Messages as the template expects them: dicts with string contents and the placeholders of images."""
         columns = zip(conversation.messages, self.contents(conversation), strict=True)
         return [{**message.as_dict(), "content": content} for message, content in columns]
 
@@ -161,18 +168,18 @@ class Renderer:
         return self._with_placeholders(contents) if conversation.images else contents
 
     def _result(self, content: str) -> str:
-        """The content of a tool turn, without the tags that the template writes around it."""
+        """Content of a tool turn, without the tags if the template adds them itself."""
         inner, (opener, closer) = content.strip(), RESULT_TAGS
         if not (inner.startswith(opener) and inner.endswith(closer) and self.template.tags_results):
             return content
         return inner[len(opener) : -len(closer)].strip("\n")
 
-    def _with_placeholders(self, texts: Sequence[str]) -> list[str]:
-        assert self.placeholder is not None, "images are rejected earlier, where no vision family is set"
-        return [text.replace(IMAGE_PLACEHOLDER, self.placeholder) for text in texts]
+    def _with_placeholders(self, contents: Sequence[str]) -> list[str]:
+        assert self.placeholder is not None, "without a vision family, images are rejected earlier"
+        return [content.replace(IMAGE_PLACEHOLDER, self.placeholder) for content in contents]
 
 
 def _outside(size: int, spans: Sequence[Span]) -> list[Span]:
-    """The characters of a text of `size` characters that no span holds; spans are in order."""
+    """Characters of a text of `size` characters that are in none of the spans, which are in order."""
     edges = [0, *(edge for span in spans for edge in span), size]
     return [(start, end) for start, end in zip(edges[0::2], edges[1::2], strict=True) if start < end]

@@ -1,4 +1,8 @@
-"""EncodedSample and EncodedRow: the model inputs of samples, before collation."""
+"""Model inputs of samples, before collation.
+
+An encoder returns an EncodedSample for each conversation (arrays of one sample). A collator needs an EncodedRow: the
+columns of several samples end to end, with their boundaries. A row of stored tokens is an EncodedRow from the start.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,11 +24,11 @@ IGNORE_INDEX = -100
 
 
 class SampleSource(NamedTuple):
-    """Where a sample comes from.
+    """Origin of a sample.
 
     Attributes:
-        dataset: path of the data set or file.
-        subflavors: what a Metadataset or dataset.yaml says of it.
+        dataset: path of the dataset or file.
+        subflavors: labels of the dataset in a Metadataset or dataset.yaml.
     """
 
     dataset: str
@@ -32,16 +36,19 @@ class SampleSource(NamedTuple):
 
 
 def targets_per_sample(labels: npt.NDArray[np.int64], cu_seqlens: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Targets of each sample, int64 (S,); the first token of a sample is never one, since nothing predicts it.
+    """Number of targets of each sample, int64 (S,).
+
+    The first token of a sample is never a target: no token of the sample predicts it.
 
     Args:
         labels: int64 (T,), of samples end to end.
         cu_seqlens: (S+1,), their boundaries.
     """
     bounds = np.asarray(cu_seqlens)
-    places = (labels != IGNORE_INDEX).nonzero()[0]
+    targets = (labels != IGNORE_INDEX).nonzero()[0]
+    # The minimum is for empty samples: their second token would belong to the next sample.
     after_first = np.minimum(bounds[:-1] + 1, bounds[1:])
-    return np.asarray(places.searchsorted(bounds[1:]) - places.searchsorted(after_first))
+    return np.asarray(targets.searchsorted(bounds[1:]) - targets.searchsorted(after_first))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,16 +57,16 @@ class EncodedSample:
 
     Attributes:
         input_ids: int64 (L,); an image is a run of the vision family's image token.
-        labels: int64 (L,), unshifted: `input_ids` where supervised, -100 elsewhere.
+        labels: int64 (L,), unshifted: `input_ids` if supervised, else -100.
         id: sample name in reports.
         image_token_id: token that represents image features, or None.
         pixel_values: float32 (patches, patch_dim) of all images, or None.
         image_grid_thw: int64 (images, 3), patches of each image in time, height and width, or None.
         position_ids: int64 (3, L), M-RoPE positions in t, h and w, or None if the model uses 0..L-1.
         patch_positions: int64 (patches, 3), position of each patch as (t, h, w), or None.
-        vision_inputs: arguments of a vision tower that takes others than pixel_values and image_grid_thw, or None.
-        token_type_ids: int64 (L,), 1 at image tokens, for models that take it, or None.
-        source: data set that it comes from, or None.
+        vision_inputs: arguments of a vision tower other than pixel_values and image_grid_thw, or None.
+        token_type_ids: int64 (L,), 1 at image tokens, for models with this argument, or None.
+        source: dataset that it comes from, or None.
         dummy: a minimal image sample of its encoder's vision family, which a collator puts into rows without images,
             or None.
     """
@@ -93,10 +100,10 @@ class EncodedSample:
         return int(targets_per_sample(self.labels, np.array([0, len(self)]))[0])
 
     def of(self, source: SampleSource | None) -> "EncodedSample":
-        """The same sample with its `source`; pixels are not touched."""
+        """Return the same sample with this `source`; arrays and pixels are shared, not copied."""
         if source is None:
             return self
-        made = object.__new__(type(self))
+        made = object.__new__(type(self))  # `replace` would call __init__ for each sample of each batch
         vars(made).update(vars(self), source=source)
         return made
 
@@ -109,6 +116,7 @@ class EncodedSample:
         """
         if len(self) <= max_length:
             return self
+        # An image is removed as a whole or not at all: its pixels would have more features than tokens.
         if self.image_token_id is not None and (self.input_ids[max_length:] == self.image_token_id).any():
             raise RecordError(
                 Reason.OVERLONG, f"{len(self)} tokens; truncation to {max_length} would remove part of an image"
@@ -131,18 +139,18 @@ class EncodedSample:
 class EncodedRow(Sequence[EncodedSample]):
     """S samples end to end: a sequence of EncodedSample, and the columns of all of them.
 
-    A stored row is collated by its columns. Its samples, views of the columns, are made when they are first accessed.
+    A stored row is collated by its columns. Its samples, views of the columns, are created at the first access.
 
     Attributes:
         ids: names of the S samples.
         input_ids: int64 (T,).
-        labels: int64 (T,), -100 where not supervised.
+        labels: int64 (T,), -100 if not supervised.
         cu_seqlens: integers (S+1,), boundaries of the samples.
         position_ids: int64 (3, T), M-RoPE positions, or None.
         token_type_ids: int64 (T,), 1 at image tokens, or None.
         image_token_id: token that represents image features, or None.
         dummy: of the first sample that has a dummy, or None.
-        source: data set that all samples come from, or None.
+        source: dataset that all samples come from, or None.
     """
 
     ids: Sequence[str | None]
@@ -158,7 +166,7 @@ class EncodedRow(Sequence[EncodedSample]):
 
     @classmethod
     def of(cls, samples: Sequence[EncodedSample]) -> "EncodedRow":
-        """The columns of any samples; a row is returned as it is.
+        """Return the columns of any samples; an EncodedRow is returned unchanged.
 
         Raises:
             BatchError: some samples have M-RoPE positions and some do not.
@@ -168,14 +176,12 @@ class EncodedRow(Sequence[EncodedSample]):
         positions = [sample.position_ids for sample in samples if sample.position_ids is not None]
         if positions and len(positions) < len(samples):
             raise BatchError("some samples have M-RoPE positions and some do not; use one encoder for all")
+        columns = [sample.token_type_ids for sample in samples]
         types = None
-        if any([sample.token_type_ids is not None for sample in samples]):
-            types = np.concatenate(
-                [
-                    np.zeros(len(one), dtype=np.int64) if one.token_type_ids is None else one.token_type_ids
-                    for one in samples
-                ]
-            )
+        if any([column is not None for column in columns]):
+            # A sample without the column has only text, which has type 0.
+            filled = zip(samples, columns, strict=True)
+            types = np.concatenate([np.zeros(len(s), dtype=np.int64) if c is None else c for s, c in filled])
         cu_seqlens = np.zeros(len(samples) + 1, dtype=np.int64)
         np.cumsum([len(sample) for sample in samples], out=cu_seqlens[1:])
         return cls(
@@ -194,17 +200,17 @@ class EncodedRow(Sequence[EncodedSample]):
         if self._joined is not None:
             return self._joined
         shared = {"image_token_id": self.image_token_id, "dummy": self.dummy, "source": self.source}
-        made = []
+        samples = []
         for ident, (start, end) in zip(self.ids, pairwise(self.cu_seqlens.tolist()), strict=True):
-            one = object.__new__(EncodedSample)  # a third of the time of the dataclass's __init__
-            fields = vars(one)
+            sample = object.__new__(EncodedSample)  # a third of the time of the dataclass's __init__
+            fields = vars(sample)
             fields.update(shared, id=ident, input_ids=self.input_ids[start:end], labels=self.labels[start:end])
             if self.position_ids is not None:
                 fields["position_ids"] = self.position_ids[:, start:end]
             if self.token_type_ids is not None:
                 fields["token_type_ids"] = self.token_type_ids[start:end]
-            made.append(one)
-        return made
+            samples.append(sample)
+        return samples
 
     @property
     def num_images(self) -> list[int]:
@@ -213,20 +219,16 @@ class EncodedRow(Sequence[EncodedSample]):
 
     @property
     def pictured(self) -> Sequence[EncodedSample]:
-        """The samples, if one of them has pixels, grids or other inputs of a vision tower; else none."""
+        """All samples, if any of them has pixels, grids or other inputs of a vision tower; else an empty tuple."""
         samples = self._joined or ()
-        if any(
-            [
-                one.image_grid_thw is not None or one.pixel_values is not None or one.vision_inputs is not None
-                for one in samples
-            ]
-        ):
-            return samples
+        for sample in samples:
+            if not (sample.image_grid_thw is None and sample.pixel_values is None and sample.vision_inputs is None):
+                return samples
         return ()
 
     @property
     def sources(self) -> list[SampleSource | None]:
-        """Data set of each sample."""
+        """Dataset of each sample."""
         return [self.source] * len(self) if self._joined is None else [sample.source for sample in self._joined]
 
     def __len__(self) -> int:
@@ -242,4 +244,4 @@ class EncodedRow(Sequence[EncodedSample]):
         return self._samples[index]
 
     def __iter__(self) -> Iterator[EncodedSample]:
-        return iter(self._samples)  # that of Sequence calls `__getitem__` for each sample
+        return iter(self._samples)  # Sequence.__iter__ would call `__getitem__` for each sample

@@ -1,8 +1,9 @@
-"""EncoderSettings: everything that a ChatEncoder is loaded from, declared once.
+"""EncoderSettings: the settings of a ChatEncoder, declared once.
 
-The options of `pack`, `lengths` and `verify`, config files, `PackOptions`, `DataflowConfig`, its `processor_config`
-and the option tables in docs/ are made from this class. The parameters of `ChatEncoder.from_pretrained` are written
-out for editors and type checkers; a test compares them with this class.
+Each field is declared by `option(default, help=...)`; creating an instance checks the values. The options of `pack`,
+`lengths` and `verify`, config files, `PackOptions`, `DataflowConfig`, its `processor_config` and the option tables in
+docs/ are generated from this class. The parameters of `ChatEncoder.from_pretrained` are written out for editors and
+type checkers; a test compares them with this class.
 """
 
 from dataclasses import dataclass, fields
@@ -39,7 +40,7 @@ class EncoderSettings:
         decides="lengths",
     )  # fmt: skip
     vision_family: str | None = option(
-        None, help="Model family by name, such as llava_onevision2, where several use one image processor.",
+        None, help="Model family by name, such as llava_onevision2, if several families share an image processor.",
         group=IMAGES, metavar="NAME", decides="lengths",
     )  # fmt: skip
     factor: int | None = option(
@@ -58,20 +59,20 @@ class EncoderSettings:
         None, help="Maximum pixels of a resized image.", group=IMAGES, minimum=1, decides="lengths"
     )
     patch_order: PatchOrder = option(
-        "auto", help="Order of patches in the .npy files of patch_positions; auto: by what is in them.",
+        "auto", help="Order of patches in the .npy files of patch_positions; auto: detected from their content.",
         group=IMAGES, choices=PATCH_ORDERS, decides="lengths",
     )  # fmt: skip
     loss_on: LossOn = option(
-        "assistant", help="Supervised text: all assistant turns, the last one, or everything.", group=TOKENS,
-        choices=LOSS_ON, decides="lengths",
+        "assistant", help="Supervised text: every assistant turn, only the last assistant turn, or all text.",
+        group=TOKENS, choices=LOSS_ON, decides="lengths",
     )  # fmt: skip
     tokenizer_engine: EngineName = option(
-        "auto", help="What tokenizes; the tokens are the same. auto: fastokens where it is proved equal to "
-        "tokenizers.", group=TOKENS, choices=ENGINES,
+        "auto", help="Tokenizer implementation; the token ids are identical. auto uses fastokens if it passes the "
+        "equivalence test, else tokenizers.", group=TOKENS, choices=ENGINES,
     )  # fmt: skip
     allow_special_in_text: bool = option(
-        False, help="Special tokens written in a text, such as </s>, are control tokens.", group=TOKENS,
-        decides="lengths",
+        False, help="Parse special tokens in record text (such as </s>) as control tokens instead of plain text.",
+        group=TOKENS, decides="lengths",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -79,5 +80,5 @@ class EncoderSettings:
 
 
 def settings_in(options: EncoderSettings) -> EncoderSettings:
-    """The encoder settings among other options, such as those of `PackOptions`."""
+    """Return only the encoder settings of a class with more options, such as `PackOptions`."""
     return EncoderSettings(**{field.name: getattr(options, field.name) for field in fields(EncoderSettings)})

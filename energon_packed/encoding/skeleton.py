@@ -1,11 +1,11 @@
-"""Skeleton: the fixed text of a chat template for one sequence of roles.
+"""Skeleton: the fixed text of a chat template for a sequence of roles; joins contents -> text and assistant spans.
 
 A template that only joins contents (`purity.content_guard`) produces the same fixed text for all conversations
 with the same roles. It is rendered once, with a marker for each content; later conversations are joined without Jinja:
 
     pieces    "<|im_start|>user\n"     "<|im_end|>\n<|im_start|>assistant\n"    "<|im_end|>\n"
     contents                      [0]                                       [1]
-    spans                                                               (1, 33) .. (2, 10)
+    spans                                                               (1, 33) .. (2, 10)    (piece, character in it)
 """
 
 import re
@@ -16,13 +16,13 @@ from itertools import accumulate
 Span = tuple[int, int]
 """Characters [start, end) of the rendered text."""
 _Place = tuple[int, int]
-"""(piece number, character offset in the piece)."""
+"""(index of the piece, character offset in the piece)."""
 _MARKER = re.compile("\ue0fe([0-9]+)\ue0ff")  # private-use characters, which no template contains
 
 
-def marker(number: int) -> str:
-    """Marker for content `number` when rendering a skeleton."""
-    return f"\ue0fe{number}\ue0ff"
+def marker(index: int) -> str:
+    """Marker for content `index` when rendering a skeleton."""
+    return f"\ue0fe{index}\ue0ff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,19 @@ class Skeleton:
         starts = [match.end() for match in _MARKER.finditer(text)]
 
         def place(at: int) -> _Place | None:
-            for number, (start, piece) in enumerate(zip([0, *starts], pieces, strict=True)):
+            for index, (start, piece) in enumerate(zip([0, *starts], pieces, strict=True)):
                 if start <= at <= start + len(piece):
-                    return number, at - start
+                    return index, at - start
             return None
 
         places = []
         for start, end in spans:
             first, last = place(start), place(end)
+            # A turn that ends without a token of the template might end differently after another content.
             if first is None or last is None or not pieces[last[0]][: last[1]].endswith(ends):
                 return None
             places.append((first, last))
-        return cls(tuple(pieces), tuple(int(number) for number in order), tuple(places))
+        return cls(tuple(pieces), tuple(int(index) for index in order), tuple(places))
 
     def join(self, contents: Sequence[str]) -> str:
         """Render the text with these contents."""
@@ -84,5 +85,5 @@ class Skeleton:
         """Pieces and contents in turn."""
         parts = [""] * (2 * len(self.pieces) - 1)
         parts[0::2] = self.pieces
-        parts[1::2] = [contents[number] for number in self.order]
+        parts[1::2] = [contents[index] for index in self.order]
         return parts

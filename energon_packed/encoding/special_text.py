@@ -1,23 +1,22 @@
-"""SpecialText: special tokens that a conversation itself writes, such as `<|im_end|>` in a question, stay text.
+"""Special tokens that a conversation itself contains, such as `<|im_end|>` in a question, become plain text tokens.
 
-A private-use character is held in the place of each before the template is rendered, so that neither the template nor
-the search for turns takes it for a control token:
+    SpecialText       Conversation -> the same with a private-use character in place of each special token (escaped)
+    EscapedTokenizer  text rendered from an escaped conversation -> ids; only tokens of the template are control tokens
 
-    content     "what is <|im_end|>?"       held     "what is \\U000f0002?"
+The conversation is escaped before it is rendered, so that neither the template nor the search for turns mistakes its
+text for a control token:
+
+    content     "what is <|im_end|>?"       escaped     "what is \\U000f0002?"
     rendered    "<|im_start|>user\\nwhat is \\U000f0002?<|im_end|>"
 
-`EscapedTokenizer` gives the ids of such a text: of the control tokens that the template wrote, and of the others as
-Transformers' `split_special_tokens=True` does (which lets a Unigram model find control tokens in its vocabulary; here
-it cannot).
+EscapedTokenizer is the same tokenizer with other names for its control tokens: a private-use character each, under the
+same id. The tokens of the template are written as these characters, and the escaped tokens are written out. They are
+not names of tokens any more, so they are split like other text:
 
-EscapedTokenizer: ids of texts in which the conversation's own special tokens are text.
+    renamed     "\\U000f8001user\\nwhat is <|im_end|>?\\U000f8002"
 
-It is the same tokenizer with other names for its control tokens: one private-use character each, under the same id.
-The template's tokens are written as these characters, and a special token in the conversation is written out; no name
-is equal to it any more, so it is split as any text, with the rest of the text around it.
-
-    held        "<|im_start|>user\\nis \\U000f0002 one?<|im_end|>"
-    renamed     "\\U000f8001user\\nis <|im_end|> one?\\U000f8002"
+The ids are those of Transformers' `split_special_tokens=True`, except that a Unigram model could find a control token
+in its vocabulary there.
 """
 
 import json
@@ -36,16 +35,18 @@ from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message
 
-HELD = 0xF0000
-"""Character that is held for the first control token; the next ones follow (Unicode, supplementary private use)."""
+ESCAPE_BASE = 0xF0000
+"""Character that replaces the first control token; consecutive characters replace the others (Unicode, Supplementary
+Private Use Area-A)."""
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
+# Tags that conversations contain as markup for the template, in assistant turns and in tool turns.
 _MARKUP = ("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>")
 _RESULT = ("<tool_response>", "</tool_response>")
 _SEARCHES = ("split", "rsplit", "startswith", "endswith", "find", "rfind", "replace", "partition", "rpartition",
              "strip", "lstrip", "rstrip", "count", "index", "removeprefix", "removesuffix")  # fmt: skip
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
-_NAMES = 0xF8000  # character that names the first control token
+_NAMES = 0xF8000  # new name of the first control token in EscapedTokenizer
 
 
 class EscapedTokenizer:
@@ -53,7 +54,7 @@ class EscapedTokenizer:
 
     Args:
         serialized: tokenizer.json as text.
-        tokens: control tokens, in the order in which they are held.
+        tokens: control tokens, in the order of their escape characters.
 
     Raises:
         ConfigError: a control token cannot be renamed.
@@ -63,22 +64,24 @@ class EscapedTokenizer:
         from tokenizers import Tokenizer
 
         self._tokens = tuple(tokens)
-        names = {token: chr(_NAMES + number) for number, token in enumerate(tokens)}
+        names = {token: chr(_NAMES + index) for index, token in enumerate(tokens)}
+        escapes = [chr(ESCAPE_BASE + index) for index in range(len(tokens))]
         settings = json.loads(serialized)
         added = settings.get("added_tokens") or []
-        self._pattern = token_pattern([*tokens, *(one["content"] for one in added), *_held(tokens)])
+        # Other added tokens are matched too, so that a control token inside of a longer one is left alone.
+        self._pattern = token_pattern([*tokens, *(token["content"] for token in added), *escapes])
         self._names = names
         self._backend = Tokenizer.from_str(json.dumps(_renamed(settings, names)))
-        for one in added:
-            name = names.get(one["content"], one["content"])
-            if self._backend.token_to_id(name) != one["id"]:
+        for token in added:  # new names must not change any id
+            content, ident = token["content"], token["id"]
+            if self._backend.token_to_id(names.get(content, content)) != ident:
                 raise ConfigError(
-                    f"special tokens in texts cannot be kept as text with this tokenizer: {one['content']} would get "
-                    f"another id than {one['id']}; set `allow_special_in_text=True`"
+                    f"this tokenizer cannot keep special tokens in record text as text: {content} would get another "
+                    f"id than {ident}; set `allow_special_in_text=True`"
                 )
 
     def encode(self, text: str, spans: Sequence[Span] | None, *, special: bool) -> tuple[Int64, Bool]:
-        """(input_ids int64 (L,), covered bool (L,)) of a text with held characters; as `TextTokenizer.encode`."""
+        """Tokenize an escaped text; (input_ids int64 (L,), covered bool (L,)) as of `TextTokenizer.encode`."""
         written, edges = self._written(text)
         encoding = self._backend.encode(written, add_special_tokens=special)
         ids = np.array(encoding.ids, dtype=np.int64)
@@ -87,26 +90,27 @@ class EscapedTokenizer:
         return ids, covered_by_offsets(encoding, [(edges[start], edges[end]) for start, end in spans])
 
     def _written(self, text: str) -> tuple[str, list[int]]:
-        """The text that is tokenized, and where each character of `text` begins in it, and its end."""
-        parts: list[str] = []
+        """(text that is tokenized, start of each character of `text` in it and the end of the last character)."""
+        pieces: list[str] = []
         sizes: list[int] = []
         end = 0
         for match in self._pattern.finditer(text):
-            before, found = text[end : match.start()], match[0]
-            parts.append(before)
+            before, token = text[end : match.start()], match[0]
+            pieces.append(before)
             sizes += [1] * len(before)
-            number = ord(found) - HELD if len(found) == 1 else -1
-            part = self._tokens[number] if 0 <= number < len(self._tokens) else self._names.get(found, found)
-            parts.append(part)
-            sizes += [len(part), *([0] * (len(found) - 1))]
+            index = ord(token) - ESCAPE_BASE if len(token) == 1 else -1
+            piece = self._tokens[index] if 0 <= index < len(self._tokens) else self._names.get(token, token)
+            pieces.append(piece)
+            # A span that starts or ends inside of a token is moved to its end: only its first character has a width.
+            sizes += [len(piece), *([0] * (len(token) - 1))]
             end = match.end()
-        parts.append(text[end:])
+        pieces.append(text[end:])
         sizes += [1] * (len(text) - end)
-        return "".join(parts), list(accumulate(sizes, initial=0))
+        return "".join(pieces), list(accumulate(sizes, initial=0))
 
 
 def covered_by_offsets(encoding: Any, spans: Sequence[Span]) -> Bool:
-    """Tokens of a `tokenizers.Encoding` that hold at least one character of a span, bool (L,)."""
+    """Tokens of a `tokenizers.Encoding` that contain at least one character of a span, bool (L,)."""
     starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
     covered = np.zeros(len(starts), dtype=bool)
     for start, end in spans:
@@ -114,20 +118,14 @@ def covered_by_offsets(encoding: Any, spans: Sequence[Span]) -> Bool:
     return covered
 
 
-def _held(tokens: Sequence[str]) -> list[str]:
-    return [chr(HELD + number) for number in range(len(tokens))]
-
-
 def _renamed(settings: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """tokenizer.json with other names for some tokens, in its list of added ones and in the vocabulary."""
-    added = [
-        {**one, "content": names.get(one["content"], one["content"])} for one in settings.get("added_tokens") or []
-    ]
+    """tokenizer.json with other names for some tokens, in its list of added tokens and in the vocabulary."""
+    added = [{**t, "content": names.get(t["content"], t["content"])} for t in settings.get("added_tokens") or []]
     model = dict(settings["model"])
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
-        model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
-    elif vocabulary:
+        model["vocab"] = {names.get(token, token): ident for token, ident in vocabulary.items()}
+    elif vocabulary:  # Unigram
         model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
@@ -135,16 +133,16 @@ def _renamed(settings: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 class EscapedText(str):
-    """A rendered text with held characters."""
+    """A text that was rendered from an escaped conversation."""
 
     __slots__ = ()
 
 
 class SpecialText:
-    """Holds special tokens in the texts of conversations.
+    """Escapes special tokens in the text of conversations.
 
-    The markup of an answer (`<think>`, `<tool_call>`, and what the template itself searches for in contents) is left
-    to the template in assistant turns, the tags of a result in tool turns, and `<image>` everywhere.
+    Some tokens are markup for the template and are not escaped: in assistant turns `<think>`, `<tool_call>` and
+    strings that the template itself searches for, in tool turns the tags of a result, and `<image>` everywhere.
 
     Args:
         tokens: control tokens of the tokenizer.
@@ -153,45 +151,45 @@ class SpecialText:
 
     def __init__(self, tokens: Sequence[str], template: str | None) -> None:
         self.tokens = control_tokens(tokens)
-        self._place = {token: number for number, token in enumerate(self.tokens)}
-        # One character of each token, a rare one: a search for one is far faster than for any text.
-        self._marks = tuple(sorted({next((c for c in "|\uff5c" if c in one), one[0]) for one in self.tokens}))
+        self._escape = {token: chr(ESCAPE_BASE + index) for index, token in enumerate(self.tokens)}
+        # A rare character of each token: a search for a character is far faster than for a pattern.
+        self._marks = tuple(sorted({next((c for c in "|\uff5c" if c in t), t[0]) for t in self.tokens}))
         self._any = token_pattern(self.tokens) if self.tokens else None
-        self._searched = [one for one in searched_literals(template or "") if any(t in one for t in self.tokens)]
+        self._searched = [text for text in searched_literals(template or "") if any(t in text for t in self.tokens)]
 
-    def hold(self, conversation: Conversation) -> Conversation:
-        """The conversation with held characters; itself where it writes no special token.
+    def escape(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with escaped special tokens; the same object if it contains none.
 
         Raises:
-            RecordError: it has private-use characters as well, which could not be told from held ones.
+            RecordError: it contains private-use characters as well, which would be mistaken for escaped tokens.
         """
-        if not self._writes(conversation):
+        if not self._may_contain(conversation):
             return conversation
-        messages = tuple([self._message(one) for one in conversation.messages])
-        text = None if conversation.text is None else self._held(conversation.text)
+        messages = tuple([self._message(message) for message in conversation.messages])
+        text = None if conversation.text is None else self._escaped(conversation.text)
         tools = None if conversation.tools is None else self._value(conversation.tools)
-        held = replace(conversation, messages=messages, text=text, tools=tools)
-        if held == conversation:
+        escaped = replace(conversation, messages=messages, text=text, tools=tools)
+        if escaped == conversation:
             return conversation
-        if any(_PRIVATE.search(text) for _, text in _texts(conversation)):
+        if any(_PRIVATE.search(text) for _, text in _strings_by_role(conversation)):
             raise RecordError(
                 Reason.UNSUPPORTED_FIELD,
                 "the text has special tokens and private-use characters from U+F0000 on; remove one of the two",
             )
-        return held
+        return escaped
 
-    def found(self, conversation: Conversation) -> list[str]:
-        """The special tokens that `hold` keeps as text, sorted."""
-        if not self._writes(conversation):
+    def escaped_tokens(self, conversation: Conversation) -> list[str]:
+        """The special tokens of a conversation that `escape` keeps as text, sorted."""
+        if not self._may_contain(conversation):
             return []
         assert self._any is not None
-        found = set()
-        for role, text in _texts(conversation):
-            found |= set(self._any.findall(text)) - self._left(role, text)
-        return sorted(found)
+        tokens = set()
+        for role, text in _strings_by_role(conversation):
+            tokens |= set(self._any.findall(text)) - self._markup(role, text)
+        return sorted(tokens)
 
-    def _writes(self, conversation: Conversation) -> bool:
-        """Whether a special token may be in a text; most conversations pay for this alone."""
+    def _may_contain(self, conversation: Conversation) -> bool:
+        """Whether a special token may be in a conversation; for most conversations, this fast check is all."""
         for message in conversation.messages:
             content = message.content
             for mark in self._marks:
@@ -207,26 +205,26 @@ class SpecialText:
         return self._any is not None and self._any.search(text) is not None
 
     def _message(self, message: Message) -> Message:
-        content = self._held(message.content, self._left(message.role, message.content))
+        content = self._escaped(message.content, self._markup(message.role, message.content))
         return message._replace(content=content, extra=self._value(message.extra) if message.extra else message.extra)
 
-    def _left(self, role: str, content: str) -> set[str]:
-        """Tokens that the template reads as markup."""
+    def _markup(self, role: str, content: str) -> set[str]:
+        """Tokens that the template reads as markup, which are not escaped."""
         if role == "tool":
             return set(_RESULT)
         if role != "assistant":
             return set()
-        searched = [one for one in self._searched if one in content]
-        return {*_MARKUP, *(token for token in self.tokens if any(token in one for one in searched))}
+        searched = [text for text in self._searched if text in content]
+        return {*_MARKUP, *(token for token in self.tokens if any(token in text for text in searched))}
 
-    def _held(self, text: str, left: set[str] | frozenset[str] = frozenset()) -> str:
+    def _escaped(self, text: str, markup: set[str] | frozenset[str] = frozenset()) -> str:
         assert self._any is not None
-        return self._any.sub(lambda m: m[0] if m[0] in left else chr(HELD + self._place[m[0]]), text)
+        return self._any.sub(lambda m: m[0] if m[0] in markup else self._escape[m[0]], text)
 
     def _value(self, value: Any) -> Any:
-        """A JSON value with held characters in all of its texts."""
+        """Copy a JSON value with all of its strings escaped."""
         if isinstance(value, str):
-            return self._held(value)
+            return self._escaped(value)
         if isinstance(value, Mapping):
             return {self._value(key): self._value(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -235,55 +233,56 @@ class SpecialText:
 
 
 def control_tokens_of(tokenizer: TokenizerParts, vision: VisionFamily | None) -> list[str]:
-    """Tokens that steer a model: the special ones of a tokenizer, and those of images."""
+    """Tokens that control a model: the special tokens of a tokenizer, and the tokens of images."""
     return [*tokenizer.special_added_tokens, *((*vision.reserved, vision.image_token) if vision else ())]
 
 
 def control_tokens(tokens: Sequence[str]) -> tuple[str, ...]:
-    """Tokens in a fixed order, without `<image>`, which stands for an image in every record."""
-    return tuple(sorted({one for one in tokens if one and one != IMAGE_PLACEHOLDER}))
+    """Tokens in a fixed order, without `<image>`, which represents an image in every record."""
+    return tuple(sorted({token for token in tokens if token and token != IMAGE_PLACEHOLDER}))
 
 
 def token_pattern(tokens: Sequence[str]) -> re.Pattern[str]:
-    """Finds tokens as a tokenizer does: from left to right, the longest first."""
-    return re.compile("|".join(re.escape(one) for one in sorted(tokens, key=lambda one: (-len(one), one))))
+    """Pattern that finds tokens as a tokenizer does: from left to right, the longest first."""
+    return re.compile("|".join(re.escape(t) for t in sorted(tokens, key=lambda token: (-len(token), token))))
 
 
 def searched_literals(template: str) -> list[str]:
-    """Texts that a template searches for, such as `</think>` in `content.split('</think>')`, sorted."""
+    """String literals that a template searches for, such as `</think>` in `content.split('</think>')`, sorted."""
     from jinja2 import Environment, nodes
     from jinja2.exceptions import TemplateSyntaxError
 
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except TemplateSyntaxError:  # a tag of its own, such as {% generation %}
+    except TemplateSyntaxError:  # Transformers adds a tag to Jinja: {% generation %}
         plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
         try:
             tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
         except TemplateSyntaxError:
             return []
-    found = []
+    operands = []
     for node in tree.find_all((nodes.Compare, nodes.Call)):
         if isinstance(node, nodes.Compare):
-            found += [node.expr] if any(one.op in ("in", "notin") for one in node.ops) else []
+            operands += [node.expr] if any(operand.op in ("in", "notin") for operand in node.ops) else []
         elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr in _SEARCHES:
-            found += node.args
-    return sorted({one.value for one in found if isinstance(one, nodes.Const) and isinstance(one.value, str)})
+            operands += node.args
+    return sorted({node.value for node in operands if isinstance(node, nodes.Const) and isinstance(node.value, str)})
 
 
-def _texts(conversation: Conversation) -> Iterator[tuple[str, str]]:
-    """(role, text) of everything that a template can write."""
+def _strings_by_role(conversation: Conversation) -> Iterator[tuple[str, str]]:
+    """Yield (role, string) for every string that a template can write; the role is "" outside of contents."""
     if conversation.text is not None:
         yield "", conversation.text
     for message in conversation.messages:
         yield message.role, message.content
         if message.extra:
-            yield from (("", one) for one in _strings(message.extra))
+            yield from (("", text) for text in _strings(message.extra))
     if conversation.tools:
-        yield from (("", one) for one in _strings(conversation.tools))
+        yield from (("", text) for text in _strings(conversation.tools))
 
 
 def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings of a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

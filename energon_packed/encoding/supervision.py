@@ -1,4 +1,7 @@
-"""Which turns of a conversation are supervised: told by the labels that training sees, never by roles."""
+"""`supervised_turns`: a conversation and its encoder -> a flag per turn, whether it has a target.
+
+The flags are computed from the labels that training uses, not from roles, so that reports show what is trained.
+"""
 
 from itertools import pairwise
 
@@ -18,12 +21,12 @@ def supervised_turns(
     """Whether each turn has a target.
 
     Args:
-        encoder: the one that the sample was packed with.
-        conversation: messages, or a document, which counts as one turn.
+        encoder: encoder that the sample was packed with.
+        conversation: messages, or a document, which counts as a single turn.
         truncate: tokens that the sample was truncated to, or None.
 
     Returns:
-        One flag a turn. None for tokens, and for a conversation that cannot be encoded.
+        A flag per turn. None for tokens, and for a conversation that cannot be encoded.
     """
     if conversation.input_ids is not None:
         return None
@@ -44,27 +47,28 @@ def _by_turn(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSa
     text = encoder.renderer.render(conversation).text
     targets = _without_image_runs(sample)
     flags = []
-    for place in _turns(encoder, encoder.renderer.held(conversation), text):
-        covered = encoder.text_tokenizer.encode([text], [[place]]).covered[: len(targets)]
+    for span in _turns(encoder, encoder.renderer.escaped(conversation), text):
+        covered = encoder.text_tokenizer.encode([text], [[span]]).covered[: len(targets)]
+        # A truncated sample has fewer targets than the text has tokens; a turn after its end has none.
         flags.append(bool((covered & targets[: len(covered)]).any()))
     return flags
 
 
 def _turns(encoder: ChatEncoder, conversation: Conversation, text: str) -> list[Span]:
-    """Characters of each turn, reasoning and calls included: from where the text of the turns before it ends."""
+    """Characters of each turn, reasoning and calls included: from the end of the turns before it."""
     messages = encoder.renderer.messages(conversation)
     starts: list[int] = []
     for turn in range(len(messages)):
         try:
-            begin = encoder.renderer.template.begin_of(turn, text, messages, conversation.tools)
+            start = encoder.renderer.template.turn_start(turn, text, messages, conversation.tools)
         except EnergonPackedError:  # the template does not render these turns alone
-            begin = turn_places(text, [message["content"] for message in messages])[turn][0]
-        starts.append(max([begin, *starts[-1:]]))
+            start = turn_places(text, [message["content"] for message in messages])[turn][0]
+        starts.append(max([start, *starts[-1:]]))
     return list(pairwise([*starts, len(text)]))
 
 
 def _without_image_runs(sample: EncodedSample) -> np.ndarray:
-    """Targets before image tokens were repeated, bool (L,): one entry for a run of image tokens."""
+    """Targets before image tokens were repeated, bool (L,): a single entry for each run of image tokens."""
     is_image = sample.input_ids == (-1 if sample.image_token_id is None else sample.image_token_id)
     repeated = is_image & np.concatenate([[False], is_image[:-1]])
     return np.asarray((sample.labels != IGNORE_INDEX)[~repeated])

@@ -1,4 +1,9 @@
-"""ChatTemplate: the tokenizer's own Jinja template, and which of the text it renders the assistant wrote."""
+"""ChatTemplate: messages -> the text that the tokenizer's Jinja template renders, and its assistant characters.
+
+Limits against hostile templates: Jinja runs in the sandbox of Transformers, with a fixed date and a limit of computing
+time (`time_limit`). Templates expect messages in different formats; which format (`_adapted`) is found by rendering
+small conversations once.
+"""
 
 import hashlib
 import json
@@ -20,29 +25,30 @@ from energon_packed.errors import ConfigError, Reason, RecordError, TemplateErro
 
 Messages = Sequence[dict[str, Any]]
 TODAY = datetime(2024, 7, 26)
-"""The template's date, fixed for reproducibility: the same data gives the same tokens on any day. Llama 3 templates
-fall back to the same one."""
+"""Date of templates, fixed for reproducibility: the same data produces the same tokens on any day. It is also the
+fallback of Llama 3 templates."""
 _DIRECTIVES = ("Y", "y", "m", "B", "b", "d", "-d", "e", "A", "a", "j", "H", "I", "M", "S", "p")
-_PROBES = (" a \n", "", "<b>&'", "Ab cD", "</think>x", "{{ 1 }}")
+_PROBES = (" a \n", "", "<b>&'", "Ab cD", "</think>x", "{{ 1 }}")  # contents that a template might change
 RESULT_TAGS = ("<tool_response>", "</tool_response>")
 RENDER_LIMIT = 10.0
-"""Seconds of computing in which a template must render one conversation."""
-_SMALL = 100_000  # characters of messages and tools that no template needs long for
-_OF_A_RECORD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
-_MOST_SKELETONS = 1024  # sequences of roles whose skeleton is held
+"""Seconds of computing time in which a template must render a conversation."""
+_SMALL = 100_000  # characters of messages and tools that a sound template renders quickly
+# Python errors of a template that gets a message it does not expect.
+_RECORD_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+_MOST_SKELETONS = 1024  # cached skeletons, by sequence of roles
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class OutOfTime(Exception):
-    """The time is over."""
+    """Raised inside a `time_limit` block when its time is over."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `OutOfTime` inside the block once it has computed for `seconds`, waiting not counted.
+    """Raise `OutOfTime` inside the block when it has computed for `seconds`, not counting time spent waiting.
 
-    It uses the virtual alarm of the process (POSIX `setitimer`), which only a main thread can, as that of a worker. In
-    other threads, and where the program has an alarm of its own, the block is not bounded.
+    Uses the virtual alarm of the process (POSIX `setitimer`), which is possible in a main thread only; workers run in
+    their main thread. In other threads, and if the program uses this alarm itself, the block has no limit.
     """
     if not _is_free():
         yield
@@ -57,21 +63,23 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def _is_free() -> bool:
+    """Whether the virtual alarm can be set here without disturbing the program."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         return False
     is_set = signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 0
     return not is_set and signal.getsignal(signal.SIGVTALRM) in (signal.SIG_DFL, signal.SIG_IGN)
 
 
-def _ring(number: int, frame: object) -> None:
+def _ring(signum: int, frame: object) -> None:
     raise OutOfTime
 
 
 class ChatTemplate:
-    """Renders messages and finds the characters that each assistant turn supervises.
+    """Renders messages and finds the supervised characters of each assistant turn.
 
-    A template with `{% generation %}` tags says itself what the assistant wrote. For any other, turn i is what follows
-    the prompt for it, up to where the text with turn i ends; `turns.py` finds both in the text of all turns.
+    A template with `{% generation %}` tags marks the text of the assistant itself. For other templates, turn i starts
+    after the generation prompt of turns 0 to i - 1 and ends at the end of turns 0 to i; `turns.py` finds both in the
+    text of all turns.
     """
 
     def __init__(self, tokenizer: TokenizerParts) -> None:
@@ -79,7 +87,7 @@ class ChatTemplate:
         self._variables = {**tokenizer.special_tokens, "date_string": TODAY.strftime("%d %b %Y")}
         self._dated = _with_fixed_date(self._template or "")
         self._added = tokenizer.added_tokens
-        # </tool_call> and </think> are added tokens of some tokenizers, but no special ones: they end no turn.
+        # In some tokenizers, </tool_call> and </think> are added but not special: they do not end a turn.
         self._special = tokenizer.special_added_tokens
         self.is_tagged = bool(self._template and _GENERATION.search(self._template))
         self._guard = None if self._template is None or self.is_tagged else content_guard(self._template)
@@ -95,12 +103,17 @@ class ChatTemplate:
         """Hex SHA-256 of the Jinja source; "" without a template."""
         return "" if self._template is None else hashlib.sha256(self._template.encode()).hexdigest()
 
-    def skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
-        """The fixed text around the contents of these roles, for messages with nothing but a role and a content that
-        `joins` lets pass.
+    def join(self, roles: tuple[str, ...], contents: Sequence[str]) -> tuple[str, list[Span]] | None:
+        """Render messages with only a role and a content without Jinja, as `render_with_spans`; None if Jinja must."""
+        skeleton = self.skeleton(roles)
+        return skeleton.join_with_spans(contents) if skeleton is not None and self.joins(contents) else None
 
-        None where the template does more than join contents, does not accept these roles, or does not determine what
-        the assistant wrote; `render` and `render_with_spans` then report the problem of each conversation.
+    def skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
+        """Return the fixed text around the contents of these roles.
+
+        It is valid for messages that have only a role and a content, if `joins` accepts the contents. None if the
+        template does more than join contents, does not accept these roles, or does not determine the text of the
+        assistant; `render` and `render_with_spans` then report the problem of each conversation.
         """
         if roles not in self._skeletons:
             if len(self._skeletons) >= _MOST_SKELETONS:
@@ -109,19 +122,19 @@ class ChatTemplate:
         return self._skeletons[roles]
 
     def joins(self, contents: Sequence[str]) -> bool:
-        """Whether the template puts these contents into a skeleton as they are."""
-        return self._joined.holds(contents)
+        """Whether the template puts these contents into a skeleton unchanged."""
+        return self._joined.accepts(contents)
 
     @cached_property
     def _joined(self) -> ContentGuard:
         guard = self._guard
         assert guard is not None, "there is no skeleton without a guard"
-        # A turn may begin as the rest of the prompt does, and is then taken for the prompt.
+        # A content that starts like the rest of the prompt would be mistaken for it when turns are located.
         rest = self._shape.prompt[len(self._shape.header) :].strip()
         return replace(guard, literals=(*guard.literals, rest)) if rest else guard
 
     def prepare(self) -> None:
-        """Find the shape of turns, which every conversation needs; forked processes inherit it."""
+        """Compute the shape of turns, which every conversation needs, so that forked processes inherit it."""
         if self._guard is not None:
             self.joins(())
 
@@ -129,18 +142,21 @@ class ChatTemplate:
         if self._guard is None or roles[0] == "assistant":
             return None
         try:
-            marked = [{"role": role, "content": marker(number)} for number, role in enumerate(roles)]
+            marked = [{"role": role, "content": marker(turn)} for turn, role in enumerate(roles)]
             skeleton = Skeleton.from_marked(*self.render_with_spans(marked), self._added)
             if skeleton is None or sorted(skeleton.order) != list(range(len(roles))):
-                return None  # a content is dropped, or repeated
+                return None  # the template drops or repeats a content
             return skeleton if self._renders_as(skeleton, roles) else None
         except (TemplateError, RecordError):
             return None
 
     def _renders_as(self, skeleton: Skeleton, roles: tuple[str, ...]) -> bool:
-        """Whether Jinja gives the same text for contents that a template might change: a test beside the proof."""
+        """Whether Jinja renders the same text for contents that a template might change.
+
+        A test in addition to the proof of `content_guard`: a wrong skeleton would change training data silently.
+        """
         for shift in range(len(_PROBES)):
-            probes = [_PROBES[(number + shift) % len(_PROBES)] for number in range(len(roles))]
+            probes = [_PROBES[(turn + shift) % len(_PROBES)] for turn in range(len(roles))]
             contents = [probe if self.joins([probe]) else "Ab cD" for probe in probes]
             messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
             if self.render(messages) != skeleton.join(contents):
@@ -148,29 +164,32 @@ class ChatTemplate:
         return True
 
     def render(self, messages: Messages, tools: Sequence[Any] | None = None, *, prompt: bool = False) -> str:
-        """The text of a conversation; with `prompt`, followed by the generation prompt.
+        """Render a conversation; with `prompt`, followed by the generation prompt.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
             RecordError: the template rejects these messages.
         """
-        return self._render(messages, tools, add_generation_prompt=prompt)[0]
+        return self._render(messages, tools, prompt=prompt)[0]
 
     def render_with_spans(self, messages: Messages, tools: Sequence[Any] | None = None) -> tuple[str, list[Span]]:
-        """The text, and the characters of each assistant turn with its end-of-turn token.
+        """Render a conversation and locate each assistant turn with its end-of-turn token.
+
+        Returns:
+            (text, characters [start, end) of the assistant).
 
         Raises:
             ConfigError: the tokenizer has no chat template.
-            RecordError: the template rejects these messages, or a turn cannot be told apart.
-            TemplateError: no turn of this template can.
+            RecordError: the template rejects these messages, or a turn cannot be located.
+            TemplateError: turns of this template can never be located.
         """
         if self.is_tagged:
-            text, tagged = self._render(messages, tools, return_assistant_tokens_mask=True)
+            text, tagged = self._render(messages, tools, tagged=True)
             return text, [self._with_end_of_turn(text, span) for span in tagged if span[1] > span[0]]
         text = self.render(messages, tools)
         finder = self._finder(text, messages, tools)
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = [span for turn in turns if (span := finder.span(turn)) is not None or self._reject(turn)]
+        spans = [finder.span(turn) or self._reject(turn) for turn in turns]
         return text, spans
 
     def _finder(self, text: str, messages: Messages, tools: Sequence[Any] | None) -> TurnFinder:
@@ -184,30 +203,31 @@ class ChatTemplate:
             return TurnShape("", "", None, self._added, self._special)
 
     def _reject(self, turn: int) -> NoReturn:
-        """The error for a turn that is not found: of the record, or of the template where it never is."""
+        """Raise the error for a turn that is not found: of the record, or of the template if it never is."""
         remedy = "use a template with {% generation %} tags"
-        if not self._tells_plain_turns:
+        if not self._finds_plain_turns:
             raise TemplateError(
-                "the text of the assistant cannot be told apart, even in a plain question and answer: the chat "
-                f"template does not begin the answer with its generation prompt; {remedy}"
+                "the chat template does not start answers with its generation prompt, so the text of the assistant "
+                f"cannot be located, not even in a plain question and answer; {remedy}"
             )
         raise RecordError(
             Reason.TURN_NOT_FOUND,
-            f"the text of turn {turn} (assistant) cannot be told apart from other turns: the chat template merges "
-            f"them, or changes their order; {remedy}, or remove the turn",
+            f"the chat template merges or reorders turn {turn} (assistant), so its text cannot be located; {remedy}, "
+            "or remove the turn",
         )
 
     @cached_property
-    def _tells_plain_turns(self) -> bool:
+    def _finds_plain_turns(self) -> bool:
+        """Whether the answer is found in a plain question and answer."""
         plain = [{"role": "user", "content": marker(0)}, {"role": "assistant", "content": marker(1)}]
         try:
             return self._finder(self.render(plain), plain, None).span(1) is not None
         except RecordError:
-            return True  # it takes no such conversation: each of the records tells
+            return True  # the template rejects this conversation, so it says nothing; each record has its own error
 
     @cached_property
     def tags_results(self) -> bool:
-        """Whether it writes `<tool_response>` around the content of a tool turn itself, as Qwen's and Hermes' do."""
+        """Whether the template itself writes `<tool_response>` around tool contents, as Qwen's and Hermes' do."""
         question, call = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         try:
             text = self.render([question, call, {"role": "tool", "content": marker(0)}])
@@ -218,31 +238,34 @@ class ChatTemplate:
     def spans_by_turn(
         self, text: str, spans: list[Span], messages: Messages, tools: Sequence[Any] | None
     ) -> dict[int, list[Span]]:
-        """The spans of each assistant turn, by its number; a tagged template may mark several in one turn, or none."""
+        """Group spans by the index of their assistant turn; a tagged template may mark several in a turn, or none."""
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         if len(spans) == len(turns):
             return {turn: [span] for turn, span in zip(turns, spans, strict=True)}
-        begins = [self.begin_of(turn, text, messages, tools) for turn in turns]
-        ends = [*begins[1:], len(text) + 1]
+        starts = [self.turn_start(turn, text, messages, tools) for turn in turns]
+        ends = [*starts[1:], len(text) + 1]
         return {
-            turn: [span for span in spans if begin <= span[0] < end]
-            for turn, begin, end in zip(turns, begins, ends, strict=True)
+            turn: [span for span in spans if start <= span[0] < end]
+            for turn, start, end in zip(turns, starts, ends, strict=True)
         }
 
-    def begin_of(self, turn: int, text: str, messages: Messages, tools: Sequence[Any] | None) -> int:
-        """Where the text of a turn begins: after the turns before it."""
-        return self._finder(text, messages, tools).begin(turn)
+    def turn_start(self, turn: int, text: str, messages: Messages, tools: Sequence[Any] | None) -> int:
+        """First character of a turn in the text: the end of the turns before it."""
+        return self._finder(text, messages, tools).turn_start(turn)
 
     def last_turn(self, text: str, spans: list[Span], messages: Messages, tools: Sequence[Any] | None) -> list[Span]:
         """The spans of the last assistant turn, of which a tagged template may mark several."""
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         if len(spans) <= 1 or len(spans) == len(turns) or not turns[-1]:
             return spans[-1:]
-        begin = self.begin_of(turns[-1], text, messages, tools)
-        return [span for span in spans if span[0] >= begin]
+        start = self.turn_start(turns[-1], text, messages, tools)
+        return [span for span in spans if span[0] >= start]
 
     def _with_end_of_turn(self, text: str, span: Span) -> Span:
-        """A tagged span with the end-of-turn token that directly follows, where the tags do not include it."""
+        """Extend a tagged span by the end-of-turn token that directly follows, if the tags do not include it.
+
+        At inference the model must generate this token, so it is supervised. A token that opens the next turn is not.
+        """
         start, end = span
         inside, (openers, usual) = text[start:end].rstrip(), self._turn_tokens
         after = end + len(text[end:]) - len(text[end:].lstrip())
@@ -266,24 +289,24 @@ class ChatTemplate:
         return openers, next((token for token in self._added if after.startswith(token)), None)
 
     def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message in the form that the template takes."""
-        if self._takes_parts:
+        """Convert a message to the format that the template expects."""
+        if self._needs_content_parts:
             message = {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if message.get("tool_calls") and self._takes_json_arguments:
+        if message.get("tool_calls") and self._needs_json_arguments:
             message = {**message, "tool_calls": [_with_json_arguments(call) for call in message["tool_calls"]]}
         return message
 
     @cached_property
-    def _takes_parts(self) -> bool:
-        """Whether it reads a content as a list of parts alone, as Idefics 3's, SmolVLM's and LLaVA-NeXT's do."""
+    def _needs_content_parts(self) -> bool:
+        """Whether a content must be a list of parts, as for Idefics 3, SmolVLM and LLaVA-NeXT."""
         question = {"role": "user", "content": marker(0)}
         return not self._shows(question) and self._shows(
             {**question, "content": [{"type": "text", "text": marker(0)}]}
         )
 
     @cached_property
-    def _takes_json_arguments(self) -> bool:
-        """Whether it writes the arguments of a call only as a JSON string, as DeepSeek-V3's does."""
+    def _needs_json_arguments(self) -> bool:
+        """Whether the arguments of a tool call must be a JSON string, as for DeepSeek-V3."""
         call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": {"x": marker(0)}}}
         question, turn = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         return not self._shows(question, {**turn, "tool_calls": [call]}) and self._shows(
@@ -291,16 +314,21 @@ class ChatTemplate:
         )
 
     def _shows(self, *messages: dict[str, Any]) -> bool:
-        """Whether `marker(0)` is in the text of these messages."""
+        """Whether `marker(0)` is in the text of these messages, rendered without `_adapted`."""
         try:
             return marker(0) in self._rendered(messages, None)[0]
         except RecordError:
             return False
 
-    def _render(self, messages: Messages, tools: Sequence[Any] | None, **options: Any) -> tuple[str, list[Span]]:
-        return self._rendered([self._adapted(message) for message in messages], tools, **options)
+    def _render(
+        self, messages: Messages, tools: Sequence[Any] | None, *, prompt: bool = False, tagged: bool = False
+    ) -> tuple[str, list[Span]]:
+        """(text, spans inside of `{% generation %}` tags if `tagged`)."""
+        return self._rendered([self._adapted(message) for message in messages], tools, prompt=prompt, tagged=tagged)
 
-    def _rendered(self, messages: Messages, tools: Sequence[Any] | None, **options: Any) -> tuple[str, list[Span]]:
+    def _rendered(
+        self, messages: Messages, tools: Sequence[Any] | None, *, prompt: bool = False, tagged: bool = False
+    ) -> tuple[str, list[Span]]:
         if self._template is None:
             raise ConfigError("the tokenizer has no chat template; use one with a chat_template, or `text` records")
         from jinja2.exceptions import TemplateError as JinjaError
@@ -313,7 +341,8 @@ class ChatTemplate:
                     conversations=[list(messages)],
                     tools=list(tools) if tools else None,
                     chat_template=self._dated,
-                    **options,
+                    add_generation_prompt=prompt,
+                    return_assistant_tokens_mask=tagged,
                     **self._variables,
                 )
         except OutOfTime:
@@ -322,17 +351,17 @@ class ChatTemplate:
             raise TemplateError(
                 f"the chat template is not valid Jinja: {error}; fix it in the tokenizer folder"
             ) from error
-        except (UndefinedError, *_OF_A_RECORD) as error:
+        except (UndefinedError, *_RECORD_ERRORS) as error:
             detail = str(error) or type(error).__name__
             raise RecordError(Reason.MISSING_FIELD, f"the chat template cannot render it: {detail}") from error
-        except JinjaError as error:  # what `raise_exception` in a template raises
+        except JinjaError as error:  # raised by `raise_exception` in a template
             roles = " ".join(message["role"] for message in messages)
             raise RecordError(Reason.BAD_ROLE, f"the chat template rejects the turns {roles}: {error}") from error
         return texts[0], [tuple(span) for span in spans[0]] if spans else []
 
 
 def _out_of_time(size: int) -> TemplateError | RecordError:
-    """The error for a template that did not finish: its own, where the conversation is small."""
+    """Error for a template that did not finish: of the template if the conversation is small, else of the record."""
     if size < _SMALL:
         return TemplateError(
             f"the chat template did not finish rendering a conversation of {size:,} characters in {RENDER_LIMIT:g} "
@@ -351,11 +380,11 @@ def _with_json_arguments(call: Any) -> Any:
 
 
 def _with_fixed_date(source: str) -> str:
-    """The template with a `strftime_now` that always returns `TODAY`.
+    """Add a macro `strftime_now` to a template that always returns `TODAY`.
 
-    Transformers gives templates a clock of that name; a macro of the template itself has precedence over it.
+    Transformers passes a function of that name to templates; a macro of the template itself has precedence over it.
     """
     if "strftime_now" not in source:
         return source
-    filters = "".join(f" | replace('%{one}', '{TODAY.strftime('%' + one)}')" for one in _DIRECTIVES)
+    filters = "".join(f" | replace('%{code}', '{TODAY.strftime('%' + code)}')" for code in _DIRECTIVES)
     return "{%- macro strftime_now(format) -%}{{- format" + filters + " -}}{%- endmacro -%}" + source

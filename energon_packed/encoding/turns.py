@@ -1,9 +1,13 @@
-"""Where the turns of a conversation stand in its rendered text, found by markers in the contents of all of it.
+"""TurnFinder: rendered text and its messages -> the characters of each turn, found by prefixes, else by markers.
 
-Prefixes of a conversation tell where a turn begins and ends only for templates that never look ahead. Those of
-reasoning models do: Qwen3 writes an empty `<think>` block in the last turn alone, and forgets the reasoning of turns
-before the last question. For them, the conversation is rendered once more with two private-use characters in each
-content. The rendering counts only if it is the same text without these characters:
+    TurnShape        text that the template writes around answers, found once with two questions and answers
+    TurnFinder       characters of a turn: the rendered turns before it are usually a prefix of the text
+    content_places   characters of all contents, found with markers; used if prefixes do not help
+
+Prefixes locate turns only for templates that never look ahead. Templates of reasoning models do: Qwen3 writes an empty
+`<think>` block only in the last turn, and drops the reasoning of turns before the last question. For them, the
+conversation is rendered again with two private-use characters in each content. The result is used only if it is the
+same text without these characters:
 
     text      ..user\n Hi <|im_end|>\n<|im_start|>assistant\n Hello. <|im_end|>\n<|im_start|>user\n ..
     marked    ..user\n[Hi]<|im_end|>\n<|im_start|>assistant\n[Hello.]<|im_end|>\n<|im_start|>user\n[..
@@ -30,15 +34,15 @@ Render = Callable[[Messages, bool], str]
 
 @dataclass(frozen=True, slots=True)
 class TurnShape:
-    """What a template writes around the text of the assistant.
+    """Text that a template writes around the text of the assistant.
 
     Attributes:
-        prompt: the generation prompt: what the model sees last at inference.
-        header: the part of it that earlier turns begin with too. Qwen3.5's prompt opens a `<think>` block, and no turn
-            before the last question has one.
-        end: the token after the last turn; None where there is none, as in GLM-4.5.
+        prompt: the generation prompt, which is the end of the model's input at inference.
+        header: the first part of the prompt, with which earlier turns start too. Qwen3.5's prompt opens a `<think>`
+            block, which turns before the last question do not have.
+        end: the token after the last turn; None without such a token, as in GLM-4.5.
         added: added tokens, the longest first.
-        special: the special ones of them.
+        special: added tokens that are special, the longest first.
     """
 
     prompt: str
@@ -49,39 +53,42 @@ class TurnShape:
 
     @classmethod
     def of(cls, render: Render, added: tuple[str, ...], special: tuple[str, ...]) -> "TurnShape":
-        """The shape of a template, as two plain questions and answers show it.
+        """Compute the shape of a template from two plain questions and answers.
 
         Raises:
             RecordError: the template does not render them.
         """
-        talk = [{"role": ("user", "assistant")[turn % 2], "content": marker(turn)} for turn in range(4)]
-        after = render(talk[:2], False).partition(marker(1))[2].lstrip()
+        turns = [{"role": ("user", "assistant")[turn % 2], "content": marker(turn)} for turn in range(4)]
+        after = render(turns[:2], False).partition(marker(1))[2].lstrip()
         end = next((token for token in added if after.startswith(token)), None)
-        asked, text = render(talk[:1], True), render(talk, False)
-        prompt = asked[_common(asked, render(talk[:1], False)) :]
+        asked, text = render(turns[:1], True), render(turns, False)
+        prompt = asked[_common(asked, render(turns[:1], False)) :]
+        # The header is the part of the prompt that is before both answers in the text of all turns.
         size = len(prompt)
-        for before in (asked, render(talk[:3], True)):
+        for before in (asked, render(turns[:3], True)):
             size = min(size, max(0, _common(text, before) - (len(before) - len(prompt))))
         return cls(prompt, prompt[:size], end, added, special)
 
     @property
     def opener(self) -> str | None:
-        """The special token that the generation prompt begins with."""
+        """The special token at the start of the generation prompt, or None."""
         return next((token for token in self.special if self.prompt.startswith(token)), None)
 
     def after_prompt(self, text: str, start: int) -> int | None:
-        """Where the prompt that begins at `start` ends; None where there is none."""
+        """End of the prompt or header at `start`; None if the text has neither there."""
         return next((start + len(head) for head in self.heads if text.startswith(head, start)), None)
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """What a turn may begin with, the longest first: the prompt, the header, or the first line of it."""
+        """Possible starts of a turn, the longest first: the prompt, the header, or the first line of the header."""
         line = self.header[: self.header.find("\n") + 1]
         return tuple(head for head in dict.fromkeys((self.prompt, self.header, line)) if head)
 
     def end_before(self, text: str, start: int, until: int) -> int | None:
-        """Where the turn that begins at `start` ends, of the text up to the next content: after the token that the
-        model stops with. None where no token tells it."""
+        """End of the turn that starts at `start`: after the token that the model stops with; None if there is none.
+
+        Only the text up to `until`, the next content, is searched.
+        """
         if self.end and (at := text.rfind(self.end, start, until)) >= 0:
             return at + len(self.end)
         if self.opener and (at := text.rfind(self.opener, start, until)) >= 0:
@@ -92,7 +99,7 @@ class TurnShape:
         return last[0] + len(last[1]) if last[0] >= 0 else None
 
     def with_stop(self, text: str, end: int) -> int:
-        """Where a turn without a token of its own ends: GLM-4.5 stops with the opener of the next turn."""
+        """End of a turn in a template without an end-of-turn token: GLM-4.5 stops with the opener of the next turn."""
         if self.end is not None:
             return end
         follows = next((token for token in self.special if text.startswith(token, end)), "")
@@ -100,7 +107,14 @@ class TurnShape:
 
 
 class TurnFinder:
-    """Finds the turns of one rendered conversation."""
+    """Finds the turns of a rendered conversation.
+
+    Args:
+        text: the rendered conversation.
+        messages: its messages, with string contents.
+        render: renders other messages with the same template and tools.
+        shape: shape of turns of the template.
+    """
 
     def __init__(self, text: str, messages: Messages, render: Render, shape: TurnShape) -> None:
         self._text = text
@@ -109,22 +123,23 @@ class TurnFinder:
         self._shape = shape
 
     def span(self, turn: int) -> Span | None:
-        """Characters that the model generates as this assistant turn; None where that cannot be told."""
+        """Characters that the model generates as this assistant turn; None if they cannot be located."""
         start = self._start(turn)
         end = None if start is None else self._end(turn, start)
         if start is None or end is None:
             return None
+        # The span must contain the answer: Gemma 4 writes the content of a turn with a call after the call's result.
+        # An answer may start like the prompt (<think>), so the prompt is included.
         answer = self._messages[turn]["content"].rpartition("</think>")[2]
-        written = self._text[max(0, start - len(self._shape.prompt)) : end]  # it may begin as the prompt does: <think>
-        # Gemma 4 writes what a call is announced with after the result of the call.
-        told = answer.strip() in written or "".join(answer.split()) in "".join(written.split())
-        return (start, end) if told else None
+        written = self._text[max(0, start - len(self._shape.prompt)) : end]
+        is_there = answer.strip() in written or "".join(answer.split()) in "".join(written.split())
+        return (start, end) if is_there else None
 
-    def begin(self, turn: int) -> int:
-        """Where the text of any turn begins: after the turns before it.
+    def turn_start(self, turn: int) -> int:
+        """First character of any turn: the end of the turns before it.
 
         Raises:
-            RecordError: the template does not render the turns before it alone, and markers do not tell.
+            RecordError: the template does not render the turns before it alone, and markers do not help.
         """
         if not turn:
             return 0
@@ -134,34 +149,36 @@ class TurnFinder:
         before = self.span(turn - 1) if answered else self._places.get(turn - 1)
         if before is not None:
             return before[1]
+        # The last resort: the first character that differs from the text of the turns before.
         earlier = self._render(self._messages[:turn], False)
         differs = (i for i, (a, b) in enumerate(zip(self._text, earlier, strict=False)) if a != b)
         return next(differs, min(len(earlier), len(self._text)))
 
     def _start(self, turn: int) -> int | None:
-        """After the prompt for this turn: the one of the text before it, or the next after the content before it."""
+        """End of the prompt for this turn: of the rendered turns before it, else the next prompt after them."""
         shape = self._shape
         if turn:
             asked = self._prefix(turn, ask=True)
             if asked is not None and self._text.startswith(asked):
-                # Gemma 4 asks for no turn after a result, and begins it all the same.
+                # Gemma 4 writes no generation prompt after a tool result, but starts the turn with it.
                 again = None if asked.endswith(shape.prompt) else shape.after_prompt(self._text, len(asked))
                 return again or len(asked)
+            # The prompt of an earlier turn may be shortened to its header, as in Qwen3.5.
             if asked is not None and asked.endswith(shape.prompt):
                 size = len(asked) - len(shape.prompt)
                 if self._text.startswith(asked[:size]):
                     return shape.after_prompt(self._text, size)
             if turn - 1 not in self._places:
                 return None
-        begin = self._places[turn - 1][1] if turn else 0
-        at = self._text.find(shape.heads[-1], begin) if shape.header else -1
+        after = self._places[turn - 1][1] if turn else 0
+        at = self._text.find(shape.heads[-1], after) if shape.header else -1
         return None if at < 0 else shape.after_prompt(self._text, at)
 
     def _end(self, turn: int, start: int) -> int | None:
         last = turn == len(self._messages) - 1
         until = self._text if last else self._earlier(turn + 1, ask=False)
         if until is not None and len(until) >= start:
-            # White space after the end-of-turn token is the template's, not a target.
+            # White space after the end-of-turn token belongs to the template and is not a target.
             trimmed = until.rstrip()
             ended = len(trimmed) > start and trimmed.endswith(self._shape.added)
             return self._shape.with_stop(self._text, len(trimmed) if ended else len(until))
@@ -169,14 +186,14 @@ class TurnFinder:
         return None if place is None or place[0] < start else self._shape.end_before(self._text, start, place[0])
 
     def _earlier(self, turn: int, *, ask: bool) -> str | None:
-        """The text of the turns before, where the text of all turns begins with it."""
+        """Rendered text of the turns before `turn` if the text of all turns starts with it, else None."""
         earlier = self._prefix(turn, ask=ask)
         return earlier if earlier is not None and self._text.startswith(earlier) else None
 
     def _prefix(self, turn: int, *, ask: bool) -> str | None:
         try:
             return self._render(self._messages[:turn], ask)
-        except RecordError:  # the template refuses them alone: Qwen3.5 wants a question
+        except RecordError:  # the template rejects these turns alone: Qwen3.5 requires a question
             return None
 
     @cached_property
@@ -184,24 +201,27 @@ class TurnFinder:
         return content_places(self._text, self._messages, lambda messages: self._render(messages, False))
 
 
-def _common(one: str, other: str) -> int:
-    """Length of the common prefix, back to the end of a line or tag where it ends inside of one."""
-    size = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    if size == min(len(one), len(other)):
+def _common(left: str, right: str) -> int:
+    """Length of the common prefix, shortened to the end of a line or tag if it ends inside of a line or tag."""
+    shorter = min(len(left), len(right))
+    size = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), shorter)
+    if size == shorter:
         return size
-    return max((match.end() for match in _BOUNDARY.finditer(one, 0, size)), default=0)
+    return max((match.end() for match in _BOUNDARY.finditer(left, 0, size)), default=0)
 
 
 def content_places(text: str, messages: Messages, render: Callable[[Messages], str]) -> dict[int, Span]:
-    """Characters [start, end) of the contents in a rendered conversation, by turn.
+    """Find the characters [start, end) of the contents in a rendered conversation, by turn.
 
-    A content that is dropped, repeated, or that the template looks into is not among them.
+    Contents that the template drops, repeats or searches are left out.
 
     Args:
         text: the rendered conversation.
-        messages: with string contents.
-        render: the template.
+        messages: its messages, with string contents.
+        render: renders messages by the template.
     """
+    # Markers in all contents are best. If they change the text (a template searches answers for `</think>`), mark only
+    # the other contents, at last in their middle.
     others = {turn for turn, message in enumerate(messages) if message["role"] != "assistant"}
     for turns, inside in ((set(range(len(messages))), False), (others, False), (others, True)):
         places = _marked_places(text, messages, render, turns, inside=inside)
@@ -213,16 +233,17 @@ def content_places(text: str, messages: Messages, render: Callable[[Messages], s
 def _marked_places(
     text: str, messages: Messages, render: Callable[[Messages], str], turns: set[int], *, inside: bool
 ) -> dict[int, Span] | None:
-    """None where the template gives another text for contents with markers.
+    """Find contents with markers around them; None if the template renders another text for marked contents.
 
-    With `inside`, markers are put into the middle of contents: a template may look at how they begin and end.
+    With `inside`, markers are in the middle of contents, because a template may search their start and end.
     """
+    # A range of private-use characters that is not in the text: two characters for each turn.
     first = next(base for base in count(_FIRST, _STEP) if not re.search(_class(base), text))
     marked, cuts = [dict(message) for message in messages], {}
     for turn in sorted(turns)[: _STEP // 2]:
         content = messages[turn]["content"]
         if not content.strip() and messages[turn]["role"] == "assistant":
-            continue  # beside a tool call; templates write a line break after any content
+            continue  # an empty content next to a tool call: templates write a line break after a non-empty content
         size = len(content.rstrip())
         start = min(len(content) - len(content.lstrip()), size)
         left, right = ((start + size) // 2,) * 2 if inside else (start, size)
@@ -235,16 +256,17 @@ def _marked_places(
         return None
     if re.sub(_class(first), "", again) != text:
         return None
-    found: dict[int, list[int]] = {}
-    for number, match in enumerate(re.finditer(_class(first), again)):
-        found.setdefault(ord(match[0]) - first, []).append(match.start() - number)
+    at: dict[int, list[int]] = {}  # positions of each marker in the text without markers
+    for earlier, match in enumerate(re.finditer(_class(first), again)):
+        at.setdefault(ord(match[0]) - first, []).append(match.start() - earlier)
     places = {}
     for turn, (before, after) in cuts.items():
-        starts, ends = found.get(2 * turn, []), found.get(2 * turn + 1, [])
+        starts, ends = at.get(2 * turn, []), at.get(2 * turn + 1, [])
         if len(starts) == len(ends) == 1 and text.endswith(before, 0, starts[0]) and text.startswith(after, ends[0]):
             places[turn] = (starts[0] - len(before), ends[0] + len(after))
     return places
 
 
 def _class(first: int) -> str:
+    """Regular expression of the marker characters that start at `first`."""
     return f"[{chr(first)}-{chr(first + _STEP - 1)}]"

@@ -1,7 +1,8 @@
-"""Packing planner: assigns samples to rows. Works on arrays only; no file I/O, no torch.
+"""Packing planner: sample lengths -> a PackPlan, which samples share a row. Arrays only: no file I/O, no torch.
 
-lengths (n,) ──► algorithm ──► Placement(order, pack_at) ──► PackPlan(indices (n,), offsets (P+1,))
-costs (P,) ──► balance ──► rows of each step and rank
+planner.py   lengths (n,) ──► algorithm ──► Placement(order, pack_at) ──► PackPlan(indices (n,), offsets (P+1,))
+kernels.py   the algorithms, compiled with Numba
+balance.py   costs of rows (P,) ──► rows of each step and rank
 """
 
 from energon_packed.packing.balance import CostModel, RowSizes

@@ -1,26 +1,23 @@
-"""Packing loops, compiled with Numba.
+"""Packing algorithms: sample lengths -> Placement (the pack of each sample), compiled with Numba.
 
-A kernel receives only the lengths of the samples in placement order, so its memory access is sequential regardless of
-the sample numbers:
+The algorithms that `pack_lengths` selects by name are at the end. They sort the samples and call a kernel with
+the lengths in placement order, so that memory access is sequential:
 
     placed       int32 (m,)   lengths in placement order, 1 <= length <= capacity
-    capacity     int          tokens that fit in one pack
-    max_samples  int          samples that fit in one pack
-    pack_at      int32 (m,)   pack number of each placed sample
-
-Best fit keeps one list of open packs per amount of free space and finds the smallest sufficient amount with a bitset.
+    capacity     int          tokens that fit in a pack
+    max_samples  int          samples that fit in a pack
+    pack_at      int32 (m,)   pack index of each placed sample
 
 Source of the heuristics: D. S. Johnson et al., "Worst-Case Performance Bounds for Simple One-Dimensional Packing
 Algorithms", SIAM J. Comput. 3(4), 1974.
 
-Integer set as a 64-ary tree of bit words, compiled with Numba. Finds the next key in a few steps.
+Best fit has a list of open packs per amount of free space and finds the smallest sufficient amount with a bitset: a
+64-ary tree of bit words that finds the next key in a few steps.
 
-    words   uint64 (levels[-1],)   level 0 has one bit per key, level k + 1 one bit per word of level k
+    words   uint64 (levels[-1],)   level 0 has a bit per key, level k + 1 a bit per word of level k
     levels  int64 (L+1,)           index of the first word of each level, then the number of words
 
-262,144 keys take three levels. `bitset_add` and `bitset_remove` modify `words` in place.
-
-Packing algorithms that `pack_lengths` selects by name.
+Three levels are enough for 262,144 keys. `bitset_add` and `bitset_remove` modify `words` in place.
 """
 
 import numpy as np
@@ -28,10 +25,7 @@ import numpy.typing as npt
 from numba.cpython.unsafe.numbers import trailing_zeros
 
 from energon_packed.compiled import compiled
-from energon_packed.packing import kernels
-from energon_packed.packing.planner import Algorithm, Placement
-
-Int64 = npt.NDArray[np.int64]
+from energon_packed.packing.planner import Algorithm, Int32, Int64, Placement
 
 
 @compiled
@@ -92,19 +86,16 @@ def bitset_next(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
     return -1
 
 
-Int32 = npt.NDArray[np.int32]
-
-
 @compiled
 def descending_order(lengths: Int32, top: int) -> tuple[Int32, Int32]:
-    """Counting sort by descending length; equal lengths stay in ascending order of sample number.
+    """Sort samples by descending length (counting sort); equal lengths stay in ascending order of index.
 
     Args:
         lengths: int32 (n,), each >= 1; samples longer than `top` are skipped.
         top: maximum length to keep.
 
     Returns:
-        Sample numbers, int32 (m,), and their lengths, int32 (m,).
+        Sample indices, int32 (m,), and their lengths, int32 (m,).
     """
     starts = np.zeros(top + 2, dtype=np.int64)
     for length in lengths:
@@ -121,35 +112,35 @@ def descending_order(lengths: Int32, top: int) -> tuple[Int32, Int32]:
         if length <= top:
             order[starts[length]] = sample
             starts[length] += 1
-    add_location = np.empty(kept, dtype=np.int32)
+    placed = np.empty(kept, dtype=np.int32)
     start = 0
     for length in range(top, -1, -1):
-        add_location[start : starts[length]] = length
+        placed[start : starts[length]] = length
         start = starts[length]
-    return order, add_location
+    return order, placed
 
 
 @compiled
-def best_fit(add_location: Int32, closes: Int64, capacity: int, max_samples: int) -> tuple[Int32, int]:
+def best_fit(placed: Int32, closes: Int64, capacity: int, max_samples: int) -> tuple[Int32, int]:
     """Place each sample in the open pack with the least sufficient free space.
 
     All packs are closed before each position in `closes`, int64 (w,), ascending.
 
-    Equal lengths that follow one another need few searches: a pack that takes one of them and has room for the next
-    is the best fit for that one too, as any fuller pack with that room would have been chosen before it. For the same
-    reason the packs with the chosen amount of free space come before all others, until there are none.
+    Consecutive equal lengths need few searches. A pack that got the first of them and has room for the next is the
+    best fit for the next too, because any fuller pack with that room would have been chosen before. For the same
+    reason, packs with the chosen amount of free space are used until there are none left.
     """
-    pack_at = np.empty(add_location.size, dtype=np.int32)
+    pack_at = np.empty(placed.size, dtype=np.int32)
     levels = bitset_levels(capacity + 1)
     words = np.zeros(levels[-1], dtype=np.uint64)
     head = np.full(capacity + 1, -1, dtype=np.int32)  # free space -> first open pack with that amount
-    below = np.empty(add_location.size, dtype=np.int32)  # open pack -> next pack with the same free space
-    is_limited = max_samples < add_location.size
-    samples = np.zeros(add_location.size if is_limited else 0, dtype=np.int32)
+    below = np.empty(placed.size, dtype=np.int32)  # open pack -> next pack with the same free space
+    is_limited = max_samples < placed.size
+    samples = np.zeros(placed.size if is_limited else 0, dtype=np.int32)
     packs = 0
     window = 0
     place = 0
-    while place < add_location.size:
+    while place < placed.size:
         if window < closes.size and place == closes[window]:
             window += 1
             space = bitset_next(words, levels, 0)
@@ -157,10 +148,10 @@ def best_fit(add_location: Int32, closes: Int64, capacity: int, max_samples: int
                 bitset_remove(words, levels, space)
                 head[space] = -1
                 space = bitset_next(words, levels, space)
-        length = add_location[place]
-        end = closes[window] if window < closes.size else add_location.size
+        length = placed[place]
+        end = closes[window] if window < closes.size else placed.size
         fit = bitset_next(words, levels, length)
-        while place < end and add_location[place] == length:
+        while place < end and placed[place] == length:
             if fit >= 0 and head[fit] < 0:
                 fit = bitset_next(words, levels, length)
             if fit < 0:
@@ -179,7 +170,7 @@ def best_fit(add_location: Int32, closes: Int64, capacity: int, max_samples: int
                 place += 1
                 space -= length
                 room -= 1
-                if space < length or room == 0 or place == end or add_location[place] != length:
+                if space < length or room == 0 or place == end or placed[place] != length:
                     break
             if is_limited:
                 samples[pack] = max_samples - room
@@ -192,17 +183,17 @@ def best_fit(add_location: Int32, closes: Int64, capacity: int, max_samples: int
 
 
 @compiled
-def first_fit(add_location: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
+def first_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
     """Place each sample in the oldest pack with enough free space, found with a max-tree over packs."""
-    pack_at = np.empty(add_location.size, dtype=np.int32)
-    samples = np.zeros(add_location.size, dtype=np.int32)
+    pack_at = np.empty(placed.size, dtype=np.int32)
+    samples = np.zeros(placed.size, dtype=np.int32)
     leaves = 1
-    while leaves < add_location.size:
+    while leaves < placed.size:
         leaves *= 2
     tree = np.full(2 * leaves, capacity, dtype=np.int32)  # maximum free space in each subtree
     packs = 0
-    for place in range(add_location.size):
-        length = add_location[place]
+    for place in range(placed.size):
+        length = placed[place]
         node = 1
         while node < leaves:
             node *= 2
@@ -212,7 +203,7 @@ def first_fit(add_location: Int32, capacity: int, max_samples: int) -> tuple[Int
         packs = max(packs, pack + 1)
         pack_at[place] = pack
         samples[pack] += 1
-        tree[node] = tree[node] - length if samples[pack] < max_samples else 0
+        tree[node] = tree[node] - length if samples[pack] < max_samples else 0  # 0: a pack with all samples is full
         node //= 2
         while node >= 1:
             tree[node] = max(tree[2 * node], tree[2 * node + 1])
@@ -221,14 +212,14 @@ def first_fit(add_location: Int32, capacity: int, max_samples: int) -> tuple[Int
 
 
 @compiled
-def next_fit(add_location: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
+def next_fit(placed: Int32, capacity: int, max_samples: int) -> tuple[Int32, int]:
     """Place each sample in the current pack or open a new one, in input order."""
-    pack_at = np.empty(add_location.size, dtype=np.int32)
+    pack_at = np.empty(placed.size, dtype=np.int32)
     packs = 0
     space = 0
     room = 0
-    for place in range(add_location.size):
-        length = add_location[place]
+    for place in range(placed.size):
+        length = placed[place]
         if space < length or room == 0:
             packs += 1
             space = capacity
@@ -241,7 +232,7 @@ def next_fit(add_location: Int32, capacity: int, max_samples: int) -> tuple[Int3
 
 @compiled
 def group_by_pack(order: Int32, pack_at: Int32, packs: int) -> tuple[Int64, Int64]:
-    """Group sample numbers by pack, in placement order: (indices int64 (m,), offsets int64 (P+1,))."""
+    """Group sample indices by pack, in placement order: (indices int64 (m,), offsets int64 (P+1,))."""
     offsets = np.zeros(packs + 1, dtype=np.int64)
     for pack in pack_at:
         offsets[pack + 1] += 1
@@ -258,20 +249,20 @@ def group_by_pack(order: Int32, pack_at: Int32, packs: int) -> tuple[Int64, Int6
 
 def best_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
     """Longest sample first, each into the fullest pack with enough free space."""
-    order, add_location = kernels.descending_order(lengths, capacity)
-    return Placement(order, *kernels.best_fit(add_location, np.zeros(0, dtype=np.int64), capacity, max_samples))
+    order, placed = descending_order(lengths, capacity)
+    return Placement(order, *best_fit(placed, np.zeros(0, dtype=np.int64), capacity, max_samples))
 
 
 def first_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
     """Longest sample first, each into the oldest pack with enough free space."""
-    order, add_location = kernels.descending_order(lengths, capacity)
-    return Placement(order, *kernels.first_fit(add_location, capacity, max_samples))
+    order, placed = descending_order(lengths, capacity)
+    return Placement(order, *first_fit(placed, capacity, max_samples))
 
 
 def sequential(lengths: Int32, capacity: int, max_samples: int) -> Placement:
     """Keep the input order and open a new pack when the next sample does not fit."""
     order = np.flatnonzero(lengths <= capacity).astype(np.int32)
-    return Placement(order, *kernels.next_fit(lengths[order], capacity, max_samples))
+    return Placement(order, *next_fit(lengths[order], capacity, max_samples))
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -285,10 +276,10 @@ def windowed(window: int) -> Algorithm:
     """Best fit decreasing within consecutive windows of `window` samples; no pack spans two windows."""
 
     def place(lengths: Int32, capacity: int, max_samples: int) -> Placement:
-        rows = np.flatnonzero(lengths <= capacity)
-        number = rows // window
-        order = rows[np.lexsort((-lengths[rows], number))].astype(np.int32)
-        closes = np.flatnonzero(np.diff(number)) + 1
-        return Placement(order, *kernels.best_fit(lengths[order], closes, capacity, max_samples))
+        samples = np.flatnonzero(lengths <= capacity)
+        windows = samples // window
+        order = samples[np.lexsort((-lengths[samples], windows))].astype(np.int32)
+        closes = np.flatnonzero(np.diff(windows)) + 1
+        return Placement(order, *best_fit(lengths[order], closes, capacity, max_samples))
 
     return place

@@ -1,6 +1,6 @@
-"""`pack_lengths`: validates the input, selects an algorithm by name and returns a PackPlan.
+"""`pack_lengths`: sample lengths, row capacity and the name of an algorithm -> PackPlan.
 
-Numba and the kernels are imported by the first plan, so that validating an algorithm name stays cheap.
+Numba and the kernels are imported by the first plan, so that checking the name of an algorithm stays cheap.
 """
 
 import re
@@ -14,24 +14,24 @@ import numpy.typing as npt
 from energon_packed.errors import ConfigError
 
 Int32 = npt.NDArray[np.int32]
-_MOST_SAMPLES = 2**31 - 1
-_LARGE = 1 << 20  # tokens; kernels take about eight bytes for each token of the capacity
+Int64 = npt.NDArray[np.int64]
+_MOST_SAMPLES = _MOST_TOKENS = 2**31 - 1  # int32, which the kernels use
+_LARGE = 1 << 20  # tokens; kernels need about eight bytes for each token of the capacity
 _ALGORITHMS = ("bfd", "ffd", "sequential")
 _WINDOW = re.compile(r"window_([1-9][0-9]*)")
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackPlan:
     """Assignment of samples to packs.
 
-    Iterating gives one index array per pack:
+    Iterating yields an index array per pack:
 
         for rows in plan:              # int64 (samples in this pack,)
             assert lengths[rows].sum() <= plan.capacity
 
     Attributes:
-        indices: int64 (n,), sample numbers grouped by pack.
+        indices: int64 (n,), sample indices grouped by pack.
         offsets: int64 (P+1,), pack p is `indices[offsets[p]:offsets[p + 1]]`.
         overlong: int64 (k,), samples longer than `capacity`, in ascending order; not in any pack.
         tokens: real tokens in all packs, without padding from `multiple`.
@@ -59,7 +59,7 @@ class PackPlan:
         return self.num_packs
 
     def __getitem__(self, pack: int) -> Int64:
-        """Sample numbers of one pack, int64 (samples,). Negative indices count from the end."""
+        """Sample indices of a pack, int64 (samples,). Negative pack indices count from the end."""
         count = self.num_packs
         if not -count <= pack < count:
             raise IndexError(f"pack {pack} is out of range for a plan of {count} packs")
@@ -71,7 +71,7 @@ class PackPlan:
             yield self[pack]
 
     def reordered(self, order: Int64) -> "PackPlan":
-        """The same packs in another order.
+        """Return the same packs in another order.
 
         Args:
             order: int64 (P,), a permutation; new pack p is old pack `order[p]`.
@@ -94,8 +94,8 @@ class Placement(NamedTuple):
     """Samples in placement order.
 
     Attributes:
-        order: int32 (m,), sample numbers; samples longer than the capacity are excluded.
-        pack_at: int32 (m,), pack number of each sample.
+        order: int32 (m,), sample indices; samples longer than the capacity are excluded.
+        pack_at: int32 (m,), pack index of each sample.
         packs: number of packs.
     """
 
@@ -136,13 +136,13 @@ def pack_lengths(
 
     Raises:
         ConfigError: an argument is out of range, or the algorithm is unknown (the message lists the valid names).
-        ValueError: `lengths` is not a one-dimensional array of integers >= 1.
+        ValueError: `lengths` is not an array of integers >= 1 with one dimension.
     """
     for name, value in (("capacity", capacity), ("multiple", multiple), ("max_samples", max_samples)):
         if value is not None and (not isinstance(value, int | np.integer) or value < 1):
-            raise ConfigError(f"`{name}` is {value!r}; it must be an integer >= 1")
-    if capacity > np.iinfo(np.int32).max:
-        raise ConfigError(f"`capacity` is {capacity}; it must be at most {np.iinfo(np.int32).max} (int32)")
+            raise ConfigError(f"`{name}` must be an integer >= 1, got {value!r}.")
+    if capacity > _MOST_TOKENS:
+        raise ConfigError(f"`capacity` must be at most {_MOST_TOKENS} (int32), got {capacity}.")
     check_algorithm(algorithm)
     from energon_packed.packing.kernels import group_by_pack
 
@@ -150,9 +150,9 @@ def pack_lengths(
     cost = array
     usable = int(capacity) // multiple * multiple
     if multiple > 1:
-        cost = ((array.astype(np.int64) + multiple - 1) // multiple * multiple).clip(max=2**31 - 1).astype(np.int32)
+        cost = ((array.astype(np.int64) + multiple - 1) // multiple * multiple).clip(max=_MOST_TOKENS).astype(np.int32)
     space = usable
-    if usable > _LARGE:  # one pack never holds more than all that fits, and the plan is the same
+    if usable > _LARGE:  # the memory of kernels grows with the capacity; no pack can be larger than all samples
         space = min(usable, max(int(cost[cost <= usable].sum(dtype=np.int64)), 1))
     placement = _algorithm(algorithm)(cost, space, max_samples or len(array) or 1)
     indices, offsets = group_by_pack(*placement)
@@ -189,6 +189,7 @@ def _algorithm(name: str) -> Algorithm:
     from energon_packed.packing import kernels
 
     if match := _WINDOW.fullmatch(name):
+        # Compared as strings: Python limits the digits of an integer, and no plan needs a larger window.
         return kernels.windowed(int(min(match.group(1), str(_MOST_SAMPLES), key=lambda text: (len(text), text))))
     return kernels.ALGORITHMS[name]
 
@@ -196,18 +197,16 @@ def _algorithm(name: str) -> Algorithm:
 def _checked_lengths(lengths: npt.ArrayLike) -> Int32:
     array = np.asarray(lengths)
     if array.ndim != 1:
-        raise ValueError(f"`lengths` has shape {array.shape}; it must have one dimension")
+        raise ValueError(f"`lengths` must have one dimension, got shape {array.shape}.")
     if array.size == 0:
         return np.zeros(0, dtype=np.int32)
     if len(array) > _MOST_SAMPLES:
-        raise ValueError(f"`lengths` has {len(array)} entries, more than {_MOST_SAMPLES}; plan them in several parts")
+        raise ValueError(f"`lengths` must have at most {_MOST_SAMPLES} entries, got {len(array)}. Plan slices.")
     if array.dtype.kind not in "iu":
-        raise ValueError(f"`lengths` has dtype {array.dtype}; it must be integer, use .astype(numpy.int32)")
+        raise ValueError(f"`lengths` must be integers, got {array.dtype}.")
     shortest, longest = int(array.min()), int(array.max())
     if shortest < 1:
-        where = int(np.argmin(array))
-        raise ValueError(f"`lengths[{where}]` is {shortest}; it must be at least 1")
-    if longest > np.iinfo(np.int32).max:
-        where = int(np.argmax(array))
-        raise ValueError(f"`lengths[{where}]` is {longest}; it must be at most {np.iinfo(np.int32).max} (int32)")
+        raise ValueError(f"`lengths[{int(np.argmin(array))}]` must be at least 1, got {shortest}.")
+    if longest > _MOST_TOKENS:
+        raise ValueError(f"`lengths[{int(np.argmax(array))}]` must be at most {_MOST_TOKENS} (int32), got {longest}.")
     return np.ascontiguousarray(array, dtype=np.int32)

@@ -89,7 +89,7 @@ BESIDE = {"tool_calls": [{"type": "function", "function": {"name": "add", "argum
         (WITH_TOOLS, talk(Message("user", "Hello?", {"name": "Ann"}), ANSWER), "the name of turn 0 (user)"),
     ],
 )
-def test_what_stands_in_the_text_for_another_reason_is_missed(
+def test_short_values_that_occur_elsewhere_in_the_text_are_still_missed(
     encoder_with: Any, template: str, conversation: Conversation, missing: str
 ) -> None:
     with pytest.raises(RecordError) as caught:
@@ -134,7 +134,7 @@ def test_escapes_and_white_space_of_a_template_lose_nothing(
         talk(Message("system", "Be brief."), USER, ANSWER),
     ],
 )
-def test_what_a_template_renders_is_kept(encoder_with: Any, conversation: Conversation) -> None:
+def test_a_completely_rendered_conversation_is_accepted(encoder_with: Any, conversation: Conversation) -> None:
     encoder = encoder_with(WITH_TOOLS)
     text = encoder.tokenizer.decode(encoder.encode(conversation).input_ids)
     assert all(message.content.strip() in text for message in conversation.messages)

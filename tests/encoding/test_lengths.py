@@ -107,7 +107,7 @@ def test_documents(encoder: ChatEncoder, text: str) -> None:
 
 @given(data=images)
 @settings(max_examples=200, deadline=None)
-def test_headers_tell_the_size_of_the_pixels(data: bytes) -> None:
+def test_header_size_equals_pixel_size(data: bytes) -> None:
     reference = MediaReference(data=data)
     header = read_header(reference)
     assert (header.width, header.height) == load_image(reference).size
@@ -133,7 +133,7 @@ def test_the_end_of_a_thumbnail_is_not_the_end_of_a_jpeg() -> None:
         read_header(MediaReference(data=whole.getvalue()[:4000]))
 
 
-def test_late_png_metadata_still_turns_the_picture() -> None:
+def test_late_png_metadata_still_rotates_the_image() -> None:
     data = image_bytes(40, 20, "PNG", 1)
     exif = image_bytes(40, 20, "PNG", 6)
     start = exif.index(b"eXIf") - 4

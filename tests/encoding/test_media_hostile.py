@@ -105,16 +105,25 @@ BAD_PIXELS = {
         (png(50_000, 50_000, zlib.compress(bytes(5000))), r"2,500,000,000 pixels are more than the limit of 178,95"),
         (tiff(50_000, 50_000), "2,500,000,000 pixels are more than the limit"),
         (saved(Image.new("RGB", (1, 1)), "GIF").replace(b"\x01\0\x01\0", b"\xff\xff\xff\xff"), "pixels are more than"),
-        (saved(Image.fromarray(np.array([[0, 0.2], [1, 0.5]], dtype=np.float32)), "TIFF"), "32 bits are 0 to 1"),
-        (saved(Image.fromarray(np.array([[0, 70_000]], dtype=np.int32)), "TIFF"), "32 bits are 0 to 70000"),
-        (saved(Image.fromarray(np.array([[np.nan, 1]], dtype=np.float32)), "TIFF"), "32 bits are nan to nan"),
+        (
+            saved(Image.fromarray(np.array([[0, 0.2], [1, 0.5]], dtype=np.float32)), "TIFF"),
+            "32-bit .* values 0 to 1",
+        ),
+        (
+            saved(Image.fromarray(np.array([[0, 70_000]], dtype=np.int32)), "TIFF"),
+            "32-bit .* values 0 to 70000",
+        ),
+        (
+            saved(Image.fromarray(np.array([[np.nan, 1]], dtype=np.float32)), "TIFF"),
+            "32-bit .* values nan to nan",
+        ),
     ],
 )
-def test_what_is_no_image_is_one_line_with_a_remedy(data: bytes, line: str) -> None:
+def test_a_file_that_is_not_an_image_is_rejected_with_a_remedy(data: bytes, line: str) -> None:
     assert re.search(line, why(data))
 
 
-def test_the_limit_of_pixels_holds_where_pillow_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pixel_limit_applies_if_pillow_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
     assert f"the limit of {MAX_PIXELS:,}" in why(png(50_000, 50_000, zlib.compress(bytes(5000))))
 
@@ -134,7 +143,7 @@ def test_a_header_does_not_show_damaged_pixels(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
-def test_bit_flips_and_cuts_are_a_picture_or_a_reject(kind: str) -> None:
+def test_damaged_files_are_decoded_or_rejected(kind: str) -> None:
     data, rng = saved(noise(24, 24), kind), np.random.default_rng(1)
     for _ in range(60):
         damaged = bytearray(data)
@@ -170,7 +179,7 @@ def test_bit_flips_and_cuts_are_a_picture_or_a_reject(kind: str) -> None:
         (Image.new("RGB", (20_000, 1), (1, 2, 3)), "PNG", {}),
     ],
 )
-def test_pixels_are_those_of_transformers(tmp_path: Path, image: Image.Image, kind: str, options: dict) -> None:  # type: ignore[type-arg]
+def test_pixels_equal_transformers(tmp_path: Path, image: Image.Image, kind: str, options: dict) -> None:  # type: ignore[type-arg]
     path = tmp_path / "image.jpg"  # the content decides, whatever the extension
     path.write_bytes(saved(image, kind, **options))
     ours = load_image(MediaReference(path=str(path)))
@@ -194,7 +203,7 @@ def test_a_model_sees_what_its_processor_makes_of_the_file(
     np.testing.assert_array_equal(ours.pixel_values.numpy(), theirs["pixel_values"].numpy())
 
 
-def test_orientation_of_a_picture_with_alpha(tmp_path: Path) -> None:
+def test_orientation_of_an_image_with_alpha(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     (tmp_path / "a.png").write_bytes(saved(noise(9, 7, 4), "PNG", exif=exif))
@@ -269,7 +278,7 @@ def _places(folder: Path) -> dict[str, str]:
     return {"fifo": "a FIFO", "folder": "a folder", "to-device": "a device", "socket": "a socket", "loop": "loop"}
 
 
-def test_nothing_but_files_is_opened(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     for name, kind in _places(tmp_path).items():
         for function in (read_header, load_image, MediaReference.read):
             with pytest.raises(RecordError, match=kind if kind == "loop" else f"is {kind}.*pass the path") as caught:
@@ -278,7 +287,7 @@ def test_nothing_but_files_is_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "../x", "to-device", "a/../../x"])
-def test_what_lies_outside_the_root_is_not_opened(tmp_path: Path, path: str) -> None:
+def test_files_outside_the_root_are_not_opened(tmp_path: Path, path: str) -> None:
     root = tmp_path / "root"
     (root / "a").mkdir(parents=True)
     (root / "to-device").symlink_to("/dev/zero")
@@ -317,7 +326,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used)
 """
 
 
-def test_bombs_take_no_memory(tmp_path: Path) -> None:
+def test_decompression_bombs_need_no_memory(tmp_path: Path) -> None:
     bombs = {
         "a.png": png(50_000, 50_000, zlib.compress(bytes(50_000 * 100))),
         "a.tif": tiff(50_000, 50_000),

@@ -93,7 +93,7 @@ def test_one_file_of_a_video_is_split_over_its_frames(merged: ChatEncoder) -> No
         record(merged, per_frame[:2], 1, (2, 3))
 
 
-def test_an_order_that_cannot_be_told_is_asked_for(merged: ChatEncoder, text_tokenizer_dir: Path) -> None:
+def test_an_undetectable_patch_order_names_the_option(merged: ChatEncoder, text_tokenizer_dir: Path) -> None:
     assert merged.vision is not None
     m = merged.vision.merge_size
     h, w = 2 * m, 3 * m

@@ -44,7 +44,7 @@ def test_a_name_finds_the_local_cache(cache: Path, text_tokenizer_dir: Path, tmp
 
 
 @pytest.mark.usefixtures("cache")
-def test_what_is_not_there_gets_the_command_to_download_it() -> None:
+def test_a_missing_model_is_reported_with_the_download_command() -> None:
     message = (
         r"^some/other is neither a folder nor a model in the local .*: hf download some/other --include '\*.json'"
     )
@@ -70,7 +70,7 @@ def test_a_template_beside_tokenizer_json(text_tokenizer_dir: Path, tmp_path: Pa
     assert encoded.labels.tolist() == expected.labels.tolist()
     (tmp_path / name).unlink()
     (tmp_path / "chat_template.json").write_text("[]")
-    with pytest.raises(ConfigError, match="holds no chat template"):
+    with pytest.raises(ConfigError, match="must be a JSON object with `chat_template`"):
         ChatEncoder.from_pretrained(tmp_path)
 
 
@@ -93,7 +93,7 @@ def test_a_template_beside_tokenizer_json(text_tokenizer_dir: Path, tmp_path: Pa
         (None, "gpt2"),
     ],
 )
-def test_a_tokenizer_is_that_of_auto_tokenizer(
+def test_the_tokenizer_equals_auto_tokenizer(
     text_tokenizer_dir: Path, tmp_path: Path, class_: str | None, model: str | None
 ) -> None:
     folder = shutil.copytree(text_tokenizer_dir, tmp_path / "tokenizer")
@@ -114,7 +114,7 @@ def test_a_tokenizer_is_that_of_auto_tokenizer(
 
 
 @pytest.mark.parametrize(("class_", "every"), [("PreTrainedTokenizerFast", 8), ("Qwen2TokenizerFast", 1)])
-def test_the_class_of_every_model_is_that_of_auto_tokenizer(
+def test_the_class_of_every_model_equals_auto_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, class_: str, every: int
 ) -> None:
     model = BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")])

@@ -115,12 +115,12 @@ def test_lengths_of_many_sizes(encoder: ChatEncoder) -> None:
     """The processor's formula, against the tokens that it writes for a picture of that size."""
     vision = vision_of(encoder)
     for height, width in np.random.default_rng(1).integers(4, 1200, (15, 2)).tolist():
-        run = vision.run(height, width)
+        run = vision.image_token_run(height, width)
         assert run.make is not None
         assert run.length == len(run.make())
 
 
-def test_stored_tokens_with_images_are_taken_as_they_are(encoder: ChatEncoder) -> None:
+def test_stored_tokens_with_images_are_unchanged(encoder: ChatEncoder) -> None:
     images = pictures(3, 2)
     sample = encoder.encode(talk(QUESTIONS[2], images))
     references = [MediaReference(data=png(image)) for image in images]
@@ -134,14 +134,14 @@ def test_an_encoder_is_the_same_in_another_process(encoder: ChatEncoder, folder:
     assert ChatEncoder.from_pretrained(folder).fingerprint() == encoder.fingerprint()
 
 
-def test_a_told_length_that_is_wrong_raises(encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_length_formula_raises(encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     vision = vision_of(encoder)
     if vision._constant is None:
         return  # its formula is not used
     monkeypatch.setattr(vision, "_lengths", {})
     monkeypatch.setattr(vision, "_constant", vision._constant + 1)
     with pytest.raises(
-        ConfigError, match=r"Processor needs a family of its own: it tells \d+ tokens for 40x30 pixels"
+        ConfigError, match=r"Processor needs a custom VisionFamily: it computes \d+ tokens for 40x30 pixels"
     ):
         encoder.encode(talk("<image>", [Image.new("RGB", (40, 30))]))
 
@@ -150,7 +150,7 @@ def test_another_tokenizer_is_refused(text_tokenizer_dir: Path, tmp_path: Path) 
     llava = write_processor(tmp_path / "llava", "llava", text_tokenizer_dir)
     with pytest.raises(ConfigError, match="the tokenizer has no <image> token"):
         ChatEncoder.from_pretrained(text_tokenizer_dir, llava)
-    with pytest.raises(ConfigError, match="ProcessorVision takes its image settings from .* alone; remove `factor`"):
+    with pytest.raises(ConfigError, match="ProcessorVision reads its image settings only from .*. Remove `factor`"):
         ChatEncoder.from_pretrained(llava, factor=28)
 
 
@@ -166,7 +166,7 @@ def test_a_package_that_is_missing_is_named(text_tokenizer_dir: Path, tmp_path: 
         ChatEncoder.from_pretrained(folder)
 
 
-def test_what_cannot_be_loaded_says_why(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_the_reason_why_a_processor_cannot_be_loaded_is_shown(text_tokenizer_dir: Path, tmp_path: Path) -> None:
     """Processors that need torchvision, where it is not installed; and image processors without a processor."""
     llava = write_processor(tmp_path / "llava", "llava", text_tokenizer_dir)
     settings = json.loads((llava / "processor_config.json").read_text())
@@ -178,7 +178,7 @@ def test_what_cannot_be_loaded_says_why(text_tokenizer_dir: Path, tmp_path: Path
 def test_a_processor_that_does_more_than_images_is_refused(text_tokenizer_dir: Path, tmp_path: Path) -> None:
     """PaliGemma's moves its images to the start and marks the whole text as a prefix."""
     folder = write_processor(tmp_path / "paligemma", "paligemma", text_tokenizer_dir)
-    with pytest.raises(ConfigError, match="PaliGemmaProcessor needs a family of its own: .* register a VisionFamily"):
+    with pytest.raises(ConfigError, match="PaliGemmaProcessor needs a custom VisionFamily: .* register a V"):
         ChatEncoder.from_pretrained(folder)
 
 

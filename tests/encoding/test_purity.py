@@ -46,7 +46,7 @@ def test_templates_that_only_join(source: str) -> None:
         "{% for m in messages %}",
     ],
 )
-def test_templates_that_look_at_contents(source: str) -> None:
+def test_templates_that_search_contents(source: str) -> None:
     assert content_guard(source) != ContentGuard()
 
 
@@ -72,7 +72,7 @@ SPLIT = "{% set c = m.content.split('</t>')[-1].lstrip('\n') %}"
         ("{% if loop.previtem and loop.previtem.role == 'user' %}x{% endif %}{{ m.content }}", ContentGuard()),
     ],
 )  # fmt: skip
-def test_what_a_template_looks_for(body: str, guard: ContentGuard) -> None:
+def test_literals_of_the_guard(body: str, guard: ContentGuard) -> None:
     assert content_guard(LOOP.replace("%s", body)) == guard
 
 
@@ -101,7 +101,7 @@ def test_what_a_template_looks_for(body: str, guard: ContentGuard) -> None:
         "{{ {'a': m.content}['a'] | upper }}",
     ],
 )
-def test_what_a_template_may_change_has_no_guard(body: str) -> None:
+def test_templates_that_may_change_contents_have_no_guard(body: str) -> None:
     assert content_guard(LOOP.replace("%s", body)) is None
 
 
@@ -115,6 +115,6 @@ def test_what_a_template_may_change_has_no_guard(body: str) -> None:
         (ContentGuard(stripped=" "), ["", "a b"], ["a\u2003", "\ta", " "]),
     ],
 )
-def test_the_guard_tells_contents_apart(guard: ContentGuard, kept: list[str], changed: list[str]) -> None:
-    assert all(guard.holds([content]) for content in kept)
-    assert not any(guard.holds(["a", content]) for content in changed)
+def test_the_guard_accepts_only_joined_contents(guard: ContentGuard, kept: list[str], changed: list[str]) -> None:
+    assert all(guard.accepts([content]) for content in kept)
+    assert not any(guard.accepts(["a", content]) for content in changed)

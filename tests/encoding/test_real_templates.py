@@ -130,7 +130,7 @@ def bare(run: str) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_texts_are_those_of_transformers_and_targets_those_of_twins(base: Any, family: str) -> None:
+def test_text_equals_transformers_and_targets_equal_a_tagged_template(base: Any, family: str) -> None:
     renderer = renderer_of(base, source(family))
     tokenizer = tokenizer_of(base, source(family))
     reasons: dict[str, str] = {}
@@ -197,7 +197,7 @@ def test_arguments_reach_deepseek_as_json(base: Any) -> None:
     assert '{"x": 2.5, "y": {"a": [1, null, true, "日本"], "b": {"c": -1.5}}}\n```' in found.text
 
 
-def test_what_is_forgotten_is_named_with_a_remedy(base: Any) -> None:
+def test_dropped_fields_are_named_with_a_remedy(base: Any) -> None:
     for name, field in (("reasoning before", "the reasoning of turn 1"), ("thoughts", "the content of turn 1")):
         with pytest.raises(RecordError, match=f"not_rendered: {field}.*make a record that ends with this turn"):
             rendered(renderer_of(base, source("qwen3")), OTHERS[name])
@@ -230,7 +230,7 @@ def test_turns_that_a_report_shows_as_supervised(base: Any, family: str) -> None
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5_think", "qwen3_6"])
-def test_images_stand_where_parts_put_them(base: Any, family: str) -> None:
+def test_images_are_at_the_position_of_their_content_parts(base: Any, family: str) -> None:
     renderer = renderer_of(base, source(family), placeholder="<|vision_start|><|image_pad|><|vision_end|>")
     record = {"images": ["a.png", "b.png"], "messages": [
         {"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "A cat."},
@@ -246,7 +246,7 @@ def test_images_stand_where_parts_put_them(base: Any, family: str) -> None:
         "A cat.<|im_end|>", "A dog.<|im_end|>"]  # fmt: skip
 
 
-def test_a_conversation_of_qwen3_packs_and_forgotten_reasoning_costs_its_record(base: Any, tmp_path: Path) -> None:
+def test_dropped_reasoning_rejects_the_record_and_others_are_packed(base: Any, tmp_path: Path) -> None:
     tokenizer_of(base, source("qwen3")).save_pretrained(tmp_path / "tokenizer")
     records: list[Any] = [{"messages": PLAIN["multi"]}, {"messages": AGENTS["steps"], "tools": TOOLS}]
     records += [{"messages": OTHERS[name]} for name in ("reasoning before", "reasoning last")]
@@ -294,7 +294,7 @@ JOINED = (
 
 
 @pytest.mark.parametrize("family", JOINED)
-def test_what_is_joined_without_jinja_is_what_jinja_renders(base: Any, family: str) -> None:
+def test_skeletons_equal_jinja(base: Any, family: str) -> None:
     chat = renderer_of(base, source(family)).template
     odd = set()
 
@@ -328,7 +328,7 @@ def test_other_templates_are_rendered(base: Any, family: str) -> None:
         (["twice", "ok"], {1: (14, 16)}),
     ],
 )
-def test_markers_tell_places_only_where_they_change_nothing(contents: list[str], places: dict[int, Any]) -> None:
+def test_markers_locate_contents_only_if_they_change_nothing(contents: list[str], places: dict[int, Any]) -> None:
     def render(messages: Any) -> str:
         written = [
             "a" + m["content"].strip() if m["content"].startswith("<r>") else m["content"].strip() for m in messages

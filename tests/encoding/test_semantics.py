@@ -52,7 +52,7 @@ def test_every_record_has_one_expected_text(template: str) -> None:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("record", RECORDS)
-def test_what_is_told_and_supervised(
+def test_text_and_supervised_text_equal_the_expected(
     encoders: dict[str, ChatEncoder], image_root: str, template: str, record: str
 ) -> None:
     expected = (table("any_template") | table(template))[record]
@@ -61,7 +61,7 @@ def test_what_is_told_and_supervised(
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_is_shown_as_supervised_comes_from_labels(
+def test_supervised_turns_of_reports_come_from_labels(
     encoders: dict[str, ChatEncoder], image_root: str, template: str
 ) -> None:
     compared = 0
@@ -82,12 +82,12 @@ RISKY = (
 )
 
 
-def test_fields_that_nobody_knows_are_named() -> None:
+def test_unknown_fields_are_named() -> None:
     assert set(normalize(RECORDS["url"]).unused_fields) == {"source", "url"}
 
 
 @pytest.mark.parametrize("field", RISKY)
-def test_a_field_that_would_change_training_is_used_or_costs_the_record(
+def test_a_field_that_would_change_training_is_used_or_rejects_the_record(
     encoders: dict[str, ChatEncoder], field: str
 ) -> None:
     plain, given = RECORDS["plain"], {**RECORDS["plain"], field: "S."}

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from energon_packed import ChatEncoder, PackOptions, RecordError, normalize, pack
 from tests.conftest import DemoDataset
 from tests.internals import (
-    HELD,
+    ESCAPE_BASE,
     EscapedTokenizer,
     SpecialText,
     TextTokenizer,
@@ -86,7 +86,7 @@ def test_only_what_is_held_is_text(kind: str, pieces: list[str], special: bool) 
     ids, covered = holder.encode(text, [(0, min(3, len(text)))], special=special)
     assert ids.tolist() == ordinary.ids
     assert covered.tolist() == [a < 3 and b > 0 for a, b in ordinary.offsets]
-    held = "".join(chr(HELD + control_tokens(SPECIAL).index(one)) if one in SPECIAL else one for one in pieces)
+    held = "".join(chr(ESCAPE_BASE + control_tokens(SPECIAL).index(one)) if one in SPECIAL else one for one in pieces)
     found = holder.encode(held, None, special=False)[0].tolist()
     assert not {backend.token_to_id(one) for one in SPECIAL if one != "<unk>"} & set(found)
     if kind != "unigram":  # whose model finds control tokens in its vocabulary, with split_special_tokens too
@@ -95,7 +95,7 @@ def test_only_what_is_held_is_text(kind: str, pieces: list[str], special: bool) 
 
 def test_a_held_text_between_control_tokens_is_split_with_what_is_around_it() -> None:
     backend, holder = KINDS["bytes"], HOLDERS["bytes"]
-    mark = chr(HELD + control_tokens(SPECIAL).index(WRITTEN))
+    mark = chr(ESCAPE_BASE + control_tokens(SPECIAL).index(WRITTEN))
     ids, covered = holder.encode(f"<|im_start|>abc{mark} b<|im_end|>\n", [(12, 18)], special=False)
     middle = as_text(backend, f"abc{WRITTEN} b")
     expected = [*backend.encode("<|im_start|>").ids[1:], *middle, *backend.encode("<|im_end|>\n").ids[1:]]
@@ -165,15 +165,15 @@ def test_markup_that_a_template_reads_is_left_to_it() -> None:
     template = "{% for m in messages %}{{ m.content.split('</cot>')[-1] if '</cot>' in m.content else m.content }}"
     assert searched_literals(template + "{% endfor %}{% generation %}x{% endgeneration %}") == ["</cot>"]
     special = SpecialText(["<|end|>", "</cot>", "<think>", "<image>"], template + "{% endfor %}")
-    held = special.hold(asked("</cot><think><|end|>", "<think>a</cot>b<|end|>"))
+    held = special.escape(asked("</cot><think><|end|>", "<think>a</cot>b<|end|>"))
     number = special.tokens.index("<|end|>")
-    assert held.messages[1].content == f"<think>a</cot>b{chr(HELD + number)}"
+    assert held.messages[1].content == f"<think>a</cot>b{chr(ESCAPE_BASE + number)}"
     assert not any(token in held.messages[0].content for token in special.tokens)
-    assert special.found(asked("</cot>?", "<think>a</cot>b")) == ["</cot>"]
+    assert special.escaped_tokens(asked("</cot>?", "<think>a</cot>b")) == ["</cot>"]
     with pytest.raises(RecordError, match=r"special tokens and private-use characters from U\+F0000 on"):
-        special.hold(asked("<|end|> \U000f0001"))
+        special.escape(asked("<|end|> \U000f0001"))
     plain = asked("<|en|> <", "<think>a</cot>b \U000f0001")
-    assert special.hold(plain) is plain
+    assert special.escape(plain) is plain
 
 
 def test_supervised_turns_are_found_around_them(encoder: ChatEncoder) -> None:

@@ -92,7 +92,7 @@ def test_without_a_setting_the_note_names_those_that_decide(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--patch-size 14", "--factor is 48; --patch-size is 14; --factor must be patch size times merge size"),
+        ("--patch-size 14", "--factor must be patch size times merge size (2 or 3 unless it is set), got --factor 48"),
         ("--patch-size 0", "--patch-size is 0; it must be at least 1"),
         (
             "--patch-size 16 --min-pixels 6272",

@@ -79,17 +79,17 @@ def test_constants_are_measured() -> None:
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.15)
     alone = CostModel.fit(sizes, 1e-6 * tokens)
     assert (alone.token, alone.square, alone.patch) == pytest.approx((1e-6, 0, 0), abs=1e-12)
-    with pytest.raises(ConfigError, match=r"`seconds` has shape \(2,\); pass a time above 0 for each of 3"):
+    with pytest.raises(ConfigError, match=r"`seconds` must be a time above 0 .*, got \[1\. 2\.\] for 40 rows"):
         CostModel.fit(sizes, [1.0, 2.0])
     for wrong in ([1.0, 2.0, 0.0], [1.0, 2.0, 3.0, 4.0]):
-        with pytest.raises(ConfigError, match="pass a time above 0 for each of 3 or more rows"):
+        with pytest.raises(ConfigError, match="must be a time above 0 for each of 3 or more rows"):
             CostModel.fit(sizes[np.arange(3)], wrong)
     assert CostModel.fit(sizes[np.arange(3)], 1e-6 * tokens[:3]).token == pytest.approx(1e-6)
-    with pytest.raises(ConfigError, match="`patch` of the cost is -1"):
+    with pytest.raises(ConfigError, match="`patch` must be a number >= 0, got -1"):
         CostModel(patch=-1)
-    with pytest.raises(ConfigError, match="`square` of the cost is -1"):
+    with pytest.raises(ConfigError, match="`square` must be a number >= 0, got -1"):
         CostModel(square=-1)
-    with pytest.raises(ConfigError, match="`token` of the cost is nan; it must be at least 0"):
+    with pytest.raises(ConfigError, match="`token` must be a number >= 0, got nan"):
         CostModel(token=float("nan"))
-    with pytest.raises(ConfigError, match="all constants of the cost are 0"):
+    with pytest.raises(ConfigError, match="`token`, `square` and `patch` must not all be 0"):
         CostModel(token=0, square=0, patch=0)

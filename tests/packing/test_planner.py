@@ -78,8 +78,8 @@ def test_every_sample_is_in_one_pack_that_fits(
     lengths: list[int], capacity: int, algorithm: str, max_samples: int | None, multiple: int, seed: int | None
 ) -> None:
     plan = pack_lengths(lengths, capacity, algorithm=algorithm, max_samples=max_samples, multiple=multiple, seed=seed)
-    add_location = np.concatenate([plan.indices, plan.overlong])
-    assert sorted(add_location.tolist()) == list(range(len(lengths)))
+    placed = np.concatenate([plan.indices, plan.overlong])
+    assert sorted(placed.tolist()) == list(range(len(lengths)))
     padded = [-(-length // multiple) * multiple for length in lengths]
     assert plan.overlong.tolist() == [i for i, length in enumerate(padded) if length > capacity]
     for pack in plan:
@@ -126,21 +126,21 @@ def test_seed_shuffles_packs_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([1], {"capacity": 0}, "`capacity` is 0; it must be an integer >= 1"),
-        ([1], {"capacity": 2**31}, r"`capacity` is 2147483648; it must be at most 2147483647 \(int32\)"),
-        ([1], {"capacity": 8, "multiple": 0}, "`multiple` is 0; it must be an integer >= 1"),
-        ([1], {"capacity": 8, "max_samples": 0}, "`max_samples` is 0; it must be an integer >= 1"),
+        ([1], {"capacity": 0}, "`capacity` must be an integer >= 1, got 0"),
+        ([1], {"capacity": 2**31}, r"`capacity` must be at most 2147483647 \(int32\), got 2147483648"),
+        ([1], {"capacity": 8, "multiple": 0}, "`multiple` must be an integer >= 1, got 0"),
+        ([1], {"capacity": 8, "max_samples": 0}, "`max_samples` must be an integer >= 1, got 0"),
         (
             [1],
             {"capacity": 8, "algorithm": "magic"},
             "unknown algorithm 'magic'; .* sequential, window_N$",
         ),
         ([1], {"capacity": 8, "algorithm": "window_0"}, "unknown algorithm"),
-        ([3, 0], {"capacity": 8}, r"`lengths\[1\]` is 0; it must be at least 1"),
-        ([3, -2], {"capacity": 8}, r"`lengths\[1\]` is -2"),
-        ([1.5], {"capacity": 8}, "`lengths` has dtype float64; it must be integer"),
+        ([3, 0], {"capacity": 8}, r"`lengths\[1\]` must be at least 1, got 0"),
+        ([3, -2], {"capacity": 8}, r"`lengths\[1\]` must be at least 1, got -2"),
+        ([1.5], {"capacity": 8}, "`lengths` must be integers, got float64"),
         ([[1, 2]], {"capacity": 8}, "one dimension"),
-        ([1, 2**31], {"capacity": 8}, r"`lengths\[1\]` is 2147483648; it must be at most 2147483647 \(int32\)"),
+        ([1, 2**31], {"capacity": 8}, r"`lengths\[1\]` must be at most 2147483647 \(int32\), got 2147483648"),
     ],
 )
 def test_bad_input_names_the_value(lengths: object, options: dict[str, object], message: str) -> None:
@@ -183,7 +183,7 @@ def test_lengths_are_rounded_up_to_a_multiple() -> None:
 def test_more_samples_than_int32_can_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "_MOST_SAMPLES", 3)
     assert pack_lengths([1, 1, 1], 8).num_packs == 1
-    with pytest.raises(ValueError, match="`lengths` has 4 entries, more than 3; plan them in several parts"):
+    with pytest.raises(ValueError, match="`lengths` must have at most 3 entries, got 4. Plan slices"):
         pack_lengths([1, 1, 1, 1], 8)
 
 

@@ -74,9 +74,9 @@ def test_packs_are_those_of_the_textbook(seed: int, limit: int | None) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_samples_are_placed_by_descending_length(seed: int) -> None:
     lengths, capacity = problem(seed)
-    order, add_location = kernels.descending_order(np.array(lengths, dtype=np.int32), capacity)
+    order, placed = kernels.descending_order(np.array(lengths, dtype=np.int32), capacity)
     assert order.tolist() == descending(lengths, capacity)
-    assert add_location.tolist() == [lengths[i] for i in order]
+    assert placed.tolist() == [lengths[i] for i in order]
 
 
 def test_neighbours_at_the_ends_of_words() -> None:

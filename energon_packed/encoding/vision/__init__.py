@@ -1,6 +1,9 @@
-"""Images: token counts, pixels and positions for each model family.
+"""Images of a model family: image files and settings -> token counts, pixels and positions.
 
-families.py: VisionFamily and the built-in families; processors.py: families served by a Transformers processor;
-settings.py: the family that a folder and explicit settings describe. images.py: headers and decoding. media.py: the
-images of one conversation. positions.py: image tokens and pixels of a sample, M-RoPE positions.
+families.py     VisionFamily and the built-in families
+processors.py   families that are supported through a Transformers processor
+settings.py     processor folder and settings -> VisionFamily
+images.py       image file -> size (from the header) or RGB pixels
+media.py        images and .npy files of a conversation -> sizes, pixels, patch positions
+positions.py    image tokens and vision inputs of a sample; M-RoPE positions
 """

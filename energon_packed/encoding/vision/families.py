@@ -1,6 +1,7 @@
-"""Vision families: token counts, pixel values and positions of images for each model family.
+"""VisionFamily: image preprocessing of a model: (height, width) -> token count, RGB images -> pixels and positions.
 
-To add a family, register a small class with its configuration names and its differences from the base class.
+The built-in families are at the end. To add a family, register a small class with its configuration names and its
+differences from the base class:
 
     @register_vision
     class MyVision(VisionFamily):
@@ -32,23 +33,23 @@ PATCH_ORDERS: tuple[PatchOrder, ...] = ("auto", "row", "block")
 
 
 class VisionFamily(ABC):
-    """Image handling of one model family, based on a Transformers image processor such as that of Qwen2-VL.
+    """Image preprocessing of a model family, based on a Transformers image processor such as Qwen2VLImageProcessor.
 
     Attributes:
         names: lower-case prefixes of the processor, image processor or model_type names of this family;
             punctuation is ignored.
         image_token: token whose run represents an image.
-        placeholder: text of one image in a conversation, with one `image_token`.
+        placeholder: text of an image in a conversation, with a single `image_token`.
         reserved: tokens that text must not contain.
-        token_types: whether the model takes `token_type_ids`, 1 at image tokens.
-        takes_patch_positions: whether the vision tower takes patch positions; otherwise they are only validated.
-        patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: without a
-            processor folder; limits as in the preprocessor_config.json of the published models.
-        layouts: (patch size, merge size) of the published models of this family; `factor` chooses among them.
-        ambiguous_layouts: pairs (patch size, merge size) that `factor` may mean, if it does not decide: their lengths
-            are equal and so known, and pixels are refused.
-        patch_order: order of patches in .npy files: `row`, `block`, or `auto`, by what is in the file.
-        notices: what was decided when it was loaded, a line each.
+        token_types: whether the model has an argument `token_type_ids`, 1 at image tokens.
+        takes_patch_positions: whether the vision tower uses patch positions; otherwise they are only validated.
+        patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: used if there is
+            no processor folder; limits as in the preprocessor_config.json of the published models.
+        layouts: (patch size, merge size) of the published models of this family; `factor` selects among them.
+        ambiguous_layouts: pairs (patch size, merge size) that `factor` may mean, if there are several: lengths are
+            the same for all of them, pixels are not, so an error is raised when pixels are needed.
+        patch_order: order of patches in .npy files: `row`, `block`, or `auto` (by the content of the file).
+        warnings: decisions made while it was loaded, for the user.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -75,12 +76,12 @@ class VisionFamily(ABC):
 
     @classmethod
     def from_folder(cls, folder: "Path") -> "VisionFamily | None":
-        """The family by a processor folder, for families whose image processor is not like that of Qwen2-VL.
+        """Load the family from a processor folder; overridden if its image processor differs from Qwen2-VL's.
 
         A family that overrides it has no `factor`, `patch_size`, `merge_size`, `min_pixels` and `max_pixels`.
 
         Returns:
-            None for the usual way: AutoImageProcessor, with these options.
+            The family; None (the default) to load AutoImageProcessor with these options.
         """
         return None
 
@@ -88,7 +89,7 @@ class VisionFamily(ABC):
         """Number of patches of an image of `height` x `width` pixels, before merging.
 
         Raises:
-            RecordError: `corrupt_image`, for a shape that the image processor rejects.
+            RecordError: `corrupt_image`, for a size that the image processor rejects.
         """
         try:
             return int(self.image_processor.get_number_of_image_patches(height, width, {}))
@@ -98,6 +99,7 @@ class VisionFamily(ABC):
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Patches of an image of `height` x `width` pixels along each side, (in height, in width)."""
         processor, side = self.image_processor, int(self.image_processor.patch_size)
+        # The function of the installed processor, so that the grid is the one that the processor computes.
         resized = sys.modules[type(processor).__module__].smart_resize(
             height,
             width,
@@ -114,35 +116,36 @@ class VisionFamily(ABC):
     def pixels(self, images: "list[Image.Image]") -> "tuple[torch.Tensor, torch.Tensor]":
         """(pixel_values float32 (patches, patch_dim), image_grid_thw int64 (images, 3)) of RGB images.
 
-        By the installed image processor. A family that overrides this method gets its own pixels everywhere.
+        Calls the installed image processor. A family that overrides this method uses its own pixels everywhere.
         """
         out = self.image_processor(images=images, return_tensors="pt")
         return out["pixel_values"], out["image_grid_thw"]
 
-    def run(self, height: int, width: int) -> ImageRun:
-        """Tokens of an image of `height` x `width` pixels. Raises as `num_patches`."""
+    def image_token_run(self, height: int, width: int) -> ImageRun:
+        """Tokens of an image of `height` x `width` pixels. Raises the errors of `num_patches`."""
         return ImageRun(self.num_tokens(self.num_patches(height, width)))
 
-    def read(self, images: "Iterable[Image.Image]") -> Pixels:
-        """Pixels and tokens of all images of a sample, RGB."""
-        return self._seen(*self.pixels(list(images)))
+    def preprocess(self, images: "Iterable[Image.Image]") -> Pixels:
+        """Return pixels and tokens of all images of a sample, given as RGB images."""
+        return self._with_runs(*self.pixels(list(images)))
 
     def smallest(self) -> Pixels:
-        """As `read`, of a grey image of one token, whatever the limits of the processor.
+        """Return `preprocess` of a grey image of a single token, whatever the limits of the processor.
 
-        A family with its own `pixels` gives what it makes of a black image of 64 x 64 pixels.
+        A family with its own `pixels` returns those of a black image of 64 x 64 pixels.
         """
         import torch
         from PIL import Image
 
         values, grids = self.pixels([Image.new("RGB", (64, 64))])
         if type(self).pixels is VisionFamily.pixels:
+            # The processor would resize to at least `min_pixels`; dtype and patch_dim of its result are right.
             m = self.merge_size
             values = values.new_zeros((m * m, *values.shape[1:]))
             grids = torch.tensor([[1, m, m]], dtype=torch.int64)
-        return self._seen(values, grids)
+        return self._with_runs(values, grids)
 
-    def _seen(self, values: "torch.Tensor", grids: "torch.Tensor") -> Pixels:
+    def _with_runs(self, values: "torch.Tensor", grids: "torch.Tensor") -> Pixels:
         array = grids.numpy().astype(np.int64)
         return Pixels(values, grids, array, [ImageRun(self.num_tokens(int(n))) for n in array.prod(axis=1)])
 
@@ -155,13 +158,13 @@ class VisionFamily(ABC):
         return None
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Refuse a tokenizer that writes this family's images in another way.
+        """Check that a tokenizer writes images as this family expects.
 
         Args:
-            tokenizer: `tokenizers.Tokenizer` that has `image_token`.
+            tokenizer: `tokenizers.Tokenizer`.
 
         Raises:
-            ConfigError: it has no such token, or gives other tokens.
+            ConfigError: it has no `image_token`, or produces other tokens for an image.
         """
         if tokenizer.token_to_id(self.image_token) is None:
             raise ConfigError(
@@ -170,9 +173,10 @@ class VisionFamily(ABC):
             )
 
     def config(self) -> dict[str, Any]:
-        """Settings that determine lengths and pixels, for fingerprints; those of lengths while `ambiguous_layouts`."""
+        """Settings that determine lengths and pixels, for fingerprints; only lengths if `ambiguous_layouts`."""
         if self.ambiguous_layouts:
             return self.length_config()
+        # The default is left out, so that fingerprints from before this setting stay valid.
         order = {} if self.patch_order == "auto" else {"patch_order": self.patch_order}
         return {
             "family": type(self).__name__,
@@ -190,10 +194,10 @@ class VisionFamily(ABC):
         }
 
     def check_decided(self) -> None:
-        """Refuse to make patches of a `factor` that has several meanings.
+        """Raise an error if `factor` has several meanings, before pixels are computed.
 
         Raises:
-            ConfigError: the message has the candidates.
+            ConfigError: the message lists the candidates.
         """
         if self.ambiguous_layouts:
             raise ConfigError(
@@ -206,9 +210,9 @@ _FAMILIES: list[type[VisionFamily]] = []
 
 
 def ambiguous(layouts: tuple[tuple[int, int], ...]) -> str:
-    """`48 is 16 x 3 or 24 x 2 (patch size x merge size)`."""
-    texts = " or ".join(f"{patch} x {merge}" for patch, merge in layouts)
-    return f"{layouts[0][0] * layouts[0][1]} is {texts} (patch size x merge size)"
+    """Text such as `48 is 16 x 3 or 24 x 2 (patch size x merge size)`, for messages."""
+    products = " or ".join(f"{patch} x {merge}" for patch, merge in layouts)
+    return f"{layouts[0][0] * layouts[0][1]} is {products} (patch size x merge size)"
 
 
 def register_vision(family: type[VisionFamily]) -> type[VisionFamily]:
@@ -244,8 +248,8 @@ class Qwen3VLVision(Qwen2VLVision):
 class LlavaOnevision2Vision(VisionFamily):
     """LLaVA-OneVision-2: sequential text positions, and (t, h, w) per patch for the vision tower.
 
-    Its models have four layouts; without a `factor`, 16-pixel patches, 3 x 3 merged. One frame makes a patch. Source:
-    `llava_onevision2_config.py` and `merge_ov2/variants` of EvolvingLMMs-Lab/LLaVA-OneVision-2.
+    Its models have four layouts; without a `factor`, 16-pixel patches, 3 x 3 merged. A patch covers a single frame.
+    Source: `llava_onevision2_config.py` and `merge_ov2/variants` of EvolvingLMMs-Lab/LLaVA-OneVision-2.
     """
 
     names: ClassVar[tuple[str, ...]] = ("llavaonevision2",)
@@ -259,12 +263,12 @@ class LlavaOnevision2Vision(VisionFamily):
     def patch_positions(self, grids: Int64) -> Int64:
         """Patch positions, int64 (patches, 3), in the order of `pixel_values`: merged blocks in row-major order."""
         m = self.merge_size
-        parts = []
+        images = []
         for t, h, w in grids:
             grid = np.moveaxis(np.indices((t, h, w)), 0, -1)
             blocks = grid.reshape(t, h // m, m, w // m, m, 3).transpose(0, 1, 3, 2, 4, 5)
-            parts.append(blocks.reshape(-1, 3))
-        return np.concatenate(parts) if parts else np.zeros((0, 3), dtype=np.int64)
+            images.append(blocks.reshape(-1, 3))
+        return np.concatenate(images) if images else np.zeros((0, 3), dtype=np.int64)
 
 
 @register_vision
@@ -278,5 +282,5 @@ class LlavaOnevision15Vision(LlavaOnevision2Vision):
 
 
 def vision_families() -> tuple[type[VisionFamily], ...]:
-    """All registered families."""
+    """All registered families, in the order of registration."""
     return tuple(_FAMILIES)

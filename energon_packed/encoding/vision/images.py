@@ -1,11 +1,11 @@
-"""Image headers and pixels.
+"""Image files -> ImageHeader (size, format) or upright RGB pixels; damaged or too large files raise a RecordError.
 
 `read_header` returns the size of the image that `load_image` returns; both apply the EXIF orientation. JPEG, PNG and
 WebP files with a valid end (PNG: valid checksums) are not decoded. All other formats and suspicious files are decoded,
 so that truncated files are detected during packing, not during training.
 
-Pixels are those of `transformers.image_utils.load_image`: upright RGB, the first frame, without the alpha channel.
-They differ only where that function clips: 16-bit grey is scaled to 8 bits, as Pillow scales 16-bit colour, and
+Pixels are equal to `transformers.image_utils.load_image`: upright RGB, the first frame, without the alpha channel.
+They differ only if that function clips: 16-bit grey is scaled to 8 bits, as Pillow scales 16-bit colour, and
 32-bit values that are not 0 to 255 are rejected.
 """
 
@@ -30,11 +30,11 @@ _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}
 _PNG_METADATA = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}
 MAX_PIXELS = 178_956_970
-"""Pixels of the largest image: 512 MiB as RGB. Pillow's own limit for what it takes for a decompression bomb."""
+"""Pixels of the largest image: 512 MiB as RGB. Equal to Pillow's limit for decompression bombs."""
 MAX_BYTES = 1 << 30
 """Bytes of the largest image file: some decoders read the file into memory before anything else."""
 _SIXTEEN_BITS = ("PNG", "PPM", "JPEG2000")  # formats whose integers of 32 bits in Pillow are 16 bits in the file
-_SHOWN = 1024  # bytes at the start of a file that say what it is
+_SIGNATURE_BYTES = 1024  # bytes at the start of a file that are searched for its format
 QUALITY = 95
 _LARGEST_SIDE = 65_500  # pixels, of Pillow's encoder
 
@@ -47,7 +47,7 @@ class ImageHeader:
         width, height: pixels, after applying the EXIF orientation.
         extension: file extension of the actual format, without the dot.
         num_bytes: size of the file.
-        decoded: its pixels were decoded, and not only its header and structure read.
+        decoded: its pixels were decoded, because header and structure are not enough.
     """
 
     width: int
@@ -124,12 +124,12 @@ _DECODE_ERRORS = (
 
 @contextmanager
 def _opened(reference: MediaReference, stream: BinaryIO) -> Iterator[Image.Image]:
-    """An image whose header is read; what fails until it is closed is `corrupt_image`."""
+    """Open an image and check its limits; errors inside the block become a `corrupt_image` reject."""
     try:
         if (num_bytes := _num_bytes(stream)) > MAX_BYTES:
             raise ValueError(f"{num_bytes:,} bytes are more than the limit of {MAX_BYTES:,}; save it compressed")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of large images and odd metadata
+            warnings.simplefilter("ignore")  # Pillow warns about large images and odd metadata
             with Image.open(stream) as image:
                 if image.width * image.height > MAX_PIXELS:  # Pillow's own limit may be off
                     raise ValueError(_too_large(image.width * image.height))
@@ -153,20 +153,19 @@ def _decoded(image: Image.Image) -> Image.Image:
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         return _eight_bits(image)
-    # One copy of the pixels less; other formats may hold more frames, which a copy leaves behind.
+    # `convert` copies the pixels, which is needless here. Other formats may contain more frames, which a copy drops.
     return image if image.mode == "RGB" and image.format in ("JPEG", "PNG") else image.convert("RGB")
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """A grey image of more than 8 bits as RGB; `convert` would make white of all values above 255."""
+    """Convert a grey image of more than 8 bits to RGB; `convert` would turn all values above 255 white."""
     values = np.asarray(image)
     if image.mode.startswith("I;16") or image.format in _SIXTEEN_BITS:
         return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
     low, high = values.min(), values.max()
-    if not (low >= 0 and high <= 255) or (image.mode == "F" and 0 < high <= 1):  # NaN is neither
-        raise ValueError(
-            f"its values of 32 bits are {low:g} to {high:g}, where pixels are 0 to 255; save it with 8 or 16 bits"
-        )
+    # NaN fails both comparisons. Floats up to 1 are a scale of 0 to 1, which would become black.
+    if not (low >= 0 and high <= 255) or (image.mode == "F" and 0 < high <= 1):
+        raise ValueError(f"32-bit image has values {low:g} to {high:g}, expected 0 to 255; save it as 8-bit or 16-bit")
     return image.convert("RGB")
 
 
@@ -209,7 +208,7 @@ def _jpeg_ends(stream: BinaryIO, num_bytes: int) -> bool:
         if head[1] == 0xDA:
             break
         at += 1 if head[1] == 0xFF else 2 + int.from_bytes(head[2:], "big")  # a fill byte, or a segment
-    for tail in (256, 4096):  # nearly always in the last bytes; images in a tar are on disk
+    for tail in (256, 4096):  # nearly always in the last bytes; reading more is slow for images in a tar on disk
         stream.seek(max(at, num_bytes - tail))
         if b"\xff\xd9" in stream.read(tail):
             return True
@@ -237,8 +236,8 @@ def _corrupt(reference: MediaReference, error: Exception) -> RecordError:
     text = " ".join(str(error).split()) or type(error).__name__
     if "cannot identify image file" in text:
         text = _unidentified(reference)
-    elif isinstance(error, Image.DecompressionBombError) and (found := re.search(r"\((\d+) pixels\)", text)):
-        text = _too_large(int(found[1]))
+    elif isinstance(error, Image.DecompressionBombError) and (match := re.search(r"\((\d+) pixels\)", text)):
+        text = _too_large(int(match[1]))
     if ";" not in text:
         text += "; replace the image"
     return RecordError(Reason.CORRUPT_IMAGE, f"{reference.label}: {text}")
@@ -249,9 +248,9 @@ def _too_large(pixels: int) -> str:
 
 
 def _unidentified(reference: MediaReference) -> str:
-    """What a file is that Pillow cannot read."""
+    """Describe a file that Pillow cannot read."""
     with reference.open() as stream:
-        start = stream.read(_SHOWN)
+        start = stream.read(_SIGNATURE_BYTES)
     if not start:
         return "is empty, 0 bytes"
     if re.search(rb"<svg[\s>]", start):
@@ -260,13 +259,13 @@ def _unidentified(reference: MediaReference) -> str:
 
 
 def as_jpeg(data: bytes) -> bytes:
-    """An upright JPEG as it is; another image as a JPEG of quality 95, without chroma subsampling and metadata.
+    """Return an upright JPEG unchanged, another image as JPEG of quality 95 without chroma subsampling and metadata.
 
-    Pixels are those of `load_image`: RGB, upright, the first frame. The bytes are the same in every process with the
+    Pixels are equal to `load_image`: RGB, upright, the first frame. The bytes are the same in every process with the
     same Pillow.
 
     Raises:
-        RecordError: `corrupt_image`, where it cannot be decoded or has a side of more than 65,500 pixels.
+        RecordError: `corrupt_image`, if it cannot be decoded or has a side of more than 65,500 pixels.
     """
     image = _to_convert(data)
     if image is None:
@@ -277,12 +276,12 @@ def as_jpeg(data: bytes) -> bytes:
 
 
 def check_as_jpeg(data: bytes) -> bool:
-    """Whether `as_jpeg` decodes an image; raises as it does."""
+    """Whether `as_jpeg` decodes an image. Raises the same errors."""
     return _to_convert(data) is not None
 
 
 def _to_convert(data: bytes) -> Image.Image | None:
-    """The image that becomes a JPEG; None where it is an upright one."""
+    """The decoded image to save as JPEG; None for an upright JPEG."""
     if data.startswith(b"\xff\xd8\xff") and is_upright(data):
         return None
     image = load_image(MediaReference(data=data))

@@ -1,14 +1,15 @@
-"""Images of one conversation: how many patches they take, by their headers, and their pixels.
+"""Media of a conversation: images and .npy files -> token counts and bytes (headers only), or pixels and positions.
 
-Patch positions: .npy files of integers (patches, 3) as (t, h, w), one per image, or one for all frames of a video.
+Patch positions are .npy files of integers (patches, 3) as (t, h, w): a file per image, or a single file for all frames
+of a video. Patches are in one of two orders:
 
-    row     as the tools of LLaVA-OneVision-2 write them: patch after patch of a row of the image
-    block   as pixel_values and its vision tower take them: merged blocks in row-major order, m x m patches each
+    row     patch after patch of a row of the image, as the tools of LLaVA-OneVision-2 write them
+    block   merged blocks in row-major order, m x m patches each, as pixel_values and the vision tower need them
 
-Its trainer puts rows into blocks when it loads them (`convert_positions_to_block_layout`), and joins all files of a
-sample, so that their number does not matter. Files are stored as they are given; they are put into block order when
-they are loaded. Which order a file has is told by its content: after the right one, every m x m rows are a square of
-one frame. Source of the file format: NEP 1.
+Files are stored unchanged and put into block order when they are loaded, as the trainer of LLaVA-OneVision-2 does
+(`convert_positions_to_block_layout`). It also joins all files of a sample, so their number does not matter. `auto`
+detects the order from the content: in the correct order, every m x m rows are a square of a single frame. Source of
+the file format: NEP 1.
 """
 
 import io
@@ -33,10 +34,10 @@ _HEADER_ERRORS = (ValueError, SyntaxError, TypeError, EOFError, LookupError, str
 
 
 def check_patch_positions(references: Sequence[MediaReference], patches: Sequence[int]) -> int:
-    """Validate the headers of the files of a sample without reading their data.
+    """Validate the headers of the .npy files of a sample without reading their data.
 
     Args:
-        references: .npy files: one per image, or fewer that have the patches of all images together.
+        references: .npy files: one per image, or fewer files that contain the patches of all images together.
         patches: number of patches of each image.
 
     Returns:
@@ -45,18 +46,18 @@ def check_patch_positions(references: Sequence[MediaReference], patches: Sequenc
     Raises:
         RecordError: `missing_patch_positions`, if a file is missing or does not match its image.
     """
-    found = [_header(reference) for reference in references]
+    headers = [_header(reference) for reference in references]
     if len(references) == len(patches):
-        for reference, (rows, _), count in zip(references, found, patches, strict=True):
+        for reference, (rows, _), count in zip(references, headers, patches, strict=True):
             if rows != count:
                 raise _mismatch(reference, f"has shape ({rows}, 3); the image needs integers of shape ({count}, 3)")
-    elif (rows := sum(count for count, _ in found)) != sum(patches):
+    elif (rows := sum(count for count, _ in headers)) != sum(patches):
         raise _mismatch(
             references[0],
-            f"has shape ({found[0][0]}, 3): {len(references)} patch_positions with {rows} rows for {len(patches)} "
+            f"has shape ({headers[0][0]}, 3): {len(references)} patch_positions with {rows} rows for {len(patches)} "
             f"images with {sum(patches)} patches; one per image is needed, or one for all frames",
         )
-    return sum(size for _, size in found)
+    return sum(size for _, size in headers)
 
 
 def load_patch_positions(
@@ -65,17 +66,17 @@ def load_patch_positions(
     """Positions in the order of `pixel_values`, int64 (patches, 3).
 
     Args:
-        references: as `check_patch_positions` takes them.
+        references: .npy files, as in `check_patch_positions`.
         grids: patches of each image in height and width.
         merge_size: patches merged along each side into one token.
-        order: of the files; `auto` goes by their content.
+        order: patch order of the files; `auto` detects it from their content.
 
     Raises:
-        RecordError: `missing_patch_positions`, also where `auto` cannot tell.
+        RecordError: `missing_patch_positions`, also if `auto` cannot detect the order.
     """
     counts = [h * w for h, w in grids]
-    check_patch_positions(references, counts)
-    files = [np.lib.format.read_array(io.BytesIO(one.read()), allow_pickle=False) for one in references]
+    check_patch_positions(references, counts)  # the header is checked first: it bounds the memory of read_array
+    files = [np.lib.format.read_array(io.BytesIO(ref.read()), allow_pickle=False) for ref in references]
     rows = np.asarray(np.concatenate(files), dtype=np.int64)
     ends = np.cumsum(counts)
     return np.concatenate(
@@ -90,6 +91,7 @@ def _blocks(rows: Int64, grid: tuple[int, int], m: int, order: PatchOrder, label
     """The positions of one image in block order."""
     (h, w) = grid
     blocks = rows[np.arange(h * w).reshape(h // m, m, w // m, m).transpose(0, 2, 1, 3).ravel()]
+    # Images of a single block are the same in both orders; `rows` wins, so that nothing is permuted needlessly.
     if order == "row" or (order == "auto" and not _are_squares(rows, m) and _are_squares(blocks, m)):
         return blocks
     if order == "auto" and not _are_squares(rows, m):
@@ -102,7 +104,7 @@ def _blocks(rows: Int64, grid: tuple[int, int], m: int, order: PatchOrder, label
 
 
 def _are_squares(rows: Int64, m: int) -> bool:
-    """Whether every m x m rows are m x m neighbors of one frame."""
+    """Whether every m x m rows are m x m neighbors of a single frame."""
     squares = rows.reshape(-1, m * m, 3)
     steps = np.stack([np.zeros(m * m, dtype=np.int64), *np.divmod(np.arange(m * m), m)], axis=1)
     return bool((squares == squares[:, :1] + steps).all())
@@ -125,13 +127,19 @@ def _header(reference: MediaReference) -> tuple[int, int]:
     return shape[0], size
 
 
-def _mismatch(reference: MediaReference, what: str) -> RecordError:
-    return RecordError(Reason.MISSING_PATCH_POSITIONS, f"{reference.label} {what}")
+def _mismatch(reference: MediaReference, problem: str) -> RecordError:
+    return RecordError(Reason.MISSING_PATCH_POSITIONS, f"{reference.label} {problem}")
 
 
 @dataclass(frozen=True, slots=True)
 class MediaSize:
-    """Tokens of each image of a conversation, bytes of its images and .npy files, and images that were decoded."""
+    """Media of a conversation as the planner needs it.
+
+    Attributes:
+        runs: tokens of each image.
+        num_bytes: bytes of its images and .npy files.
+        decoded: number of images whose pixels were decoded, because the header is not enough.
+    """
 
     runs: Sequence[ImageRun] = ()
     num_bytes: int = 0
@@ -139,32 +147,33 @@ class MediaSize:
 
 
 def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize:
-    """Tokens and bytes, from the headers of the images.
+    """Compute tokens and bytes from the headers of the images.
 
     Raises:
-        RecordError: an image or .npy file is missing, damaged or of a shape that the family rejects.
+        RecordError: an image or .npy file is missing, damaged or of a size that the family rejects.
     """
     headers = [read_header(image) for image in conversation.images]
-    runs = [vision.run(header.height, header.width) for header in headers]
+    runs = [vision.image_token_run(header.height, header.width) for header in headers]
     num_bytes = sum(header.num_bytes for header in headers)
     if conversation.patch_positions:
         vision.check_decided()
         patches = [vision.num_patches(header.height, header.width) for header in headers]
         num_bytes += check_patch_positions(conversation.patch_positions, patches)
         if vision.takes_patch_positions and vision.patch_order == "auto":
+            # Read the data now: an order that cannot be detected must reject the record before training.
             _in_blocks(vision, conversation, [vision.grid(header.height, header.width) for header in headers])
     return MediaSize(runs, num_bytes, sum([header.decoded for header in headers]))
 
 
 def check_pixels(conversation: Conversation, how: ImageCheck) -> int:
-    """Decode images, for what a header does not show.
+    """Decode images to find damage that a header does not show.
 
     Args:
         conversation: with any number of images.
-        how: `header` decodes none, `full` all of them, `convert` those that `as_jpeg` converts.
+        how: `header` decodes no image, `full` all images, `convert` the images that `as_jpeg` converts.
 
     Returns:
-        How many were decoded.
+        Number of decoded images.
 
     Raises:
         RecordError: an image is missing or cannot be decoded.
@@ -179,20 +188,20 @@ def check_pixels(conversation: Conversation, how: ImageCheck) -> int:
 
 
 def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
-    """Pixels by the image processor of the family, or with the same values. Raises as `measure_media` does."""
+    """Decode and preprocess the images of a conversation. Raises the errors of `measure_media`."""
     vision.check_decided()
-    return vision.read(_decoded(vision, conversation.images))
+    return vision.preprocess(_decoded(vision, conversation.images))
 
 
 def _decoded(vision: VisionFamily, images: Sequence[MediaReference]) -> Iterator[Image.Image]:
     for reference in images:
         image = load_image(reference)
-        vision.run(image.height, image.width)  # rejects shapes that the processor would crash on
+        vision.image_token_run(image.height, image.width)  # rejects sizes that would crash the processor
         yield image
 
 
 def patch_positions(vision: VisionFamily, conversation: Conversation, pixels: Pixels) -> Int64 | None:
-    """Positions int64 (patches, 3) of the .npy files, or of the family; None where its vision tower takes none.
+    """Patch positions, int64 (patches, 3), from the .npy files or the family; None if its vision tower has none.
 
     Raises:
         RecordError: `missing_patch_positions`.

@@ -1,12 +1,13 @@
-"""What stands for images in a sample: the tokens of each (ImageRun), and what the vision tower reads (Pixels).
+"""Images inside a sample: their tokens (ImageRun), their vision tower inputs (Pixels, VisionInputs), and positions.
 
-VisionInputs: the arguments of a vision tower other than patches and grids, and how those of several samples join.
+`expanded` puts the tokens of each image into the ids of a sample. `VisionInputs.joined` joins the inputs of several
+samples for a row, each argument along its own dimension:
 
-pixel_values   (images, 3, H, W)          joined along the images, padded to the largest H and W
-image_sizes    (images, 2)                joined along the images
-pixel_values   (1, tiles, 3, H, W)        joined along the tiles, as a batch of one row has it
+    pixel_values   (images, 3, H, W)          joined along the images, padded to the largest H and W
+    image_sizes    (images, 2)                joined along the images
+    pixel_values   (1, tiles, 3, H, W)        joined along the tiles, as in a batch of a single row
 
-M-RoPE positions: one (t, h, w) triple per token, as in Qwen2-VL and its successors.
+`mrope_positions` computes a (t, h, w) triple per token, as in Qwen2-VL and its successors:
 
     tokens     A  B  [image 1 x 2 x 3 merged]  C
     t          0  1   2 2 2 2 2 2              5
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 Int64 = npt.NDArray[np.int64]
 NO_IMAGES: Int64 = np.zeros((0, 3), dtype=np.int64)
 Place = tuple[slice, ...]
-"""Where a value of one sample is in that of its row."""
+"""Slices of the tensor of a row that contain the tensor of a sample."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,9 +40,9 @@ class VisionInputs:
     """Arguments of the model for the images of one sample.
 
     Attributes:
-        values: tensors by argument, as the family's processor gives them.
-        dims: along which dimension each is joined; all others are padded with zeros to the largest.
-        images: how many there are.
+        values: tensors by argument, as the family's processor returns them.
+        dims: dimension along which each tensor is joined; all others are padded with zeros to the largest.
+        images: number of images.
     """
 
     values: "dict[str, torch.Tensor]"
@@ -50,13 +51,17 @@ class VisionInputs:
 
     @classmethod
     def joined(cls, parts: "Sequence[VisionInputs]") -> "tuple[dict[str, torch.Tensor], list[dict[str, Place]]]":
-        """The arguments for a row of samples, and where each sample's are in them."""
+        """Join the arguments of the samples of a row.
+
+        Returns:
+            (arguments of the row, slices of each sample in them by argument).
+        """
         rows: dict[str, torch.Tensor] = {}
         places: list[dict[str, Place]] = [{} for _ in parts]
         for name, dim in parts[0].dims.items():
             tensors = [part.values[name] for part in parts]
-            shape = [max(sizes) for sizes in zip(*(one.shape for one in tensors), strict=True)]
-            shape[dim] = sum(one.shape[dim] for one in tensors)
+            shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+            shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
             rows[name] = tensors[0].new_zeros(shape)
             start = 0
             for tensor, place in zip(tensors, places, strict=True):
@@ -69,18 +74,19 @@ class VisionInputs:
 
 @dataclass(frozen=True, slots=True)
 class ImageRun:
-    """The tokens of one image.
+    """The tokens of an image.
 
     Attributes:
-        length: tokens.
-        make: gives their ids, int64 (length,); None where all are the family's image token.
+        length: number of tokens.
+        make: returns their ids, int64 (length,); None if all are the family's image token. A function, because the
+            planner needs only lengths, and the ids of some families cost a call of their processor.
     """
 
     length: int
     make: Callable[[], Int64] | None = None
 
     def features(self, image_token_id: int | None) -> int:
-        """How many of them are image tokens, which the vision tower's features replace."""
+        """Number of image tokens among them, which the features of the vision tower replace."""
         return self.length if self.make is None else int((self.make() == image_token_id).sum())
 
 
@@ -93,7 +99,7 @@ class Pixels:
         grids_tensor: int64 (images, 3) tensor, patches in t, h and w.
         grids: the same as an array.
         runs: tokens of each image.
-        inputs: what a family has in place of values and grids.
+        inputs: arguments that replace values and grids in some families, or None.
     """
 
     values: Any = None
@@ -109,18 +115,21 @@ class Pixels:
 
 
 def expanded(ids: Int64, labels: Int64, image_token_id: int | None, runs: Sequence[ImageRun]) -> tuple[Int64, Int64]:
-    """Token ids and labels, each int64 (L,), with the run of each image in place of its one image token.
+    """Replace each image token by the tokens of its image.
 
     Args:
         ids: int64 (n,), with one image token for each run.
         labels: int64 (n,), -100 at image tokens.
-        image_token_id: token that stands for image features.
-        runs: of each image.
+        image_token_id: token that represents image features.
+        runs: tokens of each image.
+
+    Returns:
+        (ids, labels), int64 (L,) each.
     """
     repeats = np.ones(len(ids), dtype=np.int64)
-    places = np.flatnonzero(ids == image_token_id)
-    repeats[places] = lengths = [run.length for run in runs]
-    ends = np.cumsum(repeats)[places]
+    at = np.flatnonzero(ids == image_token_id)
+    repeats[at] = lengths = [run.length for run in runs]
+    ends = np.cumsum(repeats)[at]
     ids, labels = np.repeat(ids, repeats), np.repeat(labels, repeats)
     for run, end, length in zip(runs, ends.tolist(), lengths, strict=True):
         if run.make is not None:
@@ -129,7 +138,7 @@ def expanded(ids: Int64, labels: Int64, image_token_id: int | None, runs: Sequen
 
 
 def mrope_positions(input_ids: Int64, image_token_id: int, grids: Int64, merge_size: int) -> Int64:
-    """Compute the positions of one sample.
+    """Compute the M-RoPE positions of a sample.
 
     Args:
         input_ids: int64 (L,).
@@ -145,19 +154,20 @@ def mrope_positions(input_ids: Int64, image_token_id: int, grids: Int64, merge_s
     """
     merged = grids // np.array([1, merge_size, merge_size])
     counts = merged.prod(axis=1)
-    places = np.flatnonzero(input_ids == image_token_id)
-    if len(places) != counts.sum():
-        raise ValueError(f"`input_ids` has {len(places)} image tokens, but `grids` require {counts.sum()}")
-    starts = places[(np.cumsum(counts) - counts)]
+    at = np.flatnonzero(input_ids == image_token_id)
+    if len(at) != counts.sum():
+        raise ValueError(f"`input_ids` has {len(at)} image tokens, but `grids` require {counts.sum()}")
+    # Image tokens of image i follow those of the images before it; text may be between images, not inside them.
+    starts = at[(np.cumsum(counts) - counts)]
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
-    done = 0  # tokens numbered so far
-    here = 0  # position of the next token
+    done = 0  # tokens with a position so far
+    position = 0  # of the next token
     for start, count, (t, h, w) in zip(starts, counts, merged, strict=True):
         text = start - done
-        positions[:, done:start] = here + np.arange(text)
-        here += text
-        positions[:, start : start + count] = here + np.indices((t, h, w)).reshape(3, -1)
-        here += max(h, w)
+        positions[:, done:start] = position + np.arange(text)
+        position += text
+        positions[:, start : start + count] = position + np.indices((t, h, w)).reshape(3, -1)
+        position += max(h, w)
         done = start + count
-    positions[:, done:] = here + np.arange(len(input_ids) - done)
+    positions[:, done:] = position + np.arange(len(input_ids) - done)
     return positions

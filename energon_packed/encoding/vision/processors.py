@@ -1,11 +1,11 @@
-"""ProcessorVision: any family of Transformers whose processor tells the tokens of an image by its size.
+"""ProcessorVision: a VisionFamily for any Transformers processor that computes token counts from image sizes.
 
-    processor(text=image token, images)  ─►  its text of each image, its tensors        (encode)
-    _get_num_multimodal_tokens(sizes)    ─►  tokens of each image                       (measure)
+    processor(text=image token, images)  ─►  text of each image, tensors for the vision tower    (encode)
+    _get_num_multimodal_tokens(sizes)    ─►  number of tokens of each image                      (measure)
 
-Nothing of a family is known here: what an image's text begins and ends with, which token takes the features, and how
-the tensors of several images join is found with small pictures when the family is loaded, and compared with what the
-processor itself gives.
+The module has no knowledge of single families. When a family is loaded, small images are processed to find the text
+around an image, the token that the features replace, and how the tensors of several images join. The
+result is compared with the output of the processor for text with images; a difference is an error.
 """
 
 import json
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _PROBES = ((64, 96), (200, 120), (448, 448), (150, 900), (900, 150))  # (height, width) in pixels
 _CHANNELS = (1, 3)  # heights that image_utils.infer_channel_dimension_format takes for a number of channels
 _CONTEXTS = (("a", "b"), ("a ", " b"), ("a\n", "\nb"), ("", ""))
-_KEPT_TEXTS, _KEPT_SIZES = 256, 65536  # texts of images can be long
+_KEPT_TEXTS, _KEPT_SIZES = 256, 65536  # cache sizes; the text of an image can be long
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "text_replacement_offsets"}
 _OF_POSITIONS = {"image_grid_thw", "mm_token_type_ids", "image_position_ids"}
 TESTED = (
@@ -37,43 +37,46 @@ TESTED = (
 
 
 class ProcessorVision(VisionFamily):
-    """Images as a Transformers processor sees them; loaded by `from_folder` where no family has the folder's name.
+    """Preprocess images with a Transformers processor; used for folders that no registered family matches.
 
     Attributes:
-        processor: of Transformers.
-        token_types: whether the model takes `token_type_ids`, 1 at image tokens.
+        processor: the Transformers processor.
+        token_types: whether the model has an argument `token_type_ids`, 1 at image tokens.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, processor: Any) -> None:
-        """Find out how the processor writes and joins images.
+        """Find the text, tokens and joining rules of the processor with a few small images.
 
         Raises:
-            ConfigError: it does something that this class cannot do; the message says what.
+            ConfigError: the processor has a behavior that this class does not support; the message names it.
         """
         self.processor = processor
         self.image_processor = processor.image_processor
-        self.merge_size = 1
+        self.merge_size = 1  # unused: token counts come from the processor, not from patches
         self._ids: dict[str, Int64] = {}
         self._lengths: dict[tuple[int, int], int] = {}
         added = [str(token) for token in processor.tokenizer.get_added_vocab()]
         self._special = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
-        seen = {size: self._process([_blank(size)]) for size in _PROBES}
-        self._texts = {size: texts[0] for size, (_, texts) in seen.items()}
+        outputs = {size: self._process([_blank(size)]) for size in _PROBES}
+        self._texts = {size: texts[0] for size, (_, texts) in outputs.items()}
         edges = {self._edges(text) for text in self._texts.values()}
         if len(edges) != 1:
-            raise self._refused("the text around an image depends on its size")
+            raise self._unsupported("the text around an image depends on its size")
         self._before, self._after = edges.pop()
         ids = {size: self._ids_of(text) for size, text in self._texts.items()}
+        # The most frequent token of the longest image is the one that features replace; tags and separators are rarer.
         feature = Counter(max(ids.values(), key=len).tolist()).most_common(1)[0][0]
         self.image_token = processor.tokenizer.convert_ids_to_tokens(feature)  # type: ignore[misc]
         self.placeholder = self._before + self.image_token + self._after  # type: ignore[misc]
         self.reserved = ()  # type: ignore[misc]
         self._feature = feature
-        more = {len(one) - count for one, count in zip(ids.values(), self._counted(list(ids)), strict=True)}
-        self._constant = more.pop() if len(more) == 1 else None
-        self.token_types = "token_type_ids" in seen[_PROBES[0]][0]
+        # The processor's formula may omit tags. If it omits the same number for all sizes, it is used with that
+        # constant; otherwise each new size is processed once.
+        omitted = {len(tokens) - count for tokens, count in zip(ids.values(), self._counted(list(ids)), strict=True)}
+        self._constant = omitted.pop() if len(omitted) == 1 else None
+        self.token_types = "token_type_ids" in outputs[_PROBES[0]][0]
         self._dims = self._joins(_PROBES[0], _PROBES[1])
         self._check_texts(_PROBES[0])
         name = type(processor).__name__
@@ -89,10 +92,10 @@ class ProcessorVision(VisionFamily):
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ProcessorVision":
-        """By the processor of a model folder.
+        """Load the processor of a model folder.
 
         Raises:
-            ConfigError: Transformers cannot load it here, or it does not tell the tokens of an image.
+            ConfigError: Transformers cannot load it here, or it cannot compute the number of image tokens.
         """
         from transformers import AutoProcessor
 
@@ -105,58 +108,62 @@ class ProcessorVision(VisionFamily):
             detail = " ".join(str(error).split())[:200]
             raise ConfigError(f"Transformers cannot load the processor of {folder} here: {detail}") from error
         if not hasattr(processor, "_get_num_multimodal_tokens") or not hasattr(processor, "tokenizer"):
-            raise ConfigError(f"the {type(processor).__name__} of {folder} does not tell the tokens of an image")
+            raise ConfigError(
+                f"{type(processor).__name__} of {folder} cannot compute the number of image tokens "
+                "(no `_get_num_multimodal_tokens`)"
+            )
         try:
             return cls(processor)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             if isinstance(error, ConfigError):
                 raise
-            detail = f"it does not take text with images, {' '.join(str(error).split())[:200]}"
-            raise ConfigError(f"{type(processor).__name__} needs a family of its own: {detail}") from error
+            detail = f"it does not accept text with images, {' '.join(str(error).split())[:200]}"
+            raise ConfigError(f"{type(processor).__name__} needs a custom VisionFamily: {detail}") from error
 
-    def run(self, height: int, width: int) -> ImageRun:
+    def image_token_run(self, height: int, width: int) -> ImageRun:
         """Tokens of an image of this size, without its pixels."""
         return ImageRun(self._length(height, width), lambda: self._run_ids(height, width))
 
-    def read(self, images: "Iterable[Image.Image]") -> Pixels:
-        """Tokens and arguments of the vision tower for all images of a sample.
+    def preprocess(self, images: "Iterable[Image.Image]") -> Pixels:
+        """Return tokens and vision tower arguments for all images of a sample.
 
         Raises:
-            RecordError: `corrupt_image`, an image that the processor refuses.
-            ConfigError: the processor writes another number of tokens than it told.
+            RecordError: `corrupt_image`, an image that the processor does not accept.
+            ConfigError: the processor writes another number of tokens than it computed from the size.
         """
-        pictures = list(images)
+        loaded = list(images)
         try:
-            out, texts = self._process(pictures)
+            out, texts = self._process(loaded)
         except (ValueError, ZeroDivisionError, IndexError) as error:
             raise RecordError(Reason.CORRUPT_IMAGE, " ".join(str(error).split())[:200]) from error
-        ids = [self._ids_of(text) for text in texts]
-        for picture, one in zip(pictures, ids, strict=True):
-            told = self._length(picture.height, picture.width)
-            if told != len(one):
-                raise self._refused(
-                    f"it tells {told} tokens for {picture.width}x{picture.height} pixels, not {len(one)}"
+        tokens = [self._ids_of(text) for text in texts]
+        # A wrong formula would make planned lengths differ from encoded lengths, so every image is compared.
+        for image, ids in zip(loaded, tokens, strict=True):
+            expected = self._length(image.height, image.width)
+            if expected != len(ids):
+                raise self._unsupported(
+                    f"it computes {expected} tokens for {image.width}x{image.height} pixels, but writes {len(ids)}"
                 )
-        runs = [ImageRun(len(one), lambda one=one: one) for one in ids]  # type: ignore[misc]
-        inputs = VisionInputs({name: out[name] for name in self._dims}, self._dims, len(pictures))
+        runs = [ImageRun(len(ids), lambda ids=ids: ids) for ids in tokens]  # type: ignore[misc]
+        inputs = VisionInputs({name: out[name] for name in self._dims}, self._dims, len(loaded))
         return Pixels(runs=runs, inputs=inputs)
 
     def smallest(self) -> Pixels:
-        """As `read`, of a small black image."""
-        return self.read([_blank((64, 64))])
+        """Return `preprocess` of a small black image."""
+        return self.preprocess([_blank((64, 64))])
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """As of the base class, by the tokens of some images."""
+        """Check that a tokenizer has the image token and produces the same tokens for images of some sizes."""
         super().check_tokenizer(tokenizer)
         for text in self._texts.values():
             if tokenizer.encode(self._inner(text), add_special_tokens=False).ids != self._ids_of(text).tolist():
                 raise ConfigError(
-                    f"the tokenizer gives other tokens for an image than that of the {type(self.processor).__name__}; "
-                    "use the tokenizer of the processor's folder"
+                    "the tokenizer produces other tokens for an image than the tokenizer of the "
+                    f"{type(self.processor).__name__}; use the tokenizer of the processor's folder"
                 )
 
     def config(self) -> dict[str, Any]:
-        """The settings of the image processor, and the text that the processor makes of some sizes."""
+        """Settings of the image processor, and the text that the processor writes for images of some sizes."""
         return {
             "family": type(self.processor).__name__,
             "image_processor": json.loads(self.image_processor.to_json_string()),
@@ -164,10 +171,11 @@ class ProcessorVision(VisionFamily):
         }
 
     def length_config(self) -> dict[str, Any]:
-        """The same: pixels and lengths depend on all of it."""
+        """Same as `config`: lengths depend on all of it."""
         return self.config()
 
     def _length(self, height: int, width: int) -> int:
+        """Number of tokens of an image, cached by size."""
         size = (height, width)
         if height in _CHANNELS:
             detail = f"{width}x{height} pixels: Transformers takes a height of {height} for color channels"
@@ -184,29 +192,29 @@ class ProcessorVision(VisionFamily):
         return self._ids_of(self._process([_blank((height, width))])[1][0])
 
     def _counted(self, sizes: list[tuple[int, int]]) -> list[int]:
-        """Tokens by the processor's own formula."""
+        """Number of tokens of images by the formula of the processor."""
         try:
-            told = self.processor._get_num_multimodal_tokens(image_sizes=sizes)
+            counts = self.processor._get_num_multimodal_tokens(image_sizes=sizes)
         except (ValueError, ZeroDivisionError) as error:
             detail = f"{sizes[0][1]}x{sizes[0][0]} pixels: {error}"
             raise RecordError(Reason.CORRUPT_IMAGE, detail) from error
-        return [int(count) for count in told.num_image_tokens]
+        return [int(count) for count in counts.num_image_tokens]
 
     def _process(self, images: "Sequence[Image.Image]") -> tuple[dict[str, Any], list[str]]:
-        """The processor's tensors, and its text of each image."""
+        """Return the tensors of the processor, and its text of each image."""
         import torch
 
         text = " ".join([self.processor.image_token] * len(images))
         out = self.processor(text=[text], images=list(images), return_text_replacement_offsets=True)
-        texts = [one["replacement"] for one in out.pop("text_replacement_offsets")[0]]
+        texts = [replaced["replacement"] for replaced in out.pop("text_replacement_offsets")[0]]
         return {name: _tensor(value, torch) for name, value in out.items()}, texts
 
     def _edges(self, text: str) -> tuple[str, str]:
         """Plain text at both ends, which may share a token with the text around it."""
-        found = list(self._special.finditer(text))
-        if not found:
-            raise self._refused("the text of an image has no special token")
-        return text[: found[0].start()], text[found[-1].end() :]
+        special = list(self._special.finditer(text))
+        if not special:
+            raise self._unsupported("the text of an image has no special token")
+        return text[: special[0].start()], text[special[-1].end() :]
 
     def _inner(self, text: str) -> str:
         """An image's text without the plain text at its ends."""
@@ -223,48 +231,57 @@ class ProcessorVision(VisionFamily):
         return self._ids[inner]
 
     def _joins(self, first: tuple[int, int], second: tuple[int, int]) -> dict[str, int]:
-        """The dimension along which each tensor of two samples joins, compared with both images in one sample."""
-        (one, _), (two, _) = self._process([_noise(first)]), self._process([_noise(second)])
+        """Find the dimension along which each tensor of two samples joins.
+
+        The joined tensors of two images must equal the tensors of both images in the same sample. The images are
+        noise, so that a wrong dimension cannot go unnoticed.
+        """
+        (left, _), (right, _) = self._process([_noise(first)]), self._process([_noise(second)])
         both, texts = self._process([_noise(first), _noise(second)])
         if texts != [self._texts[first], self._texts[second]]:
-            raise self._refused("the text of an image depends on the other images of the sample")
+            raise self._unsupported("the text of an image depends on the other images of the sample")
         if positions := sorted(_OF_POSITIONS & both.keys()):
-            raise self._refused(f"its model takes {positions[0]}, from which it computes positions")
+            raise self._unsupported(f"its model computes positions from {positions[0]}")
         dims: dict[str, int] = {}
         for name in sorted(both.keys() - _OF_TEXT):
-            shapes = [tuple(out[name].shape) for out in (one, two, both)]
+            shapes = [tuple(out[name].shape) for out in (left, right, both)]
             fitting = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if sizes[0] + sizes[1] == sizes[2]]
             if len(fitting) != 1:
-                raise self._refused(f"{name} of two samples cannot be joined, {shapes}")
+                raise self._unsupported(f"{name} of two samples cannot be joined, {shapes}")
             dims[name] = fitting[0]
-        joined, _ = VisionInputs.joined([VisionInputs(out, dims, 1) for out in (one, two)])
+        joined, _ = VisionInputs.joined([VisionInputs(out, dims, 1) for out in (left, right)])
         for name in dims:
             if not (joined[name].shape == both[name].shape and bool((joined[name] == both[name]).all())):
-                raise self._refused(f"{name} of two images differs from those of the images one by one")
+                raise self._unsupported(f"{name} of two images differs from {name} of each image alone")
         return dims
 
     def _check_texts(self, size: tuple[int, int]) -> None:
-        """Compare tokens with those of the processor, between several texts."""
-        tokenizer, run = self.processor.tokenizer, self.run(*size)
+        """Compare the tokens of text with an image with the tokens of the processor, for several texts around it.
+
+        A tokenizer may merge the text of an image with the text next to it; the image must not change such tokens.
+        """
+        tokenizer, run = self.processor.tokenizer, self.image_token_run(*size)
         for before, after in _CONTEXTS:
             text = before + self.processor.image_token + after
-            theirs = self.processor(text=[text], images=[_blank(size)], add_special_tokens=False)
+            expected = self.processor(text=[text], images=[_blank(size)], add_special_tokens=False)
             ids = tokenizer(before + self.placeholder + after, add_special_tokens=False)["input_ids"]
-            ours, _ = expanded(np.array(ids), np.array(ids), self._feature, [run])
-            if ours.tolist() != list(theirs["input_ids"][0]):
-                raise self._refused(f"its tokens of {text!r} differ from the text's with the image's in between")
-            types = np.asarray(theirs.get("token_type_ids", [ours == self._feature])[0])
-            if types.tolist() != (ours == self._feature).tolist():
-                raise self._refused("its token_type_ids are not 1 at image tokens and 0 elsewhere")
+            actual, _ = expanded(np.array(ids), np.array(ids), self._feature, [run])
+            if actual.tolist() != list(expected["input_ids"][0]):
+                raise self._unsupported(
+                    f"its tokens of {text!r} differ from the tokens of the text around the image's"
+                )
+            types = np.asarray(expected.get("token_type_ids", [actual == self._feature])[0])
+            if types.tolist() != (actual == self._feature).tolist():
+                raise self._unsupported("its token_type_ids are not 1 at image tokens and 0 elsewhere")
 
-    def _refused(self, why: str) -> ConfigError:
-        return ConfigError(f"{type(self.processor).__name__} needs a family of its own: {why}")
+    def _unsupported(self, reason: str) -> ConfigError:
+        return ConfigError(f"{type(self.processor).__name__} needs a custom VisionFamily: {reason}")
 
 
-def _bound(kept: dict[Any, Any], most: int) -> None:
-    """Forget everything where there is no room for one more."""
-    if len(kept) >= most:
-        kept.clear()
+def _bound(cache: dict[Any, Any], limit: int) -> None:
+    """Clear a cache that is full; simpler than removing single entries, and rare."""
+    if len(cache) >= limit:
+        cache.clear()
 
 
 def _blank(size: tuple[int, int]) -> "Image.Image":
@@ -280,7 +297,7 @@ def _noise(size: tuple[int, int]) -> "Image.Image":
 
 
 def _tensor(value: Any, torch: Any) -> Any:
-    """A tensor of an array, a list of arrays of one shape, or numbers."""
+    """Convert an array, a list of arrays of the same shape, or numbers to a tensor."""
     if isinstance(value, torch.Tensor):
         return value
     return torch.as_tensor(np.asarray(value))

@@ -1,7 +1,7 @@
-"""Property: what is told is what the record says, and what is supervised is what the assistant says in it.
+"""Property: the rendered text is the text of the record, and the supervised text is the text of its assistant.
 
-Whatever the shape of a record, its tokens decode to exactly the text that a person writes down for it (`talks`), and
-its labels to exactly the turns that are trained; what a template has no place for costs the record.
+For any record format, the tokens decode to exactly the text that `talks` writes down for the record, and the labels to
+exactly the supervised turns. A record with content that the template does not render is rejected.
 """
 
 import re
@@ -42,7 +42,7 @@ def decoded(encoder: ChatEncoder, ids: Any) -> str:
 
 
 def expected(talk: Talk, template: str, loss_on: str) -> tuple[str, str] | None:
-    """Text as told and as supervised; None where the record must be rejected."""
+    """(text, supervised text) of a record; None if it must be rejected."""
     if talk.document is not None:
         text = talk.document.replace("<image>", PICTURE) + "<|im_end|>"
         return (text, text.replace("<|image_pad|>", "")) if talk.document.replace("<image>", "").strip() else None
@@ -62,7 +62,7 @@ def expected(talk: Talk, template: str, loss_on: str) -> tuple[str, str] | None:
 
 @given(talk=talks, template=st.sampled_from(sorted(TEMPLATES)), loss_on=st.sampled_from(LOSS_ON))
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_what_is_told_and_trained_is_what_the_record_says(
+def test_text_and_targets_equal_the_record(
     encoders: dict[tuple[str, str], ChatEncoder], image_root: str, talk: Talk, template: str, loss_on: str
 ) -> None:
     encoder, wanted = encoders[template, loss_on], expected(talk, template, loss_on)
