@@ -345,7 +345,7 @@ def test_unknown_records_get_a_hint_from_their_own_fields(record: Any, hint: str
 @pytest.mark.parametrize("field", [{"image_id": 5}, {"imgname": "5.png"}, {"photo": "a/b.JPG"}])
 def test_a_picture_that_is_only_named_costs_the_record(field: Any) -> None:
     question = {"question": "What color?", "answer": "red"}
-    with pytest.raises(RecordError, match="names an image that the record does not hold"):
+    with pytest.raises(RecordError, match="refers to an image, but the record contains none"):
         normalize({**question, **field})
     assert normalize({**question, **field, "image": "a.png"}).unused_fields == tuple(field)
     assert normalize({**question, "file_name": "notes.txt"}).unused_fields == ("file_name",)

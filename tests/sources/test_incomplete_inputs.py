@@ -32,7 +32,7 @@ def records(path: Path) -> list[Any]:
          "begins at line 2: text follows the closing quote"),
         ("a.tsv", ["text", "one", '"two', "three", '"four" and more', "five"],
          "begins at line 3: text follows the closing quote"),
-        ("a.csv", ["text", "one", '"two', "three"], "begins at line 3: the file ends inside a quoted cell"),
+        ("a.csv", ["text", "one", '"two', "three"], "in the row at line 3: the file ends inside a quoted cell"),
         ("a.csv", ["text", '"a ""good"" one"', '"two\nlines"', '"x"y'], "begins at line 5: text follows"),
     ],
 )  # fmt: skip
@@ -148,9 +148,9 @@ def test_a_header_of_the_whole_tar_may_stand_between_members(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("state.json", {"_data_files": [{"filename": "\ud800.arrow"}]}, "is not that of a Hugging Face dataset"),
+        ("state.json", {"_data_files": [{"filename": "\ud800.arrow"}]}, "is not a file of a Hugging Face dataset"),
         ("state.json", {"_data_files": []}, r"state\.json lists no data files"),
-        ("dataset_dict.json", {"splits": "train"}, "is not that of a Hugging Face dataset: .* not a list"),
+        ("dataset_dict.json", {"splits": "train"}, "is not a file of a Hugging Face dataset: .* not a list"),
     ],
 )
 def test_folders_of_hugging_face_that_name_nothing(tmp_path: Path, name: str, value: object, message: str) -> None:

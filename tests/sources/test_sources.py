@@ -166,10 +166,10 @@ def test_what_cannot_be_an_input(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no input file"):
         open_sources([], work_dir=tmp_path)
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(SourceError, match=r"state.json is not that of a Hugging Face dataset"):
+    with pytest.raises(SourceError, match=r"state.json is not a file of a Hugging Face dataset"):
         open_sources([tmp_path], work_dir=tmp_path)
     datasets.DatasetDict({"train": datasets.Dataset.from_list(RECORDS[:3])}).save_to_disk(str(tmp_path / "dict"))
-    with pytest.raises(SourceError, match="holds the splits train; set `source_split` to one of them"):
+    with pytest.raises(SourceError, match="has the splits train; set `source_split` to one of them"):
         open_sources([tmp_path / "dict"], work_dir=tmp_path)
 
 
