@@ -1,7 +1,7 @@
 """Reads fields of a record: JSON text or a raw value in, a checked value out; a wrong type is a RecordError.
 
 parse_json                           JSON text -> value, without loss: integers of any size and all digits of an `id`
-read_text, read_list, read_tokens..  value of one field -> string, list, int64 array, number
+read_text, read_list, read_tokens..  value of a field -> string, list, int64 array, number
 one_text, joined_texts               several alternative or consecutive fields -> one string
 unused_fields                        fields that nothing reads: counted by name, or rejected if training would change
 """
@@ -119,9 +119,11 @@ def _standard(text: str | bytes, parse_float: Callable[[str], Any] | None = None
 
 def is_given(value: Any) -> bool:
     """Whether a value is neither null nor empty; an object is empty if all of its values are."""
+    if value is None or value.__class__ is str or value.__class__ is list:  # almost every call
+        return bool(value)
     if isinstance(value, Mapping):
         return any(is_given(inner) for inner in value.values())
-    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+    return not hasattr(value, "__len__") or len(value) > 0
 
 
 def shown(value: object) -> str:
@@ -156,10 +158,10 @@ def one_text(record: Record, names: Sequence[str]) -> str | None:
     Raises:
         RecordError: `unsupported_field` if two fields have different strings; `missing_field` for another type.
     """
-    texts = {name: read_text(record[name], name) for name in names if record.get(name) not in (None, "")}
-    if len(set(texts.values())) > 1:
-        raise RecordError(Reason.UNSUPPORTED_FIELD, f"{' and '.join(texts)} have different values. Keep only one.")
-    return next(iter(texts.values()), None)
+    strings = {name: read_text(record[name], name) for name in names if record.get(name) not in (None, "")}
+    if len(set(strings.values())) > 1:
+        raise RecordError(Reason.UNSUPPORTED_FIELD, f"{' and '.join(strings)} have different values. Keep only one.")
+    return next(iter(strings.values()), None)
 
 
 def joined_texts(record: Record, names: Sequence[str]) -> str:

@@ -65,8 +65,6 @@ class Media:
 
     def take_tagged(self, text: str) -> str:
         """Replace each `<img>path</img>` of Qwen-VL, with its `Picture 1:`, by `<image>`; keep the references."""
-        if "<img>" not in text:
-            return text
         for match in _TAGGED.finditer(text):
             self.add_inline(match[1].strip())
         return _TAGGED.sub(IMAGE_PLACEHOLDER, text)
@@ -142,13 +140,13 @@ def references(record: Record, keys: Sequence[str], root: str | None) -> list[Me
     Raises:
         RecordError: two of the fields have media, or a value does not name media.
     """
-    filled = [key for key in keys if record.get(key) is not None]
-    if not filled:
-        return []
-    filled = [key for key in filled if is_given(record[key]) and flatten(record[key])]
+    filled = {}
+    for key in keys:
+        if record.get(key) is not None and is_given(record[key]) and (items := flatten(record[key])):
+            filled[key] = items
     if len(filled) > 1:
         raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(filled)} are given; use one")
-    items = [item for key in filled for item in flatten(record[key])]
+    items = next(iter(filled.values()), [])
     for item in items:
         _unused(item)  # only for its rejections: harmless fields of image objects are not counted
     return [MediaReference.from_value(item, root) for item in items]

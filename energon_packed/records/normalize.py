@@ -39,6 +39,8 @@ NO_PLACEHOLDER = "no placeholder: images stand before the first user turn"
 """Note of a conversation without placeholders: its images or videos were put before the first user turn."""
 _PLAIN_FORMATS = (Messages, ShareGPT)
 _TAG_START = "<im"  # of `<image>` and `<img>`
+_TOOL_FIELDS = frozenset(("tools", "functions"))
+_POSITION_FIELDS = ("patch_positions",)
 _SYSTEM_NAMES = frozenset((*SYSTEM_FIELDS, "instruction"))
 
 
@@ -70,15 +72,17 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
     draft = record_format.read(record, media)
     add_system(draft, record, record_format)
     place_media(draft, media, record_format)
-    tools = read_tools(record, draft, media)
+    tools = None if _TOOL_FIELDS.isdisjoint(record) else read_tools(record, draft, media)
     draft.messages = [without_written_calls(m, media) if m.extra else m for m in draft.messages]
     if media.unused_fields:
         unused = tuple(sorted({*unused, *media.unused_fields}))
-    check_writable(tools, "tools")
+    if tools is not None:
+        check_writable(tools, "tools")
     for message in draft.messages:
         if message.extra:
             check_writable(message.extra, f"the {message.role} turn")
-    ident, fps = record.get("id"), read_number(record.get("fps"), "fps", float)
+    ident = record.get("id")
+    fps = read_number(record["fps"], "fps", float) if "fps" in record else None
     images = tuple(media.inline or media.images)
     if fps and images:
         media.notes.append(FPS_STORED)
@@ -89,11 +93,15 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
         input_ids=draft.input_ids,
         labels=draft.labels,
         images=images,
-        patch_positions=tuple(references(record, ("patch_positions",), image_root)),
+        patch_positions=tuple(references(record, _POSITION_FIELDS, image_root)) if "patch_positions" in record else (),
         tools=tools,
         video=media.is_video,
         fps=fps,
-        timestamp_decimal=read_number(record.get("timestamp_decimal"), "timestamp_decimal", int),
+        timestamp_decimal=(
+            read_number(record["timestamp_decimal"], "timestamp_decimal", int)
+            if "timestamp_decimal" in record
+            else None
+        ),
         unused_fields=unused,
         notes=tuple(media.notes),
     )
@@ -101,7 +109,8 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
 
 def plain_conversation(record: Record, record_format: RecordFormat) -> Conversation | None:
     """Read a record that contains only turns and an id; None for any other record."""
-    if not isinstance(record_format, _PLAIN_FORMATS) or len(record) > 1 + ("id" in record):
+    # The exact classes, since a custom subclass may read its turns in another way.
+    if record_format.__class__ not in _PLAIN_FORMATS or len(record) > 1 + ("id" in record):
         return None
     turns = record.get(record_format.key)
     if turns.__class__ is not list or not turns or turns[0].__class__ is not dict:
@@ -129,7 +138,7 @@ def plain_conversation(record: Record, record_format: RecordFormat) -> Conversat
 def _roles(names: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """(role of each turn, turns that must not all be empty); ((), ()) if the turns need the record formats.
 
-    The rules are those of `Conversation`: only the first message may be a system message, and at least one assistant
+    The rules of `Conversation` apply: only the first message may be a system message, and at least one assistant
     turn (or any turn, if no turn is an assistant turn) must have content. Cached, since few role sequences occur.
     """
     roles = tuple([PLAIN_ROLES.get(name, "") for name in names])

@@ -139,7 +139,9 @@ def _message(turn: Record, media: Media) -> Message:
     if isinstance(content, list | tuple):
         text = read_parts(content, media)
     else:
-        text = media.take_tagged(read_text("" if content is None else content, f"content of a {role} message"))
+        if not isinstance(content, str):
+            content = read_text("" if content is None else content, f"content of a {role} message")
+        text = media.take_tagged(content) if "<img>" in content else content
     return Message(role, text if keys.is_plain else _own_images(turn, text, media), extra, weight)
 
 
@@ -248,7 +250,8 @@ def _read_part(part: Any, media: Media) -> str:
         )
     media.unused_fields.update(unused_fields(part, _FIELDS[kind], f"a content part of type {kind}"))
     if kind == "text":
-        return media.take_tagged(read_text(part.get("text"), "a text part"))
+        text = read_text(part.get("text"), "a text part")
+        return media.take_tagged(text) if "<img>" in text else text
     if kind == "video":
         return _read_video(part, media)
     value = next((part[name] for name in _PART_IMAGES if part.get(name)), None)

@@ -109,7 +109,7 @@ class Source(ABC):
         return list(self.scan(start, stop))
 
     def row(self, entry: Any) -> SourceRecord:
-        """Parse an entry of `held`."""
+        """Parse a record that was read for shuffling."""
         row: SourceRecord = entry
         return row
 

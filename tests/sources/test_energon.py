@@ -201,7 +201,9 @@ def test_a_sample_loader_is_refused_unless_it_is_trusted(
     import __main__
 
     folder = with_loader(tmp_path / "d", [*asked(0), *asked(1)], LOADER)
-    with pytest.raises(SourceError, match=r"sample_loader.py makes the samples .* set `trust_sample_loader` to"):
+    with pytest.raises(
+        SourceError, match=r"sample_loader.py defines how this dataset is read, .* Set `trust_sample_loader` to"
+    ):
         read(folder)
     assert not hasattr(__main__, "loader_was_run")
     found = read(folder, trust_sample_loader=True)

@@ -29,11 +29,11 @@ def records(path: Path) -> list[Any]:
     ("name", "lines", "message"),
     [
         ("a.tsv", ["id\ttext", *(f'{n}\t"Well," she said {n}.' for n in range(9))],
-         "begins at line 2: text follows the closing quote"),
+         "in the row at line 2: text follows the closing quote"),
         ("a.tsv", ["text", "one", '"two', "three", '"four" and more', "five"],
-         "begins at line 3: text follows the closing quote"),
+         "in the row at line 3: text follows the closing quote"),
         ("a.csv", ["text", "one", '"two', "three"], "in the row at line 3: the file ends inside a quoted cell"),
-        ("a.csv", ["text", '"a ""good"" one"', '"two\nlines"', '"x"y'], "begins at line 5: text follows"),
+        ("a.csv", ["text", '"a ""good"" one"', '"two\nlines"', '"x"y'], "in the row at line 5: text follows"),
     ],
 )  # fmt: skip
 def test_a_stray_quote_takes_no_rows_with_it(tmp_path: Path, name: str, lines: list[str], message: str) -> None:

@@ -159,7 +159,7 @@ def test_broken_files_are_named_in_one_line(tmp_path: Path, name: str, content: 
 
 def test_what_cannot_be_an_input(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
-    with pytest.raises(SourceError, match="named twice"):
+    with pytest.raises(SourceError, match="listed twice"):
         open_sources([tmp_path / "a.jsonl", str(tmp_path / "*.jsonl")], work_dir=tmp_path)
     with pytest.raises(SourceError, match="nothing matches"):
         open_sources([str(tmp_path / "*.parquet")], work_dir=tmp_path)
