@@ -92,6 +92,7 @@ class Conversation:
                 f"labels has {len(self.labels)} entries for "
                 f"{0 if self.input_ids is None else len(self.input_ids)} input_ids; one label per token is needed",
             )
+        # Fewer files than images are valid: the frames of a video may share a file.
         if len(self.patch_positions) > len(self.images):
             raise RecordError(
                 Reason.MISSING_PATCH_POSITIONS,
@@ -102,6 +103,7 @@ class Conversation:
     @classmethod
     def of_checked(cls, ident: str | None, messages: tuple[Message, ...]) -> "Conversation":
         """Make a conversation of messages alone, without checks: the fast path for callers that checked them."""
+        # The class attributes are the defaults of all other fields, so only these two are set.
         new = object.__new__(cls)
         vars(new).update(id=ident, messages=messages)  # the class has the default of every other attribute
         return new
@@ -115,6 +117,7 @@ class Conversation:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Conversation):
             return NotImplemented
+        # Unused fields and notes describe the source record, not the sample.
         names = [field.name for field in fields(self) if field.name not in ("unused_fields", "notes")]
         return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
 
@@ -130,9 +133,11 @@ class Conversation:
         if not _ROLES.issuperset(roles):
             role = next(role for role in roles if role not in _ROLES)
             raise RecordError(Reason.BAD_ROLE, f"role {role!r}; use one of {', '.join(ROLES)}")
+        # Many chat templates raise for a system message elsewhere, or drop it.
         if "system" in roles[1:]:
             index = roles.index("system", 1)
             raise RecordError(Reason.BAD_ROLE, f"message {index} is a system message; only the first may be one")
+        # A missing placeholder would shift all later images to wrong positions without an error.
         placeholders = sum([message.content.count(IMAGE_PLACEHOLDER) for message in self.messages])
         if placeholders != len(self.images):
             raise _count_mismatch(placeholders, len(self.images))

@@ -22,7 +22,9 @@ from energon_packed.errors import Reason, RecordError
 Record = Mapping[str, Any]
 OBJECT = (dict, Mapping)  # dict first: testing it is five times as fast
 _DEEPEST = 100  # levels of nesting: templates and JSON writers recurse once per level
+# Larger values of fps and timestamp_decimal are faults of the writer, and would overflow when they are rendered.
 _LARGEST_NUMBER = 1e9  # of fps and timestamp_decimal
+# Limits of exact parsing: orjson is exact up to 64 bits (18 digits always fit), a float keeps 15 digits.
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _STEP = 19
 _DIGIT = re.compile(rb"[0-9]")
@@ -79,6 +81,7 @@ def parse_json(text: str | bytes) -> Any:
     data = text.encode() if isinstance(text, str) else text
     if _has_long_number(data):
         value = _standard(text)
+    # An id is a name: 0.1000000000000000001 must not become 0.1, or two records would get the same id.
     if value.__class__ is dict and value.get("id").__class__ is float and len(repr(value["id"])) > _LONGEST_EXACT:
         value["id"] = _standard(text, parse_float=str)["id"]  # the digits as they are written
     return value
@@ -86,6 +89,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def _is_text(record: dict[str, Any]) -> bool:
     """Whether all values are strings or turns of strings, so that no number has to be checked: most files of turns."""
+    # Exact classes instead of isinstance: this runs for every line of a file, and JSON has no subclasses.
     for value in record.values():
         if value.__class__ is list:
             for turn in value:
@@ -113,6 +117,7 @@ def _has_long_number(data: bytes) -> bool:
 def _standard(text: str | bytes, parse_float: Callable[[str], Any] | None = None) -> Any:
     try:
         return json.loads(text, parse_float=parse_float)
+    # The caller handles a single type of error, whichever parser failed.
     except RecursionError:
         raise orjson.JSONDecodeError("it has a long number and is nested too deeply", "", 0) from None
 
@@ -134,6 +139,7 @@ def shown(value: object) -> str:
 
 def key_names(record: Record) -> str:
     """List the first keys that have a value, for messages."""
+    # Keys come from untrusted files: limit their length and number, and escape control characters.
     names = [str(key)[:60] for key in record if record[key] is not None][:8]
     return ", ".join([name if name.isprintable() else repr(name) for name in names])
 
@@ -206,8 +212,10 @@ def read_tokens(value: Any, label: str) -> npt.NDArray[np.int64]:
         array = np.asarray(value)
     except ValueError as error:
         raise RecordError(Reason.MISSING_FIELD, f"{label} is not a flat list of numbers") from error
+    # An empty list becomes a float64 array, so the type is checked only if there are entries.
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
         raise RecordError(Reason.MISSING_FIELD, f"{label} must be a flat list of integers")
+    # astype(int64) would wrap values from 2**63 on to negative token ids.
     if array.size and (array.dtype.kind == "u" and array.max() >= 2**63):
         raise RecordError(Reason.MISSING_FIELD, f"{label} holds a number over 64 bits")
     return array.astype(np.int64)
@@ -220,6 +228,7 @@ def read_number(value: Any, label: str, kind: type[Any]) -> Any:
     if value is None:
         return None
     try:
+        # NaN marks every invalid value, so that a single check below reports all of them.
         number = float(value) if not isinstance(value, bool | list | tuple | dict) else math.nan
     except (TypeError, ValueError, OverflowError):
         number = math.nan
@@ -234,6 +243,7 @@ def check_writable(value: Any, label: str) -> None:
     Raises:
         RecordError: `bad_json`; the message names the limit.
     """
+    # Templates and JSON writers recurse, so the depth must be known before they run. This loop does not recurse.
     level, depth = [value], 0
     while level := [
         item for item in level if isinstance(item, Mapping | list | tuple | int)
@@ -262,6 +272,7 @@ def unused_fields(record: Record, known: frozenset[str], label: str = "the recor
         RecordError: `unsupported_field` for a field that would change training, `unsupported_media` for a field with
             the bytes of an image or video.
     """
+    # The names are checked before the values: most records have no unknown field, and the answer is cached.
     names = _unknown(tuple(record), known)
     if not names:
         return ()
@@ -306,6 +317,7 @@ def _unknown(names: tuple[str, ...], known: frozenset[str]) -> tuple[tuple[str, 
 
 def _is_metadata(name: str, record: Record) -> bool:
     """Whether a field is harmless: `reasoning` as a flag (Nemotron), `image_url` as the origin of an image (PixMo)."""
+    # A flag does not contain reasoning that would be lost.
     if name in ("reasoning", "thinking"):
         return isinstance(record[name], bool) or record[name] in ("on", "off", "yes", "no")
     return name in ("image_url", "image_urls") and (is_given(record.get("image")) or is_given(record.get("images")))

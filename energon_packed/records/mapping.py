@@ -76,10 +76,12 @@ class FieldMap:
                 Reason.MISSING_FIELD,
                 f"`map` names {missing[0]}, but the record has {key_names(record) or 'no fields'}",
             )
+        # A field that the map uses is removed, or it would be read again under its old name.
         mapped = {key: value for key, value in record.items() if key not in used}
         values = {target: record[field] for target, field in self.fields}
         turns = {target: values.pop(target) for target in TURNS if target in values}
         for name in ("messages", *(target for target in values if target != "id")):
+            # Neither value is preferred silently: the record has both a mapped field and a field of the target's name.
             if mapped.get(name) is not None:
                 raise RecordError(
                     Reason.UNSUPPORTED_FIELD,
@@ -132,10 +134,12 @@ class Adapter:
         except RecordError:
             raise
         except Exception as error:
+            # Details of rejects are a single line of limited length.
             text = " ".join(f"{type(error).__name__}: {error}".split())
             raise RecordError(Reason.ADAPTER_FAILED, f"{self.name} raised {text[:200]}") from error
         if adapted is None:
             raise RecordError(Reason.DROPPED_BY_ADAPTER, f"{self.name} returned None")
+        # A wrong type is a fault of the adapter and not of the record.
         if not isinstance(adapted, (Conversation, *OBJECT, list)):
             raise RecordError(
                 Reason.ADAPTER_FAILED,
@@ -153,6 +157,7 @@ class Adapter:
         return _load(self.name)[1]
 
 
+# Loaded once per process: the module may be large, and its top-level code must not run for each record.
 @lru_cache(maxsize=16)
 def _load(name: str) -> tuple[Callable[[Any], Record | Conversation | None], str]:
     """Import the function and read the source code of its module.

@@ -49,6 +49,7 @@ class MediaReference:
         """
         if isinstance(value, MediaReference):
             return value
+        # `bytes` first: datasets stores {"bytes", "path"}, and its path is a name without a file.
         if isinstance(value, dict):
             inner = next((value[key] for key in ("bytes", "path", "url", "image") if value.get(key)), None)
             if isinstance(inner, dict):
@@ -62,6 +63,7 @@ class MediaReference:
             return cls(data=_data_url(value))
         if value.startswith("file://"):
             return cls(path=_file_url(value), root=root)
+        # Nothing is fetched: a run must not depend on the network, nor contact hosts that a data file names.
         if value.startswith(("http://", "https://", "s3://", "gs://")):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
@@ -78,6 +80,7 @@ class MediaReference:
         assert self.path is not None
         if self.root is None:
             return self.path
+        # os.path.realpath raises ValueError for a null byte.
         if "\0" in self.path:
             raise RecordError(Reason.MISSING_IMAGE, f"{shown(self.path)} holds a null byte")
         root = os.path.realpath(self.root)
@@ -109,6 +112,7 @@ class MediaReference:
         if self.offset is None:
             return stream
         size = os.fstat(stream.fileno()).st_size - self.offset if self.size is None else self.size
+        # A shorter range would decode as a truncated image with a misleading message.
         if self.offset + size > os.fstat(stream.fileno()).st_size:
             stream.close()
             raise RecordError(
@@ -186,6 +190,7 @@ class _Window(io.RawIOBase):
 
 def _data_url(value: str) -> bytes:
     head, _, body = value.partition(",")
+    # Percent-encoded data URLs are valid, but not supported.
     if not head.endswith(";base64"):
         raise RecordError(Reason.MISSING_IMAGE, f"{shown(value)} is not a base64 data URL")
     try:

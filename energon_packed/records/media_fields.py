@@ -17,6 +17,7 @@ from energon_packed.records.media import MediaReference
 
 VIDEO_PLACEHOLDER = "<video>"
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
+# Qwen-VL writes `Picture 1: <img>path</img>`; the prefix is removed with the tag.
 _TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>([^<>\n]+)</img>")
 _IMAGE_FIELDS = ("images", "image")
 _OBJECT_FIELDS = frozenset(("bytes", "path", "url", "image"))
@@ -29,6 +30,7 @@ _UNSUPPORTED = {
     **dict.fromkeys(_MISNAMED_VIDEOS, "rename it to videos, with a list of frames for each <video>"),
 }
 _BASE64 = "image_base64_str"  # the image field of M3IT
+# Field names that may refer to an image elsewhere, such as `image_id` (COCO) or `file_name`.
 _NAME = re.compile(r"(?:image|img|photo|picture|pic)(?:_?(?:id|name|file|path))?|file_?(?:name|path)?")
 IMAGE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _VIDEO_FILES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".gif")
@@ -71,6 +73,7 @@ class Media:
 
     def add_inline(self, value: Any) -> None:
         """Add the image of a content part; Anthropic's source is `{"type": "base64", "media_type", "data"}`."""
+        # The types are those of the Messages API; an object without a type is an image object of datasets.
         if isinstance(value, Mapping) and value.get("type") == "base64":
             data, kind = value.get("data"), str(value.get("media_type"))
             value = data if isinstance(data, bytes) else _data_url(data, kind)
@@ -85,6 +88,7 @@ class Media:
         Raises:
             RecordError: `image_count_mismatch` if the number of `<video>` is not the number of videos.
         """
+        # Checked here because frames are indistinguishable from images afterwards.
         placeholders = sum(text.count(VIDEO_PLACEHOLDER) for text in strings)
         if placeholders != len(self.videos):
             raise RecordError(
@@ -119,12 +123,14 @@ def read_media(record: Record, root: str | None, *, with_images: bool = True) ->
     """
     media = Media(root, images=references(record, _IMAGE_FIELDS, root) if with_images else [])
     if is_given(record.get(_BASE64)):
+        # M3IT has a single image field; with another one the order of the images would be undefined.
         if not with_images or media.images:
             raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both images and {_BASE64} are given; use one")
         media.images = [MediaReference.from_value(_data_url(encoded)) for encoded in flatten(record[_BASE64])]
     media.elsewhere = tuple(name for name in _named(tuple(record)) if _names_image(name, record[name]))
     if media.images:
         media.per_turn = _images_per_turn(record.get("images"))
+    # The early return is for speed: most records have no video fields.
     if _BEYOND_IMAGES.isdisjoint(record):
         return media
     media.videos = _read_videos(record, root)
@@ -177,6 +183,7 @@ def _data_url(value: Any, kind: str = "image/jpeg") -> str:
 
 
 def _images_per_turn(value: Any) -> list[int] | None:
+    # A list that contains a single list is the nested form of a flat list, and does not assign images to turns.
     if not isinstance(value, list | tuple) or len(value) == 1:
         return None
     if not any(isinstance(item, list | tuple) for item in value):
@@ -198,6 +205,7 @@ def _read_videos(record: Record, root: str | None) -> list[list[MediaReference]]
         raise _unsupported(f"{filled[0]} holds a video file; pass a list of its frames, video files are not decoded")
     if not isinstance(value, list | tuple):
         raise _unsupported(f"{filled[0]} is {type(value).__name__}; pass a list of frames")
+    # A flat list of frames is a single video.
     videos = value if all(isinstance(item, list | tuple) for item in value) else [value]
     if any(isinstance(frame, list | tuple) for frames in videos for frame in frames) or not all(videos):
         raise _unsupported(f"{filled[0]} must be a list of frames for each {VIDEO_PLACEHOLDER}, none of them empty")

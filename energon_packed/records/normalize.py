@@ -59,6 +59,7 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
     Raises:
         RecordError: the record cannot be used; see its `reason` and `detail`.
     """
+    # Files of bare lists of messages (one conversation per line).
     if isinstance(record, list) and record and all(isinstance(turn, OBJECT) for turn in record):
         record = {"messages": record}
     if not isinstance(record, OBJECT):
@@ -125,6 +126,7 @@ def plain_conversation(record: Record, record_format: RecordFormat) -> Conversat
         roles, speakers = _roles(names)
     except (TypeError, KeyError):
         return None
+    # Two keys per turn in sum, and KeyError for a turn without one of them: so all turns have exactly the same keys.
     if has_media or not roles or sum(map(len, turns)) != 2 * len(turns):
         return None
     ident = record.get("id")
@@ -161,6 +163,7 @@ def add_system(draft: PartialConversation, record: Record, record_format: Record
     """
     if record_format.reads_system or _SYSTEM_NAMES.isdisjoint(record):
         return
+    # `instruction` is the task itself in Alpaca, and a system prompt beside a conversation.
     names = (*SYSTEM_FIELDS, "instruction") if record_format.instruction_is_system else SYSTEM_FIELDS
     filled = [name for name in names if is_given(record.get(name))]
     if "instruction" in filled and _repeats_a_turn(record["instruction"], draft):
@@ -170,11 +173,13 @@ def add_system(draft: PartialConversation, record: Record, record_format: Record
     system = _system_text(record[filled[0]], filled[0])
     if draft.input_ids is not None:
         raise unsupported(filled[0], remedy="input_ids are used as they are; put the prompt into them")
+    # Dropping the prompt silently would change training, so these records are rejected.
     if draft.text is not None:
         raise RecordError(Reason.BAD_ROLE, f"a text record has a {filled[0]} field, which no template would render")
     if any(_system_text(record[name], name) != system for name in filled[1:]):
         raise RecordError(Reason.BAD_ROLE, f"{' and '.join(filled)} of the record differ; keep the one that is meant")
     first = draft.messages[0] if draft.messages else None
+    # A repeated equal prompt is harmless; a different prompt is a conflict.
     if first is None or first.role != "system":
         draft.messages.insert(0, Message("system", system))
     elif first.content != system:
@@ -207,6 +212,7 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
     """
     if any("<img>" in message.content for message in draft.messages):  # formats without typed turns
         draft.messages = [message._replace(content=media.take_tagged(message.content)) for message in draft.messages]
+    # The order of the two lists relative to each other is not defined.
     if media.inline and media.images:
         raise RecordError(
             Reason.IMAGE_COUNT_MISMATCH, "images stand both in the messages and in the images field; use one"
@@ -221,13 +227,16 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
             f"{media.elsewhere[0]} refers to an image, but the record contains none. Add its path as `image` with a "
             "`map` or an `adapter`.",
         )
+    # The common case: content parts placed all of their images.
     if not (media.images or media.has_videos):
         return
     contents = [draft.text] if draft.text is not None else [message.content for message in draft.messages]
+    # Before leading placeholders are added: a single `<image>` may represent all frames of a video.
     contents = _mark_videos(contents, media)
     leading = _leading_placeholders(contents, media)
     if leading and draft.messages:
         first = next((turn for turn, message in enumerate(draft.messages) if message.role == "user"), None)
+        # Without a user turn nothing is added; `Conversation` then reports the missing placeholders.
         if first is not None:
             contents[first] = leading + contents[first]
             if not record_format.images_first:
@@ -260,8 +269,10 @@ def _mark_videos(texts: list[str], media: Media) -> list[str]:
     """
     images = sum(text.count(IMAGE_PLACEHOLDER) for text in texts)
     videos = sum(text.count(VIDEO_PLACEHOLDER) for text in texts)
+    # `<image>` for each video, as in LLaVA-Video.
     if media.videos and not media.images and not videos and images == len(media.videos):
         return [text.replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER) for text in texts]
+    # A single `<video>`, and its frames in the images field.
     if not media.videos and len(media.images) > 1 and videos == 1 and not images:
         media.videos, media.images = [media.images], []
         media.has_videos = media.is_video = True

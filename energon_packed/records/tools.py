@@ -31,6 +31,7 @@ def read_tools(record: Record, draft: PartialConversation, media: Media) -> list
     tools = read_json_list(record.get("tools"), "tools")
     field = "tools" if tools is not None else "functions"
     if is_given(record.get("functions")):
+        # `functions` is the older name of OpenAI; the two may list different functions.
         if tools is not None:
             raise RecordError(Reason.UNSUPPORTED_FIELD, "the record has both tools and functions; keep tools")
         functions = read_json_list(record["functions"], "functions") or ()
@@ -53,6 +54,7 @@ def read_tools(record: Record, draft: PartialConversation, media: Media) -> list
     repeated = [name for name in names if re.search(rf"""["']name["']\s*:\s*["']{re.escape(name)}["']""", system)]
     if not repeated:
         return tools
+    # A template would render all tools, the repeated ones twice.
     if len(repeated) < len(names):
         raise unsupported(
             field, remedy=f"the system text has {repeated[0]} but not all of them; write them in one place"
@@ -72,6 +74,7 @@ def without_written_calls(message: Message, media: Media) -> Message:
     if not written:
         return message
     try:
+        # Order matters: the template renders calls in the order of the field.
         same = [_short(parse_json(text)) for text in written] == [_short(call["function"]) for call in calls or ()]
     except orjson.JSONDecodeError:
         same = False

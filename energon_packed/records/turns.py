@@ -55,6 +55,7 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CALL_FIELDS = ("tool_calls", "function_call")
 IMAGE_FIELDS = ("images", "image")
 FUNCTION_CALL = "function_call"  # the role of a turn whose content is the call
+# Spellings of roles in published datasets; ShareGPT alone has human, gpt, chatgpt, bing and bard.
 ROLE_NAMES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "bot", "model", "chatgpt", "ai", "bing", "bard"), "assistant"),
@@ -64,6 +65,7 @@ ROLE_NAMES = {
     ),
     **dict.fromkeys((FUNCTION_CALL, "tool_call"), FUNCTION_CALL),
 }
+# Roles whose content is text: `function_call` turns contain JSON and are not plain.
 PLAIN_ROLES = {name: role for name, role in ROLE_NAMES.items() if role != FUNCTION_CALL}
 _KNOWN = frozenset(
     (*ROLE_FIELDS, *CONTENT_FIELDS, *EXTRA_FIELDS, *REASONING_FIELDS, *WEIGHT_FIELDS, *CALL_FIELDS, *IMAGE_FIELDS)
@@ -103,6 +105,7 @@ def read_messages(turns: Any, label: str, media: Media) -> list[Message]:
     for turn in read_objects(turns, label):
         message = _message(turn, media)
         joined = _joined(messages[-1], message) if messages and message.extra else None
+        # ms-swift writes parallel calls as consecutive turns; templates expect them in a single turn.
         if joined is None:
             messages.append(message)
         else:
@@ -119,6 +122,7 @@ def _joined(message: Message, following: Message) -> Message | None:
 
 
 def _message(turn: Record, media: Media) -> Message:
+    # Most turns have two keys, so the optional fields are read only if another key exists.
     keys = keys_of(tuple(turn))
     field, name = _one_of(turn, keys.role)
     if name is None:
@@ -134,6 +138,7 @@ def _message(turn: Record, media: Media) -> Message:
         return Message(
             "assistant", "", {**extra, "tool_calls": read_tool_calls(content, "a function_call turn")}, weight
         )
+    # An assistant turn with calls alone has no content.
     if content is None and not extra:
         raise RecordError(Reason.MISSING_FIELD, f"the {role} message has no content")
     if isinstance(content, list | tuple):
@@ -150,6 +155,7 @@ def _own_images(turn: Record, text: str, media: Media) -> str:
     filled = [key for key in IMAGE_FIELDS if is_given(turn.get(key))]
     if not filled:
         return text
+    # `images` and `image` of a turn may be a value or a list.
     images = flatten(turn[filled[0]])
     if len(filled) > 1 or (IMAGE_PLACEHOLDER in text and text.count(IMAGE_PLACEHOLDER) != len(images)):
         raise RecordError(
@@ -203,6 +209,7 @@ def _one_of(turn: Record, fields: tuple[str, ...]) -> tuple[str, Any]:
     filled = [field for field in fields if turn[field] is not None]
     if not filled:
         return "", None
+    # Equal copies are harmless: some exports write both `content` and `value`.
     if any(turn[field] != turn[filled[0]] for field in filled[1:]):
         raise RecordError(
             Reason.UNSUPPORTED_FIELD, f"a turn has {' and '.join(filled)}, which differ; keep the one that is meant"
@@ -271,6 +278,7 @@ def _kind_of_part(part: Record) -> str | None:
 def _read_video(part: Mapping[str, Any], media: Media) -> str:
     frames = part.get("video") or part.get("frames")
     media.is_video = True
+    # The part is only a placeholder.
     if not frames and media.videos:
         return VIDEO_PLACEHOLDER  # its frames are in the videos field
     if not isinstance(frames, list | tuple) or not frames:
@@ -325,6 +333,7 @@ def _function(function: Record, label: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RecordError(Reason.MISSING_FIELD, f"a call of {label} has no name: {shown(function)}")
+    # A table has both columns, so an empty value counts as absent.
     filled = [key for key in ("arguments", "parameters") if function.get(key) not in (None, "", {}, [])]
     if len(filled) > 1:
         raise RecordError(Reason.UNSUPPORTED_FIELD, f"a call of {name} has arguments and parameters; keep arguments")
@@ -341,6 +350,7 @@ def _parsed_json(text: str, label: str) -> Any:
         value = parse_json(text)
     except orjson.JSONDecodeError as error:
         raise RecordError(Reason.BAD_JSON, f"{label} is not JSON: {error}; it begins with {shown(text)}") from error
+    # Checked where it is parsed: the depth of JSON text is unknown to the check of the record.
     check_writable(value, label)
     return value
 
@@ -359,9 +369,11 @@ def read_weight(turn: Record, role: str) -> float:
     weights = {key: _weight(key, turn[key]) for key in WEIGHT_FIELDS if turn.get(key) is not None}
     if not weights:
         return 1.0
+    # Masks that agree are accepted: a file may be written for several trainers.
     if len(set(weights.values())) > 1:
         raise _unsupported(f"a turn has {' and '.join(weights)}, which differ; keep weight alone")
     key, weight = next(iter(weights.items()))
+    # Only assistant turns can be targets, so a positive weight elsewhere would be dropped silently.
     if role != "assistant" and weight > 0:
         raise _unsupported(
             f"{key} is {turn[key]!r} for a {role} turn; only assistant turns are trained, write 0 or remove the field"
@@ -381,6 +393,7 @@ def _weight(key: str, value: Any) -> float:
         return weight
     if weight not in (0.0, 1.0):
         raise _unsupported(f"{key} of a turn is {value!r}; use true or false, or weight for a number")
+    # torchtune's `masked` has the opposite meaning.
     return 1.0 - weight if key == _NEGATED else weight
 
 

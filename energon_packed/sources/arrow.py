@@ -48,6 +48,7 @@ class ArrowSource(Source):
     def _row(self, index: int, values: dict[str, Any] | Reject) -> SourceRecord:
         if isinstance(values, Reject):
             return SourceRecord(index, 0, None, values)
+        # The size is unknown: a table row has no byte range of its own.
         return SourceRecord(index, 0, self.record(values))
 
     def record(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -143,6 +144,7 @@ class _Batches:
                 counts = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
                 read = reader.get_batch
             except pa.ArrowInvalid:
+                # A damaged file must not be read as a stream, which would return the batches before the damage.
                 if source.size() >= len(_MAGIC) and source.read_at(len(_MAGIC), 0) == _MAGIC:
                     raise
                 source.seek(0)
@@ -153,6 +155,7 @@ class _Batches:
         except ARROW_ERRORS as error:
             raise SourceError(f"{path} is not an Arrow file or stream, or is cut: {one_line(error)}") from error
         self._path = path
+        # Random reads of neighbors hit the same batch; each batch is validated when it is loaded.
         self._batch = lru_cache(maxsize=4)(lambda index: self._checked(read, index))
         self._starts = list(itertools.accumulate(counts, initial=0))
         self.rows: int = self._starts[-1]
@@ -182,12 +185,14 @@ class _Batches:
             part = self._batch(index).slice(start - self._starts[index], count)
             try:
                 rows = part.to_pylist()
+            # One bad value makes the whole slice fail, so its rows are read separately to reject only the bad row.
             except _NO_VALUE:
                 rows = [_values(part.slice(offset, 1)) for offset in range(count)]
             yield from rows
             start += count
 
 
+# Size and time of change are arguments only to open a changed file again.
 @lru_cache(maxsize=most_open(64))
 def _open_batches(path: Path, size: int, changed: int) -> _Batches:
     """Open a file once per process and version of the file."""
@@ -222,11 +227,13 @@ def parquet_batches(table: Any) -> Iterator[Any]:
     Raises:
         pyarrow.ArrowInvalid: a row group has more or fewer rows than its metadata.
     """
+    # A damaged footer may list fewer rows than the row groups contain, which would silently drop records.
     counts = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
     if sum(counts) != table.metadata.num_rows:
         raise pa.ArrowInvalid(f"its row groups have {sum(counts)} rows in place of {table.metadata.num_rows}")
     for group in range(table.num_row_groups):
         info = table.metadata.row_group(group)
+        # Rows with large images get smaller batches, to bound the memory of the conversion.
         rows = max(1, min(BATCH_ROWS, _BATCH_BYTES * info.num_rows // max(info.total_byte_size, 1)))
         done = 0
         while done < info.num_rows:

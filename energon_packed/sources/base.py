@@ -115,9 +115,11 @@ class Source(ABC):
 
     def chunks(self) -> list[tuple[int, int]]:
         """Divide `share` of the address space into about 64 units of work, [(start, stop), ...]."""
+        # Integer division of the edges: the slices of all input parts are adjacent, without gaps and overlaps.
         first, last, total = self.share
         first_address, last_address = (self.extent() * edge // total for edge in (first, last))
         smallest, largest = self.chunk_limits
+        # About 64 units per file balance workers; the limits keep a unit between cheap to start and quick to finish.
         step = min(max((last_address - first_address) // 64, smallest), largest)
         return [(start, min(start + step, last_address)) for start in range(first_address, last_address, step)]
 
@@ -153,6 +155,7 @@ def file_fingerprint(path: Path) -> str:
     digest.update(str(size).encode())
     with path.open("rb") as stream:
         block = 1 << 16
+        # Positions are fractions of the size, so that a change of the size moves all of them.
         for step in range(66):
             stream.seek(max(0, size - block) * step // 65)
             digest.update(stream.read(block if step in (0, 65) else 4096))

@@ -51,6 +51,8 @@ class Reading:
         Raises:
             RecordError: `not_sampled`.
         """
+        # A hash of the address instead of a random stream: the choice does not depend on workers, chunks or their
+        # order.
         drawn = hashlib.blake2b(f"{self.salt} {address}".encode(), digest_size=8).digest()
         if int.from_bytes(drawn, "big") >= self.fraction * _HASH_RANGE:
             raise RecordError(Reason.NOT_SAMPLED, f"the weight of its source takes {self.fraction:g} of the records")
@@ -90,6 +92,7 @@ class SourceConfig:
             raise ConfigError(f"path must be a path or a list of paths, got {short(self.path)}")
         for path in paths:
             refuse_remote(path)
+        # The class is frozen; these assignments only bring arguments into their final type.
         object.__setattr__(self, "path", tuple(map(str, paths)))
         if self.map is not None:
             object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
@@ -128,6 +131,7 @@ class SourceConfig:
             raise ConfigError(f"sources[{index}] must be a path or a mapping with a path, got {short(value)}")
         label = _label(index, settings.get("path"))
         try:
+            # `label` is a field of the class, but not a setting of the user.
             if "label" in settings:
                 raise ConfigError(f"unknown setting 'label'; valid settings: {', '.join(names)}")
             return make(cls, {**settings, "label": label}, what="setting")
@@ -151,6 +155,7 @@ class SourceConfig:
             seed: seed of the run; used only if the weight samples records.
         """
         adapter = None if self.adapter is None else [self.adapter, Adapter(self.adapter).source]
+        # A seed that is not used must not change the fingerprint.
         return [self.map, adapter, self.weight, seed if self.weight % 1 else None]
 
 

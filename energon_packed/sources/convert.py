@@ -34,6 +34,7 @@ def converted(
     Raises:
         SourceError: the input cannot be read.
     """
+    # The time of change is part of the name, because the fingerprint reads only samples of a large file.
     target = folder / f"{name or f'{file_fingerprint(path)[:16]}-{changed_at(path)}'}{suffix}"
     if target.exists():
         return target

@@ -41,6 +41,7 @@ class CsvSource(ArrowSource):
         out = {
             name: _json_cell(value) if name in self.json_columns else value or None for name, value in values.items()
         }
+        # A caption that happens to start with a bracket must not turn the other column into a list.
         turns = {name: _json_cell(out[name]) for name in _TURN_COLUMNS if out.get(name)}
         if all(_are_texts(value) for value in turns.values()):
             out |= turns
@@ -77,6 +78,7 @@ def _check_quotes(path: Path, delimiter: str) -> None:
     the end of the file. RFC 4180 requires a delimiter or a line end after a closing quote.
     """
     with path.open(encoding="utf-8", errors="replace", newline="") as stream:
+        # The limit is global in the csv module, so it is restored afterwards.
         before = python_csv.field_size_limit(_LARGEST_CELL)
         rows = python_csv.reader(stream, delimiter=delimiter, strict=True)
         line = 1

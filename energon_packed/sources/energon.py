@@ -27,6 +27,7 @@ class EnergonSource(WebDatasetSource):
     @classmethod
     def files(cls, path: Path, split: str | None = None) -> list[Path]:
         """List the tars of the split, in order, without the tars that split.yaml excludes."""
+        # `matches` has found it.
         folder = prepared_folder(path)
         assert folder is not None
         if not (folder / NV_META / SPLIT_FILE).is_file():
@@ -54,6 +55,7 @@ def metadataset_members(path: Path, split: str | None) -> list[tuple[Path, str]]
         leaves = read_metadataset(path).leaves(split or DEFAULT_SPLIT)
     except EnergonPackedError as error:
         raise SourceError(str(error)) from error
+    # Ignoring it would read the dataset by other rules than Energon.
     for leaf in leaves:
         if leaf.dataset_config not in (None, DATASET_FILE):
             raise SourceError(

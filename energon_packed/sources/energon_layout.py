@@ -96,6 +96,7 @@ class Layout:
         if self.loader is not None and trust_sample_loader:
             self.loader.load()
             return replace(self, is_trusted=True)
+        # An adapter replaces the code of the dataset. It gets raw parts only if no field_map or flavor defines records.
         if for_adapter and (self.loader is not None or not self.flavor):
             return replace(self, flavor="", is_raw=True)
         if self.loader is not None and not self.has_packs:
@@ -131,6 +132,7 @@ class Layout:
     def digest(self) -> str:
         """Hex digest of everything that decides the records, including code that is run."""
         code = self.loader.digest() if self.loader is not None and self.is_trusted else ""
+        # `file` is not included: a copy of the dataset elsewhere has the same records.
         content = [self.flavor, self.fields, sorted(self.excluded), self.is_raw, code]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -148,6 +150,7 @@ def layout_of(tar: Path) -> Layout:
     layout = _read_layout(file, changed_at(file)) if file.is_file() else Layout()
     if not (folder / NV_META / SPLIT_FILE).is_file():
         return layout
+    # split.yaml excludes single keys as `shard.tar/key`.
     shard = tar.absolute().relative_to(folder).as_posix() + "/"
     excluded = frozenset(name.removeprefix(shard) for name in split_of(folder).excluded if name.startswith(shard))
     return replace(layout, excluded=excluded) if excluded else layout
@@ -190,6 +193,7 @@ def _read_layout(file: Path, changed: int) -> Layout:
     is_standard = module == "megatron.energon" or module.startswith("megatron.energon.")
     if is_standard and name == "CrudeWebdataset":
         return Layout(file)
+    # Only Energon's own classes: a custom class of the same name may have other fields.
     if fields and is_standard and flavor in FLAVORS:
         return Layout(file, flavor, fields)
     loader_name = value.get("sample_loader")
@@ -264,6 +268,7 @@ def _value(group: KeyMembers, field: str, description: str, *, is_required: bool
                 value = value[int(key)] if isinstance(value, list) else value[key]
         except RecordError:
             raise
+        # Energon tries the next alternative if a part or key is missing.
         except (LookupError, TypeError, ValueError):
             continue
         return value
@@ -304,6 +309,7 @@ def _vqa(group: KeyMembers, values: Fields) -> dict[str, Any]:
     if weights is not None:
         if not isinstance(weights, list) or len(weights) != len(answers):
             raise RecordError(Reason.MISSING_FIELD, f"{group.key}: answer_weights needs one number per answer")
+        # Energon's VQA samples have a weight per annotator answer.
         answer = max(zip(map(_weight, weights), answers, strict=True), key=lambda pair: pair[0])[1]
     else:
         answer = Counter(answers).most_common(1)[0][0]
@@ -376,6 +382,7 @@ def _similarity(group: KeyMembers, values: Fields) -> dict[str, Any]:
             f"{group.key} needs matched_text_indices or a similarity_matrix, with one text for each of its "
             f"{len(images)} images",
         )
+    # Images of the same text stay in the order of the sample.
     order = sorted(range(len(images)), key=lambda image: (matched[image], image))
     counts: Counter[int] = Counter(matched)
     marked = [IMAGE_PLACEHOLDER * counts[index] + text for index, text in enumerate(texts)]

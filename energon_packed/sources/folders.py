@@ -54,6 +54,7 @@ def folder_files(folder: Path, split: str | None) -> list[Path]:
         raise SourceError(
             f"{folder} contains {' and '.join(by_format)} files. Pass the files of a single format, or a glob."
         )
+    # .json files count only without other data files: beside them they are metadata.
     files = next(iter(by_format.values()), None) or [
         n for n in names if n.lower().endswith(_LAST_RESORT) and n.rpartition("/")[2] not in _NOT_DATA
     ]
@@ -94,6 +95,7 @@ def hub_folder(name: str) -> Path | None:
     if configs:
         return max(configs[0].glob("*/*/dataset_info.json"), key=os.path.getmtime).parent
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"datasets--{name.replace('/', '--')}"
+    # The newest snapshot is what `hf download` fetched last.
     if snapshots := sorted((hub / "snapshots").glob("*"), key=os.path.getmtime):
         return snapshots[-1]
     raise SourceError(
@@ -106,6 +108,7 @@ def _names(folder: Path) -> list[str]:
     """List the files below a folder, by relative path, without hidden files and the caches of `datasets.map`."""
     names = []
     for parent, folders, files in os.walk(folder):
+        # In place: os.walk then skips the removed folders.
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
         base = os.path.relpath(parent, folder)
         for name in files:
@@ -122,6 +125,7 @@ def _in_split(folder: Path, names: Sequence[str], split: str | None) -> list[Pat
         if len(there) > 1:
             raise SourceError(f"{folder} has the splits {', '.join(there)}; set `source_split` to one of them")
         return [folder / name for name in names]
+    # Reading all files instead could mix validation data into training.
     if not there:
         raise SourceError(
             f"{folder} has no splits: no file name contains train, validation or test. Remove `source_split`."

@@ -58,6 +58,7 @@ def _with_images(row: SourceRecord) -> SourceRecord:
     out: dict[str, Any] = {}
     for name, value in record.items():
         target = _FIELDS.get(name) or (name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else name)
+        # Neither column is preferred silently.
         if target != name and (target in record or target in out):
             detail = f"{name} and {target} both name images; keep one"
             return row._replace(record=None, reject=Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
@@ -89,6 +90,7 @@ class HuggingFaceSource(ArrowSource):
     def files(cls, path: Path, split: str | None = None) -> list[Path]:
         """List the Arrow files, in order; a DatasetDict needs a split."""
         if (path / "dataset_dict.json").is_file():
+            # A DatasetDict has no default split: the order of its splits means nothing.
             splits = _read(path / "dataset_dict.json", lambda value: value["splits"])[0]
             if split not in splits:
                 fault = f"has no split {split!r}; it has" if split is not None else "has the splits"
@@ -97,6 +99,7 @@ class HuggingFaceSource(ArrowSource):
         names, state = _read(path / "state.json", lambda value: [entry["filename"] for entry in value["_data_files"]])
         if not names:
             raise SourceError(f"{path / 'state.json'} lists no data files; save the dataset again")
+        # An indices mapping selects and reorders rows; ignoring it would read other records.
         if state.get("_indices_data_files"):
             raise SourceError(f"{path} has an indices mapping; save it again after dataset.flatten_indices()")
         return [path / name for name in names]

@@ -138,6 +138,7 @@ def check_line_ends(path: Path, data: Path) -> None:
     """
     with data.open("rb") as stream:
         head = stream.read(_HEAD)
+    # A single long line is valid, so a CR must also separate two objects.
     if b"\n" not in head and _CR_ENDS.search(head):
         raise SourceError(f"the lines of {path} end in CR alone. Write it with LF: tr '\\r' '\\n'")
 
@@ -171,6 +172,7 @@ def _decompress(path: Path, out: BinaryIO) -> None:
             _decompress_zstd(path, out)
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         if "too much memory" in str(error):
+            # zstd refuses windows over 128 MiB by default; no limit here would let a small file allocate gigabytes.
             raise SourceError(f"{path} was compressed with --long; decompress it: zstd -d --long=31") from error
         raise SourceError(f"{path} cannot be decompressed: {error}; is the file complete?") from error
 
@@ -183,6 +185,7 @@ def _decompress_zstd(path: Path, out: BinaryIO) -> None:
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
             while block:
+                # A file may consist of several frames, as pzstd writes them.
                 frame = frame or zstandard.ZstdDecompressor().decompressobj()
                 out.write(frame.decompress(block))
                 block = frame.unused_data
@@ -212,6 +215,7 @@ def _in_lines(path: Path, data: Path, work_dir: Path) -> Path:
             f"{path} is one JSON object over several lines; write the list of records in it alone to a file, such "
             f"as jq .annotations {path.name}"
         )
+    # A first line with such a field is a record if more lines follow.
     if (match := _OBJECT_OF_RECORDS.match(head)) and _is_one_line(data):
         name = match[1].decode(errors="replace")
         raise SourceError(f"{path} is one JSON object; write its list {name} alone to a file: jq .{name} {path.name}")
@@ -245,6 +249,7 @@ def _elements(stream: BinaryIO) -> Iterator[bytes]:
     """
     data, offset = b"", 0  # bytes that are not emitted yet, and their offset in the file
     at = first = depth = count = 0  # in data: end of the scanned bytes, and start of the element
+    # The block grows with an unfinished element, so that a long element is scanned in linear time.
     while block := stream.read(max(_BLOCK, len(data))):
         offset += first
         data, at, first = data[first:] + block, at - first, 0
@@ -258,12 +263,14 @@ def _elements(stream: BinaryIO) -> Iterator[bytes]:
                 first = at if depth == 1 else first
                 continue
             depth -= token in b"]}"
+            # Only commas and the closing bracket of the outer array end an element.
             if depth > 1 or (depth == 1 and token != b",") or token[:1] == b'"':
                 continue
             element = data[first : match.start()].strip(_SPACE)
             if element:
                 count += 1
                 yield element
+            # An empty array has no element at all; any other empty element is an error.
             elif count or token == b",":
                 raise ValueError(f"element {count} is empty, at byte {offset + match.start()}")
             first = at

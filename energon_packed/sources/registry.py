@@ -104,6 +104,7 @@ def open_sources(
             options |= {"trust_sample_loader": trust_sample_loader, "for_adapter": file.reading.adapter is not None}
         with _naming(config):
             _refuse_irregular(path)
+            # Only after the check: opening a FIFO would block.
             source = kind.open(path, **options)
         source.share, source.reading = share, file.reading
         sources.append(source)
@@ -149,6 +150,7 @@ def _refuse_twice(files: list[_File]) -> None:
     seen: set[tuple[str, FieldMap | None, Adapter | None]] = set()
     for file in files:
         key = (os.path.realpath(file.match[1]), file.reading.field_map, file.reading.adapter)
+        # Further copies of a weight repeat the same key on purpose.
         if file.reading.copy == 0 and key in seen:
             raise SourceError(
                 f"{file.match[1]} is listed twice, so every record would be packed twice. List it once; to repeat it "
@@ -176,6 +178,7 @@ def _naming(config: SourceConfig) -> Iterator[None]:
 def _matches(pattern: str, split: str | None) -> Iterator[Match]:
     """List the files of an input path or pattern; a Metadataset yields the files of its members."""
     for path in _expand(pattern):
+        # A class for .yaml files may be registered, and then comes first.
         if is_metadataset(path) and not any(kind.matches(path) for kind in SOURCES):
             for member, member_split in metadataset_members(path, split):
                 yield from _matches(str(member), member_split)
@@ -227,6 +230,7 @@ def _shares(paths: list[Path], part: tuple[int, int] | None) -> Iterator[tuple[i
     start = 0
     for size in sizes:
         first, last = max(first_byte - start, 0), min(last_byte - start, size)
+        # Empty files belong to every run without parts, so that they are reported.
         yield (first, last, size) if first < last else (None if part or size else (0, 1, 1))
         start += size
 
@@ -234,9 +238,11 @@ def _shares(paths: list[Path], part: tuple[int, int] | None) -> Iterator[tuple[i
 def _expand(pattern: str) -> list[Path]:
     if pattern.startswith("~/") and not Path(pattern).exists():  # in a config file no shell expands it
         pattern = os.path.expanduser(pattern)
+    # Before glob: a name may contain brackets.
     if Path(pattern).exists():
         return [Path(pattern)]
     matches = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+    # A local path always wins over a name of the Hub.
     if not matches and (folder := hub_folder(pattern)) is not None:
         return [folder]
     if not matches:

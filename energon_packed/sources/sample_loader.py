@@ -75,10 +75,12 @@ class SampleLoader:
         used = KeyMembers(group.path, self._parts(group))
         used.check()
         parts = [(member, _decoded(group, member)) for member in used.members]
+        # The keys that Energon passes beside the parts.
         raw: dict[str, Any] = {"__key__": group.key, "__restore_key__": (), "__sources__": ()}
         raw |= {member.part: value for member, value in parts}
         try:
             result = _function(self.folder, self.function, "sample_loader")(raw)
+        # The code may call sys.exit, which must not end the run.
         except (Exception, SystemExit) as error:
             raise self._failed(error) from error
         if not isinstance(result, Mapping):
@@ -131,6 +133,7 @@ def _decoded(group: KeyMembers, member: Member) -> Any:
             return np.load(io.BytesIO(content), allow_pickle=False)
     except ValueError as error:
         raise RecordError(Reason.BAD_JSON, f"{member.name} cannot be decoded: {error}") from error
+    # Decoding these needs optional packages, and the code does not expect bytes instead.
     if kind in _UNSUPPORTED_TYPES:
         raise RecordError(Reason.UNSUPPORTED_MEDIA, f"{member.name} is {kind}, which is not decoded")
     return content
@@ -190,6 +193,7 @@ def _module(path: Path, changed: int) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = str(path)
     code = path.read_bytes()
+    # Before it runs: dataclasses and pickle look their module up.
     sys.modules[name] = module
     try:
         exec(compile(code, str(path), "exec"), module.__dict__)

@@ -136,6 +136,7 @@ def read_records(group: KeyMembers) -> list[Any]:
     value = group.json(json_member) if json_member is not None else None
     if is_pack(group, value):
         return read_pack(group)
+    # A json part may be the bare list of turns, in either spelling.
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         value = {"messages" if "role" in value[0] else "conversations": value}
     if value is not None and not isinstance(value, dict):
@@ -167,6 +168,7 @@ def is_pack(group: KeyMembers, value: Any) -> bool:
     """Whether a key is a pack of energon-packed, LLaVA-OneVision-2 or LoongForge; `value` is its json."""
     if not isinstance(value, dict):
         return False
+    # Parts of the flavors of energon-packed; packs of other projects are recognized by their codecs.
     if group.part("input_ids.npy") is not None:
         return True
     if "sample_count" in value and ("captions" in value or "samples" in value):
@@ -219,6 +221,7 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
     if _is_conversation(value):
         placer = _Placer(group)
         record = placer.walk(value)
+        # The record names no images: all image members belong to it.
         if images and placer.named == 0:
             record = {**{k: v for k, v in record.items() if k not in _IMAGE_FIELDS or v is True}, "images": images}
         elif len(images) == 1 and placer.named == 1 and not _names_members(record):
@@ -258,6 +261,7 @@ def _is_conversation(value: Mapping[str, Any]) -> bool:
         return True
     if "prompts" in value:
         return True
+    # Without these fields, because metadata with a caption would match the caption formats.
     plain = {name: item for name, item in value.items() if name not in _CAPTION_FIELDS}
     return any(record_format.matches(plain) for record_format in RECORD_FORMATS)
 

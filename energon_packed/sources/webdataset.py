@@ -58,6 +58,7 @@ class TarIndex:
             TarError: the tar is compressed, truncated or damaged, or has members after its end.
         """
         starts, hashes = array("q"), array("q")
+        # As in webdataset, a key is a run of adjacent members; `repeated` finds keys with several runs.
         previous: str | None = None
         with open_tar(path) as tar:
             for member in tar:
@@ -187,6 +188,7 @@ class WebDatasetSource(Source):
         first, last, total = self.share
         begin, end = (self.extent() * edge // total for edge in (first, last))
         starts = self._index().starts
+        # Edges are offsets of keys, so that chunks have similar numbers of records however large images are.
         starts = starts[(starts > begin) & (starts < end)]
         step = min(max(len(starts) // 64, _KEYS_IN_A_CHUNK[0]), _KEYS_IN_A_CHUNK[1])
         edges = [begin, *starts[step - 1 :: step].tolist(), end]
@@ -246,6 +248,7 @@ class WebDatasetSource(Source):
                 return
             except RecordError as error:
                 reject = reject or error.reject
+            # Enough records to tolerate a few bad ones, without reading the whole tar.
             if count >= 16:
                 break
         if reject is not None:
@@ -262,6 +265,7 @@ def _decoded(path: Path, begin: int, end: int, layout: Layout, *, is_repeated: b
         return kept
     with open_tar(path, begin, end) as tar:
         group = KeyMembers(path, list(tar))
+    # The members of such a key may belong to different samples.
     if is_repeated:
         detail = f"the key {group.key} is at byte {begin} and elsewhere in {path.name}; keys must be unique, and their"
         return [Reject(Reason.MISSING_FIELD, f"{detail} parts adjacent")]
@@ -272,6 +276,7 @@ def _decoded(path: Path, begin: int, end: int, layout: Layout, *, is_repeated: b
     except RecursionError:
         return [Reject(Reason.BAD_JSON, f"{group.key}: its objects and lists are nested too deeply to be read")]
     if records and isinstance(records[0], Conversation):  # a pack: `read` asks for its other samples next
+        # The oldest pack is dropped first; readers move forward.
         _PACKS[key] = records
         if len(_PACKS) > _KEPT_PACKS:
             _PACKS.popitem(last=False)

@@ -82,6 +82,7 @@ def find_record_format(record: Record) -> RecordFormat:
     for record_format in RECORD_FORMATS:
         if record_format.matches(record):
             return record_format
+    # Before the general message, since preference data has its own remedy.
     check_preference(record)
     names = key_names(record)
     raise RecordError(

@@ -47,6 +47,7 @@ class Captions(RecordFormat):
         captions = [read_text(item, "a caption") for item in flatten(record["captions"])]
         value = record.get("prompts")
         if value is None and is_given(record.get("prompt")):
+            # Rejected instead of guessed: without the prompts the captions would be trained with the wrong questions.
             raise unsupported("prompt", remedy="beside captions it is likely meant as prompts; rename it")
         prompts = [read_text(item, "a prompt") for item in flatten(value)] if value is not None else []
         if not captions:
@@ -115,6 +116,7 @@ class Caption(RecordFormat):
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn with the image and an assistant turn with the caption."""
         caption = record[self.key]
+        # Training on all captions would repeat the image; joining them would be no caption.
         if isinstance(caption, list | tuple) and caption:
             if len(caption) > 1:
                 media.notes.append(SEVERAL_CAPTIONS)

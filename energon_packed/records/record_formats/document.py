@@ -114,6 +114,7 @@ class SentencesImages(RecordFormat):
         for info in read_objects(record["image_info"], "image_info") if is_given(record.get("image_info")) else []:
             media.unused_fields.update(unused_fields(info, _INFO, "image_info"))
             placed.append((_index(info.get("matched_text_index"), len(sentences)), info))
+        # A stable sort: images of the same sentence stay in the order of the record.
         for index, info in sorted(placed, key=lambda pair: pair[0]):
             media.add_inline(info.get("image") or info.get("image_name"))
             pieces[index].insert(-1, IMAGE_PLACEHOLDER)  # before the sentence, after earlier images of it
@@ -130,6 +131,7 @@ def _index(value: Any, sentences: int) -> int:
 
 
 def _document(text: str, key: str) -> PartialConversation:
+    # A document of images alone has no token to train on.
     if not text.replace(IMAGE_PLACEHOLDER, "").strip():
         raise RecordError(Reason.EMPTY, f"{key} holds no text")
     return PartialConversation(text=text)
@@ -149,6 +151,7 @@ class Tokens(RecordFormat):
         if record.get("labels") is not None:
             labels = read_tokens(record["labels"], "labels")
             targets["labels"] = labels != -100
+        # All masks and labels must agree, so it does not matter which of them is used.
         names = list(targets)
         for name in names[1:]:
             if not np.array_equal(targets[name], targets[names[0]]):

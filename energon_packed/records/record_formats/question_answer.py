@@ -168,8 +168,10 @@ def right_choice(record: Record, choices: list[str]) -> str:
                 f"{name} {repr(record[name])[:80]} is none of {len(choices)} choices; "
                 "use an index from 0, a label or a text",
             )
+    # MedQA has the letter and the text of the answer; they must agree.
     if len(set(indices.values())) > 1:
         raise unsupported(names[1], remedy=f"it differs from {names[0]}; keep one")
+    # The target is a choice; another answer beside it would be dropped silently.
     for name in ("answers", "response", "multiple_choice_answer"):
         if record.get(name) is not None:
             raise unsupported(name, remedy="it is not read beside choices; keep answer")
@@ -177,11 +179,13 @@ def right_choice(record: Record, choices: list[str]) -> str:
 
 
 def _find(value: Any, choices: list[str]) -> int | None:
+    # In this order: an integer is an index, a string first a letter, then a text, then an index.
     if isinstance(value, int) and not isinstance(value, bool):
         return value if 0 <= value < len(choices) else None
     parts = [choice.split(". ", 1) for choice in choices]
     for column in (0, 1):
         matches = [index for index, part in enumerate(parts) if part[column] == value]
+        # Repeated texts are ambiguous, so they do not match.
         if len(matches) == 1:
             return _checked(value, matches[0], len(choices)) if column else matches[0]
     if isinstance(value, str) and _is_index(value) and int(value) < len(choices):
@@ -352,6 +356,7 @@ class PromptCompletion(RecordFormat):
         """Read the turns of the history, the prompt and the completion."""
         pair = _pair(record)
         assert pair is not None
+        # KTO: the label is a preference, and bad completions must not become targets.
         if isinstance(record.get("label"), bool):
             raise unsupported("label", remedy="preference data is out of scope; keep the completions to learn from")
         for name in _NAMES:
@@ -364,6 +369,7 @@ class PromptCompletion(RecordFormat):
             if not isinstance(record[pair[0]], str):
                 raise unsupported("definition", remedy=f"{pair[0]} is a list of messages; write it as the system turn")
             prompt = [Message("user", joined_texts(record, ("definition", pair[0])))]
+        # TRL computes the loss on the completion only.
         context = [message._replace(weight=0.0) if message.role == "assistant" else message for message in prompt]
         return PartialConversation(messages=[*read_history(record), *context, *completion])
 
