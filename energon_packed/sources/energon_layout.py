@@ -96,7 +96,7 @@ class Layout:
         if self.loader is not None and trust_sample_loader:
             self.loader.load()
             return replace(self, is_trusted=True)
-        # An adapter replaces the code of the dataset. It gets raw parts only if no field_map or flavor defines records.
+        # An adapter replaces the code of the dataset. It gets raw parts only if no field_map or flavor applies.
         if for_adapter and (self.loader is not None or not self.flavor):
             return replace(self, flavor="", is_raw=True)
         if self.loader is not None and not self.has_packs:
