@@ -86,7 +86,7 @@ def part(**fields: Any) -> dict[str, Any]:
         ({"query": "a", "response": "b", "history": ["c"]}, "missing_field", "not a pair of question and answer"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_honoured_is_rejected_by_name(record: Any, reason: str, detail: str) -> None:
+def test_unsupported_fields_are_rejected_by_name(record: Any, reason: str, detail: str) -> None:
     with pytest.raises(RecordError) as caught:
         normalize(record)
     assert (caught.value.reason.value, detail in caught.value.detail) == (reason, True), caught.value.detail
@@ -98,7 +98,7 @@ def test_other_fields_are_counted_by_name() -> None:
     assert normalize(record).unused_fields == ("license", "source", "url", "video_id")
 
 
-def test_every_shape_declares_the_fields_that_it_reads() -> None:
+def test_every_record_format_declares_the_fields_that_it_reads() -> None:
     assert all(shape.fields is not None for shape in RECORD_FORMATS)
 
 

@@ -36,7 +36,7 @@ def records(path: Path) -> list[Any]:
         ("a.csv", ["text", '"a ""good"" one"', '"two\nlines"', '"x"y'], "in the row at line 5: text follows"),
     ],
 )  # fmt: skip
-def test_a_stray_quote_takes_no_rows_with_it(tmp_path: Path, name: str, lines: list[str], message: str) -> None:
+def test_a_stray_quote_is_refused(tmp_path: Path, name: str, lines: list[str], message: str) -> None:
     (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
     with pytest.raises(SourceError, match=f"{name} cannot be read as CSV.*{message}"):
         records(tmp_path / name)
@@ -99,7 +99,9 @@ def test_a_file_that_needs_a_larger_window_is_told_from_a_damaged_one(tmp_path: 
         ("a.json", LINES.decode().replace("\n", "\r"), r"the lines of .*a\.json end in CR alone"),
     ],
 )  # fmt: skip
-def test_what_would_be_one_record_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_files_that_would_become_a_single_record_are_refused(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
     (tmp_path / name).write_text(content, newline="")
     with pytest.raises(SourceError, match=message):
         records(tmp_path / name)
@@ -111,7 +113,7 @@ def test_one_record_of_a_list_is_a_record(tmp_path: Path) -> None:
     assert records(tmp_path / "a.json") == lines
 
 
-def test_a_folder_tells_what_it_leaves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_data_files_of_a_folder_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a.jsonl", "b.ndjson.zst"):
         content = zstandard.ZstdCompressor().compress(LINES) if name.endswith("zst") else LINES
         (tmp_path / name).write_bytes(content)

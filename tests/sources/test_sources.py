@@ -157,7 +157,7 @@ def test_broken_files_are_named_in_one_line(tmp_path: Path, name: str, content: 
     assert name in str(caught.value)
 
 
-def test_what_cannot_be_an_input(tmp_path: Path) -> None:
+def test_invalid_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     with pytest.raises(SourceError, match="listed twice"):
         open_sources([tmp_path / "a.jsonl", str(tmp_path / "*.jsonl")], work_dir=tmp_path)
@@ -207,7 +207,7 @@ def test_batches_that_cannot_be_joined_are_read_in_smaller_ones() -> None:
     assert pa.Table.from_batches(batches)["x"].to_pylist() == list(range(100))
 
 
-def test_objects_of_a_table_have_only_their_own_keys(tmp_path: Path) -> None:
+def test_objects_of_a_table_lose_the_null_keys_of_other_rows(tmp_path: Path) -> None:
     """A column has the keys of all rows; those that a call does not have must not be trained on as null."""
     calls = [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "add", "arguments": {"x": 1, "y": None}}]
     records = [

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "txt before the image": ({"caption": "A cat.\n", "png": 2}, {"images": [2], **CAPTION}),
     "upper case": ({"JPG": 1, "txt": "A cat."}, {"images": [1], **CAPTION}),
     "json with a caption": ({"webp": 3, "json": {"caption": "A cat."}}, {"images": [3], **CAPTION}),
+    "json with any field": ({"webp": 3, "json": {"caption": "A cat.", "group": 1}}, {"images": [3], **CAPTION}),
     "json with a text": ({"jpg": 1, "json": {"text": "A cat."}}, {"images": [1], **CAPTION}),
     "img2dataset": ({"jpg": 1, "json": LAION}, {"images": [1], **CAPTION}),
     "txt wins": ({"jpg": 1, "json": LAION, "txt": "A dog."}, {"images": [1], "captions": ["A dog."]}),
