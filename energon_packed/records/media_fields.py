@@ -73,7 +73,7 @@ class Media:
 
     def add_inline(self, value: Any) -> None:
         """Add the image of a content part; Anthropic's source is `{"type": "base64", "media_type", "data"}`."""
-        # The types are those of the Messages API; an object without a type is an image object of datasets.
+        # `base64` and `url` are types of Anthropic's API; an object without a type is an image object of datasets.
         if isinstance(value, Mapping) and value.get("type") == "base64":
             data, kind = value.get("data"), str(value.get("media_type"))
             value = data if isinstance(data, bytes) else _data_url(data, kind)
@@ -123,7 +123,7 @@ def read_media(record: Record, root: str | None, *, with_images: bool = True) ->
     """
     media = Media(root, images=references(record, _IMAGE_FIELDS, root) if with_images else [])
     if is_given(record.get(_BASE64)):
-        # M3IT has a single image field; with another one the order of the images would be undefined.
+        # M3IT has a single image field; with a second field, the order of the images would be undefined.
         if not with_images or media.images:
             raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both images and {_BASE64} are given; use one")
         media.images = [MediaReference.from_value(_data_url(encoded)) for encoded in flatten(record[_BASE64])]

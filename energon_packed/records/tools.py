@@ -54,7 +54,7 @@ def read_tools(record: Record, draft: PartialConversation, media: Media) -> list
     repeated = [name for name in names if re.search(rf"""["']name["']\s*:\s*["']{re.escape(name)}["']""", system)]
     if not repeated:
         return tools
-    # A template would render all tools, the repeated ones twice.
+    # A template would render all tools, and the repeated tools twice.
     if len(repeated) < len(names):
         raise unsupported(
             field, remedy=f"the system text has {repeated[0]} but not all of them; write them in one place"

@@ -350,7 +350,7 @@ def _parsed_json(text: str, label: str) -> Any:
         value = parse_json(text)
     except orjson.JSONDecodeError as error:
         raise RecordError(Reason.BAD_JSON, f"{label} is not JSON: {error}; it begins with {shown(text)}") from error
-    # Checked where it is parsed: the depth of JSON text is unknown to the check of the record.
+    # Checked after parsing: the check of the record cannot see inside JSON text.
     check_writable(value, label)
     return value
 

@@ -48,7 +48,7 @@ class ArrowSource(Source):
     def _row(self, index: int, values: dict[str, Any] | Reject) -> SourceRecord:
         if isinstance(values, Reject):
             return SourceRecord(index, 0, None, values)
-        # The size is unknown: a table row has no byte range of its own.
+        # The size is unknown: table rows have no byte ranges in a columnar file.
         return SourceRecord(index, 0, self.record(values))
 
     def record(self, values: dict[str, Any]) -> dict[str, Any]:

@@ -186,29 +186,29 @@ class WebDatasetSource(Source):
     def chunks(self) -> list[tuple[int, int]]:
         """Divide `share` into byte ranges with about the same number of keys."""
         first, last, total = self.share
-        begin, end = (self.extent() * edge // total for edge in (first, last))
+        low, high = (self.extent() * edge // total for edge in (first, last))
         starts = self._index().starts
         # Edges are offsets of keys, so that chunks have similar numbers of records however large images are.
-        starts = starts[(starts > begin) & (starts < end)]
+        starts = starts[(starts > low) & (starts < high)]
         step = min(max(len(starts) // 64, _KEYS_IN_A_CHUNK[0]), _KEYS_IN_A_CHUNK[1])
-        edges = [begin, *starts[step - 1 :: step].tolist(), end]
+        edges = [low, *starts[step - 1 :: step].tolist(), high]
         return [(start, stop) for start, stop in itertools.pairwise(edges) if start < stop]
 
     def scan(self, start: int, stop: int) -> Iterator[SourceRecord]:
         """Read the records with addresses in [start, stop)."""
         index = self._index()
         for position in range(index.find(start), len(index)):
-            begin, end = index.bounds(position)
-            if begin >= stop:
+            first, last = index.bounds(position)
+            if first >= stop:
                 return
-            if end > start:
-                yield from (row for row in self._rows(begin, end) if start <= row.address < stop)
+            if last > start:
+                yield from (row for row in self._rows(first, last) if start <= row.address < stop)
 
     def read(self, address: int, size: int) -> SourceRecord:
         """Read the record at an address."""
         index = self._index()
-        begin, end = index.bounds(index.find(address))
-        for row in self._rows(begin, end):
+        first, last = index.bounds(index.find(address))
+        for row in self._rows(first, last):
             if row.address == address:
                 return row
         raise SourceError(f"{self.path} has no record at byte {address}; it changed while it was read")
@@ -225,14 +225,14 @@ class WebDatasetSource(Source):
     def _index(self) -> TarIndex:
         return tar_index(self.data, self._kept_index)
 
-    def _rows(self, begin: int, end: int) -> list[SourceRecord]:
+    def _rows(self, first: int, last: int) -> list[SourceRecord]:
         """Read the records of a key."""
-        records = _decoded(self.data, begin, end, self.layout, is_repeated=self._index().is_repeated(begin))
-        size = min(end - begin, _LARGEST_SIZE)
+        records = _decoded(self.data, first, last, self.layout, is_repeated=self._index().is_repeated(first))
+        size = min(last - first, _LARGEST_SIZE)
         return [
-            SourceRecord(begin + offset, size, None, record)
+            SourceRecord(first + offset, size, None, record)
             if isinstance(record, Reject)
-            else SourceRecord(begin + offset, size, record)
+            else SourceRecord(first + offset, size, record)
             for offset, record in enumerate(records)
         ]
 
@@ -248,7 +248,7 @@ class WebDatasetSource(Source):
                 return
             except RecordError as error:
                 reject = reject or error.reject
-            # Enough records to tolerate a few bad ones, without reading the whole tar.
+            # 16 records tolerate a few rejects, without reading the whole tar.
             if count >= 16:
                 break
         if reject is not None:
@@ -258,16 +258,16 @@ class WebDatasetSource(Source):
             )
 
 
-def _decoded(path: Path, begin: int, end: int, layout: Layout, *, is_repeated: bool) -> Sequence[Any]:
+def _decoded(path: Path, first: int, last: int, layout: Layout, *, is_repeated: bool) -> Sequence[Any]:
     """Read a key: records, Conversations, or the reason why it has none."""
-    key = (path, changed_at(path), begin, layout)
+    key = (path, changed_at(path), first, layout)
     if (kept := _PACKS.get(key)) is not None:
         return kept
-    with open_tar(path, begin, end) as tar:
+    with open_tar(path, first, last) as tar:
         group = KeyMembers(path, list(tar))
     # The members of such a key may belong to different samples.
     if is_repeated:
-        detail = f"the key {group.key} is at byte {begin} and elsewhere in {path.name}; keys must be unique, and their"
+        detail = f"the key {group.key} is at byte {first} and elsewhere in {path.name}; keys must be unique, and their"
         return [Reject(Reason.MISSING_FIELD, f"{detail} parts adjacent")]
     try:
         records = layout.records(group)

@@ -116,7 +116,7 @@ class Caption(RecordFormat):
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn with the image and an assistant turn with the caption."""
         caption = record[self.key]
-        # Training on all captions would repeat the image; joining them would be no caption.
+        # Training on all captions would repeat the image; joined captions are not a caption.
         if isinstance(caption, list | tuple) and caption:
             if len(caption) > 1:
                 media.notes.append(SEVERAL_CAPTIONS)

@@ -74,7 +74,7 @@ class Interleaved(RecordFormat):
     reads_images: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
-        """Whether `texts` is a list of strings."""
+        """Whether the value is a list of strings and nulls."""
         texts = record.get(self.key)
         return isinstance(texts, list | tuple) and all(text is None or isinstance(text, str) for text in texts)
 

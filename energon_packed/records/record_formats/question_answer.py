@@ -185,7 +185,7 @@ def _find(value: Any, choices: list[str]) -> int | None:
     parts = [choice.split(". ", 1) for choice in choices]
     for column in (0, 1):
         matches = [index for index, part in enumerate(parts) if part[column] == value]
-        # Repeated texts are ambiguous, so they do not match.
+        # Repeated choices are ambiguous, so they do not match.
         if len(matches) == 1:
             return _checked(value, matches[0], len(choices)) if column else matches[0]
     if isinstance(value, str) and _is_index(value) and int(value) < len(choices):
