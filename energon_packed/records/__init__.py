@@ -1,16 +1,17 @@
-"""Records and the one form that each becomes.
+"""Records in, Conversations out: the common representation that is measured, packed and encoded.
 
-    record ──map, adapter──► record ──shape.read──► Draft ──system, placing──► Conversation: messages, text or tokens,
-                                                                               with MediaReferences
+    record ──map, adapter──► record ──record format──► PartialConversation ──system, media──► Conversation: messages,
+                                                                                 text or tokens, with MediaReferences
 
 conversation.py   Conversation and Message
 normalize.py      record -> Conversation
-shapes/           the record shapes
-mapping.py        field maps and adapters: the user's own records
-turns.py          one turn, in every spelling: role, content, and what else it has
+record_formats/   the supported record formats
+mapping.py        field maps and adapters: custom records
+turns.py          a turn in any spelling -> Message: role, content, weight, tool calls
+tools.py          function schemas of a record
 media_fields.py   images and videos that a record lists
-fields.py         values of fields, checked
-media.py          where the bytes of an image are, and the only code that reads them
+fields.py         checked values of fields
+media.py          MediaReference: the address of the bytes of an image, and the only code that reads them
 """
 
 from energon_packed.records.conversation import (

@@ -1,7 +1,6 @@
-"""Conversation: the one shape that every record becomes before it is measured, packed or encoded.
+"""Conversation: the output of `normalize` and the input of measuring, packing and encoding.
 
-The place of each image is a `<image>` placeholder in the text, in every shape of record; `images[k]` belongs to the
-k-th placeholder. `energon_packed.records.normalize` makes conversations from records.
+The position of each image is an `<image>` placeholder in the text; `images[k]` belongs to the k-th placeholder.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +29,8 @@ class Message(NamedTuple):
     Attributes:
         role: one of `ROLES`.
         content: text with one `<image>` per image.
-        extra: any of `EXTRA_FIELDS`, as the record gave them.
-        weight: of its tokens in the loss, for assistant turns: 0 makes the turn context, not a target.
+        extra: any of `EXTRA_FIELDS`, unchanged from the record.
+        weight: loss weight of the tokens of an assistant turn; 0 makes the turn context, not a target.
     """
 
     role: str
@@ -40,30 +39,30 @@ class Message(NamedTuple):
     weight: float = 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The form that chat templates and JSON files take."""
+        """The message as chat templates and JSON files need it."""
         return {"role": self.role, "content": self.content, **self.extra}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conversation:
-    """One sample, before encoding. Exactly one of `messages`, `text` and `input_ids` is given.
+    """One sample, before encoding. Exactly one of `messages`, `text` and `input_ids` is set.
 
     Attributes:
-        id: name of the sample in reports; None where the record gave none.
+        id: name of the sample in reports; None if the record has no id.
         messages: turns in order; a system prompt is the first.
         text: plain text without a chat template, every token supervised.
-        input_ids: int64 (L,), already tokenized; `labels` int64 (L,) with -100 where not supervised.
+        input_ids: int64 (L,), already tokenized; `labels` int64 (L,) with -100 for tokens that are not supervised.
         images: one per `<image>` placeholder, in order.
         patch_positions: .npy files, int (patches, 3) as (t, h, w): one per image, or fewer that have the patches of
             all images together, such as one of a video; empty when absent.
         tools: JSON schemas of functions, passed to the chat template.
         video: the images are frames of a video.
-        fps: frames per second of the source video, stored as given.
-        timestamp_decimal: decimals of frame timestamps, stored as given.
+        fps: frames per second of the source video, stored unchanged.
+        timestamp_decimal: decimals of frame timestamps, stored unchanged.
         unused_fields: names of fields of the record and of its turns that nothing reads, for the counts of a run.
         notes: what was decided for the record, such as "several answers: one is the target", for the counts of a run.
 
-    Two conversations are equal when all of these are, `unused_fields` and `notes` aside.
+    Two conversations are equal if all attributes except `unused_fields` and `notes` are equal.
     """
 
     id: str | None = None
@@ -93,6 +92,7 @@ class Conversation:
                 f"labels has {len(self.labels)} entries for "
                 f"{0 if self.input_ids is None else len(self.input_ids)} input_ids; one label per token is needed",
             )
+        # Fewer files than images are valid: the frames of a video may share a file.
         if len(self.patch_positions) > len(self.images):
             raise RecordError(
                 Reason.MISSING_PATCH_POSITIONS,
@@ -102,13 +102,14 @@ class Conversation:
 
     @classmethod
     def of_checked(cls, ident: str | None, messages: tuple[Message, ...]) -> "Conversation":
-        """A conversation of these messages and nothing else, not checked: for callers that have done it."""
+        """Make a conversation of messages alone, without checks: the fast path for callers that checked them."""
+        # The class attributes are the defaults of all other fields, so only these two are set.
         new = object.__new__(cls)
         vars(new).update(id=ident, messages=messages)  # the class has the default of every other attribute
         return new
 
     def named(self, ident: str) -> "Conversation":
-        """The same with another id."""
+        """Copy the conversation with another id; the checks of the constructor are not repeated."""
         new = object.__new__(Conversation)
         vars(new).update(vars(self), id=ident)
         return new
@@ -116,14 +117,15 @@ class Conversation:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Conversation):
             return NotImplemented
-        names = [one.name for one in fields(self) if one.name not in ("unused_fields", "notes")]
+        # Unused fields and notes describe the source record, not the sample.
+        names = [field.name for field in fields(self) if field.name not in ("unused_fields", "notes")]
         return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
 
-    __hash__ = None  # type: ignore[assignment]  # arrays have none
+    __hash__ = None  # type: ignore[assignment]  # arrays are not hashable
 
     @property
     def kind(self) -> str:
-        """`text`, `image` or `video`: what `group_by='media'` keeps apart."""
+        """`text`, `image` or `video`, the groups of `group_by='media'`."""
         return "video" if self.video else "image" if self.images else "text"
 
     def _check_messages(self) -> None:
@@ -131,29 +133,34 @@ class Conversation:
         if not _ROLES.issuperset(roles):
             role = next(role for role in roles if role not in _ROLES)
             raise RecordError(Reason.BAD_ROLE, f"role {role!r}; use one of {', '.join(ROLES)}")
+        # Many chat templates raise for a system message elsewhere, or drop it.
         if "system" in roles[1:]:
-            place = roles.index("system", 1)
-            raise RecordError(Reason.BAD_ROLE, f"message {place} is a system message; only the first may be one")
+            index = roles.index("system", 1)
+            raise RecordError(Reason.BAD_ROLE, f"message {index} is a system message; only the first may be one")
+        # A missing placeholder would shift all later images to wrong positions without an error.
         placeholders = sum([message.content.count(IMAGE_PLACEHOLDER) for message in self.messages])
         if placeholders != len(self.images):
             raise _count_mismatch(placeholders, len(self.images))
+        # Without an assistant turn nothing is supervised, but the conversation can still be encoded as a prompt.
         has_answers = "assistant" in roles
         for role, content, extra, _ in self.messages:
-            says = (content and not content.isspace()) or extra.get("tool_calls")
-            if says and (role == "assistant" or not has_answers):
+            has_content = (content and not content.isspace()) or extra.get("tool_calls")
+            if has_content and (role == "assistant" or not has_answers):
                 return
         raise RecordError(Reason.EMPTY, "every assistant turn is empty" if has_answers else "every turn is empty")
 
 
 def plain_messages(roles: Iterable[str], contents: Iterable[str]) -> tuple[Message, ...]:
-    """Messages with a role and a text and nothing else."""
+    """Make messages that have a role and a content, and nothing else."""
     return tuple(map(_message, zip(roles, contents, repeat(_NO_EXTRA), repeat(1.0))))
 
 
-_message = partial(tuple.__new__, Message)  # several times as fast as calling the class
+# Several times as fast as calling the class, whose constructor is a Python function.
+_message = partial(tuple.__new__, Message)
 
 
 def _equal(left: Any, right: Any) -> bool:
+    # `==` of arrays is elementwise and has no truth value.
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return left is not None and right is not None and np.array_equal(left, right)
     return bool(left == right)

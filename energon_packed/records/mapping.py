@@ -1,9 +1,9 @@
-"""Records in the user's own words: a field map, or an adapter function.
+"""Custom records: a field map or an adapter function turns a raw record into a record of a supported record format.
 
-    --map user=question,assistant=answer,image=pic      names of the record's fields, for any flat record
-    --adapter package.module:function                   record -> record, Conversation, or None to drop it
+    --map user=question,assistant=answer,image=pic      field names of flat records
+    --adapter package.module:function                   record -> record, Conversation, or None to drop the record
 
-Both come before the shapes: what they return is read as any other record.
+Both run before the record formats: their result is read like any other record.
 """
 
 import importlib
@@ -26,44 +26,44 @@ TARGETS = (*TURNS, "image", "images", "video", "videos", "tools", "id")
 
 @dataclass(frozen=True, slots=True)
 class FieldMap:
-    """Names of a record's fields for what they mean.
+    """Field names of flat records: which field is the question, the answer, the image.
 
     Attributes:
-        fields: (target, field) in order; targets are those of `TARGETS`.
+        fields: (target, field) in order; each target is in `TARGETS`.
     """
 
     fields: tuple[tuple[str, str], ...]
 
     @classmethod
-    def parse(cls, text: Any) -> "FieldMap":
-        """`user=question,assistant=answer`, or the same as a mapping.
+    def parse(cls, value: Any) -> "FieldMap":
+        """Parse `user=question,assistant=answer`, or a mapping with the same content.
 
         Raises:
-            ConfigError: another form, an unknown target, no `assistant`, or a field given twice.
+            ConfigError: invalid syntax, an unknown target, no `assistant`, or a repeated field.
         """
-        if isinstance(text, Mapping):
-            pairs = [(str(target), str(field)) for target, field in text.items()]
-        elif not isinstance(text, str):
-            raise ConfigError(f"`map` is {short(text)}; use the form user=question,assistant=answer,image=pic")
+        if isinstance(value, Mapping):
+            pairs = [(str(target), str(field)) for target, field in value.items()]
+        elif not isinstance(value, str):
+            raise ConfigError(f"`map` must have the form user=question,assistant=answer,image=pic, got {short(value)}")
         else:
-            parts = [part.partition("=") for part in text.split(",")]
+            parts = [part.partition("=") for part in value.split(",")]
             pairs = [(target.strip(), field.strip()) for target, _, field in parts]
         if not all(target and field for target, field in pairs):
-            raise ConfigError(f"invalid `map` {text!r}; use the form user=question,assistant=answer,image=pic")
+            raise ConfigError(f"`map` must have the form user=question,assistant=answer,image=pic, got {value!r}")
         targets, fields = [target for target, _ in pairs], [field for _, field in pairs]
         if unknown := [target for target in targets if target not in TARGETS]:
-            raise ConfigError(f"unknown name {unknown[0]!r} in `map`; use {', '.join(TARGETS)}")
+            raise ConfigError(f"unknown name {unknown[0]!r} in `map`. Use {', '.join(TARGETS)}.")
         if len(set(targets)) < len(targets) or len(set(fields)) < len(fields):
-            raise ConfigError(f"`map` {text!r} names something twice; give each name and each field once")
+            raise ConfigError(f"`map` {value!r} repeats a name or a field. Use each only once.")
         if "assistant" not in targets:
-            raise ConfigError(f"`map` {text!r} has no assistant; name the field that holds the answer")
+            raise ConfigError(f"`map` {value!r} has no assistant. Name the field with the answer.")
         return cls(tuple(pairs))
 
     def __str__(self) -> str:
         return ",".join(f"{target}={field}" for target, field in self.fields)
 
     def apply(self, record: Any) -> Any:
-        """The record in messages shape; fields that the map does not name stay as they are.
+        """Convert a record to the messages format; fields that the map does not name stay unchanged.
 
         Raises:
             RecordError: a field is missing, or a field of the record already has the name of a target.
@@ -76,10 +76,12 @@ class FieldMap:
                 Reason.MISSING_FIELD,
                 f"`map` names {missing[0]}, but the record has {key_names(record) or 'no fields'}",
             )
+        # A field that the map uses is removed, or it would be read again under its old name.
         mapped = {key: value for key, value in record.items() if key not in used}
         values = {target: record[field] for target, field in self.fields}
         turns = {target: values.pop(target) for target in TURNS if target in values}
         for name in ("messages", *(target for target in values if target != "id")):
+            # Neither value is preferred silently: the record has both a mapped field and a field of the target's name.
             if mapped.get(name) is not None:
                 raise RecordError(
                     Reason.UNSUPPORTED_FIELD,
@@ -89,27 +91,29 @@ class FieldMap:
 
 
 def _messages(turns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Alternating turns; a system turn without a value is none, a user turn without one is empty."""
+    """Build alternating turns; an empty system turn is left out, an empty user turn is kept."""
     user, answer = turns.get("user"), turns["assistant"]
     if isinstance(user, list | tuple) or isinstance(answer, list | tuple):
-        users, answers = ([one] if isinstance(one, str) else list(one or ()) for one in (user, answer))
+        users, answers = ([side] if isinstance(side, str) else list(side or ()) for side in (user, answer))
         if len(users) != len(answers):
             raise RecordError(Reason.MISSING_FIELD, f"`map` gives {len(users)} user turns for {len(answers)} answers")
     else:
         users, answers = [user], [answer]
     system = turns.get("system")
     messages = [{"role": "system", "content": system}] if system else []
-    for one, other in zip(users, answers, strict=True):
-        messages += [{"role": "user", "content": "" if one is None else one}, {"role": "assistant", "content": other}]
+    for question, reply in zip(users, answers, strict=True):
+        messages += [
+            {"role": "user", "content": "" if question is None else question},
+            {"role": "assistant", "content": reply},
+        ]
     return messages
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A function of the user's that makes records.
+    """A user function that converts records.
 
-    The function must give the same result each time: records are read when they are measured and when they are
-    written.
+    The function must be deterministic: records are read both when they are measured and when they are written.
 
     Attributes:
         name: `package.module:function`; the working directory is searched too.
@@ -118,21 +122,24 @@ class Adapter:
     name: str
 
     def apply(self, record: Any) -> Any:
-        """A record, or a Conversation, which is used as it is.
+        """Convert a record; a returned Conversation is used unchanged.
 
         Raises:
-            RecordError: `dropped_by_adapter`, where the function returns None; `adapter_failed`, where it raises.
+            RecordError: `dropped_by_adapter` if the function returns None; `adapter_failed` if it raises.
         """
         function, _ = _load(self.name)
+        # A copy, so that a function that changes its argument cannot change records that are kept by their reader.
         try:
             adapted = function(dict(record) if isinstance(record, Mapping) else record)
         except RecordError:
             raise
         except Exception as error:
+            # Details of rejects are a single line of limited length.
             text = " ".join(f"{type(error).__name__}: {error}".split())
             raise RecordError(Reason.ADAPTER_FAILED, f"{self.name} raised {text[:200]}") from error
         if adapted is None:
             raise RecordError(Reason.DROPPED_BY_ADAPTER, f"{self.name} returned None")
+        # A wrong type is a fault of the adapter and not of the record.
         if not isinstance(adapted, (Conversation, *OBJECT, list)):
             raise RecordError(
                 Reason.ADAPTER_FAILED,
@@ -142,7 +149,7 @@ class Adapter:
 
     @property
     def source(self) -> str:
-        """Source text of the function's module, for fingerprints.
+        """Source code of the function's module, for fingerprints.
 
         Raises:
             ConfigError: the function cannot be found.
@@ -150,21 +157,22 @@ class Adapter:
         return _load(self.name)[1]
 
 
+# Loaded once per process: the module may be large, and its top-level code must not run for each record.
 @lru_cache(maxsize=16)
 def _load(name: str) -> tuple[Callable[[Any], Record | Conversation | None], str]:
-    """Function and source text of its module.
+    """Import the function and read the source code of its module.
 
     Raises:
-        ConfigError: the name has another form, or nothing has this name.
+        ConfigError: the name is invalid, or no such module or function exists.
     """
     module_name, _, function_name = str(name).partition(":")
     if not module_name or not function_name:
-        raise ConfigError(f"invalid `adapter` {name!r}; use the form package.module:function")
+        raise ConfigError(f"`adapter` must have the form package.module:function, got {name!r}")
     try:
         module = _import(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"`adapter` {name}: {error}; install the module, or run where its file is (now {os.getcwd()})"
+            f"`adapter` {name}: {error}. Install the module, or run in the folder of its file (now {os.getcwd()})."
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -172,15 +180,16 @@ def _load(name: str) -> tuple[Callable[[Any], Record | Conversation | None], str
     try:
         return function, inspect.getsource(module)
     except (OSError, TypeError) as error:
-        raise ConfigError(f"`adapter` {name}: {module_name} has no source text; pass a Python file") from error
+        raise ConfigError(f"`adapter` {name}: {module_name} has no source code. Pass a Python file.") from error
 
 
 def _import(name: str) -> Any:
-    """The module, from the working directory where the path does not have it."""
+    """Import a module; if `sys.path` does not have it, from the working directory."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         folder = os.getcwd()
+        # Only the adapter itself is searched there: a module that the adapter imports and lacks is an error.
         if error.name is None or not f"{name}.".startswith(f"{error.name}.") or folder in sys.path:
             raise
         sys.path.insert(0, folder)

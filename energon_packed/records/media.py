@@ -1,8 +1,8 @@
-"""MediaReference: where the bytes of one image (or .npy file) are, and the only code that reads them.
+"""MediaReference: a path, a byte range of a file, or bytes in; the bytes of one image (or .npy file) out.
 
-A reference is a path, bytes in memory, or a byte range of a larger file. Paths from data files are untrusted: with a
-`root`, a path that resolves outside it (through `..` or a symbolic link) is refused. Only regular files are opened:
-opening a FIFO would wait for its writer, and a device may never end.
+No other module reads media. Paths from data files are untrusted: with a `root`, a path that resolves outside it
+(through `..` or a symbolic link) is refused. Only regular files are opened: opening a FIFO would wait for its writer,
+and a device may never end.
 """
 
 import base64
@@ -20,16 +20,16 @@ from energon_packed.records.fields import shown
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_BLOCK = 1024  # bytes read at a time from a byte range: a header costs no read of the whole image
+_BLOCK = 1024  # bytes per read of a byte range, so that reading a header does not read the whole image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaReference:
-    """Bytes of one media file: exactly one of `path` and `data` is given.
+    """Bytes of a single media file: exactly one of `path` and `data` is set.
 
     Attributes:
-        path: a file; relative paths are taken from `root`, or from the working directory without one.
-        data: the bytes themselves.
+        path: a file; relative paths start from `root`, or from the working directory if `root` is None.
+        data: the bytes in memory.
         root: folder that `path` must stay inside; None for no limit.
         offset, size: byte range of `path`; None for the whole file.
     """
@@ -42,13 +42,14 @@ class MediaReference:
 
     @classmethod
     def from_value(cls, value: object, root: str | None = None) -> "MediaReference":
-        """A reference from what a record holds: path, `file://` or `data:` URL, bytes, or {"bytes"/"path"/"url"}.
+        """Make a reference from a record's value: path, `file://` or `data:` URL, bytes, {"bytes"/"path"/"url"}.
 
         Raises:
-            RecordError: `missing_image`, when the value names no media; `unsupported_media`, when it is remote.
+            RecordError: `missing_image` if the value does not name media; `unsupported_media` if it is remote.
         """
         if isinstance(value, MediaReference):
             return value
+        # `bytes` first: datasets stores {"bytes", "path"}, and its path is a name without a file.
         if isinstance(value, dict):
             inner = next((value[key] for key in ("bytes", "path", "url", "image") if value.get(key)), None)
             if isinstance(inner, dict):
@@ -62,6 +63,7 @@ class MediaReference:
             return cls(data=_data_url(value))
         if value.startswith("file://"):
             return cls(path=_file_url(value), root=root)
+        # Nothing is fetched: a run must not depend on the network, nor contact hosts that a data file names.
         if value.startswith(("http://", "https://", "s3://", "gs://")):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
@@ -70,18 +72,20 @@ class MediaReference:
         return cls(path=value, root=root)
 
     def resolved(self) -> str:
-        """The real path of the file.
+        """Resolve the real path of the file.
 
         Raises:
-            RecordError: `image_outside_root`, when it is not inside `root`.
+            RecordError: `image_outside_root` if it is not inside `root`.
         """
         assert self.path is not None
         if self.root is None:
             return self.path
+        # os.path.realpath raises ValueError for a null byte.
         if "\0" in self.path:
             raise RecordError(Reason.MISSING_IMAGE, f"{shown(self.path)} holds a null byte")
         root = os.path.realpath(self.root)
         real = os.path.realpath(os.path.join(root, self.path))
+        # The separator keeps /data/images2 outside the root /data/images.
         if real != root and not real.startswith(root.rstrip("/") + "/"):
             raise RecordError(
                 Reason.IMAGE_OUTSIDE_ROOT,
@@ -91,10 +95,10 @@ class MediaReference:
         return real
 
     def open(self) -> BinaryIO:
-        """A readable, seekable binary stream over the bytes.
+        """Open a readable, seekable binary stream over the bytes.
 
         Raises:
-            RecordError: `missing_image`, also for what is not a regular file; `image_outside_root`.
+            RecordError: `missing_image`, also if the path is not a regular file; `image_outside_root`.
         """
         if self.data is not None:
             return io.BytesIO(self.data)
@@ -108,6 +112,7 @@ class MediaReference:
         if self.offset is None:
             return stream
         size = os.fstat(stream.fileno()).st_size - self.offset if self.size is None else self.size
+        # A shorter range would decode as a truncated image with a misleading message.
         if self.offset + size > os.fstat(stream.fileno()).st_size:
             stream.close()
             raise RecordError(
@@ -117,10 +122,10 @@ class MediaReference:
         return io.BufferedReader(_Window(stream, self.offset, size), buffer_size=_BLOCK)
 
     def read(self) -> bytes:
-        """All bytes, as many as the file has when it is opened. Raises as `open` does.
+        """Read all bytes, as many as the file has when it is opened. Raises the errors of `open`, too.
 
         Raises:
-            RecordError: `missing_image`, for a file that grows meanwhile.
+            RecordError: `missing_image` if the file grows in the meantime.
         """
         if self.data is not None:
             return self.data
@@ -128,7 +133,7 @@ class MediaReference:
             try:
                 size = stream.seek(0, os.SEEK_END)
                 stream.seek(0)
-                data = stream.read(size + 1)
+                data = stream.read(size + 1)  # one byte more shows whether a writer is still appending
             except OSError as error:
                 raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {_reason(error)}") from error
         if len(data) > size:
@@ -138,12 +143,12 @@ class MediaReference:
 
     @property
     def label(self) -> str:
-        """A short name for messages."""
+        """Short name for messages."""
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
 
 
 class _Window(io.RawIOBase):
-    """A byte range of an open file as a file of its own; closing it closes the file."""
+    """A byte range of an open file as a file object; closing it closes the file."""
 
     def __init__(self, stream: BinaryIO, offset: int, size: int) -> None:
         self._stream, self._offset, self._size, self._at = stream, offset, size, 0
@@ -167,6 +172,7 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: "Buffer") -> int:
         view = memoryview(buffer)
         count = max(0, min(len(view), self._size - self._at))
+        # pread leaves the position of the descriptor alone, which other readers may share.
         data = os.pread(self._stream.fileno(), count, self._offset + self._at)
         view[: len(data)] = data
         self._at += len(data)
@@ -184,6 +190,7 @@ class _Window(io.RawIOBase):
 
 def _data_url(value: str) -> bytes:
     head, _, body = value.partition(",")
+    # Percent-encoded data URLs are valid, but not supported.
     if not head.endswith(";base64"):
         raise RecordError(Reason.MISSING_IMAGE, f"{shown(value)} is not a base64 data URL")
     try:

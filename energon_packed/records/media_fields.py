@@ -1,7 +1,7 @@
-"""Media of a record: images and videos in fields of their own, and images inside content parts.
+"""Media of a record: image and video fields in, MediaReferences in the order of the placeholders out.
 
-A video is a list of frame images. To everything that follows a frame is an image: each `<video>` becomes one `<image>`
-per frame. Fields that hold media which nothing reads are rejected, or their placeholders would be trained on as text.
+A video is a list of frame images. All later code sees frames as images: each `<video>` becomes an `<image>` for each
+frame. Fields with media that no code reads are rejected; otherwise their placeholders would be trained on as text.
 """
 
 import re
@@ -17,6 +17,7 @@ from energon_packed.records.media import MediaReference
 
 VIDEO_PLACEHOLDER = "<video>"
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
+# Qwen-VL writes `Picture 1: <img>path</img>`; the prefix is removed with the tag.
 _TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>([^<>\n]+)</img>")
 _IMAGE_FIELDS = ("images", "image")
 _OBJECT_FIELDS = frozenset(("bytes", "path", "url", "image"))
@@ -28,7 +29,8 @@ _UNSUPPORTED = {
     **dict.fromkeys(_MISNAMED_IMAGES, "rename it to images"),
     **dict.fromkeys(_MISNAMED_VIDEOS, "rename it to videos, with a list of frames for each <video>"),
 }
-_BASE64 = "image_base64_str"  # of M3IT
+_BASE64 = "image_base64_str"  # the image field of M3IT
+# Field names that may refer to an image elsewhere, such as `image_id` (COCO) or `file_name`.
 _NAME = re.compile(r"(?:image|img|photo|picture|pic)(?:_?(?:id|name|file|path))?|file_?(?:name|path)?")
 IMAGE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _VIDEO_FILES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".gif")
@@ -41,15 +43,15 @@ class Media:
 
     Attributes:
         root: folder that relative paths start from.
-        images: of the images field, in order.
-        per_turn: number of images in each inner list, where the images field is a list of several lists.
+        images: images of the images field, in order.
+        per_turn: number of images in each inner list, if the images field is a list of several lists.
         videos: frames of each video.
         has_videos: the record has a video field, so each `<video>` in its text is a placeholder.
         is_video: the images are frames of a video.
         inline: images of content parts, in order.
-        unused_fields: of turns and parts: fields that nothing reads.
-        elsewhere: fields that name an image which the record does not hold: `image_id`, or the name of a file.
-        notes: what was decided while reading.
+        unused_fields: fields of turns and content parts that are not read.
+        elsewhere: fields that refer to an image outside the record: `image_id`, or a file name.
+        notes: decisions made while reading, such as the choice of a caption.
     """
 
     root: str | None
@@ -64,15 +66,14 @@ class Media:
     notes: list[str] = field(default_factory=list)
 
     def take_tagged(self, text: str) -> str:
-        """The text with `<image>` for each `<img>path</img>` of Qwen-VL, its `Picture 1:` included."""
-        if "<img>" not in text:
-            return text
+        """Replace each `<img>path</img>` of Qwen-VL, with its `Picture 1:`, by `<image>`; keep the references."""
         for match in _TAGGED.finditer(text):
             self.add_inline(match[1].strip())
         return _TAGGED.sub(IMAGE_PLACEHOLDER, text)
 
     def add_inline(self, value: Any) -> None:
-        """An image of a content part; Anthropic's has `{"type": "base64", "media_type", "data"}` as its source."""
+        """Add the image of a content part; Anthropic's source is `{"type": "base64", "media_type", "data"}`."""
+        # `base64` and `url` are types of Anthropic's API; an object without a type is an image object of datasets.
         if isinstance(value, Mapping) and value.get("type") == "base64":
             data, kind = value.get("data"), str(value.get("media_type"))
             value = data if isinstance(data, bytes) else _data_url(data, kind)
@@ -81,91 +82,95 @@ class Media:
         self.unused_fields.update(_unused(value))
         self.inline.append(MediaReference.from_value(value, self.root))
 
-    def place(self, texts: Sequence[str]) -> list[str]:
-        """Texts with `<image>` only; frames join `images` in the order of all placeholders.
+    def place(self, strings: Sequence[str]) -> list[str]:
+        """Replace `<video>` by an `<image>` for each frame; `images` gets all images in placeholder order.
 
         Raises:
-            RecordError: `image_count_mismatch`, when there are more or fewer `<video>` than videos.
+            RecordError: `image_count_mismatch` if the number of `<video>` is not the number of videos.
         """
-        found = sum(text.count(VIDEO_PLACEHOLDER) for text in texts)
-        if found != len(self.videos):
+        # Checked here because frames are indistinguishable from images afterwards.
+        placeholders = sum(text.count(VIDEO_PLACEHOLDER) for text in strings)
+        if placeholders != len(self.videos):
             raise RecordError(
-                Reason.IMAGE_COUNT_MISMATCH, f"{found} {VIDEO_PLACEHOLDER} placeholders for {len(self.videos)} videos"
+                Reason.IMAGE_COUNT_MISMATCH,
+                f"{placeholders} {VIDEO_PLACEHOLDER} placeholders for {len(self.videos)} videos",
             )
-        images: Iterator[MediaReference] = iter(self.images)
+        images: Iterator[MediaReference] = iter(self.images)  # may run out: Conversation rejects a wrong count later
         videos = iter(self.videos)
-        add_location: list[MediaReference] = []
+        ordered: list[MediaReference] = []
 
         def expand(match: re.Match[str]) -> str:
             frames = next(videos) if match[0] == VIDEO_PLACEHOLDER else [i for i in [next(images, None)] if i]
-            add_location.extend(frames)
+            ordered.extend(frames)
             return IMAGE_PLACEHOLDER * len(frames) if match[0] == VIDEO_PLACEHOLDER else IMAGE_PLACEHOLDER
 
-        texts = [_EITHER.sub(expand, text) for text in texts]
-        self.images = [*add_location, *images]
-        return texts
+        strings = [_EITHER.sub(expand, text) for text in strings]
+        self.images = [*ordered, *images]
+        return strings
 
 
 def read_media(record: Record, root: str | None, *, with_images: bool = True) -> Media:
-    """Media of the fields of a record.
+    """Read the media fields of a record.
 
     Args:
-        record: with image and video fields, or none.
+        record: a record, with or without image and video fields.
         root: folder that relative paths start from.
-        with_images: read `images` and `image`; False where the shape does.
+        with_images: read `images` and `image`; False if the record format reads them.
 
     Raises:
         RecordError: `unsupported_media` for a video file, audio, or media in a field of another name; `missing_image`;
-            `image_count_mismatch` when images are given twice.
+            `image_count_mismatch` if the record lists its images twice.
     """
     media = Media(root, images=references(record, _IMAGE_FIELDS, root) if with_images else [])
     if is_given(record.get(_BASE64)):
+        # M3IT has a single image field; with a second field, the order of the images would be undefined.
         if not with_images or media.images:
             raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both images and {_BASE64} are given; use one")
-        media.images = [MediaReference.from_value(_data_url(one)) for one in flatten(record[_BASE64])]
+        media.images = [MediaReference.from_value(_data_url(encoded)) for encoded in flatten(record[_BASE64])]
     media.elsewhere = tuple(name for name in _named(tuple(record)) if _names_image(name, record[name]))
     if media.images:
         media.per_turn = _images_per_turn(record.get("images"))
+    # The early return is for speed: most records have no video fields.
     if _BEYOND_IMAGES.isdisjoint(record):
         return media
     media.videos = _read_videos(record, root)
-    # An empty field counts: the record has a place for videos. Elsewhere `<video>` is text, an element of HTML.
+    # An empty video field counts too: it makes `<video>` a placeholder. In other records `<video>` is an HTML tag.
     media.has_videos = "videos" in record or ("video" in record and not isinstance(record["video"], bool))
     media.is_video = bool(media.videos) or record.get("video") is True
     return media
 
 
 def references(record: Record, keys: Sequence[str], root: str | None) -> list[MediaReference]:
-    """Media of the first of these fields that has any.
+    """Read the media of the first field that has any.
 
     Raises:
-        RecordError: two of the fields have media, or a value is not a medium.
+        RecordError: two of the fields have media, or a value does not name media.
     """
-    given = [key for key in keys if record.get(key) is not None]
-    if not given:
-        return []
-    given = [key for key in given if is_given(record[key]) and flatten(record[key])]
-    if len(given) > 1:
-        raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(given)} are given; use one")
-    items = [item for key in given for item in flatten(record[key])]
+    filled = {}
+    for key in keys:
+        if record.get(key) is not None and is_given(record[key]) and (items := flatten(record[key])):
+            filled[key] = items
+    if len(filled) > 1:
+        raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(filled)} are given; use one")
+    items = next(iter(filled.values()), [])
     for item in items:
-        _unused(item)
+        _unused(item)  # only for its rejections: harmless fields of image objects are not counted
     return [MediaReference.from_value(item, root) for item in items]
 
 
 def _unused(image: Any) -> tuple[str, ...]:
-    """Fields of an image object that nothing reads; those that would change training are rejected."""
+    """List the unused fields of an image object; fields that would change training are rejected."""
     return unused_fields(image, _OBJECT_FIELDS, "an image") if isinstance(image, Mapping) else ()
 
 
 @lru_cache(maxsize=4096)
 def _named(fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Fields that may name an image."""
+    """List the fields that may refer to an image; cached, as the records of a file share keys."""
     return tuple(name for name in fields if isinstance(name, str) and _NAME.fullmatch(name))
 
 
 def _names_image(field_name: str, value: Any) -> bool:
-    """Whether it does: an id always, a name where it ends like an image file."""
+    """Whether a field refers to an image: an id always does, a name if it has the extension of an image file."""
     if field_name.endswith("id"):
         return is_given(value)
     return isinstance(value, str) and value.lower().endswith(IMAGE_FILES)
@@ -178,6 +183,7 @@ def _data_url(value: Any, kind: str = "image/jpeg") -> str:
 
 
 def _images_per_turn(value: Any) -> list[int] | None:
+    # A list that contains a single list is the nested form of a flat list, and does not assign images to turns.
     if not isinstance(value, list | tuple) or len(value) == 1:
         return None
     if not any(isinstance(item, list | tuple) for item in value):
@@ -189,23 +195,24 @@ def _read_videos(record: Record, root: str | None) -> list[list[MediaReference]]
     for key, remedy in _UNSUPPORTED.items():
         if isinstance(value := record.get(key), str | bytes | list | tuple | Mapping) and len(value) > 0:
             raise _unsupported(f"the field {key} is not supported; {remedy}")
-    given = [key for key in _VIDEO_FIELDS if not isinstance(record.get(key), bool) and is_given(record.get(key))]
-    if len(given) > 1:
+    filled = [key for key in _VIDEO_FIELDS if not isinstance(record.get(key), bool) and is_given(record.get(key))]
+    if len(filled) > 1:
         raise _unsupported("both video and videos are given; use one")
-    if not given:
+    if not filled:
         return []
-    value = record[given[0]]
-    if _is_file(value) or (isinstance(value, list | tuple) and any(_is_file(item) for item in value)):
-        raise _unsupported(f"{given[0]} holds a video file; pass a list of its frames, video files are not decoded")
+    value = record[filled[0]]
+    if _is_video_file(value) or (isinstance(value, list | tuple) and any(_is_video_file(item) for item in value)):
+        raise _unsupported(f"{filled[0]} holds a video file; pass a list of its frames, video files are not decoded")
     if not isinstance(value, list | tuple):
-        raise _unsupported(f"{given[0]} is {type(value).__name__}; pass a list of frames")
+        raise _unsupported(f"{filled[0]} is {type(value).__name__}; pass a list of frames")
+    # A flat list of frames is a single video.
     videos = value if all(isinstance(item, list | tuple) for item in value) else [value]
     if any(isinstance(frame, list | tuple) for frames in videos for frame in frames) or not all(videos):
-        raise _unsupported(f"{given[0]} must be a list of frames for each {VIDEO_PLACEHOLDER}, none of them empty")
+        raise _unsupported(f"{filled[0]} must be a list of frames for each {VIDEO_PLACEHOLDER}, none of them empty")
     return [[MediaReference.from_value(frame, root) for frame in frames] for frames in videos]
 
 
-def _is_file(value: Any) -> bool:
+def _is_video_file(value: Any) -> bool:
     path = value.get("path") if isinstance(value, Mapping) else value
     return isinstance(path, str) and path.lower().endswith(_VIDEO_FILES)
 

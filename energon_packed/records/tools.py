@@ -1,8 +1,7 @@
-"""Schemas of functions that a record offers, in `tools` or `functions`, and those that its texts already hold.
+"""Function schemas and calls of a record in, `tools` and `tool_calls` for the chat template out, each rendered once.
 
-Hermes' function calling sets have their tools in the system text and in a `tools` field, and calls as `<tool_call>`
-text. A template would write them a second time, so what the text holds is kept there and taken from the field; the
-conversation gets a note.
+Hermes' function calling datasets repeat their tools in the system text, and calls as `<tool_call>` text. A template
+would write them a second time, so the copy in the text is kept and the field is dropped; the conversation gets a note.
 """
 
 import re
@@ -17,25 +16,26 @@ from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats import PartialConversation
 
 TOOLS_IN_TEXT = "tools stand in the system text"
-"""Note of a conversation whose `tools` field is not passed to the template, because the system text has them."""
+"""Note of a conversation whose `tools` field is not rendered, because the system text contains the tools."""
 CALLS_IN_TEXT = "tool calls stand in the text"
-"""Note of a conversation with `tool_calls` that are not passed to the template, because their turn's text has them."""
+"""Note of a conversation with `tool_calls` that are not rendered, because the text of the turn contains them."""
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def read_tools(record: Record, draft: PartialConversation, media: Media) -> list[Any] | None:
-    """Tools for the template; None without any, and where the system text holds all of them.
+    """Read the tools for the template; None if there are none, or if the system text contains all of them.
 
     Raises:
-        RecordError: a tool has no name, the system text holds some of them, or the record has no turns.
+        RecordError: a tool has no name, the system text contains only some tools, or the record has no turns.
     """
     tools = read_json_list(record.get("tools"), "tools")
     field = "tools" if tools is not None else "functions"
     if is_given(record.get("functions")):
+        # `functions` is the older name of OpenAI; the two may list different functions.
         if tools is not None:
             raise RecordError(Reason.UNSUPPORTED_FIELD, "the record has both tools and functions; keep tools")
         functions = read_json_list(record["functions"], "functions") or ()
-        tools = [{"type": "function", "function": _schema(one, field)} for one in functions]
+        tools = [{"type": "function", "function": _schema(schema, field)} for schema in functions]
     if not tools:
         return None
     if not draft.messages:
@@ -44,28 +44,37 @@ def read_tools(record: Record, draft: PartialConversation, media: Media) -> list
         )
     tools = [_schema(tool, field) for tool in tools]
     names = [_name(tool, field) for tool in tools]
-    tools = [tool if isinstance(tool.get("function"), OBJECT) else _function(tool) for tool in tools]
+    # Bare schemas (xLAM, LLaMA-Factory) get the envelope of OpenAI, which chat templates expect.
+    tools = [
+        tool if isinstance(tool.get("function"), OBJECT) else {"type": "function", "function": dict(tool)}
+        for tool in tools
+    ]
     system = draft.messages[0].content if draft.messages[0].role == "system" else ""
-    told = [name for name in names if re.search(rf"""["']name["']\s*:\s*["']{re.escape(name)}["']""", system)]
-    if not told:
+    # Only the name is compared: datasets format the schemas of the system text in many ways.
+    repeated = [name for name in names if re.search(rf"""["']name["']\s*:\s*["']{re.escape(name)}["']""", system)]
+    if not repeated:
         return tools
-    if len(told) < len(names):
-        raise unsupported(field, remedy=f"the system text has {told[0]} but not all of them; write them in one place")
+    # A template would render all tools, and the repeated tools twice.
+    if len(repeated) < len(names):
+        raise unsupported(
+            field, remedy=f"the system text has {repeated[0]} but not all of them; write them in one place"
+        )
     media.notes.append(TOOLS_IN_TEXT)
     return None
 
 
 def without_written_calls(message: Message, media: Media) -> Message:
-    """A turn without `tool_calls` that its text already holds as `<tool_call>` JSON.
+    """Drop `tool_calls` of a turn if its text contains them as `<tool_call>` JSON.
 
     Raises:
-        RecordError: `unsupported_field`, the text holds other calls than the field.
+        RecordError: `unsupported_field` if the calls in the text and in the field differ.
     """
     calls = message.extra.get("tool_calls")
     written = _CALL.findall(message.content) if calls else ()
     if not written:
         return message
     try:
+        # Order matters: the template renders calls in the order of the field.
         same = [_short(parse_json(text)) for text in written] == [_short(call["function"]) for call in calls or ()]
     except orjson.JSONDecodeError:
         same = False
@@ -83,7 +92,7 @@ def _short(call: Any) -> Any:
 
 
 def _schema(tool: Any, field: str) -> Any:
-    """A tool as an object; JSON text is parsed."""
+    """Read a tool schema; JSON text is parsed."""
     if isinstance(tool, str):
         try:
             tool = parse_json(tool)
@@ -92,11 +101,6 @@ def _schema(tool: Any, field: str) -> Any:
     if not isinstance(tool, OBJECT):
         raise RecordError(Reason.MISSING_FIELD, f"an entry of {field} is {type(tool).__name__}; use a JSON schema")
     return tool
-
-
-def _function(schema: Record) -> dict[str, Any]:
-    """A bare schema (xLAM, LLaMA-Factory) in the form of OpenAI, which chat templates expect."""
-    return {"type": "function", "function": dict(schema)}
 
 
 def _name(tool: Record, field: str) -> str:

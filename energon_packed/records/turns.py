@@ -1,26 +1,22 @@
-"""Turns of a conversation: one reader for every spelling of role and content.
+"""Turns of a record in any spelling in, Messages out: role, content, loss weight, reasoning and tool calls.
 
     {"role": "user", "content": "Hi"}    {"from": "human", "value": "Hi"}    {"speaker": "bot", "text": "Hello."}
 
-Role, content, weight and reasoning become a `Message`; `tool_calls`, `tool_call_id` and `name` go to the template.
-A field that nothing reads is counted, or rejected where it would change training (`accounting`).
+`tool_calls`, `tool_call_id` and `name` are passed to the chat template. Calls are converted to the form of OpenAI,
+with `arguments` as an object. Records may also write `arguments` as JSON text (OpenAI) or as `parameters` (Llama),
+calls as `{name, arguments}` (ShareGPT, xLAM), or all of it as JSON text.
 
-Masks of a turn, as trainers spell them: which turns are targets, and how much they count.
+Fields for the loss weight of a turn, in the spellings of trainers:
 
-weight       OpenAI fine-tuning and axolotl: 0 or 1; other numbers weigh the turn's loss
+weight       OpenAI fine-tuning and axolotl: 0 or 1; other numbers scale the loss of the turn
 loss_weight  a number
 loss         ms-swift: true or false
 train        axolotl (also `training`): true or false
-loss_mask    as Megatron's: 1 is a target, 0 is not
+loss_mask    Megatron: 1 is a target, 0 is not
 masked       torchtune: true is not a target
-mask         true means trained to some writers and hidden to others, so it is rejected
+mask         ambiguous (trained in some datasets, hidden in others), so it is rejected
 
-Tool calls, in the one form that chat templates take.
-
-    {"type": "function", "function": {"name": "f", "arguments": {...}}}    `arguments` an object
-
-Records also give `arguments` as JSON text (OpenAI) or as `parameters` (Llama), calls as `{name, arguments}` (ShareGPT,
-xLAM), or all as JSON text.
+Other fields are counted by name, or reject the record if they would change training (`fields.unused_fields`).
 """
 
 import math
@@ -59,6 +55,7 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CALL_FIELDS = ("tool_calls", "function_call")
 IMAGE_FIELDS = ("images", "image")
 FUNCTION_CALL = "function_call"  # the role of a turn whose content is the call
+# Spellings of roles in published datasets; ShareGPT alone has human, gpt, chatgpt, bing and bard.
 ROLE_NAMES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "bot", "model", "chatgpt", "ai", "bing", "bard"), "assistant"),
@@ -68,6 +65,7 @@ ROLE_NAMES = {
     ),
     **dict.fromkeys((FUNCTION_CALL, "tool_call"), FUNCTION_CALL),
 }
+# Roles whose content is text: `function_call` turns contain JSON and are not plain.
 PLAIN_ROLES = {name: role for name, role in ROLE_NAMES.items() if role != FUNCTION_CALL}
 _KNOWN = frozenset(
     (*ROLE_FIELDS, *CONTENT_FIELDS, *EXTRA_FIELDS, *REASONING_FIELDS, *WEIGHT_FIELDS, *CALL_FIELDS, *IMAGE_FIELDS)
@@ -92,226 +90,22 @@ _FIELDS = {
 }
 
 
-def read_weight(turn: Record, role: str) -> float:
-    """Weight of a turn in the loss; 1 where it says nothing.
-
-    Args:
-        turn: with any of `WEIGHT_FIELDS`.
-        role: of the turn: only assistant turns can be targets.
-
-    Raises:
-        RecordError: `unsupported_field`, when the value is no mask or of unclear meaning, two masks differ, or a turn
-            that is not the assistant's is to be trained.
-    """
-    given = {key: _weight(key, turn[key]) for key in WEIGHT_FIELDS if turn.get(key) is not None}
-    if not given:
-        return 1.0
-    if len(set(given.values())) > 1:
-        raise _unsupported(f"a turn has {' and '.join(given)}, which differ; keep weight alone")
-    key, weight = next(iter(given.items()))
-    if role != "assistant" and weight > 0:
-        raise _unsupported(
-            f"{key} is {turn[key]!r} for a {role} turn; only assistant turns are trained, write 0 or remove the field"
-        )
-    return weight
-
-
-def _weight(key: str, value: Any) -> float:
-    if key == _AMBIGUOUS:
-        raise _unsupported("mask is trained to some writers and hidden to others; write weight: 1 or weight: 0")
-    number = float(value) if isinstance(value, bool | int | float) else math.nan
-    if key in _NUMBERS:
-        if not math.isfinite(number) or number < 0:
-            raise _unsupported(f"{key} of a turn is {value!r}; use a number of at least 0")
-        return number
-    if number not in (0.0, 1.0):
-        raise _unsupported(f"{key} of a turn is {value!r}; use true or false, or weight for a number")
-    return 1.0 - number if key == _NEGATED else number
-
-
-def _unsupported(detail: str) -> RecordError:
-    return RecordError(Reason.UNSUPPORTED_FIELD, detail)
-
-
-def read_tool_calls(value: Any, what: str) -> list[dict[str, Any]]:
-    """Calls of one turn.
-
-    Args:
-        value: a call, a list of them, or JSON text of either.
-        what: where it stands, for errors.
-
-    Raises:
-        RecordError: `bad_json` for text that is not JSON, `missing_field` for a call without a name.
-    """
-    calls = _parsed_json(value, what) if isinstance(value, str) else value
-    calls = [calls] if isinstance(calls, OBJECT) else calls
-    if not isinstance(calls, list | tuple) or not calls:
-        raise RecordError(
-            Reason.MISSING_FIELD, f"{what} is {shown(value)}; use a list of calls with a name and arguments"
-        )
-    return [_call(call, what) for call in calls]
-
-
-def _call(call: Any, what: str) -> dict[str, Any]:
-    if not isinstance(call, OBJECT):
-        raise RecordError(Reason.MISSING_FIELD, f"a call of {what} is {shown(call)}, not an object")
-    function = call.get("function")
-    if isinstance(function, OBJECT):
-        _check_keys(call, _CALL)
-        _check_keys(function, _FUNCTION)
-        return {**call, "function": _function(function, what)}
-    _check_keys(call, (_CALL | _FUNCTION) - {"function"})
-    ident = {"id": call["id"]} if is_given(call.get("id")) else {}
-    return {**ident, "type": "function", "function": _function(call, what)}
-
-
-def _check_keys(call: Record, known: frozenset[str]) -> None:
-    for name in call:
-        if name not in known and is_given(call[name]):
-            raise RecordError(
-                Reason.UNSUPPORTED_FIELD,
-                f"the field {name} of a tool call is not supported: a call has a name and arguments",
-            )
-
-
-def _function(function: Record, what: str) -> dict[str, Any]:
-    name = function.get("name")
-    if not isinstance(name, str) or not name:
-        raise RecordError(Reason.MISSING_FIELD, f"a call of {what} has no name: {shown(function)}")
-    given = [key for key in ("arguments", "parameters") if function.get(key) not in (None, "", {}, [])]
-    if len(given) > 1:
-        raise RecordError(Reason.UNSUPPORTED_FIELD, f"a call of {name} has arguments and parameters; keep arguments")
-    arguments = function[given[0]] if given else {}
-    if isinstance(arguments, str):
-        arguments = _parsed_json(arguments, f"arguments of {name}")
-    if not isinstance(arguments, Mapping):
-        raise RecordError(Reason.BAD_JSON, f"arguments of {name} are {shown(arguments)}; use a JSON object")
-    return {"name": name, "arguments": dict(arguments)}
-
-
-def _parsed_json(text: str, what: str) -> Any:
-    try:
-        value = parse_json(text)
-    except orjson.JSONDecodeError as error:
-        raise RecordError(Reason.BAD_JSON, f"{what} is not JSON: {error}; it begins with {shown(text)}") from error
-    check_writable(value, what)
-    return value
-
-
-def read_parts(parts: Iterable[Any], media: Media) -> str:
-    """Text of content parts with placeholders; their images and unused fields join `media`.
-
-    Raises:
-        RecordError: a part of an unknown type, a video that is not a list of frames, or an unsupported field.
-    """
-    return "".join([_read_part(part, media) for part in parts])
-
-
-def _read_part(part: Any, media: Media) -> str:
-    if isinstance(part, str):
-        return part
-    kind = _kind_of_part(part) if isinstance(part, Mapping) else None
-    given = part.get("type") if isinstance(part, Mapping) else None
-    if kind is None and isinstance(given, str) and given in _HINTS:
-        raise RecordError(
-            Reason.UNSUPPORTED_FIELD, f"a content part of type {given!r} is not supported; {_HINTS[given]}"
-        )
-    if kind is None:
-        name = repr(given)[:80] if isinstance(part, Mapping) else type(part).__name__
-        keys = f" with the keys {key_names(part)}" if isinstance(part, Mapping) and given is None else ""
-        raise RecordError(
-            Reason.MISSING_FIELD, f"a content part of type {name}{keys}; use text, image, image_url or video"
-        )
-    media.unused_fields.update(unused_fields(part, _FIELDS[kind], f"a content part of type {kind}"))
-    if kind == "text":
-        return media.take_tagged(read_text(part.get("text"), "a text part"))
-    if kind == "video":
-        return _read_video(part, media)
-    value = next((part[name] for name in _PART_IMAGES if part.get(name)), None)
-    if value:
-        media.add_inline(value)
-    return IMAGE_PLACEHOLDER
-
-
-def _kind_of_part(part: Record) -> str | None:
-    """`text`, `image` or `video`: by its type, or else by the one of its fields that has a value."""
-    if part.get("type") is not None:
-        return _KINDS.get(part["type"]) if isinstance(part["type"], str) else None
-    found = {_KINDS[name] for name in ("text", "image", "image_url", "video") if is_given(part.get(name))}
-    return found.pop() if len(found) == 1 else None
-
-
-def _read_video(part: Mapping[str, Any], media: Media) -> str:
-    frames = part.get("video") or part.get("frames")
-    media.is_video = True
-    if not frames and media.videos:
-        return VIDEO_PLACEHOLDER  # its frames are in the videos field
-    if not isinstance(frames, list | tuple) or not frames:
-        raise RecordError(Reason.MISSING_IMAGE, "a video must be a list of frame images; video files are not decoded")
-    for frame in frames:
-        media.add_inline(frame)
-    return IMAGE_PLACEHOLDER * len(frames)
-
-
-def read_history(record: Record) -> list[Message]:
-    """User and assistant turns; none without a history. Their answers are targets, as in both trainers.
-
-    Raises:
-        RecordError: the history is not a list of pairs of texts.
-    """
-    history = record.get("history")
-    if not is_given(history):
-        return []
-    if not isinstance(history, list | tuple):
-        raise RecordError(Reason.MISSING_FIELD, f"history must be a list of pairs, not {type(history).__name__}")
-    messages = []
-    for pair in history:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise RecordError(Reason.MISSING_FIELD, "an entry of history is not a pair of question and answer")
-        messages += [
-            Message("user", read_text(pair[0], "a question of history")),
-            Message("assistant", read_text(pair[1], "an answer of history")),
-        ]
-    return messages
-
-
-@dataclass(frozen=True, slots=True)
-class TurnKeys:
-    """What the keys of a turn are; most turns of a file have the same.
-
-    Attributes:
-        role, content: the fields with these meanings.
-        is_plain: one role, one content, and nothing else.
-    """
-
-    role: tuple[str, ...]
-    content: tuple[str, ...]
-    is_plain: bool
-
-
-@lru_cache(maxsize=1024)
-def keys_of(names: tuple[str, ...]) -> TurnKeys:
-    """What the keys of a turn are, by their names."""
-    role = tuple(name for name in ROLE_FIELDS if name in names)
-    content = tuple(name for name in CONTENT_FIELDS if name in names)
-    return TurnKeys(role, content, is_plain=len(role) == len(content) == 1 and len(names) == 2)
-
-
-def read_messages(turns: Any, what: str, media: Media) -> list[Message]:
-    """The messages of a list of turns; calls in turns of their own, one after another, become one turn (ms-swift).
+def read_messages(turns: Any, label: str, media: Media) -> list[Message]:
+    """Read a list of turns; consecutive turns that contain only calls become one turn (ms-swift).
 
     Args:
         turns: a list of objects.
-        what: the field that holds them, for errors.
-        media: images of content parts and unused fields join it.
+        label: the field with the turns, for errors.
+        media: gets the images of content parts and the unused fields.
 
     Raises:
-        RecordError: a turn has no role or content, an unknown role, or a field that cannot be honoured.
+        RecordError: a turn has no role or content, an unknown role, or an unsupported field.
     """
     messages: list[Message] = []
-    for turn in read_objects(turns, what):
+    for turn in read_objects(turns, label):
         message = _message(turn, media)
         joined = _joined(messages[-1], message) if messages and message.extra else None
+        # ms-swift writes parallel calls as consecutive turns; templates expect them in a single turn.
         if joined is None:
             messages.append(message)
         else:
@@ -320,14 +114,15 @@ def read_messages(turns: Any, what: str, media: Media) -> list[Message]:
 
 
 def _joined(message: Message, following: Message) -> Message | None:
-    """One turn with the calls of two that hold nothing else; None where they hold more."""
-    calls = [one.extra.get("tool_calls") or [] for one in (message, following)]
+    """Merge two turns that contain only calls; None if one of them contains anything else."""
+    calls = [turn.extra.get("tool_calls") or [] for turn in (message, following)]
     if not all(calls) or following.content.strip() or len(following.extra) > 1 or message.weight != following.weight:
         return None
     return message._replace(extra={**message.extra, "tool_calls": [*calls[0], *calls[1]]})
 
 
 def _message(turn: Record, media: Media) -> Message:
+    # Most turns have two keys, so the optional fields are read only if another key exists.
     keys = keys_of(tuple(turn))
     field, name = _one_of(turn, keys.role)
     if name is None:
@@ -343,17 +138,60 @@ def _message(turn: Record, media: Media) -> Message:
         return Message(
             "assistant", "", {**extra, "tool_calls": read_tool_calls(content, "a function_call turn")}, weight
         )
+    # An assistant turn with calls alone has no content.
     if content is None and not extra:
         raise RecordError(Reason.MISSING_FIELD, f"the {role} message has no content")
     if isinstance(content, list | tuple):
         text = read_parts(content, media)
     else:
-        text = media.take_tagged(read_text("" if content is None else content, f"content of a {role} message"))
+        if not isinstance(content, str):
+            content = read_text("" if content is None else content, f"content of a {role} message")
+        text = media.take_tagged(content) if "<img>" in content else content
     return Message(role, text if keys.is_plain else _own_images(turn, text, media), extra, weight)
 
 
+def _own_images(turn: Record, text: str, media: Media) -> str:
+    """Add the images that the turn lists; their placeholders precede the content if it has none."""
+    filled = [key for key in IMAGE_FIELDS if is_given(turn.get(key))]
+    if not filled:
+        return text
+    # `images` and `image` of a turn may be a value or a list.
+    images = flatten(turn[filled[0]])
+    if len(filled) > 1 or (IMAGE_PLACEHOLDER in text and text.count(IMAGE_PLACEHOLDER) != len(images)):
+        raise RecordError(
+            Reason.IMAGE_COUNT_MISMATCH,
+            f"a turn has {' and '.join(filled)} with {len(images)} images for {text.count(IMAGE_PLACEHOLDER)} "
+            f"{IMAGE_PLACEHOLDER}; give one list and one placeholder per image",
+        )
+    for image in images:
+        media.add_inline(image)
+    return text if IMAGE_PLACEHOLDER in text else IMAGE_PLACEHOLDER * len(images) + text
+
+
+@dataclass(frozen=True, slots=True)
+class TurnKeys:
+    """Meaning of the keys of a turn.
+
+    Attributes:
+        role, content: the keys with these meanings.
+        is_plain: the turn has a single role, a single content, and no other key.
+    """
+
+    role: tuple[str, ...]
+    content: tuple[str, ...]
+    is_plain: bool
+
+
+@lru_cache(maxsize=1024)
+def keys_of(names: tuple[str, ...]) -> TurnKeys:
+    """Classify the keys of a turn; cached, since most turns of a file have the same keys."""
+    role = tuple(name for name in ROLE_FIELDS if name in names)
+    content = tuple(name for name in CONTENT_FIELDS if name in names)
+    return TurnKeys(role, content, is_plain=len(role) == len(content) == 1 and len(names) == 2)
+
+
 def read_role(name: Any, field: str) -> str:
-    """A role of `ROLES`, or `FUNCTION_CALL`.
+    """Map a role name to a role of `ROLES`, or to `FUNCTION_CALL`.
 
     Raises:
         RecordError: `bad_role`.
@@ -365,21 +203,22 @@ def read_role(name: Any, field: str) -> str:
 
 
 def _one_of(turn: Record, fields: tuple[str, ...]) -> tuple[str, Any]:
-    """Name and value of the one field that has a value; ("", None) without any."""
+    """Name and value of the field that has a value; ("", None) if all are null."""
     if len(fields) == 1:
         return fields[0], turn[fields[0]]
-    given = [field for field in fields if turn[field] is not None]
-    if not given:
+    filled = [field for field in fields if turn[field] is not None]
+    if not filled:
         return "", None
-    if any(turn[field] != turn[given[0]] for field in given[1:]):
+    # Equal copies are harmless: some exports write both `content` and `value`.
+    if any(turn[field] != turn[filled[0]] for field in filled[1:]):
         raise RecordError(
-            Reason.UNSUPPORTED_FIELD, f"a turn has {' and '.join(given)}, which differ; keep the one that is meant"
+            Reason.UNSUPPORTED_FIELD, f"a turn has {' and '.join(filled)}, which differ; keep the one that is meant"
         )
-    return given[0], turn[given[0]]
+    return filled[0], turn[filled[0]]
 
 
 def _extra(turn: Record) -> dict[str, Any]:
-    """What the chat template gets beside role and content."""
+    """Read the fields for the chat template beside role and content."""
     extra = {key: turn[key] for key in ("tool_call_id", "name") if turn.get(key)}
     _, reasoning = _one_of(turn, tuple(key for key in REASONING_FIELDS if turn.get(key)))
     if reasoning is not None:
@@ -392,18 +231,193 @@ def _extra(turn: Record) -> dict[str, Any]:
     return extra
 
 
-def _own_images(turn: Record, text: str, media: Media) -> str:
-    """The content with a placeholder for each image that the turn lists, before it where it has none."""
-    given = [key for key in IMAGE_FIELDS if is_given(turn.get(key))]
-    if not given:
-        return text
-    images = flatten(turn[given[0]])
-    if len(given) > 1 or (IMAGE_PLACEHOLDER in text and text.count(IMAGE_PLACEHOLDER) != len(images)):
+def read_parts(parts: Iterable[Any], media: Media) -> str:
+    """Join content parts to a string with placeholders; their images and unused fields are added to `media`.
+
+    Raises:
+        RecordError: a part of an unknown type, a video that is not a list of frames, or an unsupported field.
+    """
+    return "".join([_read_part(part, media) for part in parts])
+
+
+def _read_part(part: Any, media: Media) -> str:
+    if isinstance(part, str):
+        return part
+    kind = _kind_of_part(part) if isinstance(part, Mapping) else None
+    part_type = part.get("type") if isinstance(part, Mapping) else None
+    if kind is None and isinstance(part_type, str) and part_type in _HINTS:
         raise RecordError(
-            Reason.IMAGE_COUNT_MISMATCH,
-            f"a turn has {' and '.join(given)} with {len(images)} images for {text.count(IMAGE_PLACEHOLDER)} "
-            f"{IMAGE_PLACEHOLDER}; give one list and one placeholder per image",
+            Reason.UNSUPPORTED_FIELD, f"a content part of type {part_type!r} is not supported; {_HINTS[part_type]}"
         )
-    for image in images:
-        media.add_inline(image)
-    return text if IMAGE_PLACEHOLDER in text else IMAGE_PLACEHOLDER * len(images) + text
+    if kind is None:
+        name = repr(part_type)[:80] if isinstance(part, Mapping) else type(part).__name__
+        keys = f" with the keys {key_names(part)}" if isinstance(part, Mapping) and part_type is None else ""
+        raise RecordError(
+            Reason.MISSING_FIELD, f"a content part of type {name}{keys}; use text, image, image_url or video"
+        )
+    media.unused_fields.update(unused_fields(part, _FIELDS[kind], f"a content part of type {kind}"))
+    if kind == "text":
+        text = read_text(part.get("text"), "a text part")
+        return media.take_tagged(text) if "<img>" in text else text
+    if kind == "video":
+        return _read_video(part, media)
+    value = next((part[name] for name in _PART_IMAGES if part.get(name)), None)
+    if value:
+        media.add_inline(value)
+    return IMAGE_PLACEHOLDER
+
+
+def _kind_of_part(part: Record) -> str | None:
+    """`text`, `image` or `video`: by the type of the part, or else by its only field with a value."""
+    if part.get("type") is not None:
+        return _KINDS.get(part["type"]) if isinstance(part["type"], str) else None
+    kinds = {_KINDS[name] for name in ("text", "image", "image_url", "video") if is_given(part.get(name))}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _read_video(part: Mapping[str, Any], media: Media) -> str:
+    frames = part.get("video") or part.get("frames")
+    media.is_video = True
+    # The part is only a placeholder.
+    if not frames and media.videos:
+        return VIDEO_PLACEHOLDER  # its frames are in the videos field
+    if not isinstance(frames, list | tuple) or not frames:
+        raise RecordError(Reason.MISSING_IMAGE, "a video must be a list of frame images; video files are not decoded")
+    for frame in frames:
+        media.add_inline(frame)
+    return IMAGE_PLACEHOLDER * len(frames)
+
+
+def read_tool_calls(value: Any, label: str) -> list[dict[str, Any]]:
+    """Read the calls of a turn.
+
+    Args:
+        value: a call, a list of calls, or JSON text of either.
+        label: the field or turn with the calls, for errors.
+
+    Raises:
+        RecordError: `bad_json` for invalid JSON text, `missing_field` for a call without a name.
+    """
+    calls = _parsed_json(value, label) if isinstance(value, str) else value
+    calls = [calls] if isinstance(calls, OBJECT) else calls
+    if not isinstance(calls, list | tuple) or not calls:
+        raise RecordError(
+            Reason.MISSING_FIELD, f"{label} is {shown(value)}; use a list of calls with a name and arguments"
+        )
+    return [_call(call, label) for call in calls]
+
+
+def _call(call: Any, label: str) -> dict[str, Any]:
+    if not isinstance(call, OBJECT):
+        raise RecordError(Reason.MISSING_FIELD, f"a call of {label} is {shown(call)}, not an object")
+    function = call.get("function")
+    if isinstance(function, OBJECT):
+        _check_keys(call, _CALL)
+        _check_keys(function, _FUNCTION)
+        return {**call, "function": _function(function, label)}
+    _check_keys(call, (_CALL | _FUNCTION) - {"function"})
+    ident = {"id": call["id"]} if is_given(call.get("id")) else {}
+    return {**ident, "type": "function", "function": _function(call, label)}
+
+
+def _check_keys(call: Record, known: frozenset[str]) -> None:
+    for name in call:
+        if name not in known and is_given(call[name]):
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD,
+                f"the field {name} of a tool call is not supported: a call has a name and arguments",
+            )
+
+
+def _function(function: Record, label: str) -> dict[str, Any]:
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise RecordError(Reason.MISSING_FIELD, f"a call of {label} has no name: {shown(function)}")
+    # A table has both columns, so an empty value counts as absent.
+    filled = [key for key in ("arguments", "parameters") if function.get(key) not in (None, "", {}, [])]
+    if len(filled) > 1:
+        raise RecordError(Reason.UNSUPPORTED_FIELD, f"a call of {name} has arguments and parameters; keep arguments")
+    arguments = function[filled[0]] if filled else {}
+    if isinstance(arguments, str):
+        arguments = _parsed_json(arguments, f"arguments of {name}")
+    if not isinstance(arguments, Mapping):
+        raise RecordError(Reason.BAD_JSON, f"arguments of {name} are {shown(arguments)}; use a JSON object")
+    return {"name": name, "arguments": dict(arguments)}
+
+
+def _parsed_json(text: str, label: str) -> Any:
+    try:
+        value = parse_json(text)
+    except orjson.JSONDecodeError as error:
+        raise RecordError(Reason.BAD_JSON, f"{label} is not JSON: {error}; it begins with {shown(text)}") from error
+    # Checked after parsing: the check of the record cannot see inside JSON text.
+    check_writable(value, label)
+    return value
+
+
+def read_weight(turn: Record, role: str) -> float:
+    """Read the loss weight of a turn; 1 by default.
+
+    Args:
+        turn: a turn, with or without one of `WEIGHT_FIELDS`.
+        role: role of the turn: only assistant turns can be targets.
+
+    Raises:
+        RecordError: `unsupported_field` if a value is invalid or ambiguous, two masks differ, or a turn of another
+            role has a positive weight.
+    """
+    weights = {key: _weight(key, turn[key]) for key in WEIGHT_FIELDS if turn.get(key) is not None}
+    if not weights:
+        return 1.0
+    # Masks that agree are accepted: a file may be written for several trainers.
+    if len(set(weights.values())) > 1:
+        raise _unsupported(f"a turn has {' and '.join(weights)}, which differ; keep weight alone")
+    key, weight = next(iter(weights.items()))
+    # Only assistant turns can be targets, so a positive weight elsewhere would be dropped silently.
+    if role != "assistant" and weight > 0:
+        raise _unsupported(
+            f"{key} is {turn[key]!r} for a {role} turn; only assistant turns are trained, write 0 or remove the field"
+        )
+    return weight
+
+
+def _weight(key: str, value: Any) -> float:
+    if key == _AMBIGUOUS:
+        raise _unsupported(
+            "`mask` is ambiguous (true means trained in some datasets, masked in others). Use weight: 1 or weight: 0."
+        )
+    weight = float(value) if isinstance(value, bool | int | float) else math.nan
+    if key in _NUMBERS:
+        if not math.isfinite(weight) or weight < 0:
+            raise _unsupported(f"{key} of a turn is {value!r}; use a number of at least 0")
+        return weight
+    if weight not in (0.0, 1.0):
+        raise _unsupported(f"{key} of a turn is {value!r}; use true or false, or weight for a number")
+    # torchtune's `masked` has the opposite meaning.
+    return 1.0 - weight if key == _NEGATED else weight
+
+
+def _unsupported(detail: str) -> RecordError:
+    return RecordError(Reason.UNSUPPORTED_FIELD, detail)
+
+
+def read_history(record: Record) -> list[Message]:
+    """Read `history` as user and assistant turns. Its answers are targets, as in LLaMA-Factory and ms-swift.
+
+    Raises:
+        RecordError: the history is not a list of pairs of strings.
+    """
+    history = record.get("history")
+    if not is_given(history):
+        return []
+    if not isinstance(history, list | tuple):
+        raise RecordError(Reason.MISSING_FIELD, f"history must be a list of pairs, not {type(history).__name__}")
+    messages = []
+    for pair in history:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise RecordError(Reason.MISSING_FIELD, "an entry of history is not a pair of question and answer")
+        messages += [
+            Message("user", read_text(pair[0], "a question of history")),
+            Message("assistant", read_text(pair[1], "an answer of history")),
+        ]
+    return messages

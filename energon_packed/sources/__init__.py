@@ -1,24 +1,22 @@
-"""Input files: one class per container format, tried in the order of `registry.SOURCES`.
+"""Input files in, raw records out: a class per file format, tried in the order of `registry.SOURCES`.
 
-jsonl.py         .jsonl .ndjson, read in place by byte ranges; .gz and .zst are decompressed once
-json.py          .json, an array is rewritten once as JSONL
-arrow.py         .arrow .feather, memory-mapped
-parquet.py       .parquet, rewritten once as Arrow
-csv.py           .csv .tsv, rewritten once as Arrow
-imagefolder.py   metadata.jsonl, metadata.csv beside images
-hugging_face.py  save_to_disk folders
-webdataset.py    .tar, read in place by byte offsets
-    tar_index.py        where each key begins
-    tar_records.py      the parts of a key -> records
-energon.py       folders with .nv-meta, and Metadatasets
-    energon_layout.py   what dataset.yaml and split.yaml say
-    sample_loader.py    code of a dataset, run where it is trusted
-    energon_flavors.py  standard flavors by field_map -> records
-folders.py       folders of files, and names of the Hugging Face Hub
-config.py        SourceConfig: an input with settings of its own
-registry.py      from paths, globs and folders to sources
+registry.py         paths, globs and folders -> sources
+config.py           SourceConfig: an input with per-source settings
+base.py             Source, the base class: records in order and by address
+json.py             .jsonl .ndjson, read in place by byte ranges (.gz and .zst are decompressed once);
+                    .json, an array is rewritten once as JSONL
+arrow.py            .arrow .feather, memory-mapped; .parquet, rewritten once as Arrow
+csv.py              .csv .tsv, rewritten once as Arrow
+imagefolder.py      metadata.jsonl, metadata.csv beside images; save_to_disk folders of Hugging Face
+folders.py          folders of files, and names of the Hugging Face Hub
+webdataset.py       .tar, read in place by byte offsets
+tar_records.py      the members of a tar key -> records
+energon.py          folders with .nv-meta, and Metadatasets
+energon_layout.py   dataset.yaml and field_map -> records
+sample_loader.py    code of a dataset, run only if it is trusted
+convert.py          converted copies
 
-A new container is one subclass of `Source` with `@register_source`.
+To add a file format, write a subclass of `Source` with `@register_source`.
 """
 
 from energon_packed.sources.arrow import ArrowSource

@@ -1,6 +1,7 @@
-"""Arrow: rows of a memory-mapped IPC file or stream; image bytes stay in the file until they are used.
+"""Arrow and Parquet files in; table rows as records out, read from a memory-mapped Arrow file.
 
-Parquet, rewritten once as an uncompressed Arrow file of small batches.
+Image bytes stay in the file until they are used. Parquet is rewritten once as an uncompressed Arrow file of small
+batches, since its column chunks have no random access.
 """
 
 import bisect
@@ -17,8 +18,9 @@ from energon_packed.sources.base import Source, SourceRecord, changed_at
 from energon_packed.sources.convert import ARROW_ERRORS, BATCH_ROWS, converted, nested_type, one_line, write_batches
 from energon_packed.system import most_open
 
-_MAGIC = b"ARROW1"  # of a file; a stream has none
-_ROWS_AT_A_TIME = 64  # rows may hold images
+_MAGIC = b"ARROW1"  # starts an Arrow file; a stream has no magic
+_ROWS_AT_A_TIME = 64  # rows may contain images
+_BATCH_BYTES = 64 << 20  # of the Arrow copy of a Parquet file
 _NO_VALUE = (ValueError, OverflowError, LookupError, pa.ArrowException)  # not UTF-8, a time out of range or zone
 
 
@@ -28,28 +30,29 @@ class ArrowSource(Source):
     suffixes: ClassVar[tuple[str, ...]] = (".arrow", ".feather")
 
     def extent(self) -> int:
-        """Number of rows."""
+        """Number of table rows."""
         return self._batches().rows
 
     def scan(self, start: int, stop: int) -> Iterator[SourceRecord]:
-        """Rows [start, stop)."""
+        """Read table rows [start, stop)."""
         batches = self._batches()
-        for begin in range(start, stop, _ROWS_AT_A_TIME):
-            rows = batches.rows_between(begin, min(begin + _ROWS_AT_A_TIME, stop))
-            for number, values in enumerate(rows, start=begin):
-                yield self._row(number, values)
+        for first in range(start, stop, _ROWS_AT_A_TIME):
+            rows = batches.rows_between(first, min(first + _ROWS_AT_A_TIME, stop))
+            for index, values in enumerate(rows, start=first):
+                yield self._row(index, values)
 
     def read(self, address: int, size: int) -> SourceRecord:
-        """The row with that number."""
+        """Read the table row with this index."""
         return self._row(address, next(iter(self._batches().rows_between(address, address + 1))))
 
-    def _row(self, number: int, values: dict[str, Any] | Reject) -> SourceRecord:
+    def _row(self, index: int, values: dict[str, Any] | Reject) -> SourceRecord:
         if isinstance(values, Reject):
-            return SourceRecord(number, 0, None, values)
-        return SourceRecord(number, 0, self.record(values))
+            return SourceRecord(index, 0, None, values)
+        # The size is unknown: table rows have no byte ranges in a columnar file.
+        return SourceRecord(index, 0, self.record(values))
 
     def record(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The record of a row of columns."""
+        """Convert the column values of a table row to a record."""
         if values.get("tools"):
             values["tools"] = _without_nulls(values["tools"])
         messages = values.get("messages")
@@ -63,7 +66,7 @@ class ArrowSource(Source):
 
 
 def _without_nulls(value: Any) -> Any:
-    """Objects without the keys that only other rows have: a column has one type, with the keys of all its rows."""
+    """Drop null keys of objects: a column has a single type, so each row gets the keys of all rows."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -87,40 +90,40 @@ def _is_read(column: Any) -> bool:
 
 
 def _as_bytes(kind: Any) -> Any:
-    """A type of texts as one of bytes."""
+    """Replace a string type by its bytes type."""
     texts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
     return texts.get(kind, kind)
 
 
 def _check_footer(source: Any, batches: int) -> None:
-    """Refuse a file whose footer names fewer record batches than the stream before it holds.
+    """Refuse a file whose footer lists fewer record batches than the stream before it contains.
 
     The file format is the stream format between a magic of 8 bytes and a footer (Arrow columnar format, "IPC File
     Format").
 
     Raises:
-        ArrowInvalid: it does.
+        ArrowInvalid: the footer lists fewer batches.
     """
     source.seek(8)
-    found = 0
+    count = 0
     try:
         for message in pa.ipc.MessageReader.open_stream(source):
-            found += message.type == "record batch"
+            count += message.type == "record batch"
     except pa.ArrowException:  # files of old versions have no end of the stream
         pass
-    if found > batches:
-        raise pa.ArrowInvalid(f"its footer names {batches} of {found} record batches")
+    if count > batches:
+        raise pa.ArrowInvalid(f"its footer names {batches} of {count} record batches")
 
 
 def _check_end(source: Any) -> None:
-    """Refuse a stream that does not end, and one that something follows; the reader has read to its end.
+    """Refuse a stream without an end marker, and data after the stream; the reader has read to its end.
 
     A writer that is closed writes an end: a length of 0, after a continuation marker since format version 5 (Arrow
-    columnar format, "IPC Streaming Format"). The format allows a stream without one, which no reader can tell from
-    one that was cut between two batches.
+    columnar format, "IPC Streaming Format"). The format allows a stream without an end, but no reader can distinguish
+    it from a stream that was cut between two batches.
 
     Raises:
-        ArrowInvalid: it does not end as it should.
+        ArrowInvalid: the end marker is missing, or data follows it.
     """
     end, size = source.tell(), source.size()
     if end < size:
@@ -130,7 +133,7 @@ def _check_end(source: Any) -> None:
 
 
 class _Batches:
-    """Record batches of one file, with random access by row."""
+    """Record batches of a file, with random access by table row."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -141,6 +144,7 @@ class _Batches:
                 counts = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
                 read = reader.get_batch
             except pa.ArrowInvalid:
+                # A damaged file must not be read as a stream, which would return the batches before the damage.
                 if source.size() >= len(_MAGIC) and source.read_at(len(_MAGIC), 0) == _MAGIC:
                     raise
                 source.seek(0)
@@ -151,46 +155,48 @@ class _Batches:
         except ARROW_ERRORS as error:
             raise SourceError(f"{path} is not an Arrow file or stream, or is cut: {one_line(error)}") from error
         self._path = path
-        self._batch = lru_cache(maxsize=4)(lambda number: self._checked(read, number))
+        # Random reads of neighbors hit the same batch; each batch is validated when it is loaded.
+        self._batch = lru_cache(maxsize=4)(lambda index: self._checked(read, index))
         self._starts = list(itertools.accumulate(counts, initial=0))
         self.rows: int = self._starts[-1]
 
-    def _checked(self, read: Callable[[int], Any], number: int) -> Any:
-        """A batch whose offsets stay inside its buffers, or reading it could end the process."""
+    def _checked(self, read: Callable[[int], Any], index: int) -> Any:
+        """Validate a batch: offsets outside its buffers could crash the process."""
         try:
-            batch = read(number)
+            batch = read(index)
             try:
                 batch.validate(full=True)
-            except pa.ArrowInvalid:  # texts that are not UTF-8 cost their rows, all else the file
+            except (
+                pa.ArrowInvalid
+            ):  # strings that are not UTF-8 reject only their rows; any other fault makes the file unusable
                 for column in batch.columns:
                     column.view(nested_type(column.type, _as_bytes)).validate(full=True)
         except ARROW_ERRORS as error:
             raise SourceError(
-                f"{self._path} is damaged in record batch {number}: {one_line(error)}; copy or write it again"
+                f"{self._path} is damaged in record batch {index}: {one_line(error)}; copy or write it again"
             ) from error
         return batch
 
     def rows_between(self, start: int, stop: int) -> Iterator[dict[str, Any] | Reject]:
-        """Values of the columns, or why a row has none."""
+        """Yield the column values of each row, or the reason why it cannot be read."""
         while start < stop:
-            number = bisect.bisect_right(self._starts, start) - 1
-            count = min(stop, self._starts[number + 1]) - start
-            part = self._batch(number).slice(start - self._starts[number], count)
+            index = bisect.bisect_right(self._starts, start) - 1
+            count = min(stop, self._starts[index + 1]) - start
+            part = self._batch(index).slice(start - self._starts[index], count)
             try:
                 rows = part.to_pylist()
+            # One bad value makes the whole slice fail, so its rows are read separately to reject only the bad row.
             except _NO_VALUE:
-                rows = [_values(part.slice(place, 1)) for place in range(count)]
+                rows = [_values(part.slice(offset, 1)) for offset in range(count)]
             yield from rows
             start += count
 
 
+# Size and time of change are arguments only to open a changed file again.
 @lru_cache(maxsize=most_open(64))
 def _open_batches(path: Path, size: int, changed: int) -> _Batches:
-    """One mapping per file and version of it."""
+    """Open a file once per process and version of the file."""
     return _Batches(path)
-
-
-_BATCH_BYTES = 64 << 20
 
 
 class ParquetSource(ArrowSource):
@@ -200,7 +206,7 @@ class ParquetSource(ArrowSource):
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Rewrite it in `work_dir`."""
+        """Rewrite the file in `work_dir`."""
         return cls(path, data=converted(path, work_dir, ".arrow", _to_arrow), image_root=image_root)
 
 
@@ -216,16 +222,18 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
 
 
 def parquet_batches(table: Any) -> Iterator[Any]:
-    """Small batches, none over two row groups; of fewer rows where those are large, or too large for pyarrow.
+    """Read small batches within row groups, with fewer rows if rows are large or too large for pyarrow.
 
     Raises:
-        pyarrow.ArrowInvalid: a row group has more or fewer rows than the file says.
+        pyarrow.ArrowInvalid: a row group has more or fewer rows than its metadata.
     """
+    # A damaged footer may list fewer rows than the row groups contain, which would silently drop records.
     counts = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
     if sum(counts) != table.metadata.num_rows:
         raise pa.ArrowInvalid(f"its row groups have {sum(counts)} rows in place of {table.metadata.num_rows}")
     for group in range(table.num_row_groups):
         info = table.metadata.row_group(group)
+        # Rows with large images get smaller batches, to bound the memory of the conversion.
         rows = max(1, min(BATCH_ROWS, _BATCH_BYTES * info.num_rows // max(info.total_byte_size, 1)))
         done = 0
         while done < info.num_rows:
@@ -241,16 +249,16 @@ def parquet_batches(table: Any) -> Iterator[Any]:
             except pa.ArrowNotImplementedError:  # nested columns whose bytes do not fit one array
                 if rows == 1:
                     raise
-                rows = max(1, rows // 4)
+                rows = max(1, rows // 4)  # read the group again in smaller batches; rows that were yielded are skipped
 
 
 def _plain(kind: Any) -> Any:
-    """A type of a dictionary as that of its values."""
+    """Replace a dictionary type by the type of its values."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _without_dictionaries(batch: Any, schema: Any) -> Any:
-    """Dictionary-encoded columns as plain ones: an Arrow file cannot hold a dictionary that changes."""
+    """Decode dictionary columns: an Arrow file cannot contain a dictionary that changes between batches."""
     columns = [
         column if column.type == field.type else column.cast(field.type)
         for column, field in zip(batch.columns, schema, strict=True)

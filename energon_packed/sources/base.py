@@ -1,4 +1,7 @@
-"""Source: one input file whose records can be read in order and by address. Required methods: `extent` and `read`."""
+"""Source, the base class of file formats: a file in, SourceRecords in order or by address out.
+
+Required methods: `extent` and `read`.
+"""
 
 import hashlib
 import os
@@ -12,13 +15,13 @@ from energon_packed.sources.config import Reading
 
 
 class SourceRecord(NamedTuple):
-    """One record where it was found.
+    """A raw record and its address in the file.
 
     Attributes:
-        address: where `Source.read` finds it again: a byte offset or a row number.
-        size: bytes of the record in the file; 0 where the format does not tell.
-        record: the parsed record; None when it cannot be parsed.
-        reject: why it cannot be parsed, or None.
+        address: argument of `Source.read`: a byte offset or a table row index.
+        size: bytes of the record in the file; 0 if the format does not record it.
+        record: the parsed record; None if it cannot be parsed.
+        reject: the reason if it cannot be parsed, else None.
     """
 
     address: int
@@ -28,20 +31,20 @@ class SourceRecord(NamedTuple):
 
 
 class Source(ABC):
-    """One input file. Objects are small and picklable; each process that reads opens the file itself.
+    """An input file. Objects are small and picklable; each reading process opens the file itself.
 
-    A container format is one subclass with `@register_source`; without further methods its addresses are row numbers.
+    A file format is a subclass with `@register_source`. By default, addresses are table row indices.
 
     Attributes:
-        suffixes: endings of the file names that this class reads, lower case.
-        path: the file that the user named.
+        suffixes: file extensions that this class reads, lower case.
+        path: the file in the input.
         data: the file that is read: `path`, or its converted copy.
         image_root: folder that relative media paths start from and must stay in.
-        reading: what the user's settings do to its records.
-        share: part of the address space to read, as (start, stop, total): from start / total to stop / total of it.
-        has_splits: `files` reads the split that it is asked for.
-        has_sample_loader: `open` takes `trust_sample_loader` and `for_adapter`, as `WebDatasetSource.open` does.
-        chunk_limits: smallest and largest part of the address space that is one unit of work.
+        reading: per-source settings of the user.
+        share: slice of the address space to read, as (start, stop, total): from start / total to stop / total of it.
+        has_splits: `files` uses its argument `split`.
+        has_sample_loader: `open` accepts `trust_sample_loader` and `for_adapter`, like `WebDatasetSource.open`.
+        chunk_limits: smallest and largest slice of the address space that is a unit of work.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
@@ -63,20 +66,20 @@ class Source(ABC):
 
     @classmethod
     def files(cls, path: Path, split: str | None = None) -> list[Path]:
-        """The files that `path` stands for, one source each: itself, unless it is a folder.
+        """List the files of `path`, each of which becomes a source: `path` itself, unless it is a folder.
 
         Args:
-            path: what the user named.
-            split: which split of a folder that has splits; None for its default.
+            path: a file or folder of the input.
+            split: split to read, if the folder has splits; None for the default split.
 
         Raises:
-            SourceError: they cannot be told.
+            SourceError: the files of the folder cannot be determined.
         """
         return [path]
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> "Source":
-        """A source for one of `files`.
+        """Open a file of `files`.
 
         Args:
             path: the file.
@@ -90,66 +93,69 @@ class Source(ABC):
 
     @abstractmethod
     def extent(self) -> int:
-        """End of the address space: the number of rows, or of bytes."""
+        """End of the address space: the number of table rows, or of bytes."""
 
     @abstractmethod
     def read(self, address: int, size: int) -> SourceRecord:
-        """One record, by the address and size of its `SourceRecord`."""
+        """Read a record by the address and size of its `SourceRecord`."""
 
     def scan(self, start: int, stop: int) -> Iterator[SourceRecord]:
-        """Rows whose address is in [start, stop), in order; each row is in exactly one of adjacent ranges."""
+        """Read the records with addresses in [start, stop), in order; adjacent ranges never share a record."""
         for address in range(start, stop):
             yield self.read(address, 0)
 
     def held(self, start: int, stop: int) -> list[Any]:
-        """The rows of `scan` to be read in another order, in the form that takes the least memory; see `row`."""
+        """Read the records of `scan` for shuffling, in the representation that needs the least memory; see `row`."""
         return list(self.scan(start, stop))
 
-    def row(self, held: Any) -> SourceRecord:
-        """The row of an element of `held`."""
-        row: SourceRecord = held
+    def row(self, entry: Any) -> SourceRecord:
+        """Parse a record that was read for shuffling."""
+        row: SourceRecord = entry
         return row
 
     def chunks(self) -> list[tuple[int, int]]:
-        """Our share of the address space in units of work, [(start, stop), ...]: about 64, within `chunk_limits`."""
+        """Divide `share` of the address space into about 64 units of work, [(start, stop), ...]."""
+        # Integer division of the edges: the slices of all input parts are adjacent, without gaps and overlaps.
         first, last, total = self.share
-        begin, end = (self.extent() * edge // total for edge in (first, last))
+        first_address, last_address = (self.extent() * edge // total for edge in (first, last))
         smallest, largest = self.chunk_limits
-        step = min(max((end - begin) // 64, smallest), largest)
-        return [(start, min(start + step, end)) for start in range(begin, end, step)]
+        # About 64 units per file balance workers; the limits keep a unit between cheap to start and quick to finish.
+        step = min(max((last_address - first_address) // 64, smallest), largest)
+        return [(start, min(start + step, last_address)) for start in range(first_address, last_address, step)]
 
     def row_numbers(self, addresses: Sequence[int]) -> list[int]:
-        """Numbers of the rows at these addresses, from 0 at the start of our share.
+        """Convert addresses to record indices, from 0 at the start of `share`.
 
-        Overridden if addresses are not row numbers; it may read the file up to the last address.
+        Override it if addresses are not table row indices. It may read the file up to the last address.
         """
         chunks = self.chunks()
         return [address - chunks[0][0] for address in addresses]
 
     def fingerprint(self) -> str:
-        """Hex digest of the file's size and of samples of its bytes: the same for a copy elsewhere."""
+        """Hex digest of the size and of samples of the bytes, so that a copy has the same fingerprint."""
         return file_fingerprint(self.path)
 
 
-def numbers_of(addresses: Sequence[int], in_order: Iterable[int]) -> list[int]:
-    """The places of some addresses among all of them.
+def indices_of(addresses: Sequence[int], in_order: Iterable[int]) -> list[int]:
+    """Find the indices of some addresses in the sequence of all addresses.
 
     Args:
-        addresses: some of `in_order`.
-        in_order: of all rows; read up to the last one of `addresses`.
+        addresses: addresses in any order.
+        in_order: the addresses of all records; read to its end.
     """
     wanted = set(addresses)
-    found = {address: number for number, address in enumerate(in_order) if address in wanted}
-    return [found[address] for address in addresses]
+    positions = {address: index for index, address in enumerate(in_order) if address in wanted}
+    return [positions[address] for address in addresses]
 
 
 def file_fingerprint(path: Path) -> str:
-    """Digest of a file's size, its ends and 64 blocks between, so that a large file costs no full read."""
+    """Digest of the size, both ends and 64 blocks between them, so that large files are not read completely."""
     digest = hashlib.sha256()
     size = path.stat().st_size
     digest.update(str(size).encode())
     with path.open("rb") as stream:
         block = 1 << 16
+        # Positions are fractions of the size, so that a change of the size moves all of them.
         for step in range(66):
             stream.seek(max(0, size - block) * step // 65)
             digest.update(stream.read(block if step in (0, 65) else 4096))
@@ -157,5 +163,5 @@ def file_fingerprint(path: Path) -> str:
 
 
 def changed_at(path: Path) -> int:
-    """Time of the last change in nanoseconds: part of the restart state, never of the output."""
+    """Time of the last change in nanoseconds. It is part of the restart state, never of the output."""
     return os.stat(path).st_mtime_ns

@@ -1,4 +1,4 @@
-"""Converted copies: a format without random access is rewritten once, streaming, into one that has it.
+"""Converted copies: a file without random access in, a JSONL or Arrow copy with random access out, written once.
 
 The copy is named after the content of the input, so an unchanged input is not converted again.
 """
@@ -14,26 +14,27 @@ from energon_packed.errors import SourceError
 from energon_packed.files import atomic_path
 from energon_packed.sources.base import changed_at, file_fingerprint
 
-BATCH_ROWS = 256
+BATCH_ROWS = 256  # small, because a random read loads a whole batch
 ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, LookupError, TypeError)
-"""What pyarrow raises for a damaged file."""
+"""Exceptions of pyarrow for a damaged file."""
 
 
 def converted(
     path: Path, folder: Path, suffix: str, convert: Callable[[Path, BinaryIO], None], *, name: str | None = None
 ) -> Path:
-    """The converted copy of `path` in `folder`, made when it does not exist yet.
+    """Return the converted copy of `path` in `folder`; make it if it does not exist yet.
 
     Args:
         path: the input.
-        folder: of the copies.
-        suffix: of the copy.
-        convert: writes the copy.
-        name: of the copy; by default, from the content and the time of the last change.
+        folder: folder of the copies.
+        suffix: file extension of the copy.
+        convert: function that writes the copy.
+        name: name of the copy; by default, derived from the content and the time of the last change.
 
     Raises:
         SourceError: the input cannot be read.
     """
+    # The time of change is part of the name, because the fingerprint reads only samples of a large file.
     target = folder / f"{name or f'{file_fingerprint(path)[:16]}-{changed_at(path)}'}{suffix}"
     if target.exists():
         return target
@@ -43,6 +44,7 @@ def converted(
             with copy:
                 convert(path, copy)
         except SourceError as error:
+            # Converters turn every OSError into a SourceError about the input, also a failed write of the copy.
             if copy.failed is None:
                 raise
             raise copy.failed from error
@@ -50,7 +52,7 @@ def converted(
 
 
 class _Copy(io.BufferedWriter):
-    """A file that remembers that it could not be written: not the input is damaged then, but the disk is full."""
+    """A file that remembers a failed write, so that a full disk is not reported as a damaged input."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"), 1 << 20)
@@ -65,12 +67,12 @@ class _Copy(io.BufferedWriter):
 
 
 def one_line(error: Exception) -> str:
-    """The message of another library without line ends; its type where it says nothing."""
+    """Shorten the message of another library to a single line; the type of the error if the message is empty."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def write_batches(schema: Any, batches: Iterator[Any], out: BinaryIO) -> None:
-    """An Arrow IPC file of record batches of at most `BATCH_ROWS` rows."""
+    """Write an Arrow IPC file of record batches of at most `BATCH_ROWS` rows."""
     with pa.ipc.new_file(out, schema) as writer:
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
@@ -78,7 +80,7 @@ def write_batches(schema: Any, batches: Iterator[Any], out: BinaryIO) -> None:
 
 
 def nested_type(kind: Any, replaced: Callable[[Any], Any]) -> Any:
-    """An Arrow type with `replaced(t)` in place of each type t, also inside lists and structs."""
+    """Replace each type t inside an Arrow type by `replaced(t)`, also in lists and structs."""
     if pa.types.is_struct(kind):
         inner = map(kind.field, range(kind.num_fields))
         return pa.struct([field.with_type(nested_type(field.type, replaced)) for field in inner])

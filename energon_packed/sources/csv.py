@@ -1,4 +1,4 @@
-"""CSV and TSV with a header line, rewritten once as an Arrow file of texts; JSON in cells becomes lists."""
+"""CSV and TSV files with a header line in; records of strings and JSON cells out. Rewritten once as Arrow."""
 
 import csv as python_csv
 from pathlib import Path
@@ -19,10 +19,10 @@ _TURN_COLUMNS = ("prompts", "captions")
 
 
 class CsvSource(ArrowSource):
-    """A CSV file, or one with tabs.
+    """A CSV or TSV file.
 
     Attributes:
-        json_columns: whose cells hold JSON.
+        json_columns: columns whose cells contain JSON.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv")
@@ -33,14 +33,15 @@ class CsvSource(ArrowSource):
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Rewrite it in `work_dir`."""
+        """Rewrite the file in `work_dir`."""
         return cls(path, data=converted(path, work_dir, ".arrow", _to_arrow), image_root=image_root)
 
     def record(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Lists where cells hold JSON. Prompts and captions are lists where both are; else texts."""
+        """Parse JSON cells. Prompts and captions become lists only if all of them are JSON lists of strings."""
         out = {
             name: _json_cell(value) if name in self.json_columns else value or None for name, value in values.items()
         }
+        # A caption that happens to start with a bracket must not turn the other column into a list.
         turns = {name: _json_cell(out[name]) for name in _TURN_COLUMNS if out.get(name)}
         if all(_are_texts(value) for value in turns.values()):
             out |= turns
@@ -48,7 +49,6 @@ class CsvSource(ArrowSource):
 
 
 def _to_arrow(path: Path, out: BinaryIO) -> None:
-    """Cells may hold line ends inside quotes."""
     from pyarrow import csv
 
     try:
@@ -56,8 +56,10 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
         _check_quotes(path, delimiter)
         options = {
             "read_options": csv.ReadOptions(block_size=_BLOCK),
+            # Quoted cells may contain line breaks.
             "parse_options": csv.ParseOptions(newlines_in_values=True, delimiter=delimiter),
         }
+        # The first reader only finds the column names: all columns are read as strings, "007" must not become 7.
         names = csv.open_csv(path, **options).schema.names
         reader = csv.open_csv(
             path,
@@ -70,24 +72,25 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
 
 
 def _check_quotes(path: Path, delimiter: str) -> None:
-    """Refuse a quote that opens a cell and is no part of the format: all up to the next one would be one cell.
+    """Refuse a stray quote at the start of a cell: everything up to the next quote would become a single cell.
 
-    Arrow's reader takes it as the start of a quoted cell, whatever follows the next quote, and ends such a cell with
-    the file. The rule is that of RFC 4180: a delimiter or the end of the line follows a closing quote.
+    Arrow's reader accepts it as the start of a quoted cell, whatever follows the next quote, and ends such a cell at
+    the end of the file. RFC 4180 requires a delimiter or a line end after a closing quote.
     """
     with path.open(encoding="utf-8", errors="replace", newline="") as stream:
+        # The limit is global in the csv module, so it is restored afterwards.
         before = python_csv.field_size_limit(_LARGEST_CELL)
         rows = python_csv.reader(stream, delimiter=delimiter, strict=True)
-        begin = 1
+        line = 1
         try:
             for _ in rows:
-                begin = rows.line_num + 1
+                line = rows.line_num + 1
         except python_csv.Error as error:
             ends = "end of data" in str(error)
-            what = "the file ends inside a quoted cell" if ends else "text follows the closing quote of a cell"
+            fault = "the file ends inside a quoted cell" if ends else "text follows the closing quote of a cell"
             raise ValueError(
-                f"in the row that begins at line {begin}: {what}; a cell that begins with a quote must end with one, "
-                'and hold "" for each inside: write it so, or convert the file to JSONL'
+                f"in the row at line {line}: {fault}. A cell that starts with a quote must end with a quote, "
+                'with "" for each quote inside. Fix the quotes, or convert the file to JSONL.'
             ) from error
         finally:
             python_csv.field_size_limit(before)

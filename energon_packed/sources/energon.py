@@ -1,4 +1,4 @@
-"""Energon datasets: the tars of one split of a folder with `.nv-meta`, and the members of a Metadataset YAML."""
+"""Energon datasets and Metadatasets in; the tars of a split, or the member datasets, out."""
 
 import logging
 from pathlib import Path
@@ -14,24 +14,25 @@ _LOG = logging.getLogger(__name__)
 
 
 class EnergonSource(WebDatasetSource):
-    """One tar of an Energon dataset; `split` names which of its splits is read, train by default."""
+    """A tar of an Energon dataset; the split is train by default."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     has_splits: ClassVar[bool] = True
 
     @classmethod
     def matches(cls, path: Path) -> bool:
-        """Folders with `.nv-meta`, in them or in their `webdataset` folder."""
+        """Whether the folder, or its `webdataset` folder, contains `.nv-meta`."""
         return prepared_folder(path) is not None
 
     @classmethod
     def files(cls, path: Path, split: str | None = None) -> list[Path]:
-        """The tars of the split, in order, without those that split.yaml excludes."""
+        """List the tars of the split, in order, without the tars that split.yaml excludes."""
+        # `matches` has found it.
         folder = prepared_folder(path)
         assert folder is not None
         if not (folder / NV_META / SPLIT_FILE).is_file():
             if split is not None:
-                raise SourceError(f"{folder} has no {NV_META}/split.yaml, so no split {split!r}; run energon prepare")
+                raise SourceError(f"{folder} has no {NV_META}/split.yaml, so no split {split!r}. Run energon prepare.")
             return _present(sorted(folder.glob("**/*.tar")), folder)
         try:
             names = split_of(folder).required(split or DEFAULT_SPLIT)
@@ -41,24 +42,25 @@ class EnergonSource(WebDatasetSource):
 
 
 def metadataset_members(path: Path, split: str | None) -> list[tuple[Path, str]]:
-    """(folder or file, split) of each dataset of a Metadataset, in order, nested ones in their place.
+    """List (folder or file, split) of each dataset of a Metadataset, in order; nested Metadatasets are expanded.
 
     Args:
         path: the YAML file.
-        split: of the Metadataset; None for train.
+        split: split of the Metadataset; None for train.
 
     Raises:
-        SourceError: as `Metadataset.leaves`, or the file uses `dataset_config`.
+        SourceError: the errors of `Metadataset.leaves`, or the file uses `dataset_config`.
     """
     try:
         leaves = read_metadataset(path).leaves(split or DEFAULT_SPLIT)
     except EnergonPackedError as error:
         raise SourceError(str(error)) from error
+    # Ignoring it would read the dataset by other rules than Energon.
     for leaf in leaves:
         if leaf.dataset_config not in (None, DATASET_FILE):
             raise SourceError(
-                f"{path} sets 'dataset_config' of {leaf.path}, which selects code or fields of Energon; pass its "
-                "datasets one by one"
+                f"{path} sets 'dataset_config' of {leaf.path}, which selects code or fields of Energon. Pass "
+                "its datasets as separate inputs."
             )
     _LOG.warning("%s: the weights and repetitions of its datasets are ignored; each sample is packed once", path)
     return [(leaf.path, leaf.split_part) for leaf in leaves]

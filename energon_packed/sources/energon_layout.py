@@ -1,16 +1,17 @@
-"""Layout: how the keys of a tar become records: by their parts, or as the dataset.yaml of an Energon dataset says.
+"""Layout: the dataset.yaml of an Energon dataset in; a reader that converts the members of a key to records out.
 
-Samples of Energon's standard flavors, by the `field_map` of a dataset, as records.
+Without a dataset.yaml, keys are read by the names of their parts (`tar_records`). With a `field_map`, samples of
+Energon's standard flavors become records:
 
     Captioning             image, caption
-    VQA                    image, context, answers (the one with the largest weight, else the most frequent)
-    MultiChoiceVQA         image, context, choices as lettered lines; the letter of the correct one is the answer
+    VQA                    image, context, answers (the answer with the largest weight, else the most frequent)
+    MultiChoiceVQA         image, context, choices as lettered lines; the letter of the correct choice is the answer
     OCR                    image, text
-    Interleaved            sequence of texts and images, a document
-    SimilarityInterleaved  texts and images, each image before the text that it is matched to, a document
+    Interleaved            sequence of strings and images, a document
+    SimilarityInterleaved  strings and images, each image before the string that it matches, a document
     Text                   text
 
-A field is a part, `part[key][index]` inside a JSON part, or alternatives separated by commas, as Energon reads it
+A field is a part, `part[key][index]` inside a JSON part, or alternatives separated by commas, as in Energon
 (megatron/energon/flavors/webdataset/field_access.py).
 """
 
@@ -36,6 +37,8 @@ from energon_packed.sources.base import changed_at
 from energon_packed.sources.sample_loader import SampleLoader
 from energon_packed.sources.tar_records import (
     IMAGE_PARTS,
+    INTEGER_PARTS,
+    JSON_PARTS,
     KeyMembers,
     caption_record,
     raw_records,
@@ -44,20 +47,180 @@ from energon_packed.sources.tar_records import (
 )
 from energon_packed.tarfiles import Member
 
+DATASET_FILE = "dataset.yaml"
+_LOG = logging.getLogger(__name__)
+_LEVELS = 4  # shards may be in folders below the dataset
 _FIELD = re.compile(r"(?P<part>[^\[\]]+)(?P<access>(?:\[[^\[\]]+\])*)")
-_INTEGERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _INSTRUCTION = "Answer with the option's letter from the given choices directly."
 Fields = Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Rules by which the keys of a tar become records.
+
+    Attributes:
+        file: the dataset.yaml with the rules; None for a plain WebDataset.
+        flavor: a name of `FLAVORS`, `packed` for flavors of energon-packed, or "" to read each key by its parts.
+        fields: (sample field, part) pairs of `field_map`.
+        guess_reason: why keys are read by their parts although Energon would run code of the dataset.
+        loader: code of the dataset that makes its samples; run only if `is_trusted`.
+        has_packs: the sample class is a known packed class, so packs can be read without the code.
+        is_trusted: the user allows `loader` to run.
+        is_raw: an adapter gets the parts of each key by name.
+        excluded: keys that split.yaml excludes; they are skipped.
+    """
+
+    file: Path | None = None
+    flavor: str = ""
+    fields: tuple[tuple[str, str], ...] = ()
+    guess_reason: str = ""
+    loader: SampleLoader | None = None
+    has_packs: bool = False
+    is_trusted: bool = False
+    is_raw: bool = False
+    excluded: frozenset[str] = frozenset()
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether keys are read by their parts, without the code that dataset.yaml refers to."""
+        return bool(self.guess_reason) and not self.is_trusted and not self.is_raw
+
+    def opened(self, *, trust_sample_loader: bool, for_adapter: bool) -> "Layout":
+        """Apply the user's decision about the code of the dataset.
+
+        Raises:
+            SourceError: the dataset needs its code, which is not trusted, or which is trusted and cannot run.
+        """
+        if self.loader is not None and trust_sample_loader:
+            self.loader.load()
+            return replace(self, is_trusted=True)
+        # An adapter replaces the code of the dataset. It gets raw parts only if no field_map or flavor applies.
+        if for_adapter and (self.loader is not None or not self.flavor):
+            return replace(self, flavor="", is_raw=True)
+        if self.loader is not None and not self.has_packs:
+            raise SourceError(
+                f"{self.loader.file} defines how this dataset is read, and dataset code is not run by default. "
+                "Set `trust_sample_loader` to run it, or pass an `adapter`."
+            )
+        if self.is_guess:
+            _warn(self.file, self.guess_reason)
+        return self
+
+    def records(self, group: KeyMembers) -> list[Any]:
+        """Read the records of a key.
+
+        Raises:
+            RecordError: the key cannot be used.
+        """
+        if group.key in self.excluded:
+            return []
+        if self.is_trusted and self.loader is not None:
+            sample = self.loader.sample(group)
+            return [sample_record(group, self.flavor, sample) if self.flavor in FLAVORS else sample]
+        if self.is_raw:
+            return raw_records(group)
+        if self.flavor == "packed":
+            group.check()
+            return list(read_pack(group))
+        if self.flavor:
+            group.check()
+            return [flavor_record(group, self.flavor, dict(self.fields))]
+        return read_records(group)
+
+    def digest(self) -> str:
+        """Hex digest of everything that decides the records, including code that is run."""
+        code = self.loader.digest() if self.loader is not None and self.is_trusted else ""
+        # `file` is not included: a copy of the dataset elsewhere has the same records.
+        content = [self.flavor, self.fields, sorted(self.excluded), self.is_raw, code]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def layout_of(tar: Path) -> Layout:
+    """Find the layout of a tar: by the dataset.yaml of its dataset, or else by the names of parts.
+
+    Raises:
+        SourceError: dataset.yaml is invalid.
+    """
+    folder = dataset_of(tar)
+    if folder is None:
+        return Layout()
+    file = folder / NV_META / DATASET_FILE
+    layout = _read_layout(file, changed_at(file)) if file.is_file() else Layout()
+    if not (folder / NV_META / SPLIT_FILE).is_file():
+        return layout
+    # split.yaml excludes single keys as `shard.tar/key`.
+    shard = tar.absolute().relative_to(folder).as_posix() + "/"
+    excluded = frozenset(name.removeprefix(shard) for name in split_of(folder).excluded if name.startswith(shard))
+    return replace(layout, excluded=excluded) if excluded else layout
+
+
+def dataset_of(tar: Path) -> Path | None:
+    """Find the Energon dataset of a tar, or None."""
+    for folder in [*tar.absolute().parents][:_LEVELS]:
+        if (folder / NV_META).is_dir():
+            return folder
+    return None
+
+
+def split_of(folder: Path) -> SplitFile:
+    """Read the split.yaml of an Energon dataset.
+
+    Raises:
+        SourceError: the file is missing or invalid.
+    """
+    try:
+        return read_split(folder)
+    except FormatError as error:
+        raise SourceError(str(error)) from error
+
+
+@lru_cache(maxsize=64)
+def _read_layout(file: Path, changed: int) -> Layout:
+    try:
+        value = read_yaml(file)
+        kind = value.get("sample_type") or value
+        module, name = str(kind.get("__module__", "")), str(kind.get("__class__", ""))
+        fields = tuple((str(field), str(part)) for field, part in (value.get("field_map") or {}).items())
+    except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+        raise SourceError(f"{file} is not a valid dataset file: {type(error).__name__} {error}") from error
+    if module == "energon_packed.flavors" or module.startswith("energon_packed."):
+        return Layout(file, "packed")
+    if name in CODECS and CODECS[name].packed:  # of another package: recognized by content, without running its code
+        return Layout(file, "packed")
+    flavor = name.removesuffix("Sample").removesuffix("Webdataset")
+    is_standard = module == "megatron.energon" or module.startswith("megatron.energon.")
+    if is_standard and name == "CrudeWebdataset":
+        return Layout(file)
+    # Only Energon's own classes: a custom class of the same name may have other fields.
+    if fields and is_standard and flavor in FLAVORS:
+        return Layout(file, flavor, fields)
+    loader_name = value.get("sample_loader")
+    reason = f"names {'a sample_loader for' if loader_name else 'the sample class'} {name}, code that is not run"
+    if not loader_name:
+        return Layout(file, guess_reason=reason)
+    parts = value.get("part_filter")
+    if not isinstance(loader_name, str) or not isinstance(parts, str | list):
+        raise SourceError(f"{file} is not a valid dataset file: a sample_loader needs a name and a part_filter")
+    loader = SampleLoader(file.parent, loader_name, parts if isinstance(parts, str) else tuple(map(str, parts)))
+    known = flavor if is_standard and flavor in FLAVORS else ""
+    return Layout(file, known, guess_reason=reason, loader=loader, has_packs=name in CODECS)
+
+
+@lru_cache(maxsize=64)
+def _warn(file: Path | None, reason: str) -> None:
+    """Warn once per dataset, not once per tar."""
+    _LOG.warning("%s %s; its samples are read by the names of their parts", file, reason)
+
+
 def flavor_record(group: KeyMembers, flavor: str, field_map: Mapping[str, str]) -> dict[str, Any]:
-    """The record of one sample.
+    """Read a sample by its `field_map`.
 
     Args:
         group: the members of its key.
         flavor: a name of `FLAVORS`.
-        field_map: from fields of the sample to parts, as in dataset.yaml.
+        field_map: part of each sample field, as in dataset.yaml.
 
     Raises:
         RecordError: a field is missing or has another type.
@@ -74,12 +237,12 @@ def flavor_record(group: KeyMembers, flavor: str, field_map: Mapping[str, str]) 
 
 
 def sample_record(group: KeyMembers, flavor: str, sample: Fields) -> dict[str, Any]:
-    """The record of a sample that a sample loader has made.
+    """Convert a sample of a sample loader to a record.
 
     Args:
         group: the members of its key.
         flavor: a name of `FLAVORS`.
-        sample: its fields, and `id`; images are references.
+        sample: the fields of the sample and its `id`; images are references.
 
     Raises:
         RecordError: a field is missing or has another type.
@@ -90,6 +253,39 @@ def sample_record(group: KeyMembers, flavor: str, sample: Fields) -> dict[str, A
     known = (*required, *optional)
     unread = {name: value for name, value in sample.items() if name not in known and value is not None}
     return {**unread, **read(group, {name: sample.get(name) for name in known})}
+
+
+def _value(group: KeyMembers, field: str, description: str, *, is_required: bool) -> Any:
+    """Read a `field_map` entry: the first of its alternatives that exists."""
+    for alternative in description.split(","):
+        match = _FIELD.fullmatch(alternative.strip())
+        member = None if match is None else next((m for m in group.members if m.part == match["part"]), None)
+        if match is None or member is None:
+            continue
+        try:
+            value = _decoded(group, member)
+            for key in re.findall(r"\[([^\[\]]+)\]", match["access"]):
+                value = value[int(key)] if isinstance(value, list) else value[key]
+        except RecordError:
+            raise
+        # Energon tries the next alternative if a part or key is missing.
+        except (LookupError, TypeError, ValueError):
+            continue
+        return value
+    if not is_required:
+        return None
+    parts = ", ".join(member.part for member in group.members)
+    raise RecordError(Reason.MISSING_FIELD, f"{group.key} has no {description} for {field}; its parts are {parts}")
+
+
+def _decoded(group: KeyMembers, member: Member) -> Any:
+    """Decode a part like Energon's default decoder; an image stays a member."""
+    if member.extension in IMAGE_PARTS:
+        return member
+    if member.extension in JSON_PARTS:
+        return group.json(member)
+    text = group.text(member)
+    return int(text) if member.extension in INTEGER_PARTS else text
 
 
 def _captioning(group: KeyMembers, values: Fields) -> dict[str, Any]:
@@ -105,14 +301,15 @@ def _plain_text(group: KeyMembers, values: Fields) -> dict[str, Any]:
 
 
 def _vqa(group: KeyMembers, values: Fields) -> dict[str, Any]:
-    given = values["answers"]
-    answers = [given] if isinstance(given, str) else given
+    value = values["answers"]
+    answers = [value] if isinstance(value, str) else value
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
         raise RecordError(Reason.MISSING_FIELD, f"{group.key} has no answers; VQA needs one or more texts")
     weights = values.get("answer_weights")
     if weights is not None:
         if not isinstance(weights, list) or len(weights) != len(answers):
             raise RecordError(Reason.MISSING_FIELD, f"{group.key}: answer_weights needs one number per answer")
+        # Energon's VQA samples have a weight per annotator answer.
         answer = max(zip(map(_weight, weights), answers, strict=True), key=lambda pair: pair[0])[1]
     else:
         answer = Counter(answers).most_common(1)[0][0]
@@ -162,10 +359,10 @@ def _interleaved(group: KeyMembers, values: Fields) -> dict[str, Any]:
     return {"text": "".join(texts), "images": images}
 
 
-def _best(row: Any) -> int | None:
-    """Place of the largest number; None where they are not numbers."""
-    is_row = isinstance(row, list) and all(isinstance(one, int | float) for one in row)
-    return max(range(len(row)), key=row.__getitem__) if is_row else None
+def _best(scores: Any) -> int | None:
+    """Index of the largest score; None if the scores are not a list of numbers."""
+    is_valid = isinstance(scores, list) and all(isinstance(score, int | float) for score in scores)
+    return max(range(len(scores)), key=scores.__getitem__) if is_valid else None
 
 
 def _similarity(group: KeyMembers, values: Fields) -> dict[str, Any]:
@@ -179,15 +376,16 @@ def _similarity(group: KeyMembers, values: Fields) -> dict[str, Any]:
     if matched is None and isinstance(values.get("similarity_matrix"), list):
         matched = [_best(row) for row in values["similarity_matrix"] if row]
     is_valid = isinstance(matched, list) and len(matched) == len(images)
-    if not is_valid or not all(isinstance(place, int) and 0 <= place < len(texts) for place in matched):
+    if not is_valid or not all(isinstance(index, int) and 0 <= index < len(texts) for index in matched):
         raise RecordError(
             Reason.MISSING_FIELD,
             f"{group.key} needs matched_text_indices or a similarity_matrix, with one text for each of its "
             f"{len(images)} images",
         )
+    # Images of the same text stay in the order of the sample.
     order = sorted(range(len(images)), key=lambda image: (matched[image], image))
     counts: Counter[int] = Counter(matched)
-    marked = [IMAGE_PLACEHOLDER * counts[place] + text for place, text in enumerate(texts)]
+    marked = [IMAGE_PLACEHOLDER * counts[index] + text for index, text in enumerate(texts)]
     return {"text": " ".join(marked), "images": [images[image] for image in order]}
 
 
@@ -204,7 +402,7 @@ FLAVORS: dict[str, tuple[Callable[[KeyMembers, Fields], dict[str, Any]], tuple[s
     ),
     "Text": (_plain_text, ("text",), ()),
 }
-"""Reader, required fields and optional fields of each flavor, by its name without Sample."""
+"""Reader, required fields and optional fields of each flavor, by its class name without `Sample`."""
 
 
 def _text(values: Fields, field: str) -> str:
@@ -215,7 +413,7 @@ def _text(values: Fields, field: str) -> str:
 
 
 def _images(group: KeyMembers, value: Any) -> list[MediaReference]:
-    """References to images: members, their names, or lists of them."""
+    """Make references to images: members, names of members, or lists of both."""
     if isinstance(value, list):
         return [image for item in value for image in _images(group, item)]
     if isinstance(value, MediaReference):
@@ -224,194 +422,3 @@ def _images(group: KeyMembers, value: Any) -> list[MediaReference]:
     if not isinstance(member, Member) or member.extension not in IMAGE_PARTS:
         raise RecordError(Reason.MISSING_IMAGE, f"{group.key} has no image {str(value)[:80]!r}")
     return [group.reference(member)]
-
-
-def _value(group: KeyMembers, field: str, description: str, *, is_required: bool) -> Any:
-    """What a `field_map` entry stands for; the first alternative that exists."""
-    for one in description.split(","):
-        found = _FIELD.fullmatch(one.strip())
-        member = None if found is None else next((m for m in group.members if m.part == found["part"]), None)
-        if found is None or member is None:
-            continue
-        try:
-            value = _decoded(group, member)
-            for key in re.findall(r"\[([^\[\]]+)\]", found["access"]):
-                value = value[int(key)] if isinstance(value, list) else value[key]
-        except RecordError:
-            raise
-        except (LookupError, TypeError, ValueError):
-            continue
-        return value
-    if not is_required:
-        return None
-    parts = ", ".join(member.part for member in group.members)
-    raise RecordError(Reason.MISSING_FIELD, f"{group.key} has no {description} for {field}; its parts are {parts}")
-
-
-def _decoded(group: KeyMembers, member: Member) -> Any:
-    """A part as Energon's default decoder gives it; an image stays a member."""
-    if member.extension in IMAGE_PARTS:
-        return member
-    if member.extension in ("json", "jsn"):
-        return group.json(member)
-    text = group.text(member)
-    return int(text) if member.extension in _INTEGERS else text
-
-
-DATASET_FILE = "dataset.yaml"
-_LOG = logging.getLogger(__name__)
-_LEVELS = 4  # shards may lie in folders below the dataset
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the keys of a tar become records.
-
-    Attributes:
-        file: the dataset.yaml that says so; None for a plain WebDataset.
-        flavor: a name of `FLAVORS`, `packed` for our own flavors, or "" for the parts of each key.
-        fields: pairs of sample field and part, of `field_map`.
-        guess_reason: why a dataset is read by its parts, where another program would read it by code of its own.
-        loader: code of the dataset that makes its samples; run only where `is_trusted`.
-        holds_packs: a class that another packer of our layouts writes, so that the parts say what the samples are.
-        is_trusted: the user wants `loader` to be run.
-        is_raw: an adapter gets the parts of each key by their names.
-        excluded: keys that split.yaml excludes; they are no records.
-    """
-
-    file: Path | None = None
-    flavor: str = ""
-    fields: tuple[tuple[str, str], ...] = ()
-    guess_reason: str = ""
-    loader: SampleLoader | None = None
-    holds_packs: bool = False
-    is_trusted: bool = False
-    is_raw: bool = False
-    excluded: frozenset[str] = frozenset()
-
-    @property
-    def is_guess(self) -> bool:
-        """The parts are read without the code that the dataset names for them."""
-        return bool(self.guess_reason) and not self.is_trusted and not self.is_raw
-
-    def opened(self, *, trust_sample_loader: bool, for_adapter: bool) -> "Layout":
-        """This layout, with what the user has decided about the code of the dataset.
-
-        Raises:
-            SourceError: only its code makes its samples, and is not trusted; or it is, and cannot be run.
-        """
-        if self.loader is not None and trust_sample_loader:
-            self.loader.load()
-            return replace(self, is_trusted=True)
-        if for_adapter and (self.loader is not None or not self.flavor):
-            return replace(self, flavor="", is_raw=True)
-        if self.loader is not None and not self.holds_packs:
-            raise SourceError(
-                f"{self.loader.file} makes the samples of this dataset, and code of a dataset is not run by default; "
-                "set `trust_sample_loader` to run it, or pass an `adapter` that reads the parts of each key"
-            )
-        if self.is_guess:
-            _warn(self.file, self.guess_reason)
-        return self
-
-    def records(self, group: KeyMembers) -> list[Any]:
-        """The records of a key.
-
-        Raises:
-            RecordError: the key cannot be used.
-        """
-        if group.key in self.excluded:
-            return []
-        if self.is_trusted and self.loader is not None:
-            sample = self.loader.sample(group)
-            return [sample_record(group, self.flavor, sample) if self.flavor in FLAVORS else sample]
-        if self.is_raw:
-            return raw_records(group)
-        if self.flavor == "packed":
-            group.check()
-            return list(read_pack(group))
-        if self.flavor:
-            group.check()
-            return [flavor_record(group, self.flavor, dict(self.fields))]
-        return read_records(group)
-
-    def digest(self) -> str:
-        """Hex digest of what decides the records; code that is run counts by its text."""
-        code = self.loader.digest() if self.loader is not None and self.is_trusted else ""
-        content = [self.flavor, self.fields, sorted(self.excluded), self.is_raw, code]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def dataset_of(tar: Path) -> Path | None:
-    """The Energon dataset that a tar belongs to, or None."""
-    for folder in [*tar.absolute().parents][:_LEVELS]:
-        if (folder / NV_META).is_dir():
-            return folder
-    return None
-
-
-def layout_of(tar: Path) -> Layout:
-    """How the keys of a tar are read: by the dataset.yaml of its dataset, else by their parts.
-
-    Raises:
-        SourceError: dataset.yaml is invalid.
-    """
-    folder = dataset_of(tar)
-    if folder is None:
-        return Layout()
-    file = folder / NV_META / DATASET_FILE
-    layout = _read_layout(file, changed_at(file)) if file.is_file() else Layout()
-    if not (folder / NV_META / SPLIT_FILE).is_file():
-        return layout
-    shard = tar.absolute().relative_to(folder).as_posix() + "/"
-    excluded = frozenset(name.removeprefix(shard) for name in split_of(folder).excluded if name.startswith(shard))
-    return replace(layout, excluded=excluded) if excluded else layout
-
-
-def split_of(folder: Path) -> SplitFile:
-    """The split.yaml of an Energon dataset.
-
-    Raises:
-        SourceError: it is missing or invalid.
-    """
-    try:
-        return read_split(folder)
-    except FormatError as error:
-        raise SourceError(str(error)) from error
-
-
-@lru_cache(maxsize=64)
-def _read_layout(file: Path, changed: int) -> Layout:
-    try:
-        value = read_yaml(file)
-        kind = value.get("sample_type") or value
-        module, name = str(kind.get("__module__", "")), str(kind.get("__class__", ""))
-        fields = tuple((str(field), str(part)) for field, part in (value.get("field_map") or {}).items())
-    except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
-        raise SourceError(f"{file} is not a valid dataset file: {type(error).__name__} {error}") from error
-    if module == "energon_packed.flavors" or module.startswith("energon_packed."):
-        return Layout(file, "packed")
-    if name in CODECS and CODECS[name].packed:  # of another package: told by content, no code of it is run
-        return Layout(file, "packed")
-    flavor = name.removesuffix("Sample").removesuffix("Webdataset")
-    is_standard = module == "megatron.energon" or module.startswith("megatron.energon.")
-    if is_standard and name == "CrudeWebdataset":
-        return Layout(file)
-    if fields and is_standard and flavor in FLAVORS:
-        return Layout(file, flavor, fields)
-    given = value.get("sample_loader")
-    reason = f"names {'a sample_loader for' if given else 'the sample class'} {name}, code that is not run"
-    if not given:
-        return Layout(file, guess_reason=reason)
-    parts = value.get("part_filter")
-    if not isinstance(given, str) or not isinstance(parts, str | list):
-        raise SourceError(f"{file} is not a valid dataset file: a sample_loader needs a name and a part_filter")
-    loader = SampleLoader(file.parent, given, parts if isinstance(parts, str) else tuple(map(str, parts)))
-    known = flavor if is_standard and flavor in FLAVORS else ""
-    return Layout(file, known, guess_reason=reason, loader=loader, holds_packs=name in CODECS)
-
-
-@lru_cache(maxsize=64)
-def _warn(file: Path | None, reason: str) -> None:
-    """Once per dataset, not per tar."""
-    _LOG.warning("%s %s; its samples are read by the names of their parts", file, reason)

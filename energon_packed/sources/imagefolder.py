@@ -1,6 +1,7 @@
-"""imagefolder of Hugging Face datasets: metadata.jsonl or metadata.csv beside images, which `file_name` names.
+"""Folders of Hugging Face datasets in; records with image paths, or the rows of Arrow files, out.
 
-Hugging Face `save_to_disk` folders: the Arrow streams that state.json lists.
+imagefolder    metadata.jsonl or metadata.csv beside images, which `file_name` refers to
+save_to_disk   the Arrow streams that state.json lists
 """
 
 import json
@@ -15,54 +16,8 @@ from energon_packed.sources.base import SourceRecord
 from energon_packed.sources.csv import CsvSource
 from energon_packed.sources.json import JsonlSource
 
-
-class HuggingFaceSource(ArrowSource):
-    """One Arrow file of a folder that `datasets.Dataset.save_to_disk` wrote."""
-
-    suffixes: ClassVar[tuple[str, ...]] = ()
-    has_splits: ClassVar[bool] = True
-
-    @classmethod
-    def matches(cls, path: Path) -> bool:
-        """Folders with state.json or dataset_dict.json."""
-        return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-    @classmethod
-    def files(cls, path: Path, split: str | None = None) -> list[Path]:
-        """The Arrow files, in order; of a DatasetDict, those of one split."""
-        if (path / "dataset_dict.json").is_file():
-            splits = _read(path / "dataset_dict.json", lambda value: value["splits"])[0]
-            if split not in splits:
-                what = f"has no split {split!r}; it holds" if split is not None else "holds the splits"
-                raise SourceError(f"{path} {what} {', '.join(splits)}; set `source_split` to one of them")
-            path /= split
-        names, state = _read(path / "state.json", lambda value: [entry["filename"] for entry in value["_data_files"]])
-        if not names:
-            raise SourceError(f"{path / 'state.json'} lists no data files; save the dataset again")
-        if state.get("_indices_data_files"):
-            raise SourceError(f"{path} has an indices mapping; save it again after dataset.flatten_indices()")
-        return [path / name for name in names]
-
-
-def _read(file: Path, named: Callable[[Any], list[str]]) -> tuple[list[str], dict[str, Any]]:
-    """Names of files or folders that a file has, and all of its content.
-
-    Raises:
-        SourceError: it cannot be read, or a name leads out of the folder.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-        names = named(value)
-        if not isinstance(names, list):
-            raise TypeError("its names are not a list")
-        check_inner(names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SourceError(f"{file} is not that of a Hugging Face dataset: {error!r}") from error
-    return names, value
-
-
 _FIELDS = {"file_name": "image", "file_names": "images"}
-_ENDING = "_file_name"
+_SUFFIX = "_file_name"
 
 
 class ImageFolderSource(JsonlSource):
@@ -72,43 +27,43 @@ class ImageFolderSource(JsonlSource):
 
     @classmethod
     def matches(cls, path: Path) -> bool:
-        """Files of that name."""
+        """Whether the file is called metadata.jsonl."""
         return path.name == "metadata.jsonl"
 
-    def row(self, held: tuple[int, bytes]) -> SourceRecord:
-        """The line parsed."""
-        return _with_images(super().row(held))
+    def row(self, entry: tuple[int, bytes]) -> SourceRecord:
+        """Parse a line."""
+        return _with_images(super().row(entry))
 
 
 class ImageFolderCsvSource(CsvSource):
     """A metadata.csv file."""
 
     suffixes = ()
+    json_columns = (*CsvSource.json_columns, "file_names")
 
     @classmethod
     def matches(cls, path: Path) -> bool:
-        """Files of that name."""
+        """Whether the file is called metadata.csv."""
         return path.name == "metadata.csv"
 
-    json_columns = (*CsvSource.json_columns, "file_names")
-
-    def _row(self, number: int, values: dict[str, Any] | Reject) -> SourceRecord:
-        return _with_images(super()._row(number, values))
+    def _row(self, index: int, values: dict[str, Any] | Reject) -> SourceRecord:
+        return _with_images(super()._row(index, values))
 
 
 def _with_images(row: SourceRecord) -> SourceRecord:
-    """A row whose file names are images; `image_file_name` is the column `image`."""
+    """Rename file name columns to media columns: `file_name` to `image`, `x_file_name` to `x`."""
     record = row.record
     if not isinstance(record, dict):
         return row
     out: dict[str, Any] = {}
     for name, value in record.items():
-        target = _FIELDS.get(name) or (name.removesuffix(_ENDING) if name.endswith(_ENDING) else name)
+        target = _FIELDS.get(name) or (name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else name)
+        # Neither column is preferred silently.
         if target != name and (target in record or target in out):
             detail = f"{name} and {target} both name images; keep one"
             return row._replace(record=None, reject=Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
         out[target] = value
-    # A column of texts beside images is their caption, as the reader of Hugging Face shows it.
+    # The imagefolder reader of Hugging Face documents a text column as the caption of the image.
     if isinstance(out.get("text"), str) and "image" in out and "captions" not in out and not _has_turns(out):
         out["captions"] = [out.pop("text")]
     if isinstance(out.get("caption"), str) and "captions" not in out and not _has_turns(out):
@@ -118,3 +73,50 @@ def _with_images(row: SourceRecord) -> SourceRecord:
 
 def _has_turns(record: dict[str, Any]) -> bool:
     return any(record.get(name) for name in ("messages", "conversations", "conversation"))
+
+
+class HuggingFaceSource(ArrowSource):
+    """An Arrow file of a folder written by `datasets.Dataset.save_to_disk`."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    has_splits: ClassVar[bool] = True
+
+    @classmethod
+    def matches(cls, path: Path) -> bool:
+        """Whether the folder has a state.json or dataset_dict.json."""
+        return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+    @classmethod
+    def files(cls, path: Path, split: str | None = None) -> list[Path]:
+        """List the Arrow files, in order; a DatasetDict needs a split."""
+        if (path / "dataset_dict.json").is_file():
+            # A DatasetDict has no default split: the order of its splits means nothing.
+            splits = _read(path / "dataset_dict.json", lambda value: value["splits"])[0]
+            if split not in splits:
+                fault = f"has no split {split!r}; it has" if split is not None else "has the splits"
+                raise SourceError(f"{path} {fault} {', '.join(splits)}; set `source_split` to one of them")
+            path /= split
+        names, state = _read(path / "state.json", lambda value: [entry["filename"] for entry in value["_data_files"]])
+        if not names:
+            raise SourceError(f"{path / 'state.json'} lists no data files; save the dataset again")
+        # An indices mapping selects and reorders rows; ignoring it would read other records.
+        if state.get("_indices_data_files"):
+            raise SourceError(f"{path} has an indices mapping; save it again after dataset.flatten_indices()")
+        return [path / name for name in names]
+
+
+def _read(file: Path, named: Callable[[Any], list[str]]) -> tuple[list[str], dict[str, Any]]:
+    """Read the file names in a JSON file, and its whole content.
+
+    Raises:
+        SourceError: the file cannot be read, or a name points outside the folder.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+        names = named(value)
+        if not isinstance(names, list):
+            raise TypeError("its names are not a list")
+        check_inner(names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SourceError(f"{file} is not a file of a Hugging Face dataset: {error!r}") from error
+    return names, value

@@ -1,9 +1,7 @@
-"""JSON: an array of records, rewritten once as JSONL; a .json file of JSON lines is read in place.
+"""JSON and JSONL files in, plain or compressed; a record for each line or array element out, read by byte ranges.
 
-The elements are cut out of the array as they are written, and each is parsed like a line, so that one that is no JSON
-costs itself alone.
-
-JSONL, plain or compressed: one JSON object a line, read by byte ranges; memory does not grow with the file.
+Memory does not grow with the file. An array is rewritten once as JSONL: its elements are cut out as they are written,
+and each is parsed like a line, so that an invalid element rejects only itself.
 """
 
 import codecs
@@ -22,17 +20,24 @@ import orjson
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import Streams
 from energon_packed.records.fields import parse_json
-from energon_packed.sources.base import Source, SourceRecord, numbers_of
+from energon_packed.sources.base import Source, SourceRecord, indices_of
 from energon_packed.sources.convert import converted
 
 _HEAD = 1 << 20  # bytes in which lines should end
 _CR_ENDS = re.compile(rb"[}\]]\s*\r\s*[{\[]")
+_BLOCK = 1 << 20
+# Complete strings with their colons, a quote that opens an unfinished string, or structure.
+_TOKEN = re.compile(rb'(?:"[^"\\]*(?:\\.[^"\\]*)*"(?:\s*:\s*)?)+|["\[\]{},]', re.DOTALL)
+_SPACE = b" \t\r\n"
+_OBJECT_OF_RECORDS = re.compile(
+    rb'\{\s*"(data|annotations|samples|records|rows|items|examples|instances)"\s*:\s*\[\s*\{'
+)
 
 
 class JsonlSource(Source):
     """A JSONL file. Blank lines are skipped.
 
-    A range [start, stop) holds the lines that begin in it, so ranges can be read by different processes.
+    A range [start, stop) contains the lines that start in it, so different processes can read adjacent ranges.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
@@ -44,7 +49,7 @@ class JsonlSource(Source):
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Nothing is converted."""
+        """Open the file in place."""
         check_line_ends(path, path)
         return cls(path, image_root=image_root)
 
@@ -53,22 +58,22 @@ class JsonlSource(Source):
         return self.data.stat().st_size
 
     def scan(self, start: int, stop: int) -> Iterator[SourceRecord]:
-        """Lines that begin in bytes [start, stop)."""
+        """Read the lines that start in bytes [start, stop)."""
         return map(self.row, self._lines(start, stop))
 
     def held(self, start: int, stop: int) -> list[tuple[int, bytes]]:
-        """Offsets and lines."""
+        """Offsets and unparsed lines."""
         return list(self._lines(start, stop))
 
-    def row(self, held: tuple[int, bytes]) -> SourceRecord:
-        """The line parsed: what `scan` and `read` give, too."""
-        return _row(*held)
+    def row(self, entry: tuple[int, bytes]) -> SourceRecord:
+        """Parse a line."""
+        return _row(*entry)
 
     def _lines(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
         with self.data.open("rb", buffering=1 << 20) as stream:
             offset = start
             if start > 0:
-                stream.seek(start - 1)
+                stream.seek(start - 1)  # a line that starts exactly at `start` belongs to this range
                 offset = start - 1 + len(stream.readline())
             else:
                 stream.seek(0)
@@ -78,12 +83,12 @@ class JsonlSource(Source):
                 offset += len(line)
 
     def row_numbers(self, addresses: Sequence[int]) -> list[int]:
-        """Counts the lines up to the last address."""
+        """Count the lines up to the last address."""
         start, stop = self.chunks()[0][0], max(addresses, default=0) + 1
-        return numbers_of(addresses, (offset for offset, _ in self._lines(start, stop)))
+        return indices_of(addresses, (offset for offset, _ in self._lines(start, stop)))
 
     def read(self, address: int, size: int) -> SourceRecord:
-        """The record in bytes [address, address + size)."""
+        """Read the record in bytes [address, address + size)."""
         return self.row((address, os.pread(self._streams.get(self.data).fileno(), size, address)))
 
 
@@ -96,81 +101,6 @@ class CompressedJsonlSource(JsonlSource):
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> "Source":
         """Decompress into `work_dir`."""
         return cls(path, data=decompressed(path, work_dir), image_root=image_root)
-
-
-def decompressed(path: Path, work_dir: Path) -> Path:
-    """The decompressed copy of a .gz or .zst file.
-
-    Raises:
-        SourceError: it is empty, truncated or damaged.
-    """
-    return converted(path, work_dir, ".jsonl", _decompress)
-
-
-def check_line_ends(path: Path, data: Path) -> None:
-    """Refuse lines that end in a carriage return alone, as of old Macs: they would be one line.
-
-    Args:
-        path: the input, for the message.
-        data: its content.
-
-    Raises:
-        SourceError: they do.
-    """
-    with data.open("rb") as stream:
-        head = stream.read(_HEAD)
-    if b"\n" not in head and _CR_ENDS.search(head):
-        raise SourceError(f"the lines of {path} end in CR alone; write it with LF: tr '\\r' '\\n'")
-
-
-def _row(offset: int, line: bytes) -> SourceRecord:
-    try:
-        return SourceRecord(offset, len(line), parse_json(line.removeprefix(codecs.BOM_UTF8)))
-    except orjson.JSONDecodeError as error:
-        return SourceRecord(offset, len(line), None, Reject(Reason.BAD_JSON, str(error)))
-
-
-def _decompress(path: Path, out: BinaryIO) -> None:
-    import zstandard
-
-    if path.stat().st_size == 0:
-        raise SourceError(f"{path} is empty (0 bytes), which is no compressed file; copy it again")
-    try:
-        if path.suffix.lower() == ".gz":
-            with gzip.open(path, "rb") as stream:
-                shutil.copyfileobj(stream, out, 1 << 20)
-        else:
-            _decompress_zstd(path, out)
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        if "too much memory" in str(error):
-            raise SourceError(f"{path} was compressed with --long; decompress it: zstd -d --long=31") from error
-        raise SourceError(f"{path} cannot be decompressed: {error}; is the file complete?") from error
-
-
-def _decompress_zstd(path: Path, out: BinaryIO) -> None:
-    """All frames of a file; the library's own stream reader accepts a file that ends inside a frame."""
-    import zstandard
-
-    frame = None
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            while block:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                out.write(frame.decompress(block))
-                block = frame.unused_data
-                if frame.eof:
-                    frame = None
-    if frame is not None:
-        raise EOFError("the last frame is truncated")
-
-
-_BLOCK = 1 << 20
-# Texts with their colons, the start of a text, or structure.
-_TOKEN = re.compile(rb'(?:"[^"\\]*(?:\\.[^"\\]*)*"(?:\s*:\s*)?)+|["\[\]{},]', re.DOTALL)
-_SPACE = b" \t\r\n"
-_OBJECT_OF_RECORDS = re.compile(
-    rb'\{\s*"(data|annotations|samples|records|rows|items|examples|instances)"\s*:\s*\[\s*\{'
-)
 
 
 class JsonSource(JsonlSource):
@@ -196,16 +126,85 @@ class CompressedJsonSource(JsonlSource):
         return cls(path, data=_in_lines(path, data, work_dir), image_root=image_root)
 
 
+def check_line_ends(path: Path, data: Path) -> None:
+    """Refuse lines that end in a carriage return alone (old Macs): the file would be read as a single line.
+
+    Args:
+        path: the input, for the message.
+        data: the decompressed file.
+
+    Raises:
+        SourceError: the lines end in CR alone.
+    """
+    with data.open("rb") as stream:
+        head = stream.read(_HEAD)
+    # A single long line is valid, so a CR must also separate two objects.
+    if b"\n" not in head and _CR_ENDS.search(head):
+        raise SourceError(f"the lines of {path} end in CR alone. Write it with LF: tr '\\r' '\\n'")
+
+
+def _row(offset: int, line: bytes) -> SourceRecord:
+    try:
+        return SourceRecord(offset, len(line), parse_json(line.removeprefix(codecs.BOM_UTF8)))
+    except orjson.JSONDecodeError as error:
+        return SourceRecord(offset, len(line), None, Reject(Reason.BAD_JSON, str(error)))
+
+
+def decompressed(path: Path, work_dir: Path) -> Path:
+    """Return the decompressed copy of a .gz or .zst file.
+
+    Raises:
+        SourceError: the file is empty, truncated or damaged.
+    """
+    return converted(path, work_dir, ".jsonl", _decompress)
+
+
+def _decompress(path: Path, out: BinaryIO) -> None:
+    import zstandard
+
+    if path.stat().st_size == 0:
+        raise SourceError(f"{path} is empty (0 bytes), so it is not a compressed file. Copy it again.")
+    try:
+        if path.suffix.lower() == ".gz":
+            with gzip.open(path, "rb") as stream:
+                shutil.copyfileobj(stream, out, 1 << 20)
+        else:
+            _decompress_zstd(path, out)
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        if "too much memory" in str(error):
+            # zstd refuses windows over 128 MiB by default; no limit here would let a small file allocate gigabytes.
+            raise SourceError(f"{path} was compressed with --long; decompress it: zstd -d --long=31") from error
+        raise SourceError(f"{path} cannot be decompressed: {error}; is the file complete?") from error
+
+
+def _decompress_zstd(path: Path, out: BinaryIO) -> None:
+    """Decompress all frames; the stream reader of zstandard would accept a file that ends inside a frame."""
+    import zstandard
+
+    frame = None
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            while block:
+                # A file may consist of several frames, as pzstd writes them.
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                out.write(frame.decompress(block))
+                block = frame.unused_data
+                if frame.eof:
+                    frame = None
+    if frame is not None:
+        raise EOFError("the last frame is truncated")
+
+
 def _in_lines(path: Path, data: Path, work_dir: Path) -> Path:
-    """The records of a JSON file in lines: the file itself, or a copy where it is an array.
+    """Return a file with a record per line: the file itself, or a converted copy if it is an array.
 
     Args:
         path: the input, for messages.
-        data: its content.
+        data: the decompressed file.
         work_dir: folder of the copy.
 
     Raises:
-        SourceError: it is one object, or an array that cannot be read.
+        SourceError: the file is a single object, or an array that cannot be read.
     """
     with data.open("rb") as stream:
         head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -216,8 +215,9 @@ def _in_lines(path: Path, data: Path, work_dir: Path) -> Path:
             f"{path} is one JSON object over several lines; write the list of records in it alone to a file, such "
             f"as jq .annotations {path.name}"
         )
-    if (found := _OBJECT_OF_RECORDS.match(head)) and _is_one_line(data):
-        name = found[1].decode(errors="replace")
+    # A first line with such a field is a record if more lines follow.
+    if (match := _OBJECT_OF_RECORDS.match(head)) and _is_one_line(data):
+        name = match[1].decode(errors="replace")
         raise SourceError(f"{path} is one JSON object; write its list {name} alone to a file: jq .{name} {path.name}")
     check_line_ends(path, data)
     return data
@@ -230,47 +230,50 @@ def _is_one_line(file: Path) -> bool:
 
 
 def _to_jsonl(data: Path, out: BinaryIO, path: Path) -> None:
-    """One line per element of the JSON array in `data`, which is the content of `path`."""
+    """Write a line per element of the JSON array in `data`, the decompressed file of `path`."""
     with data.open("rb") as stream:
         stream.seek(len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
         try:
             for element in _elements(stream):
-                # Between texts a line end is a space to JSON; inside a text neither byte is allowed.
+                # Between tokens both bytes are whitespace to JSON; inside strings neither is allowed.
                 out.write(element.replace(b"\n", b"\r") + b"\n")
         except ValueError as error:
             raise SourceError(f"{path} is not a complete JSON array: {error}") from error
 
 
 def _elements(stream: BinaryIO) -> Iterator[bytes]:
-    """The bytes of each element of the array that `stream` holds.
+    """Yield the bytes of each element of the array in `stream`.
 
     Raises:
-        ValueError: the array does not end, ends early, or has a place without an element.
+        ValueError: the array does not end, ends early, or has an empty element.
     """
-    data, offset = b"", 0  # of the file: what is not emitted yet, and where it begins
-    at = begin = depth = count = 0  # in data: how far it is scanned, and where the element begins
+    data, offset = b"", 0  # bytes that are not emitted yet, and their offset in the file
+    at = first = depth = count = 0  # in data: end of the scanned bytes, and start of the element
+    # The block grows with an unfinished element, so that a long element is scanned in linear time.
     while block := stream.read(max(_BLOCK, len(data))):
-        offset += begin
-        data, at, begin = data[begin:] + block, at - begin, 0
+        offset += first
+        data, at, first = data[first:] + block, at - first, 0
         for match in _TOKEN.finditer(data, at):
             token, at = match[0], match.end()
-            if token == b'"':  # its end is not read yet
+            if token == b'"':  # the end of this string is not in `data` yet
                 at = match.start()
                 break
             if token in b"[{":
                 depth += 1
-                begin = at if depth == 1 else begin
+                first = at if depth == 1 else first
                 continue
             depth -= token in b"]}"
+            # Only commas and the closing bracket of the outer array end an element.
             if depth > 1 or (depth == 1 and token != b",") or token[:1] == b'"':
                 continue
-            element = data[begin : match.start()].strip(_SPACE)
+            element = data[first : match.start()].strip(_SPACE)
             if element:
                 count += 1
                 yield element
+            # An empty array has no element at all; any other empty element is an error.
             elif count or token == b",":
                 raise ValueError(f"element {count} is empty, at byte {offset + match.start()}")
-            begin = at
+            first = at
             if depth == 0:
                 _check_end(data[at:], stream, token, offset + at)
                 return
@@ -279,7 +282,7 @@ def _elements(stream: BinaryIO) -> Iterator[bytes]:
 
 def _check_end(rest: bytes, stream: BinaryIO, token: bytes, at: int) -> None:
     if token != b"]" or rest.strip(_SPACE):
-        raise ValueError(f"the array ends at byte {at}, and more follows")
+        raise ValueError(f"extra data after the JSON array at byte {at}")
     while block := stream.read(_BLOCK):
         if block.strip(_SPACE):
-            raise ValueError(f"the array ends at byte {at}, and more follows")
+            raise ValueError(f"extra data after the JSON array at byte {at}")

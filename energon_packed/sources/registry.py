@@ -1,4 +1,4 @@
-"""From what a user names (files, folders, globs) to Sources: the container classes, tried in order."""
+"""`open_sources`: files, globs, folders and Hub names in, opened Sources out; the file formats are tried in order."""
 
 import glob
 import os
@@ -38,18 +38,18 @@ SOURCES: list[type[Source]] = [
 ]
 _IMAGE_FOLDERS = (ImageFolderSource, ImageFolderCsvSource)  # their paths start from the folder of the metadata
 _COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
-Found = tuple[type[Source], Path, Path | None]
-"""The class of a file, the file, and the folder that its relative media paths start from, if not its own."""
+Match = tuple[type[Source], Path, Path | None]
+"""The class of a file, the file, and the folder that its relative media paths start from, if it is another folder."""
 
 
 def register_source(source: type[Source]) -> type[Source]:
-    """Add a container format of your own (a class decorator); it is tried before the built-in ones."""
+    """Class decorator that registers a custom file format; it is tried before the built-in formats."""
     SOURCES.insert(0, source)
     return source
 
 
 def known_formats() -> str:
-    """Endings and folders that can be read, for messages."""
+    """List the file extensions and folders that can be read, for messages."""
     suffixes = [suffix for source in SOURCES for suffix in source.suffixes]
     return (
         f"{' '.join(suffixes)}, folders of them, Hugging Face save_to_disk folders, Energon datasets and Metadatasets"
@@ -66,43 +66,45 @@ def open_sources(
     seed: int = 0,
     trust_sample_loader: bool = False,
 ) -> list[Source]:
-    """Sources for files, globs and folders, in the order given; the files of a glob or folder by name.
+    """Open files, globs and folders, in the order of `inputs`; the files of a glob or folder are sorted by name.
 
     Args:
-        inputs: paths or glob patterns, or such with settings of their own. A weight above 1 opens files repeatedly.
+        inputs: paths, glob patterns, or SourceConfigs. A weight above 1 opens files repeatedly.
         work_dir: folder for converted copies of formats without random access.
         image_root: folder of relative media paths; by default the folder of each input.
-        part: (I, N) opens the I-th of N parts of about the same number of bytes. The parts of one input have every
-            record once.
-        split: of Energon datasets (train by default) and of Hugging Face datasets with several splits.
-        seed: decides which records a fractional weight takes.
+        part: (I, N) opens the I-th of N input parts of about equal size in bytes. Each record is in exactly one part.
+        split: split of Energon datasets (train by default) and of Hugging Face datasets with several splits.
+        seed: seed of the selection for fractional weights.
         trust_sample_loader: run the sample_loader.py of Energon datasets.
 
     Raises:
-        SourceError: nothing matches, a format is unknown, or a file is broken or named twice; a part is empty.
+        SourceError: no file matches, a format is unknown, a file is damaged or listed twice, or a part is empty.
     """
-    configs = [one if isinstance(one, SourceConfig) else SourceConfig(path=(str(one),)) for one in inputs]
+    configs = [entry if isinstance(entry, SourceConfig) else SourceConfig(path=(str(entry),)) for entry in inputs]
     files: list[_File] = []
-    for number, config in enumerate(configs):
+    for index, config in enumerate(configs):
         with _naming(config):
-            files += _files(number, config, split, seed)
+            files += _files_of(index, config, split, seed)
     _refuse_twice(files)
     if not files:
-        raise SourceError(f"no input file; pass one or more of {known_formats()}")
-    if split is not None and not any(_has_splits(file.found) for file in files):
-        raise SourceError(f"`source_split` is {split!r}, but no input has splits; leave it out, or name a folder")
+        raise SourceError(f"no input file. Pass one or more of {known_formats()}.")
+    if split is not None and not any(_has_splits(file.match) for file in files):
+        raise SourceError(
+            f"`source_split` is {split!r}, but no input has splits. Remove it, or pass a folder that has."
+        )
     sources = []
-    for file, share in zip(files, _shares([file.found[1] for file in files], part), strict=True):
+    for file, share in zip(files, _shares([file.match[1] for file in files], part), strict=True):
         if share is None:
             continue
         config = configs[file.reading.config]
-        kind, path, folder = file.found
-        root = next((one for one in (config.image_root, image_root, folder) if one is not None), None)
+        kind, path, folder = file.match
+        root = next((entry for entry in (config.image_root, image_root, folder) if entry is not None), None)
         options: dict[str, Any] = {"work_dir": work_dir / "converted", "image_root": root}
         if kind.has_sample_loader:
             options |= {"trust_sample_loader": trust_sample_loader, "for_adapter": file.reading.adapter is not None}
         with _naming(config):
             _refuse_irregular(path)
+            # Only after the check: opening a FIFO would block.
             source = kind.open(path, **options)
         source.share, source.reading = share, file.reading
         sources.append(source)
@@ -113,56 +115,58 @@ def open_sources(
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file to open, and how its records are read."""
+    """A file to open, and the settings for its records."""
 
-    found: Found
+    match: Match
     reading: Reading
 
 
-def _files(number: int, config: SourceConfig, split: str | None, seed: int) -> Iterator[_File]:
-    """The files of one config, all of them once for each repetition."""
+def _files_of(index: int, config: SourceConfig, split: str | None, seed: int) -> Iterator[_File]:
+    """List the files of a config, all of them again for each repetition."""
     wanted = config.source_split or split
-    found = [one for given in config.path for one in _found(given, wanted)]
-    if config.source_split is not None and not any(map(_has_splits, found)):
+    matches = [match for pattern in config.path for match in _matches(pattern, wanted)]
+    if config.source_split is not None and not any(map(_has_splits, matches)):
         raise SourceError(
-            f"`source_split` is {wanted!r}, but {config.path[0]} has no splits; leave it out, or name a folder"
+            f"`source_split` is {wanted!r}, but {config.path[0]} has no splits. Remove it, or pass a folder that has."
         )
     for copy, fraction in enumerate(config.repetitions):
-        for place, one in enumerate(found):
+        for position, match in enumerate(matches):
             yield _File(
-                one,
+                match,
                 Reading(
-                    config=number,
+                    config=index,
                     field_map=None if config.map is None else FieldMap.parse(config.map),
                     adapter=None if config.adapter is None else Adapter(config.adapter),
                     copy=copy,
                     fraction=fraction,
-                    salt="" if fraction == 1 else f"{seed} {number} {place}",
+                    salt="" if fraction == 1 else f"{seed} {index} {position}",
                 ),
             )
 
 
 def _refuse_twice(files: list[_File]) -> None:
-    """Refuse a file that is named twice, unless its records are read in two ways."""
+    """Refuse a file that is listed twice, unless its records are read with different maps or adapters."""
+    # The real path, so that two globs or a symbolic link to the same file are noticed.
     seen: set[tuple[str, FieldMap | None, Adapter | None]] = set()
     for file in files:
-        key = (os.path.realpath(file.found[1]), file.reading.field_map, file.reading.adapter)
+        key = (os.path.realpath(file.match[1]), file.reading.field_map, file.reading.adapter)
+        # Further copies of a weight repeat the same key on purpose.
         if file.reading.copy == 0 and key in seen:
             raise SourceError(
-                f"{file.found[1]} is named twice; every record would be packed twice: name it once, with a weight in "
-                "sources if that is meant"
+                f"{file.match[1]} is listed twice, so every record would be packed twice. List it once; to repeat it "
+                "on purpose, set its weight in sources."
             )
         seen.add(key)
 
 
-def _has_splits(found: Found) -> bool:
-    kind, _, folder = found
+def _has_splits(match: Match) -> bool:
+    kind, _, folder = match
     return kind.has_splits or kind in _IMAGE_FOLDERS or folder is not None
 
 
 @contextmanager
 def _naming(config: SourceConfig) -> Iterator[None]:
-    """Errors about a source with settings of its own name it."""
+    """Prefix errors about a source with its label."""
     try:
         yield
     except SourceError as error:
@@ -171,12 +175,13 @@ def _naming(config: SourceConfig) -> Iterator[None]:
         raise SourceError(f"{config.label}: {plain(str(error))}") from error
 
 
-def _found(given: str, split: str | None) -> Iterator[Found]:
-    """What one input stands for."""
-    for path in _expand(given):
+def _matches(pattern: str, split: str | None) -> Iterator[Match]:
+    """List the files of an input path or pattern; a Metadataset yields the files of its members."""
+    for path in _expand(pattern):
+        # A class for .yaml files may be registered, and then comes first.
         if is_metadataset(path) and not any(kind.matches(path) for kind in SOURCES):
             for member, member_split in metadataset_members(path, split):
-                yield from _found(str(member), member_split)
+                yield from _matches(str(member), member_split)
             continue
         kind = _kind_of(path)
         if kind is not None:
@@ -190,7 +195,7 @@ def _found(given: str, split: str | None) -> Iterator[Found]:
 
 
 def _kind_of(path: Path) -> type[Source] | None:
-    """The class that reads a path; None for a folder that none knows."""
+    """Find the class that reads a path; None for a folder that no class reads."""
     for kind in SOURCES:
         if kind.matches(path):
             return kind
@@ -198,7 +203,7 @@ def _kind_of(path: Path) -> type[Source] | None:
         return None
     if path.name.lower().endswith(_COMPRESSED_TARS):
         raise SourceError(
-            f"{path} is a compressed tar, which cannot be read by offsets; decompress it (gunzip, zstd -d)"
+            f"{path} is a compressed tar, which cannot be read by offsets. Decompress it (gunzip, zstd -d)."
         )
     raise SourceError(f"{path} has an unknown format; known formats: {known_formats()}")
 
@@ -207,32 +212,37 @@ def _refuse_irregular(path: Path) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
-        raise SourceError(f"{str(path)!r} is not UTF-8; rename it, as the files that we write name it") from error
+        raise SourceError(
+            f"{str(path)!r} is not UTF-8; rename it, because packing.json contains the names of the inputs"
+        ) from error
     kind = irregular(path.stat().st_mode)
     if kind is not None and not path.is_dir():
         raise SourceError(
-            f"{path} is {kind}, not a regular file; write its content to a file, as it is read repeatedly"
+            f"{path} is {kind}, not a regular file. Write its content to a file, because inputs are read repeatedly."
         )
 
 
 def _shares(paths: list[Path], part: tuple[int, int] | None) -> Iterator[tuple[int, int, int] | None]:
-    """What a part has of each file, as `Source.share`; None for nothing."""
-    number, count = part or (0, 1)
+    """Compute the slice of each file in an input part, as `Source.share`; None for an empty slice."""
+    index, count = part or (0, 1)
     sizes = [path.stat().st_size for path in paths]
-    begin, end = (sum(sizes) * edge // count for edge in (number, number + 1))
+    first_byte, last_byte = (sum(sizes) * edge // count for edge in (index, index + 1))
     start = 0
     for size in sizes:
-        first, last = max(begin - start, 0), min(end - start, size)
+        first, last = max(first_byte - start, 0), min(last_byte - start, size)
+        # Empty files belong to every run without parts, so that they are reported.
         yield (first, last, size) if first < last else (None if part or size else (0, 1, 1))
         start += size
 
 
 def _expand(pattern: str) -> list[Path]:
-    if pattern.startswith("~/") and not Path(pattern).exists():  # a config file is read by no shell
+    if pattern.startswith("~/") and not Path(pattern).exists():  # in a config file no shell expands it
         pattern = os.path.expanduser(pattern)
+    # Before glob: a name may contain brackets.
     if Path(pattern).exists():
         return [Path(pattern)]
     matches = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+    # A local path always wins over a name of the Hub.
     if not matches and (folder := hub_folder(pattern)) is not None:
         return [folder]
     if not matches:

@@ -1,9 +1,9 @@
-"""SampleLoader: runs the sample_loader.py that an Energon dataset brings along, once the user trusts it.
+"""SampleLoader: members of a tar key in; the sample that the trusted sample_loader.py of the dataset makes, out.
 
 Energon calls `sample_loader(raw)` with the decoded parts of a key whose names pass `part_filter`, and makes a sample
-from the dictionary that it returns (megatron/energon/flavors/webdataset/default_generic_webdataset.py). Here an image
-part is a PIL image that is not read before its pixels are used; returned as it is, it becomes a reference to the bytes
-in the tar, and an image that the code has made becomes a PNG.
+of the dictionary that it returns (megatron/energon/flavors/webdataset/default_generic_webdataset.py). Here an image
+part is a PIL image that is not decoded before its pixels are used. If the code returns it unchanged, it becomes a
+reference to the bytes in the tar; an image that the code creates becomes a PNG.
 """
 
 import hashlib
@@ -22,23 +22,21 @@ from PIL import Image
 from energon_packed.errors import Reason, RecordError, SourceError
 from energon_packed.records import MediaReference
 from energon_packed.sources.base import changed_at
-from energon_packed.sources.tar_records import IMAGE_PARTS, KeyMembers
+from energon_packed.sources.tar_records import IMAGE_PARTS, INTEGER_PARTS, JSON_PARTS, KeyMembers
 from energon_packed.tarfiles import Member
 
-_JSON = ("json", "jsn")
-_TEXTS = ("txt", "text", "transcript")
-_INTEGERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
-_ARRAYS = ("npy", "npz")
-_UNREAD = ("mp", "msg", "msgpack", "cbor", "ten", "tb", "gz", "zst")
-_MOST_AXES = 2  # of a tensor that becomes lists; one with more is an image
+_TEXT_TYPES = ("txt", "text", "transcript")
+_ARRAY_TYPES = ("npy", "npz")
+_UNSUPPORTED_TYPES = ("mp", "msg", "msgpack", "cbor", "ten", "tb", "gz", "zst")
+_MAX_LIST_DIMS = 2  # tensors with more dimensions are images and do not become lists
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLoader:
-    """Code of a dataset; small and picklable, each process loads it itself.
+    """Code of a dataset. Objects are small and picklable; each process loads the code itself.
 
     Attributes:
-        folder: `.nv-meta`, which file names start from.
+        folder: `.nv-meta`, the folder of the code.
         function: `FILE.py:FUNCTION` of the sample loader.
         part_filter: `FILE.py:FUNCTION`, or the names of the parts.
     """
@@ -53,10 +51,10 @@ class SampleLoader:
         return _path(self.folder, self.function)
 
     def load(self) -> None:
-        """Run the file now, so that an error in it is one of the dataset.
+        """Run the file now, so that an error in it is reported for the dataset and not for each record.
 
         Raises:
-            SourceError: it cannot be run, or has no such function.
+            SourceError: the file cannot run, or lacks the function.
         """
         _function(self.folder, self.function, "sample_loader")
         if isinstance(self.part_filter, str):
@@ -69,30 +67,35 @@ class SampleLoader:
         return hashlib.sha256(b"\0".join([repr((self.function, self.part_filter)).encode(), *texts])).hexdigest()
 
     def sample(self, group: KeyMembers) -> dict[str, Any]:
-        """The fields of a sample and its `id`: texts, numbers, lists, and references to images.
+        """Run the code for a key: the fields of the sample and its `id`, in plain types and image references.
 
         Raises:
-            RecordError: the code fails, skips the sample, or returns something else.
+            RecordError: the code fails, skips the sample, or returns another type.
         """
         used = KeyMembers(group.path, self._parts(group))
         used.check()
         parts = [(member, _decoded(group, member)) for member in used.members]
+        # The keys that Energon passes beside the parts.
         raw: dict[str, Any] = {"__key__": group.key, "__restore_key__": (), "__sources__": ()}
         raw |= {member.part: value for member, value in parts}
         try:
-            found = _function(self.folder, self.function, "sample_loader")(raw)
+            result = _function(self.folder, self.function, "sample_loader")(raw)
+        # The code may call sys.exit, which must not end the run.
         except (Exception, SystemExit) as error:
             raise self._failed(error) from error
-        if not isinstance(found, Mapping):
+        if not isinstance(result, Mapping):
             raise RecordError(
-                Reason.ADAPTER_FAILED, f"{self.function} returned {type(found).__name__}, not a dictionary"
+                Reason.ADAPTER_FAILED, f"{self.function} returned {type(result).__name__}, not a dictionary"
             )
-        held = {id(value): m for m, value in parts if isinstance(value, Image.Image) or _is_content(value)}
-        fields = {str(k): _plain(group, value, held) for k, value in found.items() if not str(k).startswith("__")}
-        return {"id": str(found.get("__key__", group.key)), **fields}
+        # By identity: a part that the code returns unchanged needs no copy of its bytes.
+        originals = {id(value): m for m, value in parts if isinstance(value, Image.Image) or _is_content(value)}
+        fields = {
+            str(k): _plain(group, value, originals) for k, value in result.items() if not str(k).startswith("__")
+        }
+        return {"id": str(result.get("__key__", group.key)), **fields}
 
     def _parts(self, group: KeyMembers) -> list[Member]:
-        """The members that pass the part filter."""
+        """Select the members that pass the part filter."""
         if not isinstance(self.part_filter, str):
             return [member for member in group.members if member.part in self.part_filter]
         passes = _function(self.folder, self.part_filter, "part_filter")
@@ -111,45 +114,46 @@ class SampleLoader:
 
 
 def _decoded(group: KeyMembers, member: Member) -> Any:
-    """A part as Energon's default decoder gives it, with images of PIL."""
+    """Decode a part like Energon's default decoder, with PIL images."""
     kind = member.extension
     if kind in IMAGE_PARTS:
         try:
             return Image.open(group.reference(member).open())
         except Exception as error:
             raise RecordError(Reason.CORRUPT_IMAGE, f"{member.name}: {error}") from error
-    if kind in _JSON:
+    if kind in JSON_PARTS:
         return group.json(member)
-    if kind in _TEXTS:
+    if kind in _TEXT_TYPES:
         return group.text(member)
     content = group.content(member)
     try:
-        if kind in _INTEGERS:
+        if kind in INTEGER_PARTS:
             return int(content)
-        if kind in _ARRAYS:
+        if kind in _ARRAY_TYPES:
             return np.load(io.BytesIO(content), allow_pickle=False)
     except ValueError as error:
         raise RecordError(Reason.BAD_JSON, f"{member.name} cannot be decoded: {error}") from error
-    if kind in _UNREAD:
+    # Decoding these needs optional packages, and the code does not expect bytes instead.
+    if kind in _UNSUPPORTED_TYPES:
         raise RecordError(Reason.UNSUPPORTED_MEDIA, f"{member.name} is {kind}, which is not decoded")
     return content
 
 
-def _plain(group: KeyMembers, value: Any, held: Mapping[int, Member]) -> Any:
-    """A value of the returned dictionary in plain types, with references to images."""
-    if id(value) in held:
-        return group.reference(held[id(value)])
+def _plain(group: KeyMembers, value: Any, originals: Mapping[int, Member]) -> Any:
+    """Convert a returned value to plain types and image references."""
+    if id(value) in originals:
+        return group.reference(originals[id(value)])
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _plain(group, item, held) for name, item in value.items()}
+        return {str(name): _plain(group, item, originals) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(group, item, held) for item in value]
+        return [_plain(group, item, originals) for item in value]
     if isinstance(value, Image.Image):
         out = io.BytesIO()
         value.save(out, "PNG")
         return MediaReference(data=out.getvalue())
-    if hasattr(value, "tolist") and getattr(value, "ndim", _MOST_AXES + 1) <= _MOST_AXES:
+    if hasattr(value, "tolist") and getattr(value, "ndim", _MAX_LIST_DIMS + 1) <= _MAX_LIST_DIMS:
         return value.tolist()
     raise RecordError(
         Reason.ADAPTER_FAILED,
@@ -158,7 +162,7 @@ def _plain(group: KeyMembers, value: Any, held: Mapping[int, Member]) -> Any:
 
 
 def _is_content(value: Any) -> bool:
-    return isinstance(value, bytes) and len(value) > 1  # shorter ones are shared objects
+    return isinstance(value, bytes) and len(value) > 1  # Python shares the objects of shorter bytes
 
 
 def _path(folder: Path, function: str) -> Path:
@@ -166,29 +170,30 @@ def _path(folder: Path, function: str) -> Path:
 
 
 def _function(folder: Path, function: str, default: str) -> Callable[[Any], Any]:
-    """A function of a file; the file is run once per process and version of it.
+    """Load a function of a file; the file runs once per process and version of the file.
 
     Raises:
-        SourceError: the file is missing or fails, or has no such function.
+        SourceError: the file is missing, fails, or lacks the function.
     """
     name = function if ":" in function else f"{function}:{default}"
     path = _path(folder, name)
     try:
-        found = getattr(_module(path, changed_at(path)), name.rpartition(":")[2], None)
+        function_object = getattr(_module(path, changed_at(path)), name.rpartition(":")[2], None)
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from error
-    if not callable(found):
+    if not callable(function_object):
         raise SourceError(f"{path} has no function {name.rpartition(':')[2]}")
-    return found  # type: ignore[no-any-return]
+    return function_object  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=64)
 def _module(path: Path, changed: int) -> ModuleType:
-    """The file as a module of a name that nothing else has."""
+    """Run the file as a module with a unique name."""
     name = f"_energon_packed_sample_loader_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
     module = ModuleType(name)
     module.__file__ = str(path)
     code = path.read_bytes()
+    # Before it runs: dataclasses and pickle look their module up.
     sys.modules[name] = module
     try:
         exec(compile(code, str(path), "exec"), module.__dict__)

@@ -1,13 +1,12 @@
-"""From the members of one key of a tar to its records, by the names of the parts.
+"""Members of a tar key in, its records out, by the names of the members' parts.
 
     images (jpg png webp ...)   references to byte ranges of the tar, in natural order of their names
-    txt, caption, text          the caption; with no image, a document
-    json                        a conversation of any known shape, whose images are members of the key where it names
-                                them or names none; else metadata, whose caption or text is the caption
-    packs of energon-packed     one Conversation per sample
+    txt, caption, text          the caption; without an image, a document
+    json                        a conversation of any known record format, with images among the members of the key;
+                                or metadata with a caption
+    packs of energon-packed     a Conversation per sample
 
-A text part wins over a caption in the json. Parts that are none of these become fields that nothing reads, so that a
-run counts them by name.
+A text part overrides a caption in the json. Other parts become unused fields, so that a run counts them by name.
 """
 
 import re
@@ -27,25 +26,33 @@ from energon_packed.tarfiles import Member, key_faults, read_content
 
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 TEXT_PARTS = ("txt", "caption", "text")
+JSON_PARTS = ("json", "jsn")
+INTEGER_PARTS = ("cls", "cls2", "class", "count", "index", "inx", "id")  # of Energon's default decoder
 _OTHER_MEDIA = ("mp4", "mov", "avi", "mkv", "webm", "m4v", "wav", "mp3", "flac", "m4a", "ogg", "opus")
 _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 _CAPTION_FIELDS = ("caption", "text", "captions")
 _IMAGE_FIELDS = ("images", "image", "videos", "video", "frames")
-_PATH_FIELDS = (*_IMAGE_FIELDS, "image_path", "image_file", "img", "file_name")  # where an image was before
+_PATH_FIELDS = (
+    *_IMAGE_FIELDS,
+    "image_path",
+    "image_file",
+    "img",
+    "file_name",
+)  # paths from before the tar was written
 _NESTED_FIELDS = ("image", "image_url", "path", "url", "file_name", "video", "frames", "images")
 _TURN_FIELDS = ("messages", "conversations", "conversation", "contents", "parts", "content", "texts", "value")
-_PACKED_IMAGE = re.compile(r"(?:img\w*|s\d{3}_.*)\.\w+")  # as `part_filter` of the codecs has it
-_STANDS_FOR = b"\0member of the tar: "
+_PACKED_IMAGE = re.compile(r"(?:img\w*|s\d{3}_.*)\.\w+")  # as in `part_filter` of the codecs
+_MEMBER_TAG = b"\0member of the tar: "
 _DIGITS = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True)
 class KeyMembers:
-    """The members of one key.
+    """Members of a key.
 
     Attributes:
         path: the tar.
-        members: of the key, in order.
+        members: members of the key, in the order of the tar.
     """
 
     path: Path
@@ -57,10 +64,10 @@ class KeyMembers:
         return self.members[0].key
 
     def check(self) -> None:
-        """Reject a key whose parts cannot be told apart.
+        """Reject a key with ambiguous or unsupported parts.
 
         Raises:
-            RecordError: a part occurs twice, is not a regular file, or is a medium that is not supported.
+            RecordError: a part occurs twice, is not a regular file, or is unsupported media.
         """
         for member, fault in key_faults(self.members):
             raise RecordError(Reason.MISSING_IMAGE if member.fault == fault else Reason.MISSING_FIELD, fault)
@@ -73,33 +80,33 @@ class KeyMembers:
                 raise RecordError(Reason.UNSUPPORTED_MEDIA, f"{member.name} is a pickle, which is never loaded")
 
     def images(self) -> list[Member]:
-        """Image members, in natural order of their parts."""
+        """List the image members, in natural order of their parts."""
         return sorted((m for m in self.members if m.extension in IMAGE_PARTS), key=lambda m: _natural(m.part))
 
     def find(self, name: str) -> Member | None:
-        """The member that a record names by its full name, base name, or part."""
+        """Find the member that a record refers to by full name, base name, or part."""
         for member in self.members:
             if name in (member.name, member.name.rpartition("/")[2], member.part):
                 return member
         return None
 
     def part(self, *parts: str) -> Member | None:
-        """The first of these parts that the key has."""
+        """Find the first of these parts that the key has."""
         return next((m for part in parts for m in self.members if m.part.lower() == part), None)
 
     def reference(self, member: Member) -> MediaReference:
-        """The byte range of a member."""
+        """Make a reference to the byte range of a member."""
         return MediaReference(path=str(self.path), offset=member.offset, size=member.size)
 
     def content(self, member: Member) -> bytes:
-        """Bytes of a member."""
+        """Read the bytes of a member."""
         return read_content(self.path, member)
 
     def text(self, member: Member) -> str:
-        """Text of a member.
+        """Read the text of a member.
 
         Raises:
-            RecordError: it is not UTF-8.
+            RecordError: the member is not UTF-8.
         """
         try:
             return self.content(member).decode("utf-8-sig")
@@ -107,10 +114,10 @@ class KeyMembers:
             raise RecordError(Reason.BAD_JSON, f"{member.name} is not UTF-8: {error}") from error
 
     def json(self, member: Member) -> Any:
-        """Value of a JSON member.
+        """Parse a JSON member.
 
         Raises:
-            RecordError: it is damaged.
+            RecordError: the member is not valid JSON.
         """
         try:
             return parse_json(self.content(member).removeprefix(b"\xef\xbb\xbf"))
@@ -119,16 +126,17 @@ class KeyMembers:
 
 
 def read_records(group: KeyMembers) -> list[Any]:
-    """The records of a key: one, or the samples of a pack.
+    """Read a key: a single record, or the samples of a pack.
 
     Raises:
         RecordError: the key cannot be used.
     """
     group.check()
-    found = group.part("json")
-    value = group.json(found) if found is not None else None
+    json_member = group.part("json")
+    value = group.json(json_member) if json_member is not None else None
     if is_pack(group, value):
         return read_pack(group)
+    # A json part may be the bare list of turns, in either spelling.
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         value = {"messages" if "role" in value[0] else "conversations": value}
     if value is not None and not isinstance(value, dict):
@@ -137,29 +145,30 @@ def read_records(group: KeyMembers) -> list[Any]:
 
 
 def raw_records(group: KeyMembers) -> list[Any]:
-    """What an adapter gets: the parts of a key by their names, and its `id`; or the samples of a pack.
+    """Read a key for an adapter: its parts by name and its `id`; or the samples of a pack.
 
-    Images are references, JSON is decoded, texts are texts, and other parts are bytes.
+    Images become references, JSON is decoded, text parts become strings, and other parts bytes.
 
     Raises:
         RecordError: the key cannot be used.
     """
     group.check()
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for member in group.members:
         if member.extension in IMAGE_PARTS:
-            found[member.part] = group.reference(member)
-        elif member.extension in ("json", "jsn"):
-            found[member.part] = group.json(member)
+            values[member.part] = group.reference(member)
+        elif member.extension in JSON_PARTS:
+            values[member.part] = group.json(member)
         else:
-            found[member.part] = group.text(member) if member.extension in TEXT_PARTS else group.content(member)
-    return read_pack(group) if is_pack(group, found.get("json")) else [{**found, "id": group.key}]
+            values[member.part] = group.text(member) if member.extension in TEXT_PARTS else group.content(member)
+    return read_pack(group) if is_pack(group, values.get("json")) else [{**values, "id": group.key}]
 
 
 def is_pack(group: KeyMembers, value: Any) -> bool:
-    """Whether a key is a pack that energon-packed, or another packer of its layouts, wrote; `value` is its json."""
+    """Whether a key is a pack of energon-packed, LLaVA-OneVision-2 or LoongForge; `value` is its json."""
     if not isinstance(value, dict):
         return False
+    # Parts of the flavors of energon-packed; packs of other projects are recognized by their codecs.
     if group.part("input_ids.npy") is not None:
         return True
     if "sample_count" in value and ("captions" in value or "samples" in value):
@@ -169,16 +178,16 @@ def is_pack(group: KeyMembers, value: Any) -> bool:
 
 
 def read_pack(group: KeyMembers) -> list[Conversation]:
-    """The samples of a pack; their images are references into the tar.
+    """Read the samples of a pack; their images are references into the tar.
 
     Raises:
         RecordError: the pack is damaged.
     """
     raw: dict[str, Any] = {"__key__": group.key}
-    for number, member in enumerate(group.members):
-        # Codecs pass images on as they are: the number of the member stands for its bytes, which are not read.
+    for position, member in enumerate(group.members):
+        # Codecs return images unchanged, so the position of the member replaces its bytes, which are not read.
         is_image = _PACKED_IMAGE.fullmatch(member.part) is not None and member.extension != "npy"
-        raw[member.part] = _STANDS_FOR + str(number).encode() if is_image else group.content(member)
+        raw[member.part] = _MEMBER_TAG + str(position).encode() if is_image else group.content(member)
     try:
         samples = codec_of(raw).read(raw)
     except FormatError as error:
@@ -193,16 +202,17 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
 
 
 def _packed_image(group: KeyMembers, data: bytes) -> MediaReference:
-    if data.startswith(_STANDS_FOR):
-        return group.reference(group.members[int(data.removeprefix(_STANDS_FOR))])
+    if data.startswith(_MEMBER_TAG):
+        return group.reference(group.members[int(data.removeprefix(_MEMBER_TAG))])
     return MediaReference(data=data)
 
 
-def caption_record(group: KeyMembers, text: str, images: Sequence[MediaReference], **more: Any) -> dict[str, Any]:
-    """An image with a caption; without an image, a document."""
-    if not images:
-        return {"id": group.key, **more, "text": text}
-    return {"id": group.key, **more, "images": list(images), "captions": [text]}
+def caption_record(
+    group: KeyMembers, text: str, images: Sequence[MediaReference], metadata: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Make a record of images with a caption; without an image, a document. `metadata` are its other fields."""
+    record = {"id": group.key, **(metadata or {})}
+    return {**record, "images": list(images), "captions": [text]} if images else {**record, "text": text}
 
 
 def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,13 +221,14 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
     if _is_conversation(value):
         placer = _Placer(group)
         record = placer.walk(value)
+        # The record names no images: all image members belong to it.
         if images and placer.named == 0:
             record = {**{k: v for k, v in record.items() if k not in _IMAGE_FIELDS or v is True}, "images": images}
         elif len(images) == 1 and placer.named == 1 and not _names_members(record):
-            record = _Placer(group, only=images[0]).walk(value)  # the path that the image had before it was in the tar
+            record = _Placer(group, only=images[0]).walk(value)  # its path from before the tar was written
         return {"id": group.key, **others, **record}
     unread = (*_CAPTION_FIELDS, *(_PATH_FIELDS if images else ()))
-    more = {**others, **{name: item for name, item in value.items() if name not in unread}}
+    metadata = {**others, **{name: item for name, item in value.items() if name not in unread}}
     text = _text(group, value)
     if text is None:
         parts = ", ".join(member.part or member.name for member in group.members)
@@ -226,7 +237,7 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
             f"{group.key} has the parts {parts} and no text; add a txt part, or a json part with a caption or a "
             "conversation",
         )
-    return caption_record(group, text, images, **more)
+    return caption_record(group, text, images, metadata)
 
 
 def _text(group: KeyMembers, value: Mapping[str, Any]) -> str | None:
@@ -234,24 +245,25 @@ def _text(group: KeyMembers, value: Mapping[str, Any]) -> str | None:
     if member is not None:
         return group.text(member).strip()
     for name in _CAPTION_FIELDS:
-        given = value.get(name)
-        if isinstance(given, list) and len(given) == 1:
-            given = given[0]
-        if isinstance(given, str):
-            return given
-        if given is not None:
-            raise RecordError(Reason.MISSING_FIELD, f"{group.key}: {name} is {type(given).__name__}, not one text")
+        caption = value.get(name)
+        if isinstance(caption, list) and len(caption) == 1:
+            caption = caption[0]
+        if isinstance(caption, str):
+            return caption
+        if caption is not None:
+            raise RecordError(Reason.MISSING_FIELD, f"{group.key}: {name} is {type(caption).__name__}, not one text")
     return None
 
 
 def _is_conversation(value: Mapping[str, Any]) -> bool:
-    """Whether a record of a json part is a conversation by itself, rather than metadata with a caption."""
+    """Whether a json part is a conversation, rather than metadata with a caption."""
     if "captions" in value and isinstance(value["captions"], list) and len(value["captions"]) != 1:
         return True
     if "prompts" in value:
         return True
+    # Without these fields, because metadata with a caption would match the caption formats.
     plain = {name: item for name, item in value.items() if name not in _CAPTION_FIELDS}
-    return any(shape.matches(plain) for shape in RECORD_FORMATS)
+    return any(record_format.matches(plain) for record_format in RECORD_FORMATS)
 
 
 def _is_known(member: Member) -> bool:
@@ -271,9 +283,9 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 class _Placer:
-    """Puts references in the place of names; `only` stands for every medium.
+    """Replaces names of members by references; with `only`, every name by this reference.
 
-    Only fields that hold media are changed: a text that equals a member's name stays text. `named` counts the media.
+    Only media fields are changed: a text that equals the name of a member stays text. `named` counts the names.
     """
 
     def __init__(self, group: KeyMembers, only: MediaReference | None = None) -> None:
@@ -282,7 +294,7 @@ class _Placer:
         self.named = 0
 
     def walk(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """A record with its media fields and content parts."""
+        """Replace the names in the media fields and content parts of a record."""
         return {
             name: self._media(item) if name in _IMAGE_FIELDS else self._turns(name, item)
             for name, item in record.items()
@@ -290,7 +302,7 @@ class _Placer:
         } | self._positions(record)
 
     def _positions(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Names of .npy members, which are no images."""
+        """Replace the names of .npy members; they do not count as images."""
         if "patch_positions" not in record:
             return {}
         placer = _Placer(self._group)
@@ -302,7 +314,7 @@ class _Placer:
         return value
 
     def _part(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """A turn or a content part."""
+        """Replace the names in a turn or content part."""
         is_turn = "role" in part or "from" in part
         return {
             name: self._media(item) if name in _NESTED_FIELDS and not is_turn else self._turns(name, item)
@@ -324,5 +336,5 @@ class _Placer:
 
 
 def _natural(part: str) -> list[tuple[int, str]]:
-    """img2 before img10."""
+    """Sort key that orders img2 before img10."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in _DIGITS.split(part)]

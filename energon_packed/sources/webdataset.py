@@ -1,10 +1,10 @@
-"""WebDataset: tars whose members are grouped by key, read in place by byte offsets.
+"""Tars in, read in place by byte offsets; the records of each key out, with images as references into the tar.
 
-The address of a record is the offset of the first header of its key; the samples of a pack follow at the next bytes,
-which no other key has. Images are references into the tar. `tar_records` says what a key becomes; the tars of an
-Energon dataset are read as its `dataset.yaml` says (`energon`).
+The address of a record is the offset of the first header of its key; the other samples of a pack get the next bytes,
+which belong to no other key. `tar_records` converts the members of a key to records. The tars of an Energon dataset
+are read according to its `dataset.yaml` (`energon_layout`).
 
-TarIndex: where each key of a tar begins, read once and kept in a file for other processes and later runs.
+A TarIndex contains the offset of each key. It is read once and stored in a file for other processes and later runs.
 """
 
 import hashlib
@@ -20,24 +20,29 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import Reason, RecordError, Reject, SourceError
-from energon_packed.records import Conversation
-from energon_packed.sources.base import Source, SourceRecord, changed_at, numbers_of
+from energon_packed.records import Conversation, normalize
+from energon_packed.sources.base import Source, SourceRecord, changed_at, indices_of
 from energon_packed.sources.convert import converted
 from energon_packed.sources.energon_layout import Layout, layout_of
 from energon_packed.sources.tar_records import KeyMembers
 from energon_packed.tarfiles import open_tar
 
 Int64 = npt.NDArray[np.int64]
-_VERSION = 2  # of kept indexes: which members begin a key
+_VERSION = 2  # of kept indexes; 2 changed which members start a key
+_KEYS_IN_A_CHUNK = (64, 512)
+_KEPT_PACKS = 8  # decoded packs that are kept, because their samples are read in sequence
+_LARGEST_SIZE = 2**31 - 1  # `size` is stored as int32; a larger key is found by its address alone
+_PACKS: OrderedDict[tuple[Path, int, int, Layout], Sequence[Any]] = OrderedDict()
 
 
 class TarIndex:
-    """Where each key of a tar begins.
+    """Byte offsets of the keys of a tar.
 
     Attributes:
         starts: int64 (keys,), byte offset of the first header of each key.
-        repeated: int64 (k,), those of keys that occur elsewhere in the tar too.
         end: byte offset of the end of the last member.
+
+    `is_repeated` reports the keys that occur elsewhere in the tar, too.
     """
 
     def __init__(self, starts: Int64, repeated: Int64, end: int) -> None:
@@ -47,12 +52,13 @@ class TarIndex:
 
     @classmethod
     def scan(cls, path: Path) -> "TarIndex":
-        """Read all headers.
+        """Read all headers of a tar.
 
         Raises:
             TarError: the tar is compressed, truncated or damaged, or has members after its end.
         """
         starts, hashes = array("q"), array("q")
+        # As in webdataset, a key is a run of adjacent members; `repeated` finds keys with several runs.
         previous: str | None = None
         with open_tar(path) as tar:
             for member in tar:
@@ -60,46 +66,47 @@ class TarIndex:
                     starts.append(member.header)
                     hashes.append(hash(member.key))
                     previous = member.key
-        found = np.frombuffer(starts, dtype=np.int64).copy()
+        offsets = np.frombuffer(starts, dtype=np.int64).copy()
+        # Hashes of the keys need less memory than the keys; a collision would only reject two more records.
         counts = Counter(hashes) if len(set(hashes)) < len(hashes) else Counter()
         twice = np.array([counts[name] > 1 for name in hashes], dtype=bool)
-        return cls(found, found[twice], tar.end)
+        return cls(offsets, offsets[twice], tar.end)
 
     def save(self, out: BinaryIO) -> None:
-        """Write it as int64 numbers: end, number of keys, starts, repeated."""
-        numbers = [self.end, len(self.starts), *self.starts.tolist(), *sorted(self._repeated)]
-        out.write(np.array(numbers, dtype="<i8").tobytes())
+        """Write the index as int64 values: end, number of keys, starts, repeated."""
+        values = [self.end, len(self.starts), *self.starts.tolist(), *sorted(self._repeated)]
+        out.write(np.array(values, dtype="<i8").tobytes())
 
     @classmethod
     def load(cls, file: Path) -> "TarIndex":
-        """What `save` wrote."""
-        numbers = np.fromfile(file, dtype="<i8").astype(np.int64)
-        end, keys = numbers[:2].tolist()
-        return cls(numbers[2 : 2 + keys], numbers[2 + keys :], end)
+        """Read a file of `save`."""
+        values = np.fromfile(file, dtype="<i8").astype(np.int64)
+        end, keys = values[:2].tolist()
+        return cls(values[2 : 2 + keys], values[2 + keys :], end)
 
     def __len__(self) -> int:
         return len(self.starts)
 
-    def bounds(self, number: int) -> tuple[int, int]:
-        """Byte range of a key, headers and contents."""
-        last = number + 1 == len(self.starts)
-        return int(self.starts[number]), self.end if last else int(self.starts[number + 1])
+    def bounds(self, position: int) -> tuple[int, int]:
+        """Byte range of a key, with headers and contents."""
+        last = position + 1 == len(self.starts)
+        return int(self.starts[position]), self.end if last else int(self.starts[position + 1])
 
-    def number(self, address: int) -> int:
-        """Number of the key whose byte range holds `address`."""
+    def find(self, address: int) -> int:
+        """Position of the key whose byte range contains `address`."""
         return max(0, int(np.searchsorted(self.starts, address, side="right")) - 1)
 
     def is_repeated(self, start: int) -> bool:
-        """Whether the key that begins there occurs elsewhere in the tar too."""
+        """Whether the key at this offset occurs elsewhere in the tar, too."""
         return start in self._repeated
 
 
 def tar_index(path: Path, kept: Path | None = None) -> TarIndex:
-    """The index of a tar, read once per process and version of the file.
+    """Return the index of a tar, read once per process and version of the file.
 
     Args:
         path: the tar.
-        kept: file of `keep_index`, if there is one.
+        kept: file of `keep_index`, or None.
 
     Raises:
         TarError: as `TarIndex.scan`.
@@ -108,7 +115,7 @@ def tar_index(path: Path, kept: Path | None = None) -> TarIndex:
 
 
 def keep_index(path: Path, folder: Path) -> Path:
-    """A file with the index of a tar, so that other processes and later runs need not read its headers again.
+    """Store the index of a tar in a file, so that other processes and later runs need not read its headers again.
 
     Raises:
         TarError: as `TarIndex.scan`.
@@ -121,13 +128,6 @@ def keep_index(path: Path, folder: Path) -> Path:
 @lru_cache(maxsize=64)
 def _tar_index(path: Path, size: int, changed: int, kept: Path | None) -> TarIndex:
     return TarIndex.scan(path) if kept is None or not kept.exists() else TarIndex.load(kept)
-
-
-_KEYS_IN_A_CHUNK = (64, 512)
-_KEPT_PACKS = 8  # their samples are read one by one
-_LARGEST_SIZE = 2**31 - 1  # of a row; a larger key is found by its address alone
-
-_PACKS: OrderedDict[tuple[Path, int, int, Layout], Sequence[Any]] = OrderedDict()
 
 
 class WebDatasetSource(Source):
@@ -159,15 +159,15 @@ class WebDatasetSource(Source):
         trust_sample_loader: bool = False,
         for_adapter: bool = False,
     ) -> Source:
-        """Read its headers, and the `dataset.yaml` of its Energon dataset, if it is in one.
+        """Read the headers of a tar, and the `dataset.yaml` if it belongs to an Energon dataset.
 
         Args:
             path: the tar.
             work_dir: folder of the index of its keys.
             image_root: folder of relative media paths.
             trust_sample_loader: run the sample_loader.py of the dataset.
-            for_adapter: an adapter gets the parts of each key, where neither a field_map nor our own flavor says
-                what they are.
+            for_adapter: pass the members of each key to an adapter, unless a field_map or a flavor of energon-packed
+                defines the records.
 
         Raises:
             SourceError: the tar is compressed, truncated or damaged, or its samples need code that is not trusted.
@@ -184,63 +184,62 @@ class WebDatasetSource(Source):
         return self._index().end
 
     def chunks(self) -> list[tuple[int, int]]:
-        """Our share in byte ranges of about as many keys each."""
+        """Divide `share` into byte ranges with about the same number of keys."""
         first, last, total = self.share
-        begin, end = (self.extent() * edge // total for edge in (first, last))
+        low, high = (self.extent() * edge // total for edge in (first, last))
         starts = self._index().starts
-        starts = starts[(starts > begin) & (starts < end)]
+        # Edges are offsets of keys, so that chunks have similar numbers of records however large images are.
+        starts = starts[(starts > low) & (starts < high)]
         step = min(max(len(starts) // 64, _KEYS_IN_A_CHUNK[0]), _KEYS_IN_A_CHUNK[1])
-        edges = [begin, *starts[step - 1 :: step].tolist(), end]
+        edges = [low, *starts[step - 1 :: step].tolist(), high]
         return [(start, stop) for start, stop in itertools.pairwise(edges) if start < stop]
 
     def scan(self, start: int, stop: int) -> Iterator[SourceRecord]:
-        """Records whose address is in bytes [start, stop)."""
+        """Read the records with addresses in [start, stop)."""
         index = self._index()
-        for number in range(index.number(start), len(index)):
-            begin, end = index.bounds(number)
-            if begin >= stop:
+        for position in range(index.find(start), len(index)):
+            first, last = index.bounds(position)
+            if first >= stop:
                 return
-            if end > start:
-                yield from (row for row in self._rows(begin, end) if start <= row.address < stop)
+            if last > start:
+                yield from (row for row in self._rows(first, last) if start <= row.address < stop)
 
     def read(self, address: int, size: int) -> SourceRecord:
-        """The record at an address."""
+        """Read the record at an address."""
         index = self._index()
-        begin, end = index.bounds(index.number(address))
-        for row in self._rows(begin, end):
+        first, last = index.bounds(index.find(address))
+        for row in self._rows(first, last):
             if row.address == address:
                 return row
         raise SourceError(f"{self.path} has no record at byte {address}; it changed while it was read")
 
     def row_numbers(self, addresses: Sequence[int]) -> list[int]:
-        """Counts the records up to the last address."""
+        """Count the records up to the last address."""
         start, stop = self.chunks()[0][0], max(addresses, default=0) + 1
-        return numbers_of(addresses, (row.address for row in self.scan(start, stop)))
+        return indices_of(addresses, (row.address for row in self.scan(start, stop)))
 
     def fingerprint(self) -> str:
-        """Digest of the tar, and of what says how its keys are read."""
+        """Digest of the tar and of the rules by which its keys are read."""
         return hashlib.sha256(f"{super().fingerprint()} {self.layout.digest()}".encode()).hexdigest()
 
     def _index(self) -> TarIndex:
         return tar_index(self.data, self._kept_index)
 
-    def _rows(self, begin: int, end: int) -> list[SourceRecord]:
-        """The records of one key."""
-        found = _decoded(self.data, begin, end, self.layout, is_repeated=self._index().is_repeated(begin))
-        size = min(end - begin, _LARGEST_SIZE)
+    def _rows(self, first: int, last: int) -> list[SourceRecord]:
+        """Read the records of a key."""
+        records = _decoded(self.data, first, last, self.layout, is_repeated=self._index().is_repeated(first))
+        size = min(last - first, _LARGEST_SIZE)
         return [
-            SourceRecord(begin + place, size, None, one)
-            if isinstance(one, Reject)
-            else SourceRecord(begin + place, size, one)
-            for place, one in enumerate(found)
+            SourceRecord(first + offset, size, None, record)
+            if isinstance(record, Reject)
+            else SourceRecord(first + offset, size, record)
+            for offset, record in enumerate(records)
         ]
 
     def _check_guess(self) -> None:
-        """Refuse a dataset that only its own code can read, when its first records cannot be read by their parts."""
-        from energon_packed.records import normalize
-
+        """Refuse a dataset that needs its own code, if its first records cannot be read by names of parts."""
         reject: Reject | None = None
-        for place, row in enumerate(self.scan(0, self.extent())):
+        for count, row in enumerate(self.scan(0, self.extent())):
             try:
                 if row.reject is not None:
                     raise RecordError.of(row.reject)
@@ -249,7 +248,8 @@ class WebDatasetSource(Source):
                 return
             except RecordError as error:
                 reject = reject or error.reject
-            if place >= 16:
+            # 16 records tolerate a few rejects, without reading the whole tar.
+            if count >= 16:
                 break
         if reject is not None:
             raise SourceError(
@@ -258,24 +258,26 @@ class WebDatasetSource(Source):
             )
 
 
-def _decoded(path: Path, begin: int, end: int, layout: Layout, *, is_repeated: bool) -> Sequence[Any]:
-    """What a key holds: records, Conversations, or the reason why it has none."""
-    key = (path, changed_at(path), begin, layout)
+def _decoded(path: Path, first: int, last: int, layout: Layout, *, is_repeated: bool) -> Sequence[Any]:
+    """Read a key: records, Conversations, or the reason why it has none."""
+    key = (path, changed_at(path), first, layout)
     if (kept := _PACKS.get(key)) is not None:
         return kept
-    with open_tar(path, begin, end) as tar:
+    with open_tar(path, first, last) as tar:
         group = KeyMembers(path, list(tar))
+    # The members of such a key may belong to different samples.
     if is_repeated:
-        detail = f"the key {group.key} is at byte {begin} and elsewhere in {path.name}; keys must be unique, and their"
+        detail = f"the key {group.key} is at byte {first} and elsewhere in {path.name}; keys must be unique, and their"
         return [Reject(Reason.MISSING_FIELD, f"{detail} parts adjacent")]
     try:
-        found = layout.records(group)
+        records = layout.records(group)
     except RecordError as error:
         return [error.reject]
     except RecursionError:
         return [Reject(Reason.BAD_JSON, f"{group.key}: its objects and lists are nested too deeply to be read")]
-    if found and isinstance(found[0], Conversation):
-        _PACKS[key] = found
+    if records and isinstance(records[0], Conversation):  # a pack: `read` asks for its other samples next
+        # The oldest pack is dropped first; readers move forward.
+        _PACKS[key] = records
         if len(_PACKS) > _KEPT_PACKS:
             _PACKS.popitem(last=False)
-    return found
+    return records

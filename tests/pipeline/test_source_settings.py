@@ -185,16 +185,16 @@ def test_what_decides_the_records_is_in_the_fingerprint(folder: Path, tokenizer_
     ("sources", "message"),
     [
         ({"path": "a"}, "sources is dict; it must be a list"),
-        ([3], r"sources\[0\] is 3; it must be a path or a mapping with a path"),
+        ([3], r"sources\[0\] must be a path or a mapping with a path, got 3"),
         ([{"weight": 2}], r"sources\[0\]: path must be given"),
         (["a", {"path": "b", "imageroot": ""}], r"s\[1\] \(b\): unknown setting 'imageroot'; .* image_root\?"),
         ([{"path": "flat.jsonl", "image_root": "none"}], FLAT + r"image_root none is not a folder"),
-        ([{"path": "flat.jsonl", "weight": 0}], FLAT + r"weight is 0; it must be above 0 and at most 1000"),
+        ([{"path": "flat.jsonl", "weight": 0}], FLAT + r"weight must be above 0 and at most 1000, got 0"),
         ([{"path": "flat.jsonl", "weight": float("nan")}], "weight is nan; it must be a number"),
         ([{"path": "flat.jsonl", "weight": "2"}], "weight is '2'; it must be a number"),
         ([{"path": "flat.jsonl", "map": "user=q"}], FLAT + r"map 'user=q' has no assistant"),
         ([{"path": "flat.jsonl", "adapter": "no.such:f"}], FLAT + r"adapter no.such:f: No module"),
-        ([{"path": []}], "path is .*; it must be a path or a list of paths"),
+        ([{"path": []}], "path must be a path or a list of paths, got"),
         ([{"path": "flat.jsonl", "label": "x"}], "unknown setting 'label'"),
         ([{"path": "s3://b/a.jsonl"}], r"sources\[0\] \(s3://b/a.jsonl\): s3://b/a.jsonl is remote"),
     ],
@@ -209,8 +209,8 @@ def test_wrong_settings_name_the_source(folder: Path, tokenizer_dir: Path, sourc
     [
         (["texts.tar", {"path": "none-*.jsonl"}], r"sources\[1\] \(none-\*.jsonl\): nothing matches none-\*.jsonl"),
         ([{"path": "flat.jsonl", "source_split": "val"}], FLAT + r"source_split is 'val', but .* no splits"),
-        (["texts.tar", {"path": "texts.tar", "weight": 3}], "texts.tar is named twice; .* with a weight in sources"),
-        ([{"path": ["texts.tar", "./texts.tar"]}], "texts.tar is named twice"),
+        (["texts.tar", {"path": "texts.tar", "weight": 3}], "texts.tar is listed twice, .* set its weight in sources"),
+        ([{"path": ["texts.tar", "./texts.tar"]}], "texts.tar is listed twice"),
     ],
 )  # fmt: skip
 def test_inputs_that_cannot_be_opened_name_the_source(

@@ -37,7 +37,7 @@ def part(**fields: Any) -> dict[str, Any]:
         ({**CHAT, "reasoning": "Hm."}, "unsupported_field", "into the assistant turn as reasoning_content"),
         ({**CHAT, "audio": 5}, "unsupported_field", "audio is not supported"),
         ({**CHAT, "video_url": "a"}, "unsupported_field", "the field video_url of the record"),
-        ({**CHAT, "pic": {"bytes": b"1"}}, "unsupported_media", "the field pic of the record holds a medium"),
+        ({**CHAT, "pic": {"bytes": b"1"}}, "unsupported_media", "pic of the record contains an image or video"),
         ({"text": "A", "tools": [1]}, "unsupported_field", "the field tools of the record"),
         ({**CHAT, "tools": [1]}, "missing_field", "an entry of tools is int; use a JSON schema"),
         ({**CHAT, "tools": [{"description": "d"}]}, "missing_field", "a tool of tools has no name"),
@@ -51,7 +51,7 @@ def part(**fields: Any) -> dict[str, Any]:
         (turn(weight="high"), "unsupported_field", "weight of a turn is 'high'"),
         (turn(weight=float("nan")), "unsupported_field", "weight of a turn is nan"),
         (turn(loss=0.3), "unsupported_field", "loss of a turn is 0.3; use true or false"),
-        (turn(mask=True), "unsupported_field", "write weight: 1 or weight: 0"),
+        (turn(mask=True), "unsupported_field", "Use weight: 1 or weight: 0"),
         (turn(weight=1, train=False), "unsupported_field", "weight and train, which differ"),
         (turn(train_detail=[{"train": False}]), "unsupported_field", "the field train_detail of a turn"),
         (turn(audio="a.wav"), "unsupported_field", "the field audio of a turn"),
@@ -64,7 +64,7 @@ def part(**fields: Any) -> dict[str, Any]:
         (turn(tool_calls=[{"name": "f", "result": 5}]), "unsupported_field", "the field result of a tool call"),
         (turn(tool_calls=[{"name": "f", "arguments": {"x": 1}, "parameters": {"x": 1}}]), "unsupported_field",
          "keep arguments"),
-        ({"problem": "a", "solution": "b", "generated_solution": "c"}, "unsupported_field", "differ; keep the one"),
+        ({"problem": "a", "solution": "b", "generated_solution": "c"}, "unsupported_field", "have different values"),
         ({"input_ids": [1, 2], "labels": [1, 2], "loss_mask": [0, 1]}, "unsupported_field", "have different targets"),
         ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "unsupported_field", "holds numbers other than 0 and 1"),
         ({"input_ids": [1, 2], "attention_mask": [1]}, "missing_field", "attention_mask has 1 entries for 2"),
@@ -77,7 +77,7 @@ def part(**fields: Any) -> dict[str, Any]:
         ({"question": "Q", "choices": ["a", "b"], "answer": 2}, "missing_field", "answer 2 is none of 2 choices"),
         ({"question": "Q", "choices": ["a"], "answer": 0, "options": ["b"]}, "unsupported_field", "the field options"),
         ({"question": "Q", "answer_idx": 1}, "unsupported_field", "the record has none"),
-        ({"question": "Q", "answer": "a", "response": "b"}, "unsupported_field", "answer and response differ"),
+        ({"question": "Q", "answer": "a", "response": "b"}, "unsupported_field", "have different values"),
         ({"prompt": "a", "completion": "b", "response": "c"}, "unsupported_field", "the field response of the record"),
         ({"texts": ["a", None], "images": ["b"]}, "image_count_mismatch", "texts has 2 entries and images 1"),
         ({"text_list": ["a"], "image_info": [{"matched_text_index": 1}]}, "missing_field", "use 0 to 0"),
@@ -86,7 +86,7 @@ def part(**fields: Any) -> dict[str, Any]:
         ({"query": "a", "response": "b", "history": ["c"]}, "missing_field", "not a pair of question and answer"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_honoured_is_rejected_by_name(record: Any, reason: str, detail: str) -> None:
+def test_unsupported_fields_are_rejected_by_name(record: Any, reason: str, detail: str) -> None:
     with pytest.raises(RecordError) as caught:
         normalize(record)
     assert (caught.value.reason.value, detail in caught.value.detail) == (reason, True), caught.value.detail
@@ -98,7 +98,7 @@ def test_other_fields_are_counted_by_name() -> None:
     assert normalize(record).unused_fields == ("license", "source", "url", "video_id")
 
 
-def test_every_shape_declares_the_fields_that_it_reads() -> None:
+def test_every_record_format_declares_the_fields_that_it_reads() -> None:
     assert all(shape.fields is not None for shape in RECORD_FORMATS)
 
 

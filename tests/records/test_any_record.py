@@ -59,7 +59,7 @@ def test_json_is_parsed_as_the_standard_library_does(value: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"id":1e400}', '{"n":' + "9" * 400 + "}", '{"n":12345678901234567890123' + "]" * 9])
-def test_what_no_number_can_hold_is_no_json(text: str) -> None:
+def test_numbers_out_of_range_are_not_json(text: str) -> None:
     with pytest.raises(orjson.JSONDecodeError):
         parse_json(text)
 

@@ -59,11 +59,11 @@ def test_lists_are_several_turns_and_null_is_no_value() -> None:
 @pytest.mark.parametrize(
     ("text", "detail"),
     [
-        ("user", "use the form user=question"),
-        ("user=q,bot=a", "unknown name 'bot' in `map`; use system, user, assistant"),
+        ("user", "must have the form user=question"),
+        ("user=q,bot=a", "unknown name 'bot' in `map`. Use system, user, assistant"),
         ("user=q", "has no assistant"),
-        ("user=q,assistant=q", "names something twice"),
-        (5, "`map` is 5"),
+        ("user=q,assistant=q", "repeats a name or a field"),
+        (5, "`map` must have the form .*, got 5"),
     ],
 )
 def test_a_wrong_map_is_an_error_of_the_options(text: Any, detail: str) -> None:
@@ -107,7 +107,11 @@ def test_an_adapter_makes_records_and_conversations(adapters: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "detail"),
-    [("nothing", "use the form package.module:function"), ("json:none", "no function none"), ("no.such:f", "no.such")],
+    [
+        ("nothing", "must have the form package.module:function"),
+        ("json:none", "no function none"),
+        ("no.such:f", "no.such"),
+    ],
 )
 def test_an_adapter_that_is_not_there(name: str, detail: str) -> None:
     with pytest.raises(ConfigError, match=detail):

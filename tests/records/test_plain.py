@@ -39,7 +39,7 @@ def outcome(record: Any) -> Any:
 
 @given(record=RECORD)
 @settings(max_examples=1500, deadline=None)
-def test_the_short_way_gives_what_the_long_way_gives(record: dict[str, Any]) -> None:
+def test_plain_records_equal_the_result_of_their_record_format(record: dict[str, Any]) -> None:
     short = outcome(record)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(normalize_module, "plain_conversation", lambda record, shape: None)
@@ -72,7 +72,7 @@ def test_the_short_way_is_taken() -> None:
         "assistant: Hello.",
     ],
 )
-def test_one_turn_that_is_not_plain_takes_the_long_way(turn: Any) -> None:
+def test_one_unusual_turn_leaves_the_record_to_its_format(turn: Any) -> None:
     record = {"messages": [{"role": "user", "content": "Hi"}, turn]}
     short = outcome(record)
     with pytest.MonkeyPatch.context() as patch:
@@ -80,9 +80,10 @@ def test_one_turn_that_is_not_plain_takes_the_long_way(turn: Any) -> None:
         assert outcome(record) == short
 
 
-def test_a_shape_of_your_own_comes_first() -> None:
+@pytest.mark.parametrize("base", [RecordFormat, type(RECORD_FORMATS[0])])
+def test_a_custom_record_format_precedes_the_built_in_formats(base: Any) -> None:
     @register_record_format
-    class Mine(RecordFormat):
+    class Mine(base):  # type: ignore[misc]
         key = "messages"
 
         def read(self, record: Any, media: Any) -> PartialConversation:

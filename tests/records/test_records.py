@@ -69,7 +69,7 @@ def turns(record: Any) -> list[tuple[str, str]]:
         ),
     ],
 )
-def test_shapes(record: Any, expected: list[tuple[str, str]]) -> None:
+def test_each_record_format_becomes_the_expected_turns(record: Any, expected: list[tuple[str, str]]) -> None:
     assert turns(record) == expected
 
 

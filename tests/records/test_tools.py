@@ -60,7 +60,7 @@ def test_arguments_have_one_name(call: dict[str, Any]) -> None:
     assert found == {"type": "function", "function": {"name": "add", "arguments": {"x": 2}}}
 
 
-def test_calls_in_turns_of_their_own_are_one_turn() -> None:
+def test_consecutive_turns_of_calls_become_one_turn() -> None:
     one, other = ({"role": "tool_call", "content": json.dumps({"name": name, "arguments": {}})} for name in "ab")
     turns = [{"role": "user", "content": "2?"}, one, other]
     messages = normalize({"messages": [*turns, {"role": "tool_response", "content": "2"}]}).messages

@@ -199,7 +199,7 @@ def test_a_table_that_ends_inside_quotes_is_refused(tmp_path: Path) -> None:
         open_sources([tmp_path / "a.csv"], work_dir=tmp_path / "work")
 
 
-def test_what_a_metadata_table_gets_wrong_costs_its_row(tmp_path: Path) -> None:
+def test_a_faulty_row_of_a_metadata_table_rejects_only_itself(tmp_path: Path) -> None:
     rows = ["file_names,image,text", '"[""a.png"",",,One.', '"[""a.png""]",b.png,Two.', '"[""a.png""]",,Three.']
     (tmp_path / "metadata.csv").write_text("\n".join(rows) + "\n")
     (source,) = open_sources([tmp_path / "metadata.csv"], work_dir=tmp_path / "work")

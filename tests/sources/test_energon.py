@@ -46,7 +46,7 @@ def said(path: Path, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["CaptioningSample", "VQASample"])
-def test_what_energon_prepare_made_packs(tmp_path: Path, tokenizer_dir: Path, kind: str) -> None:
+def test_datasets_of_energon_prepare_are_packed(tmp_path: Path, tokenizer_dir: Path, kind: str) -> None:
     for shard in range(4):
         members: list[tuple[str, Any]] = []
         for number in range(5):
@@ -201,7 +201,9 @@ def test_a_sample_loader_is_refused_unless_it_is_trusted(
     import __main__
 
     folder = with_loader(tmp_path / "d", [*asked(0), *asked(1)], LOADER)
-    with pytest.raises(SourceError, match=r"sample_loader.py makes the samples .* set `trust_sample_loader` to"):
+    with pytest.raises(
+        SourceError, match=r"sample_loader.py defines how this dataset is read, .* Set `trust_sample_loader` to"
+    ):
         read(folder)
     assert not hasattr(__main__, "loader_was_run")
     found = read(folder, trust_sample_loader=True)
@@ -284,7 +286,7 @@ def test_a_sample_that_the_loader_cannot_make_is_a_reject(tmp_path: Path, body: 
     assert detail in row.reject.detail
 
 
-def test_a_sample_loader_of_energon_prepare_gives_what_energon_gives(tmp_path: Path) -> None:
+def test_a_sample_loader_of_energon_prepare_returns_the_samples_of_energon(tmp_path: Path) -> None:
     """The dataset of Energon's own command, its template filled in, and its own loader beside ours."""
     for shard in range(2):
         members = [m for n in (0, 1) for m in asked(2 * shard + n) if not m[0].endswith("mp4")]
@@ -392,7 +394,7 @@ def test_packs_of_another_packer_need_no_code(tmp_path: Path) -> None:
     assert said(folder) == [["<image>What?", "It."]]
 
 
-def test_an_unknown_class_is_read_by_its_parts_where_they_say_what_they_are(
+def test_an_unknown_class_is_read_by_its_parts_if_their_names_are_known(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, members in {

@@ -46,7 +46,7 @@ def test_a_folder_with_splits(tmp_path: Path) -> None:
         _write(tmp_path / "d" / "data" / f"{name}.parquet", number)
     assert numbers(tmp_path / "d", tmp_path, split="train") == [1, 2]
     assert numbers(tmp_path / "d", tmp_path, split="val") == [3]
-    with pytest.raises(SourceError, match="holds the splits train, validation; set `source_split` to one of them"):
+    with pytest.raises(SourceError, match="has the splits train, validation; set `source_split` to one of them"):
         numbers(tmp_path / "d", tmp_path)
     with pytest.raises(SourceError, match="has no split 'test'; set `source_split` to one of: train, validation"):
         numbers(tmp_path / "d", tmp_path, split="test")
@@ -56,9 +56,9 @@ def test_a_dataset_dict(tmp_path: Path) -> None:
     parts = {"train": datasets.Dataset.from_list([{"n": 1}]), "test": datasets.Dataset.from_list([{"n": 2}])}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
     assert numbers(tmp_path / "d", tmp_path, split="test") == [2]
-    with pytest.raises(SourceError, match="holds the splits train, test; set `source_split` to one of them"):
+    with pytest.raises(SourceError, match="has the splits train, test; set `source_split` to one of them"):
         numbers(tmp_path / "d", tmp_path)
-    with pytest.raises(SourceError, match="has no split 'val'; it holds train, test; set"):
+    with pytest.raises(SourceError, match="has no split 'val'; it has train, test; set"):
         numbers(tmp_path / "d", tmp_path, split="val")
 
 
@@ -100,7 +100,7 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     datasets.load_dataset("json", data_files=files, cache_dir=str(cache))  # what the cache of a Hub name looks like
     (cache / "json").rename(cache / "org___data")
     assert numbers("org/data", tmp_path, split="test") == [2]
-    with pytest.raises(SourceError, match="holds the splits test, train; set `source_split`"):
+    with pytest.raises(SourceError, match="has the splits test, train; set `source_split`"):
         numbers("org/data", tmp_path)
     snapshot = tmp_path / "home" / "hub" / "datasets--org--other" / "snapshots" / "0123abc"
     _write(snapshot / "data" / "train-00000-of-00001.parquet", 7)
@@ -119,11 +119,11 @@ def test_folders_that_cannot_be_told(tmp_path: Path, caplog: pytest.LogCaptureFi
     with pytest.raises(SourceError, match=r"without a Hugging Face state\.json, an Energon \.nv-meta, or files of"):
         open_sources([tmp_path], work_dir=tmp_path)
     _write(tmp_path / "a.jsonl", 1)
-    for given, message in {"a.jsonl": "no input has splits; leave it out", ".": "no file name says train"}.items():
+    for given, message in {"a.jsonl": "no input has splits. Remove it", ".": "no file name contains train"}.items():
         with pytest.raises(SourceError, match=message):
             open_sources([tmp_path / given], work_dir=tmp_path, split="train")
     _write(tmp_path / "a.csv", 1)
-    with caplog.at_level(logging.WARNING), pytest.raises(SourceError, match=r"holds \.jsonl and \.csv files; pass"):
+    with caplog.at_level(logging.WARNING), pytest.raises(SourceError, match=r"contains \.jsonl and \.csv files. Pass"):
         open_sources([tmp_path], work_dir=tmp_path)
 
 
@@ -148,7 +148,7 @@ def test_a_folder_of_images_and_other_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}\n')
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(SourceError, match=r"holds images/metadata.jsonl, which describes images, and .jsonl files"):
+    with pytest.raises(SourceError, match=r"contains images/metadata.jsonl, which describes images, and .jsonl files"):
         open_sources([tmp_path], work_dir=tmp_path / "work")
 
 

@@ -29,14 +29,14 @@ def records(path: Path) -> list[Any]:
     ("name", "lines", "message"),
     [
         ("a.tsv", ["id\ttext", *(f'{n}\t"Well," she said {n}.' for n in range(9))],
-         "begins at line 2: text follows the closing quote"),
+         "in the row at line 2: text follows the closing quote"),
         ("a.tsv", ["text", "one", '"two', "three", '"four" and more', "five"],
-         "begins at line 3: text follows the closing quote"),
-        ("a.csv", ["text", "one", '"two', "three"], "begins at line 3: the file ends inside a quoted cell"),
-        ("a.csv", ["text", '"a ""good"" one"', '"two\nlines"', '"x"y'], "begins at line 5: text follows"),
+         "in the row at line 3: text follows the closing quote"),
+        ("a.csv", ["text", "one", '"two', "three"], "in the row at line 3: the file ends inside a quoted cell"),
+        ("a.csv", ["text", '"a ""good"" one"', '"two\nlines"', '"x"y'], "in the row at line 5: text follows"),
     ],
 )  # fmt: skip
-def test_a_stray_quote_takes_no_rows_with_it(tmp_path: Path, name: str, lines: list[str], message: str) -> None:
+def test_a_stray_quote_is_refused(tmp_path: Path, name: str, lines: list[str], message: str) -> None:
     (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
     with pytest.raises(SourceError, match=f"{name} cannot be read as CSV.*{message}"):
         records(tmp_path / name)
@@ -99,7 +99,9 @@ def test_a_file_that_needs_a_larger_window_is_told_from_a_damaged_one(tmp_path: 
         ("a.json", LINES.decode().replace("\n", "\r"), r"the lines of .*a\.json end in CR alone"),
     ],
 )  # fmt: skip
-def test_what_would_be_one_record_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_files_that_would_become_a_single_record_are_refused(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
     (tmp_path / name).write_text(content, newline="")
     with pytest.raises(SourceError, match=message):
         records(tmp_path / name)
@@ -111,7 +113,7 @@ def test_one_record_of_a_list_is_a_record(tmp_path: Path) -> None:
     assert records(tmp_path / "a.json") == lines
 
 
-def test_a_folder_tells_what_it_leaves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_data_files_of_a_folder_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a.jsonl", "b.ndjson.zst"):
         content = zstandard.ZstdCompressor().compress(LINES) if name.endswith("zst") else LINES
         (tmp_path / name).write_bytes(content)
@@ -148,9 +150,9 @@ def test_a_header_of_the_whole_tar_may_stand_between_members(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("state.json", {"_data_files": [{"filename": "\ud800.arrow"}]}, "is not that of a Hugging Face dataset"),
+        ("state.json", {"_data_files": [{"filename": "\ud800.arrow"}]}, "is not a file of a Hugging Face dataset"),
         ("state.json", {"_data_files": []}, r"state\.json lists no data files"),
-        ("dataset_dict.json", {"splits": "train"}, "is not that of a Hugging Face dataset: .* not a list"),
+        ("dataset_dict.json", {"splits": "train"}, "is not a file of a Hugging Face dataset: .* not a list"),
     ],
 )
 def test_folders_of_hugging_face_that_name_nothing(tmp_path: Path, name: str, value: object, message: str) -> None:

@@ -157,19 +157,19 @@ def test_broken_files_are_named_in_one_line(tmp_path: Path, name: str, content: 
     assert name in str(caught.value)
 
 
-def test_what_cannot_be_an_input(tmp_path: Path) -> None:
+def test_invalid_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
-    with pytest.raises(SourceError, match="named twice"):
+    with pytest.raises(SourceError, match="listed twice"):
         open_sources([tmp_path / "a.jsonl", str(tmp_path / "*.jsonl")], work_dir=tmp_path)
     with pytest.raises(SourceError, match="nothing matches"):
         open_sources([str(tmp_path / "*.parquet")], work_dir=tmp_path)
     with pytest.raises(SourceError, match="no input file"):
         open_sources([], work_dir=tmp_path)
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(SourceError, match=r"state.json is not that of a Hugging Face dataset"):
+    with pytest.raises(SourceError, match=r"state.json is not a file of a Hugging Face dataset"):
         open_sources([tmp_path], work_dir=tmp_path)
     datasets.DatasetDict({"train": datasets.Dataset.from_list(RECORDS[:3])}).save_to_disk(str(tmp_path / "dict"))
-    with pytest.raises(SourceError, match="holds the splits train; set `source_split` to one of them"):
+    with pytest.raises(SourceError, match="has the splits train; set `source_split` to one of them"):
         open_sources([tmp_path / "dict"], work_dir=tmp_path)
 
 
@@ -207,7 +207,7 @@ def test_batches_that_cannot_be_joined_are_read_in_smaller_ones() -> None:
     assert pa.Table.from_batches(batches)["x"].to_pylist() == list(range(100))
 
 
-def test_objects_of_a_table_have_only_their_own_keys(tmp_path: Path) -> None:
+def test_objects_of_a_table_lose_the_null_keys_of_other_rows(tmp_path: Path) -> None:
     """A column has the keys of all rows; those that a call does not have must not be trained on as null."""
     calls = [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "add", "arguments": {"x": 1, "y": None}}]
     records = [

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "txt before the image": ({"caption": "A cat.\n", "png": 2}, {"images": [2], **CAPTION}),
     "upper case": ({"JPG": 1, "txt": "A cat."}, {"images": [1], **CAPTION}),
     "json with a caption": ({"webp": 3, "json": {"caption": "A cat."}}, {"images": [3], **CAPTION}),
+    "json with any field": ({"webp": 3, "json": {"caption": "A cat.", "group": 1}}, {"images": [3], **CAPTION}),
     "json with a text": ({"jpg": 1, "json": {"text": "A cat."}}, {"images": [1], **CAPTION}),
     "img2dataset": ({"jpg": 1, "json": LAION}, {"images": [1], **CAPTION}),
     "txt wins": ({"jpg": 1, "json": LAION, "txt": "A dog."}, {"images": [1], "captions": ["A dog."]}),
@@ -187,7 +188,7 @@ def test_broken_tars_are_named(tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
     shutil.copy(tmp_path / "compressed.tar", tmp_path / "a.tar.gz")
-    with pytest.raises(SourceError, match="compressed tar, which cannot be read by offsets; decompress it"):
+    with pytest.raises(SourceError, match="compressed tar, which cannot be read by offsets. Decompress it"):
         open_sources([tmp_path / "a.tar.gz"], work_dir=tmp_path)
 
 

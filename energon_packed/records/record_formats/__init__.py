@@ -1,4 +1,4 @@
-"""Record shapes, tried in this order; the first that matches reads the record.
+"""Record formats: a raw record in, a PartialConversation out, made by the first format that matches, in this order.
 
     messages           {"messages": [{"role", "content": "... <image> ..." or typed parts}], "images": [...]}
     sharegpt           {"conversations" or "conversation": [{"from", "value"}], "images": [...]}
@@ -17,7 +17,7 @@
     transcript         {"system", "chat": "USER: ... ASSISTANT: ..."}                                 Glaive
     document           {"text" or "content": "..."}                            every token supervised
 
-A new shape is one subclass of `RecordFormat` with `@register_record_format`.
+To add a record format, write a subclass of `RecordFormat` with `@register_record_format`.
 """
 
 import re
@@ -38,10 +38,12 @@ from energon_packed.records.record_formats.question_answer import (
     QuestionAnswer,
 )
 
+# Names of string fields that are metadata, so that the suggested `map` does not contain them.
 _NO_TEXT = re.compile(
     r"(?:.*_)?(?:id|key|name|url|path|file|hash|state|status|source|type|kind|lang|language|category|domain|date|model|"
     r"timestamp|license|split|version)"
 )
+# The order decides records that match several formats: explicit turns come first, a plain document last.
 RECORD_FORMATS: list[RecordFormat] = [
     Messages(),
     ShareGPT(),
@@ -65,21 +67,22 @@ RECORD_FORMATS: list[RecordFormat] = [
 ]
 
 
-def register_record_format(shape: type[RecordFormat]) -> type[RecordFormat]:
-    """Add a shape of your own (a class decorator); it is tried before the built-in ones."""
-    RECORD_FORMATS.insert(0, shape())
-    return shape
+def register_record_format(record_format: type[RecordFormat]) -> type[RecordFormat]:
+    """Class decorator that registers a custom record format; it is tried before the built-in formats."""
+    RECORD_FORMATS.insert(0, record_format())
+    return record_format
 
 
-def shape_of(record: Record) -> RecordFormat:
-    """The first shape that matches.
+def find_record_format(record: Record) -> RecordFormat:
+    """Find the first record format that matches.
 
     Raises:
-        RecordError: `missing_field`, none does.
+        RecordError: `missing_field` if no format matches.
     """
-    for shape in RECORD_FORMATS:
-        if shape.matches(record):
-            return shape
+    for record_format in RECORD_FORMATS:
+        if record_format.matches(record):
+            return record_format
+    # Before the general message, since preference data has its own remedy.
     check_preference(record)
     names = key_names(record)
     raise RecordError(
@@ -89,17 +92,19 @@ def shape_of(record: Record) -> RecordFormat:
 
 
 def _hint(record: Record) -> str:
-    """What the record may be: records in a list, or texts that a `map` can name."""
+    """Suggest a remedy: a list of records in the record, or fields that a `map` can name."""
     lists = [
         name for name, value in record.items() if isinstance(value, list) and value and isinstance(value[0], OBJECT)
     ]
     if lists:
         return f"; if {' or '.join(lists)} is the list of records, write it alone to a file"
-    texts = {name: value for name, value in record.items() if isinstance(value, str) and not _NO_TEXT.fullmatch(name)}
-    images = [name for name, value in texts.items() if value.lower().endswith(IMAGE_FILES)]
-    turns = [name for name in texts if name not in images]
+    strings = {
+        name: value for name, value in record.items() if isinstance(value, str) and not _NO_TEXT.fullmatch(name)
+    }
+    images = [name for name, value in strings.items() if value.lower().endswith(IMAGE_FILES)]
+    turns = [name for name in strings if name not in images]
     image = f",image={images[0]}" if images else ""
     return f"; try `map=user={turns[0]},assistant={turns[1]}{image}`" if len(turns) > 1 else ""
 
 
-__all__ = ["RECORD_FORMATS", "PartialConversation", "RecordFormat", "register_record_format", "shape_of"]
+__all__ = ["RECORD_FORMATS", "PartialConversation", "RecordFormat", "find_record_format", "register_record_format"]

@@ -1,4 +1,4 @@
-"""Shape: one way in which records say what a conversation is. Two methods: `matches` and `read`."""
+"""RecordFormat, the base class of the record formats, and PartialConversation, the output of its `read`."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from energon_packed.records.media_fields import Media
 
 @dataclass(slots=True)
 class PartialConversation:
-    """What a shape reads: exactly one of `messages`, `text` and `input_ids`.
+    """Output of a record format: exactly one of `messages`, `text` and `input_ids` is set.
 
     Attributes:
         messages: turns in order; a system field of the record is added later.
@@ -29,17 +29,17 @@ class PartialConversation:
 
 
 class RecordFormat(ABC):
-    """Reads records of one shape.
+    """Base class of the record formats: implement `read`, and `matches` if `key` alone does not identify the format.
 
     Attributes:
-        key: the field that identifies the shape; also its name in messages.
-        fields: fields of the record that are read, those of every shape included; others are counted as unused, or
-            rejected where ignoring them would change training. None, where a shape does not say: nothing is counted.
-        instruction_is_system: `instruction` is a system prompt beside this shape.
-        images_first: images stand before the first user turn where no placeholder places them. Elsewhere they do too,
+        key: the field that identifies the format; also its name in messages.
+        fields: fields of the record that are read, including the fields of every format. Other fields are counted as
+            unused, or reject the record if ignoring them would change training. None: no field is counted or rejected.
+        instruction_is_system: `instruction` is a system prompt in this format.
+        images_first: images without placeholders belong before the first user turn. If false, they are put there too,
             but the conversation gets a note.
-        reads_images: the shape reads `images` and `image` itself.
-        reads_system: the shape reads `system` itself.
+        reads_images: the format reads `images` and `image` itself.
+        reads_system: the format reads `system` itself.
     """
 
     key: ClassVar[str]
@@ -50,16 +50,16 @@ class RecordFormat(ABC):
     reads_system: ClassVar[bool] = False
 
     def matches(self, record: Record) -> bool:
-        """Whether the record has this shape: by default, whether `key` has a value."""
+        """Whether the record has this format: by default, whether `key` has a value."""
         return record.get(self.key) is not None
 
     @abstractmethod
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """Turns, text or tokens of a record.
+        """Read the turns, text or tokens of a record.
 
         Args:
             record: a mapping that `matches`.
-            media: images and videos of its fields; images of content parts are added to it.
+            media: images and videos of the fields of the record; add images of content parts to it.
 
         Raises:
             RecordError: the record cannot be used.

@@ -1,21 +1,14 @@
-"""One image with its text: Hugging Face image folders, LAION and what follows them.
+"""Images with captions, prompts or question pairs in; alternating user and assistant turns out.
 
-    {"image": "a.jpg", "caption": "..."}     also with `prompt` or `question` for the user's turn
-    {"image": "a.jpg", "text": "..."}        unless the text has its own `<image>`: then it is a document
+    Caption      {"image": "a.jpg", "caption": "..."}     also with `prompt` or `question` for the user turn
+    ImageText    {"image": "a.jpg", "text": "..."}        unless the text contains `<image>`: then it is a document
+    Captions     {"images": [...], "prompts": [...], "captions": [...]}    flat, or as lists of lists
+    TextsImages  {"images": [...], "texts": [{"user": "...", "assistant": "...", "source": "..."}]}
 
-Without a prompt the user's turn is the image alone. Of several captions (COCO, Flickr30k) the first is the target; the
-conversation gets a note.
-
-Prompts and captions: `{"images": [...], "prompts": [...], "captions": [...]}`, flat or as lists of lists.
-
-Without any placeholder, images stand before the first prompt; a list of one image list per prompt puts each before its
-own. This is the input of LLaVA-OneVision-2's offline packer.
-
-Question and answer pairs about the images of a record: the Cauldron, Docmatix, FineVision.
-
-    {"images": [...], "texts": [{"user": "...", "assistant": "...", "source": "..."}]}
-
-Images stand before the first user turn unless a text places them with `<image>`.
+Caption and ImageText are Hugging Face image folders, LAION and similar datasets. Without a prompt the user turn is the
+image alone. If there are several captions (COCO, Flickr30k), the first is the target and the conversation gets a note.
+Captions is the input of LLaVA-OneVision-2's offline packer: without placeholders, images precede the first prompt, or
+each prompt if `images` is a list of lists. TextsImages is the format of the Cauldron, Docmatix and FineVision.
 """
 
 from typing import ClassVar
@@ -50,20 +43,22 @@ class Captions(RecordFormat):
     images_first: ClassVar[bool] = True
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """User and assistant turns."""
+        """Read user and assistant turns."""
         captions = [read_text(item, "a caption") for item in flatten(record["captions"])]
-        given = record.get("prompts")
-        if given is None and is_given(record.get("prompt")):
+        value = record.get("prompts")
+        if value is None and is_given(record.get("prompt")):
+            # Rejected instead of guessed: without the prompts the captions would be trained with the wrong questions.
             raise unsupported("prompt", remedy="beside captions it is likely meant as prompts; rename it")
-        prompts = [read_text(item, "a prompt") for item in flatten(given)] if given is not None else []
+        prompts = [read_text(item, "a prompt") for item in flatten(value)] if value is not None else []
         if not captions:
             raise RecordError(Reason.EMPTY, "captions is an empty list")
-        prompts = prompts or [""] * len(captions)
+        prompts = prompts or [""] * len(captions)  # a caption without a prompt: the user turn is the image alone
         if len(prompts) != len(captions):
             raise RecordError(
                 Reason.MISSING_FIELD,
                 f"{len(prompts)} prompts for {len(captions)} captions; one prompt per caption is needed",
             )
+        # Placeholders are added here, not by `place_media`: only this format can assign images to several prompts.
         if not any(IMAGE_PLACEHOLDER in text for text in (*prompts, *captions)):
             for turn, count in enumerate(_images_by_turn(media, len(prompts))):
                 prompts[turn] = IMAGE_PLACEHOLDER * count + prompts[turn]
@@ -76,7 +71,7 @@ class Captions(RecordFormat):
 
 
 def _images_by_turn(media: Media, turns: int) -> list[int]:
-    """Images before each prompt: all before the first, or as a list of lists assigns them."""
+    """Number of images before each prompt: all before the first, or the lengths of a list of lists."""
     if media.per_turn is None:
         return [len(media.images)]
     if len(media.per_turn) != turns:
@@ -89,19 +84,19 @@ def _images_by_turn(media: Media, turns: int) -> list[int]:
 
 
 class TextsImages(RecordFormat):
-    """A list of objects with `user` and `assistant`."""
+    """Question and answer pairs: a list of objects with `user` and `assistant`."""
 
     key = "texts"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"texts"}
     images_first: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
-        """Whether `texts` is a list of objects."""
-        texts = record.get(self.key)
-        return isinstance(texts, list | tuple) and bool(texts) and isinstance(texts[0], OBJECT)
+        """Whether `pairs` is a list of objects."""
+        pairs = record.get(self.key)
+        return isinstance(pairs, list | tuple) and bool(pairs) and isinstance(pairs[0], OBJECT)
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """User and assistant turns."""
+        """Read user and assistant turns."""
         messages = []
         for pair in read_objects(record[self.key], self.key):
             media.unused_fields.update(unused_fields(pair, _PAIR, "an entry of texts"))
@@ -112,15 +107,16 @@ class TextsImages(RecordFormat):
 
 
 class Caption(RecordFormat):
-    """`caption`."""
+    """An image and its caption."""
 
     key = "caption"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"caption", *_PROMPTS}
     images_first: ClassVar[bool] = True
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """A user turn for the image and an assistant turn with the caption."""
+        """Read a user turn with the image and an assistant turn with the caption."""
         caption = record[self.key]
+        # Training on all captions would repeat the image; joined captions are not a caption.
         if isinstance(caption, list | tuple) and caption:
             if len(caption) > 1:
                 media.notes.append(SEVERAL_CAPTIONS)
@@ -133,7 +129,7 @@ class Caption(RecordFormat):
 
 
 class ImageText(RecordFormat):
-    """`text` beside images that it does not place."""
+    """Images and a text without placeholders."""
 
     key = "image"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"text"}
@@ -146,5 +142,5 @@ class ImageText(RecordFormat):
         return has_images and isinstance(text, str) and IMAGE_PLACEHOLDER not in text and "<video>" not in text
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """A user turn for the images and an assistant turn with the text."""
+        """Read a user turn with the images and an assistant turn with the text."""
         return PartialConversation(messages=[Message("user", ""), Message("assistant", record["text"])])

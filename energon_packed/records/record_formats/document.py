@@ -1,25 +1,18 @@
-"""A plain document: every token is supervised.
+"""Records without turns in; a fully supervised text with `<image>` placeholders, or token ids with labels, out.
 
-    C4, FineWeb, RedPajama, The Pile, Wikipedia    {"text": "..."}
-    The Stack, StarCoder                           {"content": "..."}
-    RedPajama-V2                                   {"raw_content": "..."}
+    Document         {"text": "..."}                         C4, FineWeb, RedPajama, The Pile, Wikipedia
+                     {"content": "..."}                      The Stack, StarCoder
+                     {"raw_content": "..."}                  RedPajama-V2
+    Interleaved      {"texts": ["...", None, "..."],         OBELICS, MINT-1T: a text or an image at each position
+                      "images": [None, "a.jpg", None]}
+    SentencesImages  {"text_list": ["..."], "image_info": [{"image_name", "matched_text_index", ...}]}    mmc4
+    Tokens           {"input_ids": [...], "labels": [...]}   or a mask of 0 and 1 instead of labels
 
-A row of OpenAssistant has a `text` and a `role`: it is one message of a tree, not a document.
+Interleaved documents are joined with line breaks. In mmc4, sentences are joined with a space, and each image precedes
+the sentence that it matches, as in OpenFlamingo. `image_name` is a path that starts from the image root.
 
-Documents with images between their texts; every text token is supervised.
-
-    OBELICS, MINT-1T  {"texts": ["...", None, "..."], "images": [None, "a.jpg", None]}    one of the two at each place
-    mmc4              {"text_list": ["..."], "image_info": [{"image_name", "matched_text_index", ...}]}
-
-OBELICS: texts and images are joined with a line break. mmc4: sentences are joined with a space, and each image stands
-before the sentence that it matches, as OpenFlamingo reads it. `image_name` is a path from the image root.
-
-Already tokenized: `{"input_ids": [...], "labels": [...]}`, or a mask of 0 and 1 in place of labels.
-
-    loss_mask        Megatron-LM            completion_mask  TRL
-    assistant_masks  Transformers' `apply_chat_template(return_assistant_tokens_mask=True)`; also `assistant_mask`
-
-`attention_mask` may leave out padding, which is removed.
+Masks of Tokens: `loss_mask` (Megatron-LM), `completion_mask` (TRL), and `assistant_masks` or `assistant_mask`
+(Transformers' `apply_chat_template(return_assistant_tokens_mask=True)`). Padding (0 in `attention_mask`) is removed.
 """
 
 from typing import Any, ClassVar
@@ -48,20 +41,45 @@ _INFO = frozenset(("image_name", "image", "matched_text_index"))
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask")
 
 
+class Document(RecordFormat):
+    """Plain text."""
+
+    key = "text"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | set(_FIELDS)
+
+    def matches(self, record: Record) -> bool:
+        """Whether one of the fields has a value."""
+        return any(record.get(name) is not None for name in _FIELDS)
+
+    def read(self, record: Record, media: Media) -> PartialConversation:
+        """Read the text."""
+        # A row of OpenAssistant is a single message of a tree, not a document.
+        if is_given(record.get("role")) or is_given(record.get("parent_id")):
+            raise RecordError(
+                Reason.MISSING_FIELD,
+                "the record is one message, with a text and a role, not a conversation; join the messages of each "
+                "conversation, from the first to the last, as messages",
+            )
+        text = one_text(record, _FIELDS)
+        if text is None or not text.strip():
+            raise RecordError(Reason.EMPTY, "text is empty")
+        return PartialConversation(text=text)
+
+
 class Interleaved(RecordFormat):
-    """Two lists, `texts` and `images`, with a value in one of them at each place."""
+    """Documents as two lists of equal length, `texts` and `images`, with a value in one of them at each position."""
 
     key = "texts"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"texts"}
     reads_images: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
-        """Whether `texts` is a list of texts."""
+        """Whether the value is a list of strings and nulls."""
         texts = record.get(self.key)
         return isinstance(texts, list | tuple) and all(text is None or isinstance(text, str) for text in texts)
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """The document."""
+        """Read the document."""
         texts, images = record[self.key], record.get("images")
         images = images if is_given(images) else [None] * len(texts)
         if not isinstance(images, list | tuple) or len(images) != len(texts):
@@ -83,22 +101,23 @@ class Interleaved(RecordFormat):
 
 
 class SentencesImages(RecordFormat):
-    """Sentences, and images that match one each."""
+    """Documents as a list of sentences and a list of images, each with the index of a sentence."""
 
     key = "text_list"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"text_list", "image_info"}
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """The document."""
+        """Read the document."""
         sentences = read_list(record[self.key], self.key)
         pieces = [[read_text(sentence, "a sentence of text_list")] for sentence in sentences]
-        add_location = []
+        placed = []
         for info in read_objects(record["image_info"], "image_info") if is_given(record.get("image_info")) else []:
             media.unused_fields.update(unused_fields(info, _INFO, "image_info"))
-            add_location.append((_index(info.get("matched_text_index"), len(sentences)), info))
-        for index, info in sorted(add_location, key=lambda pair: pair[0]):
+            placed.append((_index(info.get("matched_text_index"), len(sentences)), info))
+        # A stable sort: images of the same sentence stay in the order of the record.
+        for index, info in sorted(placed, key=lambda pair: pair[0]):
             media.add_inline(info.get("image") or info.get("image_name"))
-            pieces[index].insert(-1, IMAGE_PLACEHOLDER)
+            pieces[index].insert(-1, IMAGE_PLACEHOLDER)  # before the sentence, after earlier images of it
         return _document(" ".join([piece for inner in pieces for piece in inner]), self.key)
 
 
@@ -112,49 +131,27 @@ def _index(value: Any, sentences: int) -> int:
 
 
 def _document(text: str, key: str) -> PartialConversation:
+    # A document of images alone has no token to train on.
     if not text.replace(IMAGE_PLACEHOLDER, "").strip():
         raise RecordError(Reason.EMPTY, f"{key} holds no text")
     return PartialConversation(text=text)
 
 
-class Document(RecordFormat):
-    """Text without turns."""
-
-    key = "text"
-    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | set(_FIELDS)
-
-    def matches(self, record: Record) -> bool:
-        """Whether one of the fields has a value."""
-        return any(record.get(name) is not None for name in _FIELDS)
-
-    def read(self, record: Record, media: Media) -> PartialConversation:
-        """The text."""
-        if is_given(record.get("role")) or is_given(record.get("parent_id")):
-            raise RecordError(
-                Reason.MISSING_FIELD,
-                "the record is one message, with a text and a role, not a conversation; join the messages of each "
-                "conversation, from the first to the last, as messages",
-            )
-        text = one_text(record, _FIELDS)
-        if text is None or not text.strip():
-            raise RecordError(Reason.EMPTY, "text is empty")
-        return PartialConversation(text=text)
-
-
 class Tokens(RecordFormat):
-    """Token ids with labels; without either, every token is supervised."""
+    """Token ids with labels or masks; without both, every token is supervised."""
 
     key = "input_ids"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"input_ids", "labels", "attention_mask", *_MASKS}
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """Ids and labels, int64 (L,)."""
+        """Read ids and labels, int64 (L,)."""
         ids = read_tokens(record["input_ids"], "input_ids")
         targets = {name: _flags(record, name, len(ids)) for name in _MASKS if is_given(record.get(name))}
         labels = ids
         if record.get("labels") is not None:
             labels = read_tokens(record["labels"], "labels")
             targets["labels"] = labels != -100
+        # All masks and labels must agree, so it does not matter which of them is used.
         names = list(targets)
         for name in names[1:]:
             if not np.array_equal(targets[name], targets[names[0]]):
@@ -166,13 +163,13 @@ class Tokens(RecordFormat):
             labels = np.where(targets[names[0]], labels, -100)
         if is_given(record.get("attention_mask")):
             kept = _flags(record, "attention_mask", len(ids))
-            if len(labels) == len(ids):
+            if len(labels) == len(ids):  # `Conversation` rejects other lengths, with both of them in the message
                 ids, labels = ids[kept], labels[kept]
         return PartialConversation(input_ids=ids, labels=labels.copy())
 
 
 def _flags(record: Record, name: str, size: int) -> npt.NDArray[np.bool_]:
-    """A mask of 0 and 1, bool (L,)."""
+    """Read a mask of 0 and 1 as bool (L,)."""
     flags = read_tokens(record[name], name)
     if len(flags) != size:
         raise RecordError(Reason.MISSING_FIELD, f"{name} has {len(flags)} entries for {size} input_ids")

@@ -1,28 +1,21 @@
-"""OpenAI-style chat: `{"messages": [{"role": "user", "content": "..."}, ...]}`; content is text or typed parts.
+"""Records with a list of turns (or a transcript) in; Messages out.
 
-A record that is a bare list of messages is read as this shape. The list may be JSON text (Orca AgentInstruct, tables).
+    Messages     {"messages": [{"role": "user", "content": "..."}, ...]}                    OpenAI
+    ShareGPT     {"conversations": [{"from": "human", "value": "..."}, ...]}                also `conversation`
+    Contents     {"contents": [{"role": "user", "parts": [{"text"}, {"inline_data"}]}]}     Gemini
+    Alternating  {"data": ["question", "answer", ...]}                                      UltraChat
+    Transcript   {"system": "SYSTEM: ...", "chat": "USER: ... ASSISTANT: ... <|endoftext|> FUNCTION RESPONSE: ..."}
 
-Alternating texts: `{"id": "0", "data": ["question", "answer", ...]}`, as UltraChat was first published.
+The list of Messages and ShareGPT may be JSON text (Orca AgentInstruct, tables), and both spellings of turns are valid
+in both. A record that is a bare list of turns is read as Messages. ShareGPT also reads strings that alternate between
+user and assistant (LIMA), and pairs `{"input": "...", "output": "..."}` (Capybara).
 
-The user begins; roles are not written.
+Contents has the roles `user` and `model`, and `systemInstruction` as system prompt. A part is `text`, `inline_data`
+(`mime_type` and base64 `data`) or `file_data` (`file_uri`), in snake case or camel case.
 
-ShareGPT: `{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}`.
-
-The list may also be called `conversation`. Turns are read as those of `messages`: both spellings are valid. Two other
-forms of turns are read: texts that alternate between user and assistant (LIMA), and pairs
-`{"input": "...", "output": "..."}` (Capybara).
-
-Gemini: `{"contents": [{"role": "user", "parts": [{"text": "..."}, {"inline_data": {...}}]}, ...]}`.
-
-The roles are `user` and `model`; `systemInstruction` is the system prompt. A part is `text`,
-`inline_data` (`mime_type` and base64 `data`) or `file_data` (`file_uri`), in snake case or camel case.
-
-A conversation in one text: glaive-function-calling-v2.
-
-    {"system": "SYSTEM: ...", "chat": "USER: ... ASSISTANT: ... <|endoftext|> FUNCTION RESPONSE: ... ASSISTANT: ..."}
-
-`FUNCTION RESPONSE` is a tool turn. Calls (`<functioncall> {...}`) and the functions of the system prompt stay text, as
-Glaive writes them. `<|endoftext|>` at the end of a turn is dropped: the chat template writes its own.
+Transcript is glaive-function-calling-v2. `FUNCTION RESPONSE` is a tool turn. Calls (`<functioncall> {...}`) and the
+functions of the system prompt stay text, as Glaive writes them. `<|endoftext|>` at the end of a turn is dropped,
+because the chat template writes its own end of turn.
 """
 
 import re
@@ -52,53 +45,22 @@ _PAIR = frozenset(("input", "output"))
 _CONTENTS_TURN = frozenset(("role", "parts"))
 _INLINE, _FILE = ("inline_data", "inlineData"), ("file_data", "fileData")
 _PART = frozenset(("text", *_INLINE, *_FILE))
-_MEDIUM = frozenset(("mime_type", "mimeType", "data", "file_uri", "fileUri", "display_name", "displayName"))
+_BLOB = frozenset(("mime_type", "mimeType", "data", "file_uri", "fileUri", "display_name", "displayName"))
 _ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool", "SYSTEM": "system"}
-_HEAD = re.compile(rf"(?:^|\n\s*)({'|'.join(_ROLES)}):[ ]?")
+_TURN_START = re.compile(rf"(?:^|\n\s*)({'|'.join(_ROLES)}):[ ]?")
 _END = "<|endoftext|>"
 
 
 class Messages(RecordFormat):
-    """Turns with a role and a content."""
+    """Turns under `messages`."""
 
     key = "messages"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"messages", "instruction"}
     instruction_is_system: ClassVar[bool] = True
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """The messages, with their tool calls, reasoning and weights."""
+        """Read the messages, with their tool calls, reasoning and weights."""
         return PartialConversation(messages=read_messages(read_turn_list(record[self.key], self.key), self.key, media))
-
-
-def read_turn_list(value: Any, key: str) -> Any:
-    """The list of turns, from JSON text where it is that.
-
-    Raises:
-        RecordError: `missing_field`, for another type.
-    """
-    return read_json_list(value, key) or [] if isinstance(value, str) else read_list(value, key)
-
-
-class Alternating(RecordFormat):
-    """A list of texts, the user's first."""
-
-    key = "data"
-    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"data"}
-    images_first: ClassVar[bool] = True
-
-    def matches(self, record: Record) -> bool:
-        """Whether `data` is a list of two texts or more."""
-        data = record.get(self.key)
-        return isinstance(data, list | tuple) and len(data) > 1 and all(isinstance(text, str) for text in data)
-
-    def read(self, record: Record, media: Media) -> PartialConversation:
-        """User and assistant turns."""
-        return PartialConversation(messages=alternating(record[self.key]))
-
-
-def alternating(texts: Sequence[str]) -> list[Message]:
-    """Turns of texts: the first is the user's."""
-    return [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
 
 
 class ShareGPT(RecordFormat):
@@ -113,7 +75,7 @@ class ShareGPT(RecordFormat):
         return record.get("conversations") is not None or isinstance(record.get("conversation"), list | tuple)
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """The turns, with the roles of `turns.ROLE_NAMES`."""
+        """Read the turns, with the roles of `turns.ROLE_NAMES`."""
         key = self.key if record.get(self.key) is not None else "conversation"
         turns = read_turn_list(record[key], key)
         if turns and all(isinstance(turn, str) for turn in turns):
@@ -123,31 +85,53 @@ class ShareGPT(RecordFormat):
         return PartialConversation(messages=read_messages(turns, key, media))
 
 
+def read_turn_list(value: Any, key: str) -> Any:
+    """Read a list of turns, which may be JSON text.
+
+    Raises:
+        RecordError: `missing_field` for another type.
+    """
+    return read_json_list(value, key) or [] if isinstance(value, str) else read_list(value, key)
+
+
 def _pair(pair: Record, media: Media) -> list[Message]:
     media.unused_fields.update(unused_fields(pair, _PAIR, "a turn"))
     return alternating([read_text(pair["input"], "input of a turn"), read_text(pair["output"], "output of a turn")])
 
 
+class Alternating(RecordFormat):
+    """Strings that alternate between user and assistant."""
+
+    key = "data"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"data"}
+    images_first: ClassVar[bool] = True
+
+    def matches(self, record: Record) -> bool:
+        """Whether `data` is a list of two strings or more."""
+        data = record.get(self.key)
+        return isinstance(data, list | tuple) and len(data) > 1 and all(isinstance(text, str) for text in data)
+
+    def read(self, record: Record, media: Media) -> PartialConversation:
+        """Read user and assistant turns."""
+        return PartialConversation(messages=alternating(record[self.key]))
+
+
+def alternating(contents: Sequence[str]) -> list[Message]:
+    """Make alternating turns; the first is the user turn."""
+    return [Message("assistant" if index % 2 else "user", text) for index, text in enumerate(contents)]
+
+
 class Contents(RecordFormat):
-    """Turns with a role and parts."""
+    """Turns under `contents`, each with a role and parts."""
 
     key = "contents"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"contents"}
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """The turns; `model` is the assistant."""
+        """Read the turns; `model` is the assistant."""
         return PartialConversation(
             messages=[_contents_message(turn, media) for turn in read_objects(record[self.key], self.key)]
         )
-
-
-def read_gemini_text(value: Any, what: str) -> str:
-    """Text of `{"parts": [{"text": ...}]}`."""
-    parts = value.get("parts") if isinstance(value, OBJECT) else None
-    parts = [parts] if isinstance(parts, OBJECT) else parts
-    return "".join(
-        [read_text(part.get("text"), f"a part of {what}") for part in read_objects(parts, f"parts of {what}")]
-    )
 
 
 def _contents_message(turn: Record, media: Media) -> Message:
@@ -169,31 +153,40 @@ def _part(part: Record, media: Media) -> str:
     media.unused_fields.update(unused_fields(part, _PART | {"thought"}, "a part"))
     if part.get("text") is not None:
         return read_text(part["text"], "a text part")
-    medium = next((part[name] for name in (*_INLINE, *_FILE) if is_given(part.get(name))), None)
-    if not isinstance(medium, OBJECT):
+    blob = next((part[name] for name in (*_INLINE, *_FILE) if is_given(part.get(name))), None)
+    if not isinstance(blob, OBJECT):
         raise RecordError(
             Reason.MISSING_FIELD, f"a part has the keys {key_names(part)}; use text, inline_data or file_data"
         )
-    media.unused_fields.update(unused_fields(medium, _MEDIUM, "a part"))
-    kind = medium.get("mime_type") or medium.get("mimeType") or "image/"
+    media.unused_fields.update(unused_fields(blob, _BLOB, "a part"))
+    kind = blob.get("mime_type") or blob.get("mimeType") or "image/"  # the decoder detects the type itself
     if not str(kind).startswith("image/"):
         raise RecordError(Reason.UNSUPPORTED_MEDIA, f"a part of type {kind}; only text and images are supported")
-    if is_given(medium.get("data")):
-        media.add_inline({"type": "base64", "media_type": kind, "data": medium["data"]})
+    if is_given(blob.get("data")):
+        media.add_inline({"type": "base64", "media_type": kind, "data": blob["data"]})
     else:
-        media.add_inline(medium.get("file_uri") or medium.get("fileUri"))
+        media.add_inline(blob.get("file_uri") or blob.get("fileUri"))
     return IMAGE_PLACEHOLDER
 
 
+def read_gemini_text(value: Any, label: str) -> str:
+    """Join the strings of `{"parts": [{"text": ...}]}`."""
+    parts = value.get("parts") if isinstance(value, OBJECT) else None
+    parts = [parts] if isinstance(parts, OBJECT) else parts
+    return "".join(
+        [read_text(part.get("text"), f"a part of {label}") for part in read_objects(parts, f"parts of {label}")]
+    )
+
+
 class Transcript(RecordFormat):
-    """Turns that begin with `USER:`, `ASSISTANT:` and `FUNCTION RESPONSE:`."""
+    """A conversation in a single string; turns start with `USER:`, `ASSISTANT:` or `FUNCTION RESPONSE:`."""
 
     key = "chat"
     fields: ClassVar[frozenset[str]] = (COMMON_FIELDS - {*SYSTEM_FIELDS}) | {"chat", "system"}
     reads_system: ClassVar[bool] = True
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """The turns, with the system prompt before them."""
+        """Read the system prompt and the turns."""
         if is_given(record.get("system")):
             system = read_text(record["system"], "system").strip()
             return PartialConversation(
@@ -202,7 +195,7 @@ class Transcript(RecordFormat):
         return PartialConversation(messages=self._turns(record))
 
     def _turns(self, record: Record) -> list[Message]:
-        before, *pieces = _HEAD.split(read_text(record[self.key], self.key))
+        before, *pieces = _TURN_START.split(read_text(record[self.key], self.key))
         if before.strip() or not pieces:
             raise RecordError(
                 Reason.MISSING_FIELD,

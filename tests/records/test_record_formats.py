@@ -317,7 +317,7 @@ def test_inline_data_is_an_image() -> None:
     assert [image.data for image in conversation.images] == [b"png"]
 
 
-def test_what_was_decided_is_noted_and_does_not_count_as_content() -> None:
+def test_decisions_are_noted_and_do_not_count_as_content() -> None:
     add_location = normalize({"messages": [HI, HELLO], "images": ["a.png"], "url": "x"})
     assert add_location.notes == (NO_PLACEHOLDER,)
     assert add_location == normalize({"messages": [{**HI, "content": "<image>Hi"}, HELLO], "images": ["a.png"]})
@@ -337,7 +337,7 @@ def test_what_was_decided_is_noted_and_does_not_count_as_content() -> None:
         ({}, "the record has no fields"),
     ],
 )
-def test_unknown_records_get_a_hint_from_their_own_fields(record: Any, hint: str) -> None:
+def test_unknown_records_get_a_hint_from_their_fields(record: Any, hint: str) -> None:
     with pytest.raises(RecordError, match=re.escape(hint)):
         normalize(record)
 
@@ -345,7 +345,7 @@ def test_unknown_records_get_a_hint_from_their_own_fields(record: Any, hint: str
 @pytest.mark.parametrize("field", [{"image_id": 5}, {"imgname": "5.png"}, {"photo": "a/b.JPG"}])
 def test_a_picture_that_is_only_named_costs_the_record(field: Any) -> None:
     question = {"question": "What color?", "answer": "red"}
-    with pytest.raises(RecordError, match="names an image that the record does not hold"):
+    with pytest.raises(RecordError, match="refers to an image, but the record contains none"):
         normalize({**question, **field})
     assert normalize({**question, **field, "image": "a.png"}).unused_fields == tuple(field)
     assert normalize({**question, "file_name": "notes.txt"}).unused_fields == ("file_name",)
