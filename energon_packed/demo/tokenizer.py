@@ -1,4 +1,4 @@
-"""Small byte-level BPE tokenizer with a ChatML template and the Qwen-VL special tokens."""
+"""Train a small byte-level BPE tokenizer: strings in, a folder with ChatML template and Qwen-VL special tokens out."""
 
 import json
 from collections.abc import Iterable
@@ -37,7 +37,14 @@ _PREPROCESSOR = {
 
 
 def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 2000, vision: bool = True) -> Path:
-    """Train a tokenizer on `texts` and save it to `folder`; with `vision`, also save Qwen2.5-VL image settings."""
+    """Train a tokenizer and save it.
+
+    Args:
+        folder: created if missing.
+        texts: strings to train on.
+        vocab_size: number of tokens, including special tokens.
+        vision: also save Qwen2.5-VL image settings (preprocessor_config.json).
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

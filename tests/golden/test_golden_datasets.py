@@ -116,7 +116,7 @@ def test_verify_and_inspect(golden: Path, golden_encoder: ChatEncoder, name: str
             assert all(check.holds for check in verify(PackedFolder.open(folder), golden_encoder))
     problems = [problem for check in failed for problem in check.problems]
     if name in ("identity-4/special", "identity-6/special"):
-        assert problems[0] == "special-000000.tar: special_00000000, sample x0 has 49 tokens, recorded are 43"
+        assert problems[0] == "special-000000.tar: special_00000000, sample x0 has 49 tokens, 43 are recorded"
     else:
         assert not problems
     shown = CliRunner().invoke(cli, ["inspect", "--json", "--limit", "9", str(golden / name)])

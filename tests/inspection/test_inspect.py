@@ -63,7 +63,7 @@ def test_tars_of_other_packers(tmp_path: Path, tokenizer_dir: Path) -> None:
     assert "56 x 84" in shown.output
     assert "It is green." in shown.output
     assert "lengths not recorded" in shown.output
-    assert "no packing.json that names a tokenizer; pass `tokenizer`" in str(run(tar, "--tokens").exception)
+    assert "no packing.json with a tokenizer. Pass `tokenizer`" in str(run(tar, "--tokens").exception)
     assert "What" in run(tar, "--tokens", "--tokenizer", tokenizer_dir).output
 
 

@@ -215,9 +215,9 @@ def test_warnings_and_settings(
     text = _report(out, tmp_path)
     rejected = result.manifest.records - result.manifest.packed
     assert f"{rejected} of {result.manifest.records} records (" in text
-    assert "split test has no pack, with a share of 0.001" in text
-    assert "no reader uses 1 field (url) of the records" in text
-    assert "kinds of tokens (image, supervised, other) are not shown" not in text
+    assert "split test has no pack; its share is 0.001" in text
+    assert "not used: 1 field (url) of the records" in text
+    assert "kinds of tokens (image, supervised, other) are unknown" not in text
     for entry, path, count in zip(result.manifest.sources, inputs, (41, demo.records), strict=True):
         assert (entry.path, entry.records) == ([str(path)], count)
         assert str(path) in text
@@ -230,8 +230,8 @@ def test_warnings_and_settings(
     manifest = out / "webdataset" / ".nv-meta" / "packing.json"
     manifest.write_text(manifest.read_text().replace(str(tokenizer_dir), "/nowhere/tokenizer"))
     moved = _report(out, tmp_path)
-    assert f"the size of 1 shard ({shard.name}) is not the one in packing.json" in moved
-    assert "the tokenizer /nowhere/tokenizer of packing.json does not exist here; pass --tokenizer" in moved
+    assert f"the size of 1 shard ({shard.name}) differs from packing.json" in moved
+    assert "the tokenizer /nowhere/tokenizer of packing.json does not exist here. Pass --tokenizer" in moved
     assert "Kinds of tokens need --tokenizer" in moved
     assert f"{result.manifest.supervised_tokens:,} of {result.manifest.tokens:,}" in moved  # of packing.json
     given = _report(out, tmp_path, "--tokenizer", tokenizer_dir)
@@ -275,7 +275,7 @@ def test_a_blend_has_totals_and_shares(pack_demo: Packer, tmp_path: Path) -> Non
         f"{V2}splits:\n  train:\n    blend_epochized:\n{repeated}      - {{path: {third}, repetitions: 1}}\n"
     )
     broken = _report(mix, tmp_path)
-    assert "1 of 3 datasets cannot be read; the totals are without it" in broken
+    assert "1 of 3 datasets cannot be read; the totals exclude it" in broken
     assert f"{sum(packs):,}" in broken
     mix.write_text(f"{V2}splits:\n  train:\n    blend_epochized:\n{repeated}")
     assert f"One epoch draws {3 * packs[0] + packs[1]:,} packs" in _report(mix, tmp_path)

@@ -69,7 +69,7 @@ def test_what_is_encoded_again_is_compared(copy: Path) -> None:
     assert verify(copy).exit_code == 0  # nothing says which of the two meanings the factor has
     result = verify(copy, "--patch-size 16")
     assert result.exit_code == 1
-    assert f"supervised tokens, packing.json says {tokens + 1:,}" in " ".join(result.output.split())
+    assert f"supervised tokens, packing.json has {tokens + 1:,}" in " ".join(result.output.split())
 
 
 def test_a_model_folder_says_what_the_factor_means(copy: Path, text_tokenizer_dir: Path, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_settings_apply_to_every_dataset_of_a_metadataset(by_factor: Path, tmp_p
 
 def test_data_of_other_packers_takes_settings_with_a_tokenizer(copy: Path, text_tokenizer_dir: Path) -> None:
     (copy / ".nv-meta" / "packing.json").unlink()
-    assert "has no packing.json that names a tokenizer; pass --tokenizer" in refused(copy, "--patch-size 16")
+    assert "has no packing.json with a tokenizer. Pass --tokenizer" in refused(copy, "--patch-size 16")
     settings = f"--image-processor {QWEN} --factor 48 --min-pixels 3136 --max-pixels 4000000 --merge-size 3"
     result = verify(copy, f"--tokenizer {text_tokenizer_dir} {settings}")
     assert ENCODED in result.output
@@ -132,11 +132,17 @@ def test_data_of_other_packers_takes_settings_with_a_tokenizer(copy: Path, text_
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"factor": "48"}, "has no valid encoder: --factor is '48'; it must be an integer; pack the data again"),
-        ({"factor": 0}, "has no valid encoder: --factor is 0; it must be at least 1; pack the data again"),
-        ({"processor": 5}, "has no valid encoder: --processor is 5; it must be a path; pack the data again"),
-        ({"loss_on": "user"}, "has no valid encoder: --loss-on is 'user'; use one of assistant, last, all; pack the"),
-        ({"patchsize": 1}, "has no valid encoder: unknown encoder setting 'patchsize'; did you mean --patch-size?"),
+        ({"factor": "48"}, "has no valid encoder (pack the data again): --factor is '48'; it must be an integer"),
+        ({"factor": 0}, "has no valid encoder (pack the data again): --factor is 0; it must be at least 1"),
+        ({"processor": 5}, "has no valid encoder (pack the data again): --processor is 5; it must be a path"),
+        (
+            {"loss_on": "user"},
+            "has no valid encoder (pack the data again): --loss-on is 'user'; use one of assistant, last, all",
+        ),
+        (
+            {"patchsize": 1},
+            "has no valid encoder (pack the data again): unknown encoder setting 'patchsize'",
+        ),
     ],
 )
 def test_a_packing_json_with_invalid_settings_is_refused_in_one_line(
