@@ -2,9 +2,9 @@
 
     python tools/bench_stream.py [--json stream.json] [--records 300000] [--rounds 3]
 
-Every run is a process of its own, with tokenizers on one thread, as in the workers of `pack`. CPU time is of the
-process and its workers, from the first record on. Rounds are interleaved; ratios are medians over rounds. Memory
-grows by the tokenizer's cache of words, and by nothing that is held of the records.
+Every run is a new process, with tokenizers on one thread, as in the workers of `pack`. CPU time is measured for the
+process and its workers, from the first record on. Rounds are interleaved, and ratios are medians over rounds. Memory
+may grow only by the word cache of the tokenizer, not with the number of records.
 """
 
 import argparse
@@ -25,15 +25,15 @@ import numpy as np
 from benchlib import Report, arguments, bench_tokenizer, text_records, write_jsonl
 
 _SEQ_LEN = 4096
-_EVERY = 200  # batches between two readings of memory
+_MEMORY_INTERVAL = 200  # batches between two readings of memory
 _MIB = 1 << 20
 
 
 def cpu() -> float:
-    """CPU seconds of this process and the children that ended."""
+    """CPU seconds of this process and its finished children."""
     spent = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        used = resource.getrusage(who)
+    for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        used = resource.getrusage(scope)
         spent += used.ru_utime + used.ru_stime
     return spent
 
@@ -44,7 +44,7 @@ def resident() -> int:
 
 
 def run_measure(source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
-    """The measure stage alone, as `pack` runs it."""
+    """Run the measure stage alone, as `pack` runs it."""
     from energon_packed import DataflowConfig
     from energon_packed.pipeline.engine import LocalEngine
     from energon_packed.pipeline.measure import MeasureStage
@@ -60,36 +60,37 @@ def run_measure(source: Path, tokenizer: Path, workers: int) -> dict[str, float]
         keep_tokens=False,
     )
     config.encoder_loader.load().text_tokenizer.load_fast()
-    used, begin = cpu(), time.perf_counter()
+    used, start = cpu(), time.perf_counter()
     table = stage.run()
-    found = {"cpu": cpu() - used, "seconds": time.perf_counter() - begin, "tokens": int(table.length.clip(0).sum())}
+    result = {"cpu": cpu() - used, "seconds": time.perf_counter() - start, "tokens": int(table.length.clip(0).sum())}
     shutil.rmtree(folder)
-    return found
+    return result
 
 
 def run_stream(source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
-    """One epoch of `PackedIterableDataset`, with its memory."""
+    """Run one epoch of `PackedIterableDataset`, and record its memory."""
     from energon_packed import DataflowConfig, PackedIterableDataset
 
     config = DataflowConfig(dataset_path=str(source), packing_length=_SEQ_LEN, processor_config=str(tokenizer))
     stream = PackedIterableDataset(config, num_workers=workers)
     stream.loader._roles.processor.text_tokenizer.load_fast()
-    used, begin = cpu(), time.perf_counter()
+    used, start = cpu(), time.perf_counter()
     tokens, rows, memory = 0, 0, []
     for rows, batch in enumerate(stream, 1):
         tokens += batch.num_tokens
-        if rows % _EVERY == 0:
+        if rows % _MEMORY_INTERVAL == 0:
             memory.append((tokens / 1e6, resident() / _MIB))
-    gc.collect()  # workers end, and their time is counted
-    found = {"cpu": cpu() - used, "seconds": time.perf_counter() - begin, "tokens": tokens}
+    gc.collect()  # stops the workers, so that their CPU time is counted
+    result = {"cpu": cpu() - used, "seconds": time.perf_counter() - start, "tokens": tokens}
+    # The first third is excluded: the word cache of the tokenizer fills up.
     settled = np.array(memory[len(memory) // 3 :])
     slope = float(np.polyfit(*settled.T, 1)[0]) if len(settled) > 2 else 0.0
     first, last = (settled[0, 1], settled[-1, 1]) if len(settled) else (0.0, 0.0)
-    return found | {"slope": slope, "first": first, "last": last, "utilization": tokens / rows / _SEQ_LEN}
+    return result | {"slope": slope, "first": first, "last": last, "utilization": tokens / rows / _SEQ_LEN}
 
 
 def child(what: str, source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
-    """One run in a new process."""
+    """Run one measurement in a new process."""
     from energon_packed.pipeline.engine import ONE_THREAD
 
     command = [sys.executable, __file__, "--child", what, source, tokenizer, workers]
@@ -99,7 +100,7 @@ def child(what: str, source: Path, tokenizer: Path, workers: int) -> dict[str, f
 
 
 def bench(report: Report, work: Path, records: int, rounds: int) -> None:
-    """Tokens per CPU second of both, in one process and with two workers, and the memory of streaming."""
+    """Compare tokens per CPU second, in one process and with two workers, and measure the memory of streaming."""
     source = write_jsonl(work / f"text-{records}.jsonl", text_records(records))
     tokenizer = bench_tokenizer(work, vision=False)
     streams: dict[int, float] = {}
@@ -112,7 +113,9 @@ def bench(report: Report, work: Path, records: int, rounds: int) -> None:
         streams[workers] = statistics.median(pair[1] for pair in rate)
         details |= {"stream": streams[workers]}
         ratio = statistics.median(stream / measure for measure, stream in rate)
-        target = "" if workers else ">= 0.9"  # with workers, batches are sent, and measuring sends nothing
+        target = (
+            "" if workers else ">= 0.9"
+        )  # with workers, batches are sent between processes, which measuring does not do
         report.add(f"{what}: tokens per CPU second relative to measure", ratio, "", target, **details)
         report.add(f"{what}: tokens/s relative to measure", statistics.median(s / m for m, s in wall))
         if not workers:
