@@ -43,7 +43,7 @@ def command(
 ) -> None:
     """Show sample lengths, and the dropped tokens, utilization and attention span of each --seq-len.
 
-    The input options are those of pack. With --output-dir, pack into the same folder reuses the measurements.
+    The input options are the same as for pack. With --output-dir, pack into the same folder reuses the measurements.
 
     \b
     energon-packed lengths data.jsonl --tokenizer DIR --seq-len 2048 4096 8192

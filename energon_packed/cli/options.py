@@ -2,7 +2,7 @@
 
 `options_of` adds every declared option of a class to a command, which receives their values as one dict, from the
 command line and `--config`. GroupedCommand lists options in groups. `as_options` replaces argument names in a message
-by command-line options. Help texts, types and defaults are declared once, in the option classes.
+by command-line options. Help, types and defaults are declared once, in the option classes.
 """
 
 import re
@@ -77,7 +77,7 @@ def options_of(
             file = arguments.pop("config", None) if config else None
             values: dict[str, Any] = read_config(file, cls) if file is not None else {}
             for declaration in declarations:
-                # None stands for an option that is not on the command line.
+                # None: the option is not on the command line.
                 if (value := arguments.pop(declaration.name)) is not None:
                     values[declaration.name] = _parsed(declaration, value)
             return command(values=values, **arguments)

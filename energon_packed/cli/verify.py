@@ -112,8 +112,8 @@ def _encoder(dataset: PackedFolder, overrides: dict[str, Any], output: Output) -
         return encoder
     # `pack` needs only the factor to measure images; encoding needs the patch size.
     problem = ambiguous(encoder.vision.ambiguous_layouts)
-    remedy = "pass `patch_size`, `vision_family` or `processor`"
-    _note(f"samples are not encoded again: `factor` {problem}; {remedy}", output)
+    remedy = "Pass `patch_size`, `vision_family` or `processor`."
+    _note(f"samples are not encoded again, because `factor` {problem}. {remedy}", output)
     return None
 
 

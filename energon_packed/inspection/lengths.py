@@ -1,4 +1,4 @@
-"""Compare candidate values of `seq_len` for given sample lengths, and recommend the best candidate.
+"""Compare candidate values of `seq_len` by the lengths of the samples, and recommend the best candidate.
 
 Input: an int32 array of sample lengths. Output: a Candidate for each `seq_len` (dropped records and tokens,
 utilization, attention span), length percentiles and a histogram. The candidates are planned as by `pack`.

@@ -141,7 +141,7 @@ def _map_paths(mapped: Sequence[MappedPack], seq_len: int) -> dict[str, str]:
 
     A token is one unit wide, and a row is `_ROW` units high.
     """
-    # One path per kind instead of one rectangle per run keeps the page small.
+    # A rectangle for each run would make the page many times larger.
     paths: dict[str, list[str]] = {"free": []}
     known = any(segment.runs for pack in mapped for segment in pack.segments)
     paths |= {name: [] for name in (KINDS if known else ("text", "image", "video"))}

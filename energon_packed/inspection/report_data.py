@@ -150,7 +150,7 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
     # Neither packing.json nor recorded lengths: the longest pack that was read is the width of the map.
     if not manifest.seq_len:
         manifest = replace(manifest, seq_len=max((pack.tokens for pack in measured), default=0))
-    # The order of the draws is fixed, so that one seed always results in the same page.
+    # The order of the draws is fixed, so that a seed always results in the same page.
     mapped = _picked(rng, len(reader), _MAX_MAPPED)
     shown = _picked(rng, len(reader), _MAX_SHOWN)
     with_images = [pack.index for pack in measured if any(pack.images)]

@@ -1,6 +1,6 @@
 """Classify the tokens of a pack, from its raw parts and the encoder that it was packed with.
 
-`map_pack` returns the position of each sample in its row and the runs of tokens of one kind (image, supervised,
+`map_pack` returns the position of each sample in its row and the runs of tokens of equal kind (image, supervised,
 other), for the packing map of a report. `token_rows` returns every token with text, label and position, for
 `inspect --tokens`. Both use the ids and labels that training uses, never the roles of the turns.
 """
@@ -34,7 +34,7 @@ class Segment:
         start: index of its first token in the row.
         length: number of tokens.
         media: content of the sample: `text`, `image` or `video`.
-        runs: (kind, first token in the row, tokens) of runs of one kind; empty if the kinds are unknown.
+        runs: (kind, first token in the row, tokens) of runs of equal kind; empty if the kinds are unknown.
         tokens: number of tokens of each kind; empty if the kinds are unknown.
         problem: why the kinds are unknown although an encoder was passed, or None.
     """
@@ -88,7 +88,7 @@ def map_pack(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None, 
 def _encoded(samples: Sequence[StoredSample], encoder: ChatEncoder) -> list[EncodedSample | str]:
     """Encode each sample without pixels; a string is the reason why a sample cannot be encoded."""
     try:
-        # `measure` reads only the headers of images, and its tokens are those of `encode`.
+        # `measure` reads only the headers of images, and returns the same tokens as `encode`.
         measured = encoder.measure([sample.conversation for sample in samples], keep_tokens=True)
     except EnergonPackedError as error:
         return [str(error)] * len(samples)
@@ -126,7 +126,7 @@ def _segment(sample: StoredSample, encoded: EncodedSample | str | None, start: i
 def token_kinds(sample: EncodedSample) -> npt.NDArray[np.int8]:
     """Kind of each token: int8 (L,), index into `KINDS`."""
     kinds: npt.NDArray[np.int8] = (sample.labels != IGNORE_INDEX).astype(np.int8)
-    kinds[:1] = 0  # no earlier token predicts the first one, so it is never a target
+    kinds[:1] = 0  # the first token is never a target, as no token precedes it
     if sample.image_token_id is not None:
         kinds[sample.input_ids == sample.image_token_id] = KINDS.index("image")
     return kinds

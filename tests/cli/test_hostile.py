@@ -172,7 +172,7 @@ def test_a_packing_json_that_nests_deeply_or_names_another_encoder(dataset: Path
         "SELECT i AS tar_file_id, 'x' AS sample_key, i AS sample_index, i AS byte_offset, i AS byte_size FROM n",
     ],
 )
-def test_rows_of_the_index_are_not_believed(dataset: Path, statement: str) -> None:
+def test_damaged_rows_of_the_index_are_found(dataset: Path, statement: str) -> None:
     file = dataset / ".nv-meta" / "index.sqlite"
     shutil.copy(dataset / "s-000000.tar", dataset / "t.tar")  # so that inspect asks the index
     with closing(sqlite3.connect(file)) as connection:

@@ -87,7 +87,7 @@ def test_quiet_prints_nothing_and_verbose_more(
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_without_a_terminal_a_line_tells_stage_done_rate_and_time_left() -> None:
+def test_without_a_terminal_a_line_shows_progress_rate_and_remaining_time() -> None:
     out = io.StringIO()
     progress = TerminalProgress(Console(file=out), interval=0.05)
     progress.start("measure", 100, "records")

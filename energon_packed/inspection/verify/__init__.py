@@ -1,6 +1,6 @@
 """Verify a packed dataset: a PackedFolder and its encoder in, one Check for each condition out.
 
-check.py  Check: the result of one condition
+check.py  Check: the result of a condition
 files.py  tars, indexes and metadata files; loading the first sample of each split with Energon
 packs.py  contents of the packs: samples, images, tokens and their sums
 """

@@ -242,7 +242,7 @@ def _every_sample_once(folder: PackedFolder, contents: list[TarContents]) -> Che
 
 
 def _checksum(conversation: Conversation) -> int:
-    """CRC-32 of the tokens or the text: enough to tell samples of one id apart, at four bytes per sample."""
+    """CRC-32 of the tokens or the text: enough to distinguish samples with equal ids."""
     if conversation.input_ids is not None:
         return zlib.crc32(conversation.input_ids.tobytes())
     strings = [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
