@@ -1,4 +1,4 @@
-"""The command line as users meet it: output, exit status, one-line errors."""
+"""The command line: output, exit status, one-line errors."""
 
 import json
 import os
@@ -21,12 +21,12 @@ TOOL = Path(sys.executable).with_name("energon-packed")
 
 
 def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The command, without the imports of a new interpreter; `run_installed` has these."""
+    """Run a command without the imports of a new interpreter; `run_installed` has these imports."""
     return energon_packed(*arguments, env={**os.environ, "COLUMNS": "120"}, **options)
 
 
 def run_installed(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The installed script, where what imports print would be seen."""
+    """Run the installed script, so that output of imports would be seen."""
     return subprocess.run(
         [str(TOOL), *map(str, arguments)],
         capture_output=True,
@@ -187,7 +187,7 @@ def test_rejects_can_be_read_as_json(demo: DemoDataset, tokenizer_dir: Path, tmp
 
 @pytest.mark.parametrize("arguments", [["--help"], ["verify", "{}"]])
 def test_output_may_be_closed(text_tokenizer_dir: Path, tmp_path: Path, arguments: list[str]) -> None:
-    """As by `>&-` of a shell, or by a service manager."""
+    """Standard output may be closed by `>&-` of a shell, or by a service manager."""
     packed = packed_texts(tmp_path, text_tokenizer_dir)
     command = [sys.executable, "-m", "energon_packed", *(one.format(packed) for one in arguments)]
     done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True, check=False)

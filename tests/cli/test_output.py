@@ -16,7 +16,7 @@ from tests.internals import DemoDataset, TerminalProgress, duration
 
 @pytest.fixture(scope="module")
 def packed(demo: DemoDataset, tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The output of `pack --json`, and its folder."""
+    """Output of `pack --json`, and its folder."""
     out = tmp_path_factory.mktemp("json") / "out"
     options = ("--seq-len", "1024", "--tokenizer", tokenizer_dir, "--workers", "1")
     done = run("pack", demo.jsonl, "-o", out, *options, "--split", "train=99,val=1", "--json")

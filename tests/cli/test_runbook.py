@@ -1,4 +1,4 @@
-"""A runbook of distributed offline packing, word for word: its two lines, and what used to differ silently."""
+"""The two commands of a runbook for distributed offline packing, unchanged, and its silent differences."""
 
 import json
 import re
@@ -34,14 +34,14 @@ def run(line: str) -> Result:
 
 
 def refused(line: str) -> str:
-    """The message of a command that ends in an error."""
+    """Run a command that fails, and return its message."""
     result = CliRunner().invoke(cli, shlex.split(line))
     assert isinstance(result.exception, ConfigError), result.output
     return as_options(str(result.exception))
 
 
 def write_records(folder: Path) -> list[dict[str, Any]]:
-    """Records with absolute image paths and, as upstream's tools add them, with patch_positions of any kind."""
+    """Write records with absolute image paths, and with patch_positions of any kind, as upstream tools add them."""
     rng = np.random.default_rng(0)
     found: list[dict[str, Any]] = []
     anything: list[Any] = [None, [], "", [""], ["gone.npy"], 5, {"a": 1}, [["a.npy", "b.npy", "c.npy"]], [None], True]

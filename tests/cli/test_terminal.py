@@ -1,4 +1,4 @@
-"""Texts of the data reach a terminal, JSON and a report without control or direction characters."""
+"""Strings of a dataset reach a terminal, JSON and a report without control or direction characters."""
 
 import io
 import json
@@ -26,7 +26,7 @@ def test_a_console_prints_attacks_as_escapes_and_keeps_its_own_colors() -> None:
     console.print(ATTACK, style="bold")
     console.print(table)
     shown = out.getvalue()
-    assert shown.startswith("\x1b[1m")  # bold, which is ours
+    assert shown.startswith("\x1b[1m")  # bold, the style of this program
     assert not OBEYED - {"\x1b"} & set(shown)
     assert "\x1b[31m" not in shown
     assert "\x1b]0" not in shown
