@@ -54,6 +54,7 @@ def result_table(result: PackResult, steps: Sequence[int], ranks: Mapping[str, i
         table.add_row("samples per pack", f"{manifest.samples_per_pack:.2f}")
     table.add_section()
     splits = {shard.split for shard in manifest.shards} | set(result.splits)
+    # Without --split, all packs are in train, and the number of packs is already shown.
     if splits != {"train"}:
         for split in (name for name in SPLITS if name in splits):
             table.add_row(f"packs in {split}", f"{manifest.packs_in(split):,}")
@@ -66,6 +67,7 @@ def result_table(result: PackResult, steps: Sequence[int], ranks: Mapping[str, i
     table.add_section()
     if not steps:
         return table
+    # Ranks have different numbers of steps if the packs do not divide evenly.
     spread = f"{min(steps):,}" if min(steps) == max(steps) else f"{min(steps):,} to {max(steps):,} by rank"
     table.add_row(
         f"steps per epoch\n  world size {ranks['world_size']}, micro batch {ranks['micro_batch_size']},\n"

@@ -71,6 +71,7 @@ def command(
             _show_manifest(console, folder)
     shown = [folder.pack(key)] if key is not None else list(folder.first(limit))
     if extract is not None:
+        # All members are checked before the first file is written.
         folder.check_extractable()
     # Turns are shown without an encoder too, for third-party datasets and on machines without the tokenizer.
     encoder, problem = folder.encoder_or_reason(tokenizer) if shown else (None, "")
@@ -79,6 +80,7 @@ def command(
     if problem and not as_json:
         console.print(f"supervised text is not marked: {as_options(problem)}\n", soft_wrap=True)
     for raw in shown:
+        # Without packing.json, the flavor is detected for each pack.
         view = view_pack(raw, codec_for(folder.manifest.sample_class) if folder.manifest else None, encoder)
         if tokens:
             _show_tokens(console, raw, encoder, view, as_json)
@@ -97,6 +99,7 @@ def _show_tar(console: Console, tar: Path, as_json: bool) -> None:
     except FormatError as error:
         console.print(f"✗ {error}", style="red", soft_wrap=True)
         return
+    # Sizes by kind of part show at a glance what fills a tar.
     kinds: dict[str, list[int]] = defaultdict(list)
     for member in scan.members:
         kinds[_kind(member.part)].append(member.size)

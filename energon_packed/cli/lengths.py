@@ -116,6 +116,7 @@ def _show(console: Console, survey: Survey, compared: list[Candidate]) -> None:
         + f"; {tokens:,} tokens\n",
         soft_wrap=True,
     )
+    # Bars are scaled to 40 characters; a bin that is not empty has at least a thin bar.
     largest = max(count for _, _, count in bins) if (bins := histogram(survey.lengths)) else 1
     for first, last, count in bins:
         bar = "█" * round(40 * count / largest) or ("▏" if count else "")

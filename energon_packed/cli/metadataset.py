@@ -132,6 +132,7 @@ def _counts(entry: BlendInput) -> dict[str, Any]:
 
 def _with_weight(argument: str) -> tuple[str, float | None]:
     """Split `DIR=WEIGHT`; an existing path that contains `=` has no weight."""
+    # The last `=`, as folder names may contain `=`.
     path, equals, weight = argument.rpartition("=")
     if not equals or Path(argument).exists():
         return argument, None
@@ -158,4 +159,5 @@ def _typed(text: str) -> Subflavor:
         return int(text)
     if _DECIMAL.fullmatch(text):
         return float(text)
+    # Quotes keep a number or a boolean as a string.
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text

@@ -28,6 +28,7 @@ def command(folder: Path, sample_class: str | None, output: Output) -> None:
     packs = sum(shard.packs for shard in repaired.shards)
     lines = [f"{repaired.sample_class} in {repaired.folder}: {len(repaired.shards):,} shards, {packs:,} packs indexed"]
     if repaired.dropped_manifest:
+        # A manifest of other shards would make loaders refuse the dataset.
         lines.append("  packing.json did not describe these shards and is kept as packing.json.stale")
     for name, shards in repaired.splits.items():
         if shards:

@@ -77,6 +77,7 @@ def replay_step(
     or the YAML of a DataflowConfig, for get_raw_loader(config). Records of a config are tokenized up to that step.
     """
     run = Run(world_size=world_size, num_workers=num_workers, batch_size=batch_size, epoch=epoch, seed=seed or 0)
+    # A Metadataset and a config are both YAML: the keys of the file decide.
     if is_dataflow_config(path):
         config = DataflowConfig.from_yaml(path)
         ranks = replay_config(config, step, replace(run, seed=config.seed if seed is None else seed))

@@ -70,6 +70,7 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
         if quiet and verbose:
             raise click.UsageError("--quiet and --verbose contradict each other. Pass only one of them.")
         output = Output(quiet=quiet, verbose=verbose, as_json=as_json)
+        # Logs are shown from the start, so that warnings about the options are shown too.
         with output.logs():
             return command(*arguments, output=output, **options)
 
@@ -85,6 +86,7 @@ def _shown_logs(level: int) -> Iterator[None]:
     try:
         yield
     finally:
+        # Tests and Python programs run several commands in one process.
         logger.setLevel(before)
         logger.removeHandler(handler)
 

@@ -60,6 +60,7 @@ def command(
     out/lengths.parquet  length and status of every record
     out/rejects.jsonl    every rejected record, with the reason
     """
+    # --status reads an output folder, so the inputs are not needed.
     if is_status:
         if values.get("output_dir") is None:
             raise click.UsageError("--status needs '--output-dir'.")
@@ -119,6 +120,7 @@ def show_run(options: PackOptions, *, ranks: Mapping[str, int] = _RANKS, output:
     try:
         result = pack(options, progress=progress)
     finally:
+        # Also after an error or Ctrl-C: a running bar would overwrite the error message.
         progress.stop()
     manifest, steps = result.manifest, []
     if manifest.algorithm != "none":  # on-the-fly packing decides the steps of single samples

@@ -80,6 +80,7 @@ class TerminalProgress(Progress):
             self._bar = None
         if self._ticker is not None:
             self._done.set()
+            # Joined, so that no line is printed after the line of the completed stage.
             self._ticker.join()
             self._ticker = None
 

@@ -32,10 +32,12 @@ def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None
     energon-packed report out -o report.html
     energon-packed report mix.yaml -o mix.html
     """
+    # Protects a dataset or a YAML from being overwritten by a swapped argument.
     if output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"`output` must end in .html or .htm, got {output}.")
     if path.is_file():
         metadataset = read_metadataset(path)
+        # A page with totals of only some datasets would look complete.
         if problems := metadataset.all_leaves()[1]:
             raise ConfigError("; ".join(problems))
         page = render_report(path.name, None, read_blend(metadataset))

@@ -26,6 +26,7 @@ class SafeConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield segments without control characters; control segments of rich itself are unchanged."""
         for segment in super().render(renderable, options):
+            # Control segments are created by rich, never from data. Most segments are printable and need no copy.
             if segment.control or segment.text.isprintable():
                 yield segment
             else:

@@ -43,15 +43,18 @@ def command(
 
     Without packing.json (third-party datasets, after nv-meta), only the checks that do not need it are run.
     """
+    # FloatRange accepts nan, as both of its comparisons with nan are false.
     if min_utilization is not None and math.isnan(min_utilization):
         raise click.BadParameter("nan is not in the range 0<=x<=1.", param_hint="'--min-utilization'")
     paths, problems = [folder], list[str]()
     if folder.is_file():
+        # A dataset may be in several splits; it is verified once.
         leaves, problems = read_metadataset(folder).all_leaves()
         paths = sorted({leaf.path for leaf in leaves})
     results = []
     for path in paths:
         dataset = PackedFolder.open(path)
+        # Without packing.json, no tokenizer is known, so samples are encoded only with explicit settings.
         is_fast = fast or (dataset.manifest is None and not values)
         encoder = None if is_fast else _encoder(dataset, values, output)
         results.append(_verified(dataset, encoder, min_utilization, workers or available_cores(), output))

@@ -59,6 +59,7 @@ def draw_image(rng: random.Random, folder: Path, stem: str) -> DemoImage:
     image = Image.new("RGB", (width, height), (250, 249, 245))
     pen = ImageDraw.Draw(image)
     cell = width / len(figures)
+    # Each figure is in its own cell, with a margin.
     radius = 0.4 * min(cell, height)
     for position, (color, shape) in enumerate(figures):
         x, y = cell * (position + 0.5), height / 2
@@ -120,6 +121,7 @@ def write_dataset(folder: Path, *, records: int = 400, broken: int = 6, seed: in
         texts += _strings(record)
     bad = _broken_lines(images)
     for index in range(broken):
+        # Invalid records are spread over the file, as in real data.
         lines.insert(rng.randrange(len(lines) + 1), bad[index % len(bad)])
     path = folder / "data.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -217,6 +219,7 @@ def _sharegpt(rng: random.Random, images: Path, index: int) -> Record:
 
 
 def _broken_lines(images: Path) -> list[str]:
+    # The header of a JPEG, without an image.
     (images / "cut.jpg").write_bytes(b"\xff\xd8\xff\xe0 this file was cut short")
     turns = [{"role": "user", "content": "<image>Hi"}, {"role": "assistant", "content": "Hello."}]
     return [

@@ -25,6 +25,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+# Values of Qwen2.5-VL, with a smaller max_pixels so that the demo runs fast.
 _PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2_5_VLProcessor",
@@ -54,6 +55,7 @@ def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 200
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
+        # All 256 bytes, so that every string can be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

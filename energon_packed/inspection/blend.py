@@ -88,6 +88,7 @@ def read_blend(metadataset: Metadataset) -> list[BlendSplit]:
 
 def _entry(split: str, mode: str, entry: Entry) -> BlendEntry:
     packs = samples = tokens = None
+    # `fault` is an invalid entry, `unsupported` a valid entry that this package cannot read.
     problem = entry.fault or entry.unsupported
     if problem is None:
         try:

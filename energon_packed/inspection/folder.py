@@ -62,9 +62,11 @@ class PackedFolder:
         if not path.exists():
             raise FormatError(f"{path} does not exist. Pass a tar, a dataset folder or a Metadataset YAML.")
         tar = path if path.is_file() else None
+        # A folder that contains tars is opened even if `.nv-meta` is missing or damaged.
         folder = path.parent if tar else path if any(path.glob("*.tar")) else dataset_folder(path)
         try:
             return cls(folder, PackingManifest.load_if_there(folder), tar)
+        # A damaged packing.json says nothing about the tars, but a newer format may store packs in another way.
         except NewerFormatError:
             raise
         except FormatError:
@@ -80,12 +82,15 @@ class PackedFolder:
         if self.manifest is not None:
             return codec_for(self.manifest.sample_class)
         try:
+            # The class may belong to a third-party package, with the same name as one of the flavors. Only the name is
+            # used.
             flavor = read_yaml(self.path / NV_META / "dataset.yaml")["sample_type"]["__class__"]
         except (OSError, yaml.YAMLError, KeyError, TypeError):
             flavor = None
         if flavor in CODECS:
             return CODECS[flavor]
         for tar in self.tars:
+            # The first pack of any tar is enough: a dataset has one flavor.
             for raw in scan_tar(tar).packs(limit=1):
                 return codec_of(raw)
         raise FormatError(f"{self.path} contains no pack. Pass a folder of packed shards.")
@@ -155,6 +160,7 @@ class PackedFolder:
         if self.manifest is None or not database.is_file() or len(self.tars) == 1:
             return self.tars
         try:
+            # A sqlite connection as a context manager would commit, not close.
             with closing(open_sqlite_index(database)) as connection:
                 row = connection.execute("SELECT tar_file_id FROM samples WHERE sample_key = ?", (key,)).fetchone()
         except (sqlite3.Error, UnicodeError):
@@ -178,6 +184,8 @@ class PackedFolder:
         try:
             encoder = self.load_encoder({} if tokenizer is None else {"tokenizer": tokenizer})
             if encoder.vision is not None and tokenizer is None:
+                # Without an explicit tokenizer, an ambiguous `factor` is a reason to show no kinds of tokens, not an
+                # error.
                 encoder.vision.check_decided()
             return encoder, ""
         except ConfigError as error:
@@ -226,6 +234,7 @@ class PackedFolder:
         changes = []
         for name in overrides:
             value, before = getattr(settings, name), getattr(recorded, name)
+            # packing.json may contain a relative path.
             is_same = value.absolute() == before.absolute() if isinstance(before, Path) else value == before
             if not is_same:
                 changes.append(f"`{name}` {value} ({'not set' if before is None else before} in packing.json)")

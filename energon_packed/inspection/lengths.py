@@ -89,6 +89,7 @@ def compare(
         plan = pack_lengths(lengths, seq_len, algorithm=algorithm, max_samples=max_samples, multiple=multiple)
         # A sample fits if its length, rounded up to `multiple`, fits. Float64, as squares of lengths overflow int32.
         kept = lengths[lengths <= seq_len - seq_len % multiple].astype(np.float64)
+        # Rejected records are in the denominator of records only: their tokens are unknown.
         total = lengths.sum(dtype=np.int64)
         out.append(
             Candidate(
@@ -98,6 +99,8 @@ def compare(
                 packs=plan.num_packs,
                 utilization=plan.utilization,
                 samples_per_pack=len(kept) / max(plan.num_packs, 1),
+                # A causal token attends to itself and all earlier tokens of its sample: L * (L + 1) / 2 pairs for L
+                # tokens.
                 attention=float((kept * (kept + 1) / 2).sum() / max(kept.sum(), 1)),
             )
         )

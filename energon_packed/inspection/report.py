@@ -103,11 +103,13 @@ def _dataset_variables(data: ReportData) -> dict[str, object]:
 
 def _charts(data: ReportData) -> Iterator[tuple[str, str]]:
     """Draw the histograms: (caption, SVG)."""
+    # A caption names the number of packs if not all packs were read.
     packs = data.measured
     seen = "" if len(packs) == data.packs else f", from {len(packs):,} of {data.packs:,} packs"
     lengths = [length for pack in packs for length in pack.lengths]
     images = [count for pack in packs for count in pack.images]
     if any(lengths):
+        # Lengths of samples span several orders of magnitude.
         edges = log_integer_bins(lengths)
         yield f"Tokens per sample{seen}", histogram_svg(lengths, edges, "tokens", "samples", log=True)
     if any(lengths) and data.is_packed and not data.is_counted:
@@ -194,6 +196,7 @@ def histogram_svg(values: Sequence[float], edges: Edges, xlabel: str, ylabel: st
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
     counts, _ = np.histogram(values, edges)
+    # A logarithmic axis over a small range would have hardly any labels.
     log = log and edges[-1] > 4 * edges[0]
     is_integer = all(float(value).is_integer() for value in values)
 

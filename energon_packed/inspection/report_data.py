@@ -195,6 +195,7 @@ def _counted(
     reader: ShardReader, pack: int, codec: Codec, encoder: ChatEncoder | None
 ) -> tuple[str, list[int], list[int]]:
     """Values of `_recorded` for a pack of a third-party tool: recorded tokens, else measured tokens, else 0."""
+    # Third-party tars record no lengths, so complete packs are read.
     raw = reader[pack]
     samples = codec.read(raw)
     lengths = [sample.length for sample in samples]
@@ -214,6 +215,7 @@ def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[
             if _IMAGE.fullmatch(member.part) is None:
                 continue
             try:
+                # Only the header is decoded: images that fail later are found by `verify`.
                 header = read_header(MediaReference(data=content))
                 sizes.append((header.width, header.height))
             except RecordError:
@@ -234,6 +236,7 @@ def _thumbnail(data: bytes) -> str | None:
         image = load_image(MediaReference(data=data))
     except RecordError:
         return None
+    # JPEG at quality 70: forty packs of thumbnails would otherwise dominate the size of the page.
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))
     out = io.BytesIO()
     image.save(out, "JPEG", quality=70)
@@ -321,6 +324,7 @@ def warnings(data: ReportData) -> Iterator[str]:
         share = _percent(m.records - m.packed, m.records)
         yield f"{m.records - m.packed:,} of {m.records:,} records ({share}) were rejected: {reasons}"
     for row in splits(m):
+        # A split with share 0 has no packs on purpose.
         if not row.packs and row.requested != 0:
             yield f"split {row.name} has no pack; its share is {row.requested or 0:g} of {m.packs:,} packs"
     yield from _about_tokens(data)
@@ -364,6 +368,7 @@ def _image_size_facts(data: ReportData) -> str:
     sizes = np.array(data.image_sizes)
     if not len(sizes):
         return "no size could be read"
+    # Sorted by area; ties keep their order, so that the page does not change between runs.
     pixels = sizes.prod(axis=1)
     order = np.argsort(pixels, kind="stable")
     ranks = {"smallest": 0, "median": len(order) // 2, "largest": -1}

@@ -81,6 +81,7 @@ def map_pack(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None, 
     segments, start = [], 0
     for sample, outcome in zip(samples, outcomes, strict=True):
         segments.append(_segment(sample, outcome, start))
+        # Padding after the last sample belongs to no segment, and is drawn as free space.
         start += int(round_up(np.array([segments[-1].length]), multiple)[0])
     return MappedPack(key=str(raw["__key__"]), segments=segments)
 
@@ -102,6 +103,7 @@ def _checked(sample: StoredSample, measured: Measurement) -> EncodedSample | str
         encoded = measured.sample if sample.truncate is None else measured.sample.truncated(sample.truncate)
     except EnergonPackedError as error:
         return str(error)
+    # Another length means another encoder or a damaged sample, and its labels may be shifted.
     if sample.length is not None and len(encoded) != sample.length:
         return f"it encodes to {len(encoded)} tokens, but {sample.length} are recorded"
     return encoded
@@ -162,6 +164,7 @@ def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None
         codec: codec of the flavor; None detects it from the parts.
     """
     pack = load_pack(codec or codec_of(raw), raw)
+    # Dummy images are added for training only; recorded lengths are not checked, so that wrong lengths can be shown.
     batch = PaddingFreeCollator(dummy_images="never").collate(encode_pack(pack, encoder, check_lengths=False))
     ids = batch.input_ids[0].tolist()
     positions = batch.position_ids.reshape(-1, len(ids)).T.tolist()

@@ -167,10 +167,12 @@ def _view(sample: StoredSample, start: int | None, encoder: Processor | None) ->
 def _turns(sample: StoredSample, encoder: Processor | None) -> tuple[Turn, ...]:
     conversation = sample.conversation
     if conversation.input_ids is not None:
+        # Token flavors store no turns.
         return (Turn("tokens", f"{len(conversation.input_ids)} tokens", None),)
     known = None
     if isinstance(encoder, ChatEncoder):
         known = supervised_turns(encoder, conversation, sample.truncate)
+    # A document (plain text) has no messages, but one flag.
     flags: Sequence[bool | None] = known or [None] * max(len(conversation.messages), 1)
     if conversation.text is not None:
         return (Turn("text", conversation.text, flags[0]),)
@@ -185,6 +187,7 @@ def _json(value: Any) -> str:
 
 def _image(name: str, data: bytes) -> ImageView:
     try:
+        # The header is enough for the size, and cheap for damaged or huge images.
         header = read_header(MediaReference(data=data))
     except RecordError as error:
         return ImageView(name, len(data), problem=error.detail)
@@ -217,6 +220,7 @@ def extract_pack(raw: Mapping[str, Any], folder: Path) -> list[Path]:
         if part.startswith("__"):
             continue
         path = target / part
+        # `resolve` follows links in the folder, so a link that leads out of it is refused too.
         if "\0" in str(path) or "/" in part or not path.resolve().is_relative_to(folder.resolve()):
             raise FormatError(
                 f"member {raw['__key__']}.{part} would be written outside of {folder}; it was not extracted"

@@ -71,6 +71,7 @@ def verify(
     yield indexes_match(folder, scans)
     yield keys_are_unique(scans)
 
+    # Only intact tars are decoded: the others would repeat the problem found above.
     progress.start("packs", len(scans), "tars")
     contents = []
     with closing(engine.run(PackChecker(folder.codec, encoder, manifest), scans)) as results:
@@ -84,4 +85,5 @@ def verify(
         yield rejects_match(folder, manifest)
     if manifest is not None and min_utilization is not None:
         yield utilization_is_at_least(manifest, min_utilization)
+    # Last, because it imports Energon and runs the generated sample_loader.py.
     yield energon_loads(folder)

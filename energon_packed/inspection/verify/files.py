@@ -40,6 +40,7 @@ def shards_match(folder: PackedFolder) -> Check:
     try:
         if excluded := read_split(folder.path).exclude_patterns:
             check.summary += f"; split.yaml excludes {len(excluded):,} names, which Energon skips"
+        # Both lists must match the files on disk, and each other.
         named = folder.shards
         there = {tar.name for tar in folder.tars}
         for name in sorted(set(named) - there):
@@ -91,6 +92,7 @@ def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
     """Check that the indexes of valid tars match their headers."""
     check = Check(".tar.idx, index.sqlite and .info.json match the members", remedy="nv-meta")
     meta = folder.path / NV_META
+    # Rows of damaged tars cannot be compared; their damage is reported by the check of the tars.
     rows = {scan.path.name: scan.rows() for scan in scans}
     for scan in scans:
         index = scan.path.with_suffix(".tar.idx")
@@ -178,6 +180,7 @@ def rejects_match(folder: PackedFolder, manifest: PackingManifest) -> Check:
     check.summary = f"{manifest.records:,} records"
     if manifest.records != manifest.packed + rejected:
         check.fail(f"packing.json: {manifest.records} records != {manifest.packed} packed + {rejected} rejected")
+    # Training does not need the file, so it may be missing after a copy of the shards.
     file = folder.path.parent / "rejects.jsonl"
     if not file.is_file():
         check.summary += "; rejects.jsonl not found"
@@ -224,6 +227,7 @@ def energon_loads(folder: PackedFolder) -> Check:
         elif file.read_bytes() != content:
             check.fail(f"{name} differs from the generated file, so it was not executed. Review it, or run nv-meta.")
     try:
+        # Energon imports code from these files; `check_trusted` looks for references to other code.
         check_trusted(folder.path, dataset_config=CRUDE if module is not None else None)
     except EnergonPackedError as error:
         check.fail(str(error))
@@ -238,6 +242,7 @@ def energon_loads(folder: PackedFolder) -> Check:
         raise error  # by default, Energon logs the error and skips the sample
 
     try:
+        # Splits without shards have no first sample.
         splits = sorted(set(folder.shards.values()))
         read_split(folder.path)
     except FormatError as error:

@@ -78,6 +78,7 @@ class PackChecker:
                 try:
                     load_pack(self.codec, raw)  # the function that loaders call, which may refuse more than `read`
                     samples = self.codec.read(raw)
+                # Decoders raise many types for malformed parts; one bad pack must not end the check.
                 except (EnergonPackedError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                     contents.packs.fail(f"{contents.name}: {key}: {error}")
                     continue
@@ -102,6 +103,7 @@ class PackChecker:
         if self.encoder is not None:
             encoded = [*self.encoder.encode_many([sample.conversation for sample in samples])]
         lengths = [self._length(contents, key, *pair) for pair in zip(samples, encoded, strict=True)]
+        # -1: neither recorded nor encoded.
         known = np.array([length for length in lengths if length > 0], dtype=np.int64)
         contents.counts["tokens"] += int(known.sum())
         if self.manifest is None:
@@ -110,6 +112,7 @@ class PackChecker:
         if padded.sum() > self.manifest.seq_len:
             contents.fit.fail(f"{pack} has {padded.sum()} tokens, more than seq_len {self.manifest.seq_len}")
         for sample, length in zip(samples, padded.tolist(), strict=False):
+            # With --group-by media, only samples of the same kind share a row.
             kind = sample.conversation.kind if self.manifest.group_by == "media" else "any"
             contents.shortest[kind] = sorted([*contents.shortest.get(kind, []), length])[:2]
 
@@ -195,6 +198,7 @@ def _samples_share_rows(
     check = Check("samples share rows", summary=f"{total['samples'] / max(total['packs'], 1):.2f} samples a pack")
     # Planners that keep the input order may leave two samples apart that would fit.
     in_order = manifest.algorithm not in ("bfd", "ffd")
+    # The kind of media is unknown for flavors that store tokens.
     unknown_kinds = manifest.group_by == "media" and codec.stores_tokens
     if total["samples"] > total["packs"] or in_order or unknown_kinds or manifest.max_samples_per_pack == 1:
         return check
@@ -258,6 +262,7 @@ def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter
             recorded = getattr(entries[tar.name], name)
             if tar.counts[name] != recorded:
                 check.fail(f"{tar.name} has {tar.counts[name]} {name}, packing.json has {recorded}")
+    # Totals are compared as well: a shard that is missing changes only them.
     totals = {
         "packs": manifest.packs,
         "samples": manifest.packed,
@@ -281,6 +286,7 @@ def _recorded_ids(folder: PackedFolder) -> Counter[str] | None:
     """Count the packed records of each id in lengths.parquet; None without this file. Records may share an id."""
     try:
         table = pq.read_table(folder.path.parent / "lengths.parquet", columns=["id", "status"])
+    # The file is not needed for training, and may not be copied with the shards.
     except (OSError, pa.ArrowInvalid):
         return None
     pairs = zip(table["id"].to_pylist(), table["status"].to_pylist(), strict=True)
