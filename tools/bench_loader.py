@@ -138,8 +138,8 @@ def bench_texts(report: Report, work: Path) -> None:
     encoders = [ChatEncoder.from_pretrained(tokenizer, tokenizer_engine=engine) for engine in engines]
     loaders = [get_packed_loader(folder, encoder, epochs=1, num_workers=0) for encoder in encoders]
     loader_seconds, slow_seconds = interleaved(lambda: loaders[0], lambda: loaders[1], times=3)
-    what = "text, captioning flavor: samples/s relative to the same loader with tokenizers"
-    report.add(what, slow_seconds / loader_seconds, "x", ">= 4", per_second=20_000 / loader_seconds)
+    metric = "text, captioning flavor: samples/s relative to the same loader with tokenizers"
+    report.add(metric, slow_seconds / loader_seconds, "x", ">= 4", per_second=20_000 / loader_seconds)
 
 
 def bench_images(report: Report, work: Path) -> None:
@@ -162,8 +162,8 @@ def bench_images(report: Report, work: Path) -> None:
             yield
 
     loader_seconds, limit_seconds = interleaved(lambda: loader, alone, times=3)
-    what = "text and images: samples/s relative to tokenizer and image processor alone"
-    report.add(what, limit_seconds / loader_seconds, "", ">= 0.8", per_second=len(conversations) / loader_seconds)
+    metric = "text and images: samples/s relative to tokenizer and image processor alone"
+    report.add(metric, limit_seconds / loader_seconds, "", ">= 0.8", per_second=len(conversations) / loader_seconds)
 
 
 def main() -> None:

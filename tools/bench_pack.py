@@ -121,9 +121,9 @@ def bench_text(report: Report, work: Path, records: int) -> float:
     rounds = [(tokenizer_alone(tokenizer, source), pack(work / "out-text", source, tokenizer)[0]) for _ in range(3)]
     limit, pack_seconds = (statistics.median(column) for column in zip(*rounds, strict=True))
     engine = PackingManifest.load(work / "out-text" / "webdataset").tokenizer_engine
-    what = f"text: records/s relative to encode_batch_fast alone, engine {engine}"
+    metric = f"text: records/s relative to encode_batch_fast alone, engine {engine}"
     report.add(
-        what,
+        metric,
         limit / pack_seconds,
         "",
         ">= 3",
@@ -137,8 +137,8 @@ def bench_text(report: Report, work: Path, records: int) -> float:
 
     as_tokens = ("--sample-class", "PackedTokensSample")
     tokens = statistics.median(pack(work / "out-tokens", source, tokenizer, *as_tokens)[0] for _ in range(3))
-    what = "text stored as tokens: records/s relative to encode_batch_fast alone"
-    report.add(what, limit / tokens, "", ">= 2", seconds=tokens)
+    metric = "text stored as tokens: records/s relative to encode_batch_fast alone"
+    report.add(metric, limit / tokens, "", ">= 2", seconds=tokens)
     slow_engine = ("--tokenizer-engine", "tokenizers")
     slow = statistics.median(pack(work / "out-slow", source, tokenizer, *slow_engine)[0] for _ in range(3))
     report.add("text, engine tokenizers: records/s relative to encode_batch_fast alone", limit / slow, seconds=slow)

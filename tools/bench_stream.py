@@ -89,11 +89,11 @@ def run_stream(source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
     return result | {"slope": slope, "first": first, "last": last, "utilization": tokens / rows / _SEQ_LEN}
 
 
-def child(what: str, source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
+def child(stage: str, source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
     """Run one measurement in a new process."""
     from energon_packed.pipeline.engine import ONE_THREAD
 
-    command = [sys.executable, __file__, "--child", what, source, tokenizer, workers]
+    command = [sys.executable, __file__, "--child", stage, source, tokenizer, workers]
     environment = {**os.environ, **ONE_THREAD}
     done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -105,10 +105,10 @@ def bench(report: Report, work: Path, records: int, rounds: int) -> None:
     tokenizer = bench_tokenizer(work, vision=False)
     streams: dict[int, float] = {}
     for workers in (0, 2):
-        pairs = [[child(what, source, tokenizer, workers) for what in ("measure", "stream")] for _ in range(rounds)]
+        pairs = [[child(stage, source, tokenizer, workers) for stage in ("measure", "stream")] for _ in range(rounds)]
         rate = [[run["tokens"] / run["cpu"] for run in pair] for pair in pairs]
         wall = [[run["tokens"] / run["seconds"] for run in pair] for pair in pairs]
-        what = f"{records:,} JSONL records, {workers} workers"
+        metric = f"{records:,} JSONL records, {workers} workers"
         details = {"measure": statistics.median(pair[0] for pair in rate)}
         streams[workers] = statistics.median(pair[1] for pair in rate)
         details |= {"stream": streams[workers]}
@@ -116,21 +116,21 @@ def bench(report: Report, work: Path, records: int, rounds: int) -> None:
         target = (
             "" if workers else ">= 0.9"
         )  # with workers, batches are sent between processes, which measuring does not do
-        report.add(f"{what}: tokens per CPU second relative to measure", ratio, "", target, **details)
-        report.add(f"{what}: tokens/s relative to measure", statistics.median(s / m for m, s in wall))
+        report.add(f"{metric}: tokens per CPU second relative to measure", ratio, "", target, **details)
+        report.add(f"{metric}: tokens/s relative to measure", statistics.median(s / m for m, s in wall))
         if not workers:
             last = pairs[-1][1]
             sizes = {"first_mib": last["first"], "last_mib": last["last"]}
-            report.add(f"{what}: memory slope", last["slope"], "MiB per million tokens", "<= 1", **sizes)
-    what = f"{records:,} JSONL records: CPU seconds per token, 2 workers relative to one process"
-    report.add(what, streams[0] / streams[2], "", "<= 1.25")
+            report.add(f"{metric}: memory slope", last["slope"], "MiB per million tokens", "<= 1", **sizes)
+    metric = f"{records:,} JSONL records: CPU seconds per token, 2 workers relative to one process"
+    report.add(metric, streams[0] / streams[2], "", "<= 1.25")
 
 
 def main() -> None:
     """Run the benchmark and print the results."""
     if sys.argv[1:2] == ["--child"]:
-        what, source, tokenizer, workers = sys.argv[2:]
-        run: Any = {"measure": run_measure, "stream": run_stream}[what]
+        stage, source, tokenizer, workers = sys.argv[2:]
+        run: Any = {"measure": run_measure, "stream": run_stream}[stage]
         print(json.dumps(run(Path(source), Path(tokenizer), int(workers))))
         return
     parser: argparse.ArgumentParser = arguments(__doc__, "stream")

@@ -39,14 +39,14 @@ class Report:
         self.json_path = json_path
         self.rows: list[dict[str, Any]] = []
 
-    def add(self, what: str, value: float, unit: str = "", target: str = "", **details: Any) -> None:
+    def add(self, metric: str, value: float, unit: str = "", target: str = "", **details: Any) -> None:
         """Add a measured value; `target`, such as ">= 0.85", is checked against it."""
-        row: dict[str, Any] = {"what": what, "value": value, "unit": unit, "target": target, **details}
+        row: dict[str, Any] = {"what": metric, "value": value, "unit": unit, "target": target, **details}
         if target:
             sign, limit = target.split()
             row["met"] = value >= float(limit) if sign == ">=" else value <= float(limit)
         self.rows.append(row)
-        print(f"  {what}: {value:.4g} {unit} {target}", file=sys.stderr, flush=True)
+        print(f"  {metric}: {value:.4g} {unit} {target}", file=sys.stderr, flush=True)
 
     def finish(self) -> None:
         """Print the table and write the JSON."""
