@@ -110,7 +110,7 @@ def test_verify_and_inspect(golden: Path, golden_encoder: ChatEncoder, name: str
     failed = [check for check in verify(PackedFolder.open(folder), golden_encoder) if not check.passed]
     if name.startswith("identity-4"):  # no crude.yaml yet: named, with what makes it
         (problem,) = failed.pop().problems
-        assert problem == "crude.yaml is missing; run energon-packed nv-meta"
+        assert problem == "crude.yaml is missing. Run energon-packed nv-meta."
         if name == "identity-4/multimix-frames":
             make_nv_meta(folder)
             assert all(check.passed for check in verify(PackedFolder.open(folder), golden_encoder))

@@ -85,7 +85,7 @@ def test_without_a_setting_the_note_names_the_settings_that_decide(copy: Path) -
         "note: samples are not encoded again, because --factor 48 is 16 x 3 or 24 x 2 (patch size x merge"
         in result.output
     )
-    assert "; pass --patch-size, --vision-family or --processor" in result.output
+    assert ". Pass --patch-size, --vision-family or --processor." in result.output
     assert ENCODED not in result.output
 
 
