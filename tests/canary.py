@@ -1,4 +1,4 @@
-"""Code that tells that it was run, and a small packed dataset to put it into."""
+"""Canary: code that leaves a trace when it is run, and a small packed dataset that may contain it."""
 
 import json
 import shutil
@@ -12,14 +12,14 @@ from energon_packed import PackOptions, pack
 
 
 class Canary:
-    """A file that code creates when it is run, in this process or in another one."""
+    """File that `code`, `tag` or `object` create when they are run, in this process or in another process."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "canary"
 
     @property
     def code(self) -> str:
-        """Python that creates it, and the functions that a sample_loader.py has."""
+        """Python code that creates the file, with the functions of a sample_loader.py."""
         return (
             f"open({str(self.path)!r}, 'w').close()\n"
             "def sample_loader(raw): return raw\ndef part_filter(part): return True\n"
@@ -27,21 +27,21 @@ class Canary:
 
     @property
     def tag(self) -> str:
-        """A YAML tag that creates it, where it is followed."""
+        """YAML tag that creates the file if a YAML reader follows it."""
         return f"!!python/object/apply:builtins.open [{str(self.path)!r}, w]"
 
     @property
     def object(self) -> dict[str, object]:
-        """A mapping that Energon would turn into a call that creates it."""
+        """Mapping that Energon would turn into a call that creates a folder with its name."""
         return {"__module__": "os", "__function__": "mkdir", "path": str(self.path)}
 
     def sang(self) -> bool:
-        """Whether the code was run."""
+        """True if the code was run."""
         return self.path.exists()
 
 
 def packed_texts(folder: Path, tokenizer: Path, **options: object) -> Path:
-    """A PackedTokensSample dataset of a few texts; `folder/out/webdataset`."""
+    """Pack a PackedTokensSample dataset of a few conversations into `folder/out/webdataset`."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [{"id": f"r{n}", "messages": [{"role": "user", "content": f"Say {n}."},
               {"role": "assistant", "content": f"It is {n}. " * (n + 1)}]} for n in range(8)]  # fmt: skip
@@ -55,7 +55,7 @@ def packed_texts(folder: Path, tokenizer: Path, **options: object) -> Path:
 
 @contextmanager
 def changed(folder: Path, name: str, content: str | bytes) -> Iterator[None]:
-    """A file of `.nv-meta` with other content, for a while."""
+    """Context manager that replaces the content of a file of `.nv-meta`."""
     file = folder / ".nv-meta" / name
     before = file.read_bytes() if file.exists() else None
     file.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -66,10 +66,11 @@ def changed(folder: Path, name: str, content: str | bytes) -> Iterator[None]:
 
 
 def copied(dataset: Path, to: Path) -> Path:
+    """Copy the output folder of a dataset to `to`, and return the copied dataset."""
     shutil.copytree(dataset.parent, to)
     return to / dataset.name
 
 
 def dataset_yaml(**fields: object) -> str:
-    """Content of a dataset.yaml that names a sample class of Energon."""
+    """Content of a dataset.yaml with a sample class of Energon."""
     return yaml.safe_dump({"sample_type": {"__module__": "megatron.energon", "__class__": "TextSample"}, **fields})

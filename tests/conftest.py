@@ -1,4 +1,4 @@
-"""Data that many tests share: the demo dataset, its tokenizer, and packed outputs of each flavor."""
+"""Fixtures that many tests share: the demo dataset, its tokenizer, and packed outputs of each flavor."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from tests.internals import DemoDataset, write_dataset, write_tokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # tests run side by side
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores Ctrl-C for what it runs in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore Ctrl-C for background processes
 settings.register_profile("compiled", deadline=None)  # the first example may load compiled code
 settings.load_profile("compiled")
 
@@ -50,7 +50,7 @@ def encoder(tokenizer_dir: Path) -> ChatEncoder:
 
 @pytest.fixture(scope="session")
 def pack_demo(demo: DemoDataset, tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Packer:
-    """Packs the demo data with any options; the same options are packed once."""
+    """Function that packs the demo dataset with any options; equal options are packed once."""
     done: dict[str, PackResult] = {}
 
     def run(**options: object) -> PackResult:
@@ -63,7 +63,7 @@ def pack_demo(demo: DemoDataset, tokenizer_dir: Path, tmp_path_factory: pytest.T
                 "seq_len": 1024,
                 "max_reject_rate": 0.2,
                 "workers": 1,
-                "shard_prefix": "pack",  # whatever the folder is called
+                "shard_prefix": "pack",  # the default is the name of the folder
                 "unpacked": options.get("sample_class") == "MultiMixQASample",
             }
             done[key] = pack(PackOptions(**{**settings, **options}))  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""The only place from which tests take what is not public, so that moving code needs an edit here alone.
+"""Names that are not public, for tests: the only place to edit when code moves.
 
     from tests.internals import ShardReader, main
 
 Each name is loaded when it is first used: torch, Energon and optional packages are imported only by tests that need
-them. A name belongs here if no public one (`energon_packed`, the command line) shows what the test checks.
+them. A name belongs here if the property cannot be tested with `energon_packed` or the command line.
 """
 
 from importlib import import_module
@@ -226,7 +226,7 @@ PRELOADED = (
     "energon_packed.loading.energon.loader",
     "energon_packed.integrations.megatron",
 )
-"""Modules that `tests/preloaded.py` imports once for all processes: those that take the time of a start."""
+"""Modules that `tests/preloaded.py` imports once for all processes, because their import is slow."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which oldest allowed versions these are (`make test-lowest`): what a test expects of another release is no skip."""
+"""True for packages that have the oldest allowed version (`make test-lowest`); tests of newer behavior are skipped."""
 
 from importlib.metadata import version
 

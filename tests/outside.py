@@ -1,4 +1,4 @@
-"""Datasets in the layouts of other packers, written as those write them; compared once with files that they wrote."""
+"""Write datasets as third-party tools write them. The results were compared once with files of these tools."""
 
 import json
 import tarfile
@@ -14,14 +14,14 @@ Record = dict[str, Any]
 
 
 def groups(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """Items in groups of `size`."""
+    """Split items into groups of `size`."""
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def llava_onevision2_pack(key: str, records: Sequence[Record], root: Path) -> list[tuple[str, Any]]:
-    """Members of a pack of LLaVA-OneVision-2's offline packer: images as their bytes, all of them named .jpg.
+    """Members of a pack of LLaVA-OneVision-2's offline packer: the bytes of each image, with a name that ends in .jpg.
 
-    `images[i][j]` of the JSON is a name that no member has; a missing .npy file is an empty name.
+    `images[i][j]` of the JSON is not the name of a member, and a missing .npy file is an empty name.
     """
     members: list[tuple[str, Any]] = []
     columns: dict[str, list[Any]] = {name: [] for name in ("images", "prompts", "captions", "patch_positions")}
@@ -36,8 +36,8 @@ def llava_onevision2_pack(key: str, records: Sequence[Record], root: Path) -> li
             [stem + ".npy" if name else "" for stem, name in zip(stems, arrays, strict=True)]
         )
         for column, role in (("prompts", "user"), ("captions", "assistant")):
-            said = [turn["content"] for turn in record["messages"] if turn["role"] == role]
-            columns[column].append(said or [""])
+            turns = [turn["content"] for turn in record["messages"] if turn["role"] == role]
+            columns[column].append(turns or [""])
     names = ("images", "prompts", "captions")
     value: Record = {name: columns[name] for name in names} | {"sample_count": len(records)}
     if columns["patch_positions"]:
@@ -49,7 +49,7 @@ def llava_onevision2_pack(key: str, records: Sequence[Record], root: Path) -> li
 
 
 def write_llava_onevision2(folder: Path, records: Sequence[Record], root: Path, per_pack: int = 4) -> Path:
-    """A dataset as its `s5_convert_to_webdataset.py` leaves it: no index, another split.yaml, a class of its own."""
+    """Write a dataset like `s5_convert_to_webdataset.py`: no indexes, its own split.yaml and sample class."""
     meta = folder / ".nv-meta"
     meta.mkdir(parents=True)
     names = []
@@ -69,7 +69,7 @@ def write_llava_onevision2(folder: Path, records: Sequence[Record], root: Path, 
 
 
 def read_packs(folder: Path) -> dict[str, dict[str, Any]]:
-    """Packs by key: content by part, the JSON parsed; with nothing but tarfile."""
+    """Read packs by key, with parsed JSON and the content of other parts. Only tarfile is used, for independence."""
     packs: dict[str, dict[str, Any]] = {}
     for shard in sorted(folder.glob("*.tar")):
         with tarfile.open(shard) as tar:

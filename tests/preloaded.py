@@ -1,4 +1,4 @@
-"""What tests/processes.py imports once, for all processes that it forks."""
+"""Modules that tests/processes.py imports once, for all processes that it forks."""
 
 import contextlib
 import importlib

@@ -1,14 +1,21 @@
-"""What commands print."""
+"""Run commands in this process, and read their output."""
 
 import json
 from inspect import signature
 from typing import Any
 
 import click
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
+
+from tests.internals import cli
+
+
+def invoke(*arguments: object) -> Result:
+    """Run `energon-packed` with these arguments; errors are in `exception` of the result."""
+    return CliRunner().invoke(cli, list(map(str, arguments)))
 
 
 def printed_json(command: click.Command, arguments: list[str]) -> Any:
-    """What a command prints on standard output, which must be JSON and nothing else; its errors are raised."""
+    """Run a command that must print only JSON on standard output, and return the value. Errors are raised."""
     separate = {"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}  # Click before 8.2
     return json.loads(CliRunner(**separate).invoke(command, arguments, catch_exceptions=False).stdout)

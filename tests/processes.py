@@ -1,8 +1,8 @@
 """Python processes without the 3 s of CPU that importing torch, Transformers and Energon takes in each.
 
-They are forked from a process that has imported these and done nothing else (`tests/preloaded.py`): the forkserver of
-multiprocessing. Each has its own arguments, environment, folder, streams and exit status. What is about the start of
-the interpreter (`PYTHONHASHSEED`, warnings of imports) needs `subprocess` instead.
+They are forked from the forkserver of multiprocessing, which has only imported these packages (`tests/preloaded.py`).
+Each process has its own arguments, environment, folder, streams and exit status. Tests of the start of the interpreter
+(`PYTHONHASHSEED`, warnings of imports) need `subprocess` instead.
 """
 
 import os
@@ -19,18 +19,18 @@ CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 class Python:
-    """A process that runs `code` as `python -c CODE *arguments` does."""
+    """Process that runs `code` like `python -c CODE *arguments`."""
 
     def __init__(
         self, code: str, *arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None
     ) -> None:
         self._streams = tempfile.TemporaryDirectory()
-        given = (code, [str(one) for one in arguments], {**(os.environ if env is None else env)})
-        self._process = CONTEXT.Process(target=_run, args=(*given, str(cwd or Path.cwd()), self._streams.name))
+        call = (code, [str(argument) for argument in arguments], {**(os.environ if env is None else env)})
+        self._process = CONTEXT.Process(target=_run, args=(*call, str(cwd or Path.cwd()), self._streams.name))
         self._process.start()
 
     def wait(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        """Exit status and streams; a process that takes longer is killed, and TimeoutError raised."""
+        """Wait for the exit status and streams; after `timeout` seconds, kill the process and raise TimeoutError."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             self._process.kill()
@@ -46,29 +46,29 @@ class Python:
 
 
 def run_python(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """One process, to its end."""
+    """Run a process, and wait for its end."""
     return Python(code, *arguments, **options).wait()
 
 
 def energon(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Energon's command line."""
+    """Run the command line of Energon."""
     code = "import sys; from megatron.energon.cli.main import main; sys.argv[0] = 'energon'; sys.exit(main())"
     return run_python(code, *arguments)
 
 
 def energon_packed(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Our command line."""
+    """Run the command line of energon-packed, and wait for its end."""
     return start_energon_packed(*arguments, **options).wait()
 
 
 def start_energon_packed(*arguments: object, **options: Any) -> Python:
-    """Our command line, which runs on."""
+    """Start the command line of energon-packed."""
     code = "import sys; from tests.internals import main; sys.argv[0] = 'energon-packed'; main()"
     return Python(code, *arguments, **options)
 
 
 def run_ranks(script: str, count: int, store: Path, *arguments: object) -> list[str]:
-    """Output of each process of a gloo group; `script` begins with `rank`, `count`, `store` and the group."""
+    """Output of each process of a gloo group; `script` can use `rank`, `count`, `store` and the process group."""
     head = "import sys, torch\nrank, count, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]\n"
     head += "torch.distributed.init_process_group('gloo', f'file://{store}', rank=rank, world_size=count)\n"
     outputs = []
@@ -89,8 +89,8 @@ def _run(code: str, arguments: list[str], environment: dict[str, str], folder: s
 
 
 def become_main(environment: dict[str, str], folder: str | Path) -> dict[str, Any]:
-    """Names of an empty `__main__`, in this process, with that environment and folder."""
-    set_start_method("fork", force=True)  # the default here as well; its own would be the forkserver
+    """Replace environment, folder and `__main__` of this process, and return the namespace of the empty `__main__`."""
+    set_start_method("fork", force=True)  # as in a new process; a child of the forkserver would use the forkserver
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     os.environ.clear()

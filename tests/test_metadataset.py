@@ -143,10 +143,10 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
         (["a=-1"], "weight of .*a/webdataset is -1"),
         (["a=nan"], "weight of .*a/webdataset is nan"),
         (["a=0", "b=0"], "all weights are 0"),
-        (["a=many"], "weight 'many' of .* is not a number"),
+        (["a=many"], "the weight of .* must be a number, got 'many'"),
         (["a", "--split-from", "val"], "has no packs in split 'val'; it has train"),
         (["a", "--epochized", "--schema", "v1"], "`epochized` requires `schema` 'v2'"),
-        (["a", "--subflavor", "x"], "must have the form key=value"),
+        (["a", "--subflavor", "x"], "must have the form key=value, got 'x'"),
         (["a", "--val", "a"], "validation data .*a/webdataset and the training data .* share the shard a-000000"),
         (
             ["weighted.yaml", "c", "--epochized"],

@@ -41,16 +41,16 @@ order = list(range(rows))
 random.Random(0).shuffle(order)
 times = []
 for _ in range(5):
-    begin = time.perf_counter()
+    start = time.perf_counter()
     for i in order:
         dataset[i]
-    times.append(time.perf_counter() - begin)
+    times.append(time.perf_counter() - start)
 print(json.dumps(sorted(times)[2]))
 """
 
 
-class _Nothing(DefaultTaskEncoder):  # type: ignore[misc]
-    """Returns samples as Energon reads them."""
+class _RawSamples(DefaultTaskEncoder):  # type: ignore[misc]
+    """Task encoder that returns samples as Energon reads them."""
 
 
 def bare(folder: Path) -> Iterator[Any]:
@@ -64,22 +64,22 @@ def bare(folder: Path) -> Iterator[Any]:
         shuffle_buffer_size=64,
         max_samples_per_sequence=None,
         repeat=False,
-        task_encoder=_Nothing(),
+        task_encoder=_RawSamples(),
     )
     yield from get_loader(dataset)
 
 
 def spent(run: Callable[[], Any]) -> float:
     """Seconds to consume an iterable."""
-    begin = time.perf_counter()
+    start = time.perf_counter()
     for _ in run():
         pass
-    return time.perf_counter() - begin
+    return time.perf_counter() - start
 
 
 def interleaved(*runs: Callable[[], Any], times: int = 5) -> list[float]:
-    """Median seconds of each, in interleaved rounds after one warm-up round."""
-    rounds = [[spent(run) for run in runs] for _ in range(times + 1)]
+    """Median seconds of each run. Rounds are interleaved, so that a slow moment of the machine affects all runs."""
+    rounds = [[spent(run) for run in runs] for _ in range(times + 1)]  # the first round warms up caches
     return [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
 
 
@@ -92,16 +92,20 @@ def packed(work: Path, source: Path, sample_class: str) -> Path:
 
 
 def bench_tokens(report: Report, work: Path) -> None:
-    """Stored tokens: the loader against Energon, random access against `datasets`."""
+    """Compare stored tokens: the loader with Energon, random access with `datasets`."""
     source = write_jsonl(work / "text-20k.jsonl", text_records(20_000))
     folder = packed(work, source, "PackedTokensSample")
     encoder = ChatEncoder.from_pretrained(bench_tokenizer(work, vision=False))
     loader = get_packed_loader(folder, encoder, epochs=1, num_workers=0)
-    ours, energon = interleaved(lambda: loader, lambda: bare(folder))
+    loader_seconds, energon_seconds = interleaved(lambda: loader, lambda: bare(folder))
     dataset = PackedDataset(folder)
     packs = len(dataset)
     report.add(
-        "tokens: packs/s relative to a bare Energon loader", energon / ours, "", ">= 0.8", per_second=packs / ours
+        "tokens: packs/s relative to a bare Energon loader",
+        energon_seconds / loader_seconds,
+        "",
+        ">= 0.8",
+        per_second=packs / loader_seconds,
     )
 
     samples = [dataset.sample(i) for i in range(packs)]
@@ -113,33 +117,33 @@ def bench_tokens(report: Report, work: Path) -> None:
         offsets=np.cumsum([0, *(len(s.input_ids) for s in samples)]),
         starts=np.cumsum([0, *(len(s.ids) for s in samples)]),
     )
-    peer = run_peer(work, _DATASETS, work / "packs.npz", work / "packs.arrow")
+    datasets_seconds = run_peer(work, _DATASETS, work / "packs.npz", work / "packs.arrow")
     order = np.random.default_rng(0).permutation(packs).tolist()
-    (ours,) = interleaved(lambda: (dataset[i] for i in order))
+    (loader_seconds,) = interleaved(lambda: (dataset[i] for i in order))
     report.add(
         "PackedDataset[i] in random order: speedup over datasets[i]",
-        peer / ours,
+        datasets_seconds / loader_seconds,
         "x",
         ">= 1.5",
-        per_second=packs / ours,
+        per_second=packs / loader_seconds,
     )
 
 
 def bench_texts(report: Report, work: Path) -> None:
-    """Raw text: the loader with the engine that it chooses against the same loader with `tokenizers`."""
+    """Compare raw text: the loader with its default tokenizer engine, and the same loader with `tokenizers`."""
     source = write_jsonl(work / "text-20k.jsonl", text_records(20_000))
     folder = packed(work, source, "PackedCaptioningSample")
     tokenizer = bench_tokenizer(work, vision=False)
     engines: tuple[EngineName, ...] = ("fastokens", "tokenizers")
     encoders = [ChatEncoder.from_pretrained(tokenizer, tokenizer_engine=engine) for engine in engines]
     loaders = [get_packed_loader(folder, encoder, epochs=1, num_workers=0) for encoder in encoders]
-    ours, other = interleaved(lambda: loaders[0], lambda: loaders[1], times=3)
-    what = "text, captions layout: samples/s relative to the same loader with tokenizers"
-    report.add(what, other / ours, "x", ">= 4", per_second=20_000 / ours)
+    loader_seconds, slow_seconds = interleaved(lambda: loaders[0], lambda: loaders[1], times=3)
+    metric = "text, captioning flavor: samples/s relative to the same loader with tokenizers"
+    report.add(metric, slow_seconds / loader_seconds, "x", ">= 4", per_second=20_000 / loader_seconds)
 
 
 def bench_images(report: Report, work: Path) -> None:
-    """Raw text and images: the loader against the tokenizer and image processor alone."""
+    """Compare raw text and images: the loader, and the tokenizer and image processor alone."""
     source = write_jsonl(work / "images-800.jsonl", image_records(work / "images-800", 800))
     folder = packed(work, source, "PackedCaptioningSample")
     encoder = ChatEncoder.from_pretrained(bench_tokenizer(work, vision=True))
@@ -148,18 +152,18 @@ def bench_images(report: Report, work: Path) -> None:
     dataset = PackedDataset(folder, encoder)
     conversations = [c for i in range(len(dataset)) for c in dataset.sample(i).conversations()]
     messages = [[message.as_dict() for message in c.messages] for c in conversations]
-    texts = [encoder.tokenizer.apply_chat_template(m, tokenize=False) for m in messages]
+    strings = [encoder.tokenizer.apply_chat_template(m, tokenize=False) for m in messages]
 
     def alone() -> Iterator[None]:
-        for conversation, text in zip(conversations, texts, strict=True):
+        for conversation, text in zip(conversations, strings, strict=True):
             encoder.tokenizer(text)
             if conversation.images:
                 encoder.vision.pixels([load_image(image) for image in conversation.images])  # type: ignore[union-attr]
             yield
 
-    ours, limit = interleaved(lambda: loader, alone, times=3)
-    what = "text and images: samples/s relative to tokenizer and image processor alone"
-    report.add(what, limit / ours, "", ">= 0.8", per_second=len(conversations) / ours)
+    loader_seconds, limit_seconds = interleaved(lambda: loader, alone, times=3)
+    metric = "text and images: samples/s relative to tokenizer and image processor alone"
+    report.add(metric, limit_seconds / loader_seconds, "", ">= 0.8", per_second=len(conversations) / loader_seconds)
 
 
 def main() -> None:

@@ -33,16 +33,16 @@ from tokenizers import Tokenizer
 tokenizer = Tokenizer.from_file(sys.argv[1])
 render = lambda r: "".join(f"<|im_start|>{m['role']}\\n{m['content']}<|im_end|>\\n" for m in r["messages"])
 texts = [render(orjson.loads(line)) for line in open(sys.argv[2], "rb")]
-begin = time.perf_counter()
+start_time = time.perf_counter()
 tokens = 0
 for start in range(0, len(texts), 1000):
     tokens += sum(map(len, tokenizer.encode_batch_fast(texts[start : start + 1000], add_special_tokens=False)))
-print(time.perf_counter() - begin, tokens)
+print(time.perf_counter() - start_time, tokens)
 """
 
 _TRL = """
 import json, sys, time
-begin = time.perf_counter()
+start_time = time.perf_counter()
 from datasets import load_dataset
 from transformers import AutoTokenizer
 from trl import pack_dataset
@@ -52,7 +52,7 @@ def tokenize(rows):
     return {"input_ids": tokenizer.apply_chat_template(rows["messages"], tokenize=True, return_dict=False)}
 data = data.map(tokenize, batched=True, num_proc=int(sys.argv[4]), remove_columns=data.column_names)
 packed = pack_dataset(data, 4096, "bfd", map_kwargs={"batch_size": len(data)})
-print(json.dumps({"seconds": time.perf_counter() - begin, "packs": len(packed)}))
+print(json.dumps({"seconds": time.perf_counter() - start_time, "packs": len(packed)}))
 """
 
 # Driver part of a large build: plan synthetic lengths of many records and divide the packs into shards.
@@ -90,14 +90,14 @@ table = RecordTable(
     file_starts=np.zeros(0, np.int64),
 )
 options = PackOptions(inputs=("x",), output_dir="x", tokenizer="x", seq_len=4096)
-begin = time.perf_counter()
+start_time = time.perf_counter()
 shards = plan_shards(plan_packs(table, table.status, options), table, options)
-print(time.perf_counter() - begin, (peak() - before) / count, len(shards))
+print(time.perf_counter() - start_time, (peak() - before) / count, len(shards))
 """
 
 
 def pack(out: Path, source: Path, tokenizer: Path, *options: object, fresh: bool = True) -> tuple[float, Path]:
-    """Run `energon-packed pack`: (wall seconds, output folder)."""
+    """Run `energon-packed pack`, and return (wall seconds, output folder)."""
     if fresh:
         shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", "energon_packed", "pack", source, "-o", out, "--seq-len", _SEQ_LEN]
@@ -107,7 +107,7 @@ def pack(out: Path, source: Path, tokenizer: Path, *options: object, fresh: bool
 
 
 def tokenizer_alone(tokenizer: Path, source: Path) -> float:
-    """Seconds of `encode_batch_fast` with one thread per core."""
+    """Measure the seconds of `encode_batch_fast` with one thread per core."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(_CORES)}
     command = [sys.executable, "-c", _TOKENIZER, str(tokenizer / "tokenizer.json"), str(source)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
@@ -115,35 +115,43 @@ def tokenizer_alone(tokenizer: Path, source: Path) -> float:
 
 
 def bench_text(report: Report, work: Path, records: int) -> float:
-    """Text: compare with the tokenizer and with TRL; returns the seconds of one complete run."""
+    """Compare packing of text with the tokenizer and with TRL; return the seconds of one complete run."""
     source = write_jsonl(work / f"text-{records}.jsonl", text_records(records))
     tokenizer = bench_tokenizer(work, vision=False)
     rounds = [(tokenizer_alone(tokenizer, source), pack(work / "out-text", source, tokenizer)[0]) for _ in range(3)]
-    limit, ours = (statistics.median(column) for column in zip(*rounds, strict=True))
+    limit, pack_seconds = (statistics.median(column) for column in zip(*rounds, strict=True))
     engine = PackingManifest.load(work / "out-text" / "webdataset").tokenizer_engine
-    what = f"text: records/s relative to encode_batch_fast alone, engine {engine}"
-    report.add(what, limit / ours, "", ">= 3", seconds=ours, tokenizer_seconds=limit, per_second=records / ours)
+    metric = f"text: records/s relative to encode_batch_fast alone, engine {engine}"
+    report.add(
+        metric,
+        limit / pack_seconds,
+        "",
+        ">= 3",
+        seconds=pack_seconds,
+        tokenizer_seconds=limit,
+        per_second=records / pack_seconds,
+    )
     shutil.rmtree(work / "hf-cache", ignore_errors=True)
     peer = run_peer(work, _TRL, tokenizer, source, work / "hf-cache", _CORES)
-    report.add("text: speedup over datasets and TRL", peer["seconds"] / ours, "x", ">= 5", peer=peer)
+    report.add("text: speedup over datasets and TRL", peer["seconds"] / pack_seconds, "x", ">= 5", peer=peer)
 
     as_tokens = ("--sample-class", "PackedTokensSample")
     tokens = statistics.median(pack(work / "out-tokens", source, tokenizer, *as_tokens)[0] for _ in range(3))
-    what = "text stored as tokens: records/s relative to encode_batch_fast alone"
-    report.add(what, limit / tokens, "", ">= 2", seconds=tokens)
-    given = ("--tokenizer-engine", "tokenizers")
-    slow = statistics.median(pack(work / "out-slow", source, tokenizer, *given)[0] for _ in range(3))
+    metric = "text stored as tokens: records/s relative to encode_batch_fast alone"
+    report.add(metric, limit / tokens, "", ">= 2", seconds=tokens)
+    slow_engine = ("--tokenizer-engine", "tokenizers")
+    slow = statistics.median(pack(work / "out-slow", source, tokenizer, *slow_engine)[0] for _ in range(3))
     report.add("text, engine tokenizers: records/s relative to encode_batch_fast alone", limit / slow, seconds=slow)
 
     again, out = pack(work / "out-text", source, tokenizer, "--overwrite", "--seq-len", 8192, fresh=False)
     counters = PackingManifest.load(out).counters
     report.add("another --seq-len: texts tokenized", counters["tokenized"], "", "<= 0", seconds=again, **counters)
-    report.add("another --seq-len: share of the first run's time", again / ours)
-    return ours
+    report.add("another --seq-len: share of the first run's time", again / pack_seconds)
+    return pack_seconds
 
 
 def bench_images(report: Report, work: Path) -> None:
-    """JPEGs: compare with a plain file copy plus packing of the same records without images."""
+    """Compare packing of JPEGs with a plain file copy plus packing of the same records without images."""
     source = write_jsonl(work / "images-3k.jsonl", image_records(work / "images-3k", 3000))
     plain = write_jsonl(work / "images-3k-text.jsonl", text_records(3000, mean_chars=400))
     tokenizer = bench_tokenizer(work, vision=True)
@@ -160,35 +168,41 @@ def bench_images(report: Report, work: Path) -> None:
     rounds = []
     for _ in range(3):
         text, _ = pack(work / "out-plain", plain, tokenizer)
-        ours, _ = pack(work / "out-images", source, tokenizer, "--image-root", "/")
-        rounds.append((text + seconds(copy), ours))
+        pack_seconds, _ = pack(work / "out-images", source, tokenizer, "--image-root", "/")
+        rounds.append((text + seconds(copy), pack_seconds))
     (work / "copy.bin").unlink()
-    limit, ours = (statistics.median(column) for column in zip(*rounds, strict=True))
+    limit, pack_seconds = (statistics.median(column) for column in zip(*rounds, strict=True))
     size = sum(path.stat().st_size for path in images)
     report.add(
         "JPEGs: speed relative to text-only packing plus copyfileobj",
-        limit / ours,
+        limit / pack_seconds,
         "",
         ">= 0.6",
-        seconds=ours,
+        seconds=pack_seconds,
         bytes=size,
     )
 
 
 def bench_groups(report: Report, work: Path) -> None:
-    """Utilization lost by separating text and images."""
+    """Measure the utilization that is lost by separating text and images."""
     mixed = work / "mixed.jsonl"
     mixed.write_bytes(b"".join((work / f"images-3k{kind}.jsonl").read_bytes() for kind in ("", "-text")))
     tokenizer = bench_tokenizer(work, vision=True)
-    used = []
+    utilizations = []
     for group in ("none", "media"):
         _, out = pack(work / f"out-{group}", mixed, tokenizer, "--image-root", "/", "--group-by", group)
-        used.append(PackingManifest.load(out).utilization)
-    report.add("--group-by media: utilization lost", 100 * (used[0] - used[1]), "points", none=used[0], media=used[1])
+        utilizations.append(PackingManifest.load(out).utilization)
+    report.add(
+        "--group-by media: utilization lost",
+        100 * (utilizations[0] - utilizations[1]),
+        "points",
+        none=utilizations[0],
+        media=utilizations[1],
+    )
 
 
 def bench_help(report: Report) -> None:
-    """CPU time of `energon-packed --help`."""
+    """Measure the CPU time of `energon-packed --help`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-m", "energon_packed", "--help"], check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -197,7 +211,7 @@ def bench_help(report: Report) -> None:
 
 
 def bench_memory(report: Report, work: Path) -> None:
-    """Peak memory for a million short records, summed over all processes."""
+    """Measure the peak memory for a million short records, summed over all processes."""
     source = write_jsonl(work / "short-1m.jsonl", text_records(1_000_000, mean_chars=60))
     command = [sys.executable, "-m", "energon_packed", "pack", source, "-o", work / "out-1m", "--seq-len", _SEQ_LEN]
     command += ["--tokenizer", bench_tokenizer(work, vision=False), "--overwrite", "--no-resume"]
@@ -206,16 +220,16 @@ def bench_memory(report: Report, work: Path) -> None:
 
 
 def bench_slopes(report: Report, work: Path) -> None:
-    """Cost of each stage by number of records."""
+    """Measure the time of each stage by number of records."""
     tokenizer = bench_tokenizer(work, vision=False)
     for records in (10_000, 100_000, 1_000_000):
         source = write_jsonl(work / f"text-{records}.jsonl", text_records(records))
         shutil.rmtree(work / "out-slope", ignore_errors=True)
         command = [sys.executable, "-m", "energon_packed", "pack", source, "-o", work / "out-slope"]
         command += ["--seq-len", _SEQ_LEN, "--tokenizer", tokenizer]
-        begin = time.perf_counter()
+        start_time = time.perf_counter()
         done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
-        whole = time.perf_counter() - begin
+        whole = time.perf_counter() - start_time
         stages: dict[str, float] = {}
         for line in done.stdout.splitlines():
             words = line.replace("│", " ").split()
@@ -234,7 +248,7 @@ def bench_slopes(report: Report, work: Path) -> None:
 
 
 def bench_stages(report: Report, work: Path, tokenizer: Path, records: int = 1_000_000) -> None:
-    """CPU seconds of measuring and of writing, without those of the start: the disk's time is not in them."""
+    """Measure the CPU seconds of measuring and writing, without start-up; disk time is not CPU time."""
     source = write_jsonl(work / f"text-{records}.jsonl", text_records(records))
     few = work / "text-few.jsonl"
     with source.open("rb") as stream:
@@ -261,7 +275,7 @@ def cpu_seconds(command: str, *arguments: object) -> float:
 
 
 def peak_memory(command: list[str]) -> tuple[float, float]:
-    """(largest sum of proportional set sizes over a process and its children in bytes, seconds)."""
+    """Return (largest sum of proportional set sizes over a process and its children in bytes, seconds)."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     peak = 0
     done = threading.Event()

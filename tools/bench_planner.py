@@ -117,8 +117,8 @@ def against_sort(report: Report) -> None:
         for name, lengths in mixtures(_MANY, capacity).items():
             sort = median_seconds(lambda lengths=lengths: np.argsort(lengths, kind="stable"))
             plan = median_seconds(lambda lengths=lengths, c=capacity: pack_lengths(lengths, c))
-            what = f"{name}@{capacity}, 10 million: time relative to argsort"
-            report.add(what, plan / sort, "", "<= 0.3", seconds=plan, argsort_seconds=sort)
+            metric = f"{name}@{capacity}, 10 million: time relative to argsort"
+            report.add(metric, plan / sort, "", "<= 0.3", seconds=plan, argsort_seconds=sort)
     here = str(Path(__file__).resolve().parent)
     command = [sys.executable, "-c", _MEMORY, here, str(_MANY)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -1,9 +1,9 @@
-"""Benchmark how batches travel from a worker process, against torch's own transport of the same tensors.
+"""Benchmark the transport of batches from a worker process, against torch's transport of the same tensors.
 
     python tools/bench_transport.py [--json transport.json] [--rounds 5]
 
-CPU time of both processes for one row, for rows of 4,096 text tokens and for rows with pixels of 0.5 and 8 MiB. Every
-run is a process of its own. Rounds are interleaved; ratios are medians over rounds.
+Measures the CPU time of both processes for one row: rows of 4,096 text tokens, and rows with pixels of 0.5 and 8 MiB.
+Every run is a new process. Rounds are interleaved, and ratios are medians over rounds.
 """
 
 import json
@@ -28,7 +28,7 @@ _KINDS = {"text": (0.0, 2000), "pixels of 0.5 MiB": (0.5, 500), "pixels of 8 MiB
 
 
 class _Tensors(PaddingFreeCollator):
-    """Returns a dict, of which the loader knows nothing: torch sends every tensor in shared memory."""
+    """Collator that returns a dict, which the loader does not pack: torch sends every tensor in shared memory."""
 
     def collate(self, samples: Sequence[EncodedSample]) -> Any:
         batch = super().collate(samples)
@@ -36,19 +36,19 @@ class _Tensors(PaddingFreeCollator):
 
 
 def cpu() -> float:
-    """CPU seconds of this process and of children that ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    """CPU seconds of this process and its finished children."""
+    usages = [resource.getrusage(scope) for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def rows(pixel_mib: float, count: int) -> list[list[EncodedSample]]:
     """Rows of 4,096 tokens, with pixels in each sample if `pixel_mib` is not 0."""
     rng = np.random.default_rng(0)
     patches = int(pixel_mib * (1 << 20) / 4 / _PATCH / _SAMPLES)
-    found = []
+    samples = []
     for _ in range(16):
         row = []
-        for number in range(_SAMPLES):
+        for index in range(_SAMPLES):
             ids = rng.integers(0, 150_000, _SEQ_LEN // _SAMPLES)
             labels = np.where(np.arange(len(ids)) < 200, -100, ids)
             images: dict[str, Any] = {}
@@ -57,28 +57,28 @@ def rows(pixel_mib: float, count: int) -> list[list[EncodedSample]]:
                     "pixel_values": torch.randn(patches, _PATCH),
                     "image_grid_thw": torch.tensor([[1, 1, patches]]),
                 }
-            row.append(EncodedSample(id=f"sample-{number}", input_ids=ids, labels=labels, **images))
-        found.append(row)
-    return [found[number % len(found)] for number in range(count)]
+            row.append(EncodedSample(id=f"sample-{index}", input_ids=ids, labels=labels, **images))
+        samples.append(row)
+    return [samples[index % len(samples)] for index in range(count)]
 
 
-def run(way: str, kind: str) -> float:
-    """CPU milliseconds per row, the start of the worker included."""
+def run(transport: str, kind: str) -> float:
+    """CPU milliseconds per row, including the start of the worker."""
     mib, count = _KINDS[kind]
-    collator = _Tensors() if way == "torch" else PaddingFreeCollator()
-    workers = 0 if way == "one process" else 1
+    collator = _Tensors() if transport == "torch" else PaddingFreeCollator()
+    workers = 0 if transport == "one process" else 1
     loader = DataflowLoader(MapDistributor(rows(mib, count)), collator=collator, num_workers=workers)
     before = cpu()
     received = sum(1 for _ in loader)
     if received != count:
         raise SystemExit(f"{received} of {count} rows arrived")
-    del loader  # its worker ends, and its CPU time is counted
+    del loader  # stops its worker, so that its CPU time is counted
     return 1e3 * (cpu() - before) / count
 
 
-def child(way: str, kind: str) -> float:
-    """`run` in a new process."""
-    command = [sys.executable, __file__, "--child", way, kind]
+def child(transport: str, kind: str) -> float:
+    """Call `run` in a new process."""
+    command = [sys.executable, __file__, "--child", transport, kind]
     return float(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
 
 
@@ -94,13 +94,16 @@ def main() -> None:
     options = parser.parse_args()
     report = Report("transport", options.json)
     for kind in _KINDS:
-        rounds = [[child(way, kind) for way in ("one process", "ours", "torch")] for _ in range(options.rounds)]
-        alone, ours, torchs = (statistics.median(column) for column in zip(*rounds, strict=True))
-        details = {"one_process_ms": alone, "ours_ms": ours, "torch_ms": torchs}
-        ratio = statistics.median(own / other for _, own, other in rounds)
+        rounds = [
+            [child(transport, kind) for transport in ("one process", "energon-packed", "torch")]
+            for _ in range(options.rounds)
+        ]
+        alone, packed, torch_ms = (statistics.median(column) for column in zip(*rounds, strict=True))
+        details = {"one_process_ms": alone, "energon_packed_ms": packed, "torch_ms": torch_ms}
+        ratio = statistics.median(our_ms / torch_ms for _, our_ms, torch_ms in rounds)
         target = "<= 0.5" if kind == "text" else "<= 1.1"
         report.add(f"rows of {kind}: CPU time relative to torch's transport", ratio, "", target, **details)
-        report.add(f"rows of {kind}: CPU time of making and sending a row", ours, "ms")
+        report.add(f"rows of {kind}: CPU time of making and sending a row", packed, "ms")
     report.finish()
 
 

@@ -32,21 +32,21 @@ _QUESTIONS = ("What does this mean?", "Explain it step by step.", "Go on.", "Wri
 
 
 class Report:
-    """Collects measured rows, prints them as a table with their targets, and writes them as JSON."""
+    """Measured values with their targets, printed as a table and written as JSON."""
 
     def __init__(self, title: str, json_path: Path | None) -> None:
         self.title = title
         self.json_path = json_path
         self.rows: list[dict[str, Any]] = []
 
-    def add(self, what: str, value: float, unit: str = "", target: str = "", **details: Any) -> None:
+    def add(self, metric: str, value: float, unit: str = "", target: str = "", **details: Any) -> None:
         """Add a measured value; `target`, such as ">= 0.85", is checked against it."""
-        row: dict[str, Any] = {"what": what, "value": value, "unit": unit, "target": target, **details}
+        row: dict[str, Any] = {"what": metric, "value": value, "unit": unit, "target": target, **details}
         if target:
             sign, limit = target.split()
             row["met"] = value >= float(limit) if sign == ">=" else value <= float(limit)
         self.rows.append(row)
-        print(f"  {what}: {value:.4g} {unit} {target}", file=sys.stderr, flush=True)
+        print(f"  {metric}: {value:.4g} {unit} {target}", file=sys.stderr, flush=True)
 
     def finish(self) -> None:
         """Print the table and write the JSON."""
@@ -63,7 +63,7 @@ class Report:
 
 
 def arguments(doc: str | None, name: str) -> argparse.ArgumentParser:
-    """Command-line options common to all benchmarks."""
+    """Create a parser with the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--json", type=Path, default=Path("bench-results") / f"{name}.json", help="file for the results"
@@ -75,19 +75,19 @@ def arguments(doc: str | None, name: str) -> argparse.ArgumentParser:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    begin = time.perf_counter()
+    """Measure the wall time of one call."""
+    start = time.perf_counter()
     function()
-    return time.perf_counter() - begin
+    return time.perf_counter() - start
 
 
 def median_seconds(function: Callable[[], object], runs: int = 3) -> float:
-    """Median wall time of several calls."""
+    """Measure the median wall time of several calls."""
     return statistics.median(seconds(function) for _ in range(runs))
 
 
 def peer_python(work: Path) -> str:
-    """Python of a separate virtual environment with the peer packages, created if missing."""
+    """Return the Python of a separate virtual environment with the peer packages, created if missing."""
     folder = work / "peers"
     python = folder / "bin" / "python"
     done = folder / ".installed"
@@ -120,16 +120,17 @@ def paragraphs() -> tuple[list[str], list[str]]:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 (prose if (doc := ast.get_docstring(node)) else []).append(doc or "")
                 code.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-    return tuple([t for t in texts if 40 <= len(t) <= 2000] for texts in (prose, code))  # type: ignore[return-value]
+    return tuple([part for part in parts if 40 <= len(part) <= 2000] for parts in (prose, code))  # type: ignore[return-value]
 
 
 def text_records(count: int, *, mean_chars: int = 1000, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Conversations of one to three exchanges with lognormal lengths."""
+    """Yield conversations of one to three exchanges with lognormal lengths."""
     prose, code = paragraphs()
     rng = np.random.default_rng(seed)
+    # The mean of a lognormal distribution is exp(mu + sigma^2 / 2), and 0.8^2 / 2 = 0.32.
     budgets = rng.lognormal(np.log(mean_chars) - 0.32, 0.8, count)
     turns = rng.integers(1, 4, count)
-    for number, (budget, exchanges) in enumerate(zip(budgets.tolist(), turns.tolist(), strict=True)):
+    for index, (budget, exchanges) in enumerate(zip(budgets.tolist(), turns.tolist(), strict=True)):
         messages = []
         for _ in range(exchanges):
             answer = ""
@@ -139,38 +140,38 @@ def text_records(count: int, *, mean_chars: int = 1000, seed: int = 0) -> Iterat
             answer = answer[: max(20, int(budget / exchanges))]
             question = f"{_QUESTIONS[int(rng.integers(len(_QUESTIONS)))]} ({int(rng.integers(10**6))})"
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        yield {"id": f"bench-{number:08d}", "messages": messages}
+        yield {"id": f"bench-{index:08d}", "messages": messages}
 
 
 def write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> Path:
     """Write the records as JSONL unless the file exists."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_path = path.with_suffix(".tmp")
-        with atomic_path.open("w", encoding="utf-8") as stream:
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("w", encoding="utf-8") as stream:
             stream.writelines(json.dumps(record) + "\n" for record in records)
-        atomic_path.rename(path)
+        temporary.rename(path)
     return path
 
 
 def image_records(folder: Path, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Short conversations about JPEGs of 300 to 900 pixels per side, written to `folder`."""
+    """Yield short conversations about JPEGs of 300 to 900 pixels per side, which are written to `folder`."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    for number, record in enumerate(text_records(count, mean_chars=400, seed=seed)):
+    for index, record in enumerate(text_records(count, mean_chars=400, seed=seed)):
         width, height = (int(side) for side in rng.integers(300, 900, 2))
-        path = folder / f"{number:06d}.jpg"
+        path = folder / f"{index:06d}.jpg"
         if not path.exists():
             small = rng.integers(0, 255, (height // 16 + 1, width // 16 + 1, 3), dtype=np.uint8)
             image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
-            grain = rng.normal(0, 12, (height, width, 3))
+            grain = rng.normal(0, 12, (height, width, 3))  # noise, for JPEGs of a realistic size
             Image.fromarray((np.asarray(image) + grain).clip(0, 255).astype(np.uint8)).save(path, quality=90)
         record["messages"][0]["content"] = "<image>" + record["messages"][0]["content"]
         yield {**record, "images": [str(path.resolve())]}
 
 
 def bench_tokenizer(work: Path, *, vision: bool) -> Path:
-    """A byte-level BPE tokenizer of 32,000 tokens, trained on the paragraphs; with Qwen2.5-VL image settings."""
+    """Train a byte-level BPE tokenizer of 32,000 tokens on the paragraphs; `vision` adds Qwen2.5-VL image settings."""
     folder = work / ("tokenizer-vision" if vision else "tokenizer")
     if not (folder / "tokenizer.json").exists():
         prose, code = paragraphs()

@@ -1,6 +1,6 @@
-"""Inspect tars: `python tools/inspect_tar.py SHARD.tar...`.
+"""Print keys, parts and sizes of the first packs of tars: `python tools/inspect_tar.py SHARD.tar...`.
 
-Prints keys, parts and sizes of the first packs of each tar, and its problems; exits with status 1 if there are any.
+Problems of a tar are printed too, and the exit status is 1 if there are any.
 """
 
 import argparse
@@ -15,14 +15,14 @@ from energon_packed.shards.scan import scan_tar
 
 
 def show(tar: Path, limit: int) -> bool:
-    """Print one tar; True if it has no problems."""
+    """Print one tar, and return True if it has no problems."""
     scan = scan_tar(tar)
     packs = [(key, list(parts)) for key, parts in groupby(scan.members, key=lambda member: member.key)]
     print(f"{tar}: {len(packs):,} packs, {len(scan.members):,} members, {tar.stat().st_size:,} bytes")
     for key, parts in packs[:limit]:
         print(f"  {key or '(no key)'}: {', '.join(f'{m.part or m.name} {m.size:,}' for m in parts)}")
     if len(packs) > limit:
-        print(f"  and {len(packs) - limit:,} more; use --limit to show them")
+        print(f"  and {len(packs) - limit:,} more. Use --limit to show them.")
     for problem in scan.problems:
         print(f"  PROBLEM: {problem}")
     return not scan.problems
@@ -35,10 +35,10 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=5, help="maximum number of packs to show per tar")
     options = parser.parse_args()
     try:
-        sound = [show(tar, options.limit) for tar in options.tars]
+        passed = [show(tar, options.limit) for tar in options.tars]
     except (EnergonPackedError, OSError) as error:
         sys.exit(f"error: {error}")
-    sys.exit(0 if all(sound) else 1)
+    sys.exit(0 if all(passed) else 1)
 
 
 if __name__ == "__main__":

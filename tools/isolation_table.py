@@ -1,14 +1,14 @@
-"""Which model families keep packed samples apart: `python tools/isolation_table.py [MODEL_TYPE ...] [--dry-run]`.
+"""Test which model families isolate packed samples: `python tools/isolation_table.py [MODEL_TYPE ...] [--dry-run]`.
 
-Makes a tiny random model of every causal language model and vision-language model of the installed Transformers, with
-attention `sdpa` and `eager`, and applies the test of `check_isolation`. Writes
-energon_packed/integrations/isolation_table.json and the table of docs/isolation.md; with model types, only their rows
-change. --dry-run prints and writes nothing.
+For every causal language model and vision-language model of the installed Transformers, a tiny random model is tested
+with `check_isolation`, with attention `sdpa` and `eager`. The results are written to
+energon_packed/integrations/isolation_table.json and to the table in docs/isolation.md. With model types, only their
+rows change. --dry-run prints the results without writing.
 
-A family counts as clean only where the same test sees the influence when boundaries are withheld.
+A family counts as clean only if the same test detects leakage when boundaries are withheld (a positive control).
 
 --images tests the families of tools/tiny_vision.py instead, on rows with images from their own processors, and writes
-the table of those; a processor that does not load here keeps the row that it has.
+the table of these families. If a processor does not load here, its row is kept.
 """
 
 import argparse
@@ -38,9 +38,10 @@ from energon_packed.integrations.isolation import IsolationResult, measure, shor
 
 DATA = ROOT / "energon_packed" / "integrations" / "isolation_table.json"
 PAGE = ROOT / "docs" / "isolation.md"
-SECONDS, MOST_SECONDS, GIGABYTES = 60, 900, 12  # of processor time, of waiting, of memory
-IMAGES_BEGIN, IMAGES_END = "<!-- images table -->", "<!-- end of images table -->"
-BEGIN, END = "<!-- isolation table -->", "<!-- end of isolation table -->"
+# Limits of one family: processor time, wall time, memory.
+SECONDS, MAX_SECONDS, GIGABYTES = 60, 900, 12
+IMAGES_START, IMAGES_END = "<!-- images table -->", "<!-- end of images table -->"
+START, END = "<!-- isolation table -->", "<!-- end of isolation table -->"
 GROUPS = {
     "Clean": "clean",
     "Need a kernel; refused by Transformers without it, not tested with it": "kernel",
@@ -52,7 +53,7 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 
 
 def family(kind: str, model_type: str, class_name: str) -> dict[str, Any]:
-    """Results of one family by attention implementation, or `not_tested` with the reason."""
+    """Test a family, and return its results by attention implementation, or `not_tested` with the reason."""
     row: dict[str, Any] = {"model_type": model_type, "kind": kind, "class": class_name}
     for attention in ("sdpa", "eager"):
         try:
@@ -60,7 +61,7 @@ def family(kind: str, model_type: str, class_name: str) -> dict[str, Any]:
             model = tiny_model(model_class, tiny_config(model_type, model_class), attention)
         except Exception as error:
             if "does not support an attention implementation" in str(error):
-                continue  # only eager
+                continue  # the family has only eager attention
             return row | {"not_tested": f"no tiny model: {_line(error)}"}
         row |= result(model, attention)
         if "not_tested" in row:
@@ -69,7 +70,7 @@ def family(kind: str, model_type: str, class_name: str) -> dict[str, Any]:
 
 
 def images(name: str) -> dict[str, Any]:
-    """As `family`, of one family with images, or `not_tested`."""
+    """Test a family with images, and return its results by attention implementation, or `not_tested`."""
     row: dict[str, Any] = {"processor": PROCESSORS[name][0], "class": f"{MODELS[name][0]}ForConditionalGeneration"}
     with TemporaryDirectory() as folder:
         text = write_tokenizer(Path(folder, "text"), ["What is a house? It is a drawing."], vision=False)
@@ -85,12 +86,12 @@ def images(name: str) -> dict[str, Any]:
 
 
 def result(model: Any, attention: str, batch: PackedBatch | None = None) -> dict[str, Any]:
-    """{attention: result} of one model, and what a `kernel` needs or why it `refuses`."""
+    """Test a model, and return {attention: result}, with the missing kernel or the reason of a refusal."""
     batch = batch or short_row(model)
     bounds = batch.cu_seqlens.tolist()
     inputs = {name: value for name, value in batch.transformers_inputs().items() if name != "labels"}
     try:
-        found = measure(model, inputs, bounds)
+        results = measure(model, inputs, bounds)
     except Exception as error:
         text = _line(error)
         if "can't keep packed sequences apart without" in text:
@@ -100,15 +101,15 @@ def result(model: Any, attention: str, batch: PackedBatch | None = None) -> dict
         except Exception as alone:
             return {"not_tested": f"the tiny model fails without packing: {_line(alone)}"}
         return {attention: "refuses", "reason": text}
-    if found.leaks:
-        return {attention: "leaks", "share": f"{found.later:.0e}"}
-    if not found.later < 1 or not withheld(model, inputs, bounds).leaks:
+    if results.leaks:
+        return {attention: "leaks", "share": f"{results.later:.0e}"}
+    if not results.later < 1 or not withheld(model, inputs, bounds).leaks:
         return {"not_tested": "the tiny model's samples do not influence each other without boundaries either"}
     return {attention: "clean"}
 
 
 def withheld(model: Any, inputs: dict[str, Any], bounds: list[int]) -> IsolationResult:
-    """The same test on a row whose boundaries the model is not told: positions run on."""
+    """Run the same test without boundaries: the positions continue over all samples."""
     positions = torch.arange(bounds[-1]).expand_as(inputs["position_ids"])
     plain = {name: value for name, value in inputs.items() if name not in _BOUNDARIES}
     return measure(model, plain | {"position_ids": positions}, bounds)
@@ -130,17 +131,17 @@ def _child(pipe: Any, arguments: tuple[str, str, str]) -> None:
 
 
 def bounded(arguments: tuple[str, str, str]) -> dict[str, Any]:
-    """`family` in a process of its own, so that a family can cost no more than SECONDS and GIGABYTES."""
+    """Call `family` in a new process with limits on time and memory: some families never return."""
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(theirs, arguments))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(sender, arguments))
     process.start()
-    theirs.close()
+    sender.close()
     row = dict(zip(("kind", "model_type", "class"), arguments, strict=True))
     try:
-        if ours.poll(MOST_SECONDS):
-            return dict(ours.recv())
-        return row | {"not_tested": f"no result within {MOST_SECONDS} seconds"}
+        if receiver.poll(MAX_SECONDS):
+            return dict(receiver.recv())
+        return row | {"not_tested": f"no result within {MAX_SECONDS} seconds"}
     except EOFError:
         return row | {"not_tested": f"more than {SECONDS} seconds of processor time or {GIGABYTES} GB of memory"}
     finally:
@@ -149,7 +150,7 @@ def bounded(arguments: tuple[str, str, str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Test the families, print what was found, and write it."""
+    """Test the families, print the results, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE")
     parser.add_argument("--processes", type=int, default=2)
@@ -159,10 +160,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     if options.images:
-        found = {name: images(name) for name in MODELS}
-        print(json.dumps(found, indent=1))
-        return None if options.dry_run else write_images(found)
-    chosen = [one for one in model_types() if not options.model_types or one[1] in options.model_types]
+        results = {name: images(name) for name in MODELS}
+        print(json.dumps(results, indent=1))
+        return None if options.dry_run else write_images(results)
+    chosen = [entry for entry in model_types() if not options.model_types or entry[1] in options.model_types]
     rows = []
     with ThreadPoolExecutor(options.processes) as pool:
         for row in pool.map(bounded, chosen):
@@ -172,55 +173,55 @@ def main() -> None:
         write(rows, keep=bool(options.model_types))
 
 
-def write_images(found: dict[str, dict[str, Any]]) -> None:
-    """The table of families with images, as data of the package and in the page."""
+def write_images(results: dict[str, dict[str, Any]]) -> None:
+    """Write the table of families with images to the data file of the package and to the page."""
     table = json.loads(DATA.read_text(encoding="utf-8"))
     before = table.get("images", {})
-    rows = {name: before.get(name, row) if "not_tested" in row else row for name, row in found.items()}
+    rows = {name: before.get(name, row) if "not_tested" in row else row for name, row in results.items()}
     _write_data(table, table["families"], rows)
     lines = ["| processor | model | attention `sdpa` | `eager` |", "|---|---|---|---|"]
     for row in rows.values():
         results = [row.get(attention, "not tested") for attention in ("sdpa", "eager")]
         lines.append(f"| `{row['processor']}` | `{row['class']}` | {results[0]} | {results[1]} |")
-    _between(IMAGES_BEGIN, IMAGES_END, "\n".join(lines))
+    _between(IMAGES_START, IMAGES_END, "\n".join(lines))
 
 
-def _between(begin: str, end: str, content: str) -> None:
+def _between(start: str, end: str, content: str) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    before, after = text.split(begin)[0], text.split(end)[1]
-    PAGE.write_text(f"{before}{begin}\n\n{content}\n\n{end}{after}", encoding="utf-8")
+    before, after = text.split(start)[0], text.split(end)[1]
+    PAGE.write_text(f"{before}{start}\n\n{content}\n\n{end}{after}", encoding="utf-8")
 
 
-def _write_data(table: dict[str, Any], found: dict[str, Any], images: dict[str, Any]) -> None:
+def _write_data(table: dict[str, Any], results: dict[str, Any], images: dict[str, Any]) -> None:
     head = ",\n".join(f"{json.dumps(key)}: {json.dumps(table[key])}" for key in ("transformers", "torch"))
     parts = []
-    for key, rows in (("families", dict(sorted(found.items()))), ("images", images)):
+    for key, rows in (("families", dict(sorted(results.items()))), ("images", images)):
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
         parts.append(f'"{key}": {{\n{lines}\n}}')
     DATA.write_text("{\n" + ",\n".join([head, *parts]) + "\n}\n", encoding="utf-8")
 
 
 def write(rows: list[dict[str, Any]], *, keep: bool) -> None:
-    """The table as data of the package, and in the page; `keep` the families that are not in `rows`.
+    """Write the table to the data file of the package and to the page; `keep` families that are not in `rows`.
 
-    Where a class has several model types, one that was tested counts.
+    If a class has several model types, a model type that was tested overrides model types that were not.
     """
     before = json.loads(DATA.read_text(encoding="utf-8"))
-    found: dict[str, dict[str, Any]] = before["families"] if keep else {}
+    results: dict[str, dict[str, Any]] = before["families"] if keep else {}
     for row in rows:
         name = row["class"]
-        if "not_tested" not in row or "not_tested" in found.get(name, row):
-            found[name] = {key: value for key, value in row.items() if key != "class"}
+        if "not_tested" not in row or "not_tested" in results.get(name, row):
+            results[name] = {key: value for key, value in row.items() if key != "class"}
     table = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
-    _write_data(table, found, before.get("images", {}))
-    _between(BEGIN, END, page(found))
+    _write_data(table, results, before.get("images", {}))
+    _between(START, END, page(results))
 
 
-def page(found: dict[str, dict[str, Any]]) -> str:
-    """The Markdown list of families by result."""
-    parts = [f"Transformers {transformers.__version__}: {len(found)} classes."]
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """Render the Markdown list of families by result."""
+    parts = [f"Transformers {transformers.__version__}: {len(results)} classes."]
     for title, wanted in GROUPS.items():
-        names = {row["model_type"] for row in found.values() if _group(row) == wanted}
+        names = {row["model_type"] for row in results.values() if _group(row) == wanted}
         listed = ", ".join(f"`{name}`" for name in sorted(names))
         parts.append(f"**{title}** ({len(names)}): {listed or 'none'}")
     return "\n\n".join(parts)

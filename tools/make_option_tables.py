@@ -1,7 +1,7 @@
 """Write the option tables of docs/ from the declared options: `python tools/make_option_tables.py [--check]`.
 
-The text between `<!-- options of NAME -->` and `<!-- end of options -->` is replaced. With --check nothing is written,
-and the exit status is 1 when a page is out of date.
+The text between `<!-- options of NAME -->` and `<!-- end of options -->` is replaced. With --check, pages are not
+written, and the exit status is 1 if a page is out of date.
 """
 
 import re
@@ -23,44 +23,49 @@ TABLES: dict[str, tuple[str, type[Any]]] = {
     "lengths": ("inspect.md", LengthsOptions),
     "verify": ("inspect.md", EncoderSettings),
 }
-_WITHOUT_DEFAULTS = (EncoderSettings,)  # packing.json has the values of options that are not given
+_WITHOUT_DEFAULTS = (EncoderSettings,)  # `verify` reads options that are not passed from packing.json
 _GROUPS = ("Input", "Tokens", "Images", "Packing", "Output", "Run")
 
 
 def table(cls: type[Any]) -> str:
-    """Markdown tables of the options of a class, one per group."""
-    options = sorted((one for one in declared(cls) if one.flags), key=lambda one: _GROUPS.index(one.group))
+    """Render the options of a class as Markdown tables, one per group."""
+    options = sorted(
+        (option for option in declared(cls) if option.flags), key=lambda option: _GROUPS.index(option.group)
+    )
     parts = []
-    for group, members in groupby(options, key=lambda one: one.group):
+    for group, members in groupby(options, key=lambda option: option.group):
         if cls in _WITHOUT_DEFAULTS:
-            rows = [f"| {_flags(one)} | `{one.name}` | {_meaning(one)} |" for one in members]
+            rows = [f"| {_flags(option)} | `{option.name}` | {_meaning(option)} |" for option in members]
             head = f"**{group}**\n\n| option | name in Python | meaning |\n|---|---|---|"
         else:
-            rows = [f"| {_flags(one)} | `{one.name}` | {_default(one)} | {_meaning(one)} |" for one in members]
+            rows = [
+                f"| {_flags(option)} | `{option.name}` | {_default(option)} | {_meaning(option)} |"
+                for option in members
+            ]
             head = f"**{group}**\n\n| option | name in Python and `--config` | default | meaning |\n|---|---|---|---|"
         parts.append("\n".join([head, *rows]))
     return "\n\n".join(parts)
 
 
-def _flags(one: Declaration) -> str:
-    flags = [flag for given in one.flags for flag in given.split("/")]
-    value = "" if one.is_flag else f" {one.metavar or {int: 'N', float: 'X'}.get(one.kind, 'NAME')}"
+def _flags(option: Declaration) -> str:
+    flags = [flag for pair in option.flags for flag in pair.split("/")]
+    value = "" if option.is_flag else f" {option.metavar or {int: 'N', float: 'X'}.get(option.kind, 'NAME')}"
     text = ", ".join(f"`{flag}{value}`" for flag in flags)
-    return f"`INPUT...`, {text}" if one.name == "inputs" else text.replace("|", "\\|")
+    return f"`INPUT...`, {text}" if option.name == "inputs" else text.replace("|", "\\|")
 
 
-def _default(one: Declaration) -> str:
-    if one.is_required:
+def _default(option: Declaration) -> str:
+    if option.is_required:
         return "required"
-    if one.is_flag:
-        return "on" if one.default and one.name in one.flags[0] else "off"
-    if one.shown_default is not None:
-        return one.shown_default
-    return "" if one.default is None else f"`{one.default}`"
+    if option.is_flag:
+        return "on" if option.default and option.name in option.flags[0] else "off"
+    if option.shown_default is not None:
+        return option.shown_default
+    return "" if option.default is None else f"`{option.default}`"
 
 
-def _meaning(one: Declaration) -> str:
-    return one.help + (f" One of {', '.join(f'`{value}`' for value in one.valid)}." if one.valid else "")
+def _meaning(option: Declaration) -> str:
+    return option.help + (f" One of {', '.join(f'`{value}`' for value in option.valid)}." if option.valid else "")
 
 
 def main() -> int:
@@ -69,16 +74,16 @@ def main() -> int:
     for name, (page, cls) in TABLES.items():
         path = ROOT / "docs" / page
         text = path.read_text(encoding="utf-8")
-        begin, end = f"<!-- options of {name} -->", "<!-- end of options -->"
-        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        new, count = pattern.subn(lambda _, cls=cls, b=begin, e=end: f"{b}\n\n{table(cls)}\n\n{e}", text)
+        start, end = f"<!-- options of {name} -->", "<!-- end of options -->"
+        pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
+        new, count = pattern.subn(lambda _, cls=cls, start=start, end=end: f"{start}\n\n{table(cls)}\n\n{end}", text)
         if count != 1:
-            raise SystemExit(f"{path} must have one pair of markers for {name}")
+            raise SystemExit(f"{path} must have one pair of markers for {name}, got {count}.")
         if new == text:
             continue
         stale += 1
         if "--check" in sys.argv:
-            print(f"{path} is out of date; run python tools/make_option_tables.py", file=sys.stderr)
+            print(f"{path} is out of date. Run python tools/make_option_tables.py.", file=sys.stderr)
         else:
             path.write_text(new, encoding="utf-8")
     return 1 if stale and "--check" in sys.argv else 0

@@ -1,7 +1,7 @@
-"""A tiny random model of any family of the installed Transformers, by shrinking its default configuration.
+"""Create a tiny random model of any family of the installed Transformers, by shrinking its default configuration.
 
-Widths are divided by one number, so that heads, projections and rotary parts still fit together; layers, experts,
-windows and vocabularies become a few. One layer of every kind that the default has is kept.
+All widths are divided by the same number, so that heads, projections and rotary parts still fit together. Numbers of
+layers and experts, windows and vocabularies become small. One layer of every kind in the default is kept.
 """
 
 import re
@@ -28,7 +28,7 @@ _EXPERTS = re.compile(r"(num_experts|n_routed_experts|num_local_experts|moe_num_
 _CHOSEN = re.compile(r"(per_tok|top_k|topk|num_selected_experts|moe_k|experts_per_token)$")
 _GROUPS = re.compile(r"^(n_group|topk_group|num_expert_groups?)$")
 _TOKEN = re.compile(r"token.*(_id|_ids|_index|_idx)$|_(id|index)_token$|^(image|video|audio).*_id$")
-_LAYER_NUMBERS = re.compile(r"layer.*(ids|idx|indices|indexes)|_index(es)?$|_layers$|layer_indices")
+_LAYER_INDICES = re.compile(r"layer.*(ids|idx|indices|indexes)|_index(es)?$|_layers$|layer_indices")
 _SMALL = {
     "sliding_window": 4, "attention_window_size": 4, "local_attention": 4, "window_size": 4, "index_topk": 4,
     "max_position_embeddings": 512, "n_positions": 512, "n_ctx": 512, "max_seq_len": 512, "max_sequence_length": 512,
@@ -69,27 +69,29 @@ _SPECIAL |= {
 
 
 def tiny_config(model_type: str, model_class: type[Any]) -> PreTrainedConfig:
-    """A small configuration of a model type; of its text part where the class is a text model."""
+    """Create a small configuration of a model type, or of its text part if the class is a text model."""
     config = _shrunk(CONFIG_MAPPING[model_type], _SPECIAL.get(model_type, {}))
     return config if isinstance(config, model_class.config_class) else config.get_text_config()
 
 
 def tiny_model(model_class: type[Any], config: PreTrainedConfig, attention: str) -> Any:
-    """A float32 model on the CPU whose weights are large enough for every path to matter.
+    """Create a float32 model on the CPU, with weights that are large enough for every path to affect the output.
 
     Raises:
-        Exception: whatever the family raises for this configuration or attention implementation.
+        Exception: the family does not support this configuration or attention implementation.
     """
     torch.manual_seed(0)
     model = model_class._from_config(config, attn_implementation=attention, dtype=torch.float32)
     for module in model.modules():
         section, frequencies = getattr(module, "mrope_section", None), getattr(module, "inv_freq", None)
         if isinstance(section, list | tuple) and frequencies is not None and sum(section) > frequencies.shape[-1]:
-            small = [one * frequencies.shape[-1] // sum(section) for one in section]
+            # The sections of M-RoPE must sum to the number of frequencies: keep their proportions.
+            small = [size * frequencies.shape[-1] // sum(section) for size in section]
             small[-1] += frequencies.shape[-1] - sum(small)
             module.mrope_section = small
     for parameter in model.parameters():
         if parameter.ndim >= 2 and parameter.is_floating_point():
+            # Standard deviation 1 / sqrt(fan_in) keeps the variance of activations through the layers.
             fan_in = parameter[0].numel() if parameter.ndim > 2 else parameter.shape[-1]
             torch.nn.init.normal_(parameter, std=min(1.0, fan_in**-0.5))
     return model.eval()
@@ -135,7 +137,7 @@ def _small(name: str, value: Any, divisor: int) -> Any:
         return min(value, 1)
     if _WIDTH.search(name) and not _KEPT.search(name):
         if isinstance(value, list):
-            return [_divided(one, divisor) for one in value]
+            return [_divided(width, divisor) for width in value]
         return _divided(value, divisor)
     return value
 
@@ -145,25 +147,25 @@ def _divided(value: Any, divisor: int) -> Any:
 
 
 def _token(name: str, value: Any) -> Any:
-    """A token id inside the small vocabulary; text never uses the upper part."""
+    """Move a special token id to the upper half of the small vocabulary, which text never uses."""
     if isinstance(value, list):
-        return [_token(name, one) for one in value]
+        return [_token(name, token) for token in value]
     if isinstance(value, int) and value >= VOCABULARY // 2:
         return VOCABULARY // 2 + sum(name.encode()) % (VOCABULARY // 2)
     return value
 
 
 def _per_layer(values: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Lists with an entry for each layer, cut to one layer of every kind; and how many layers that makes."""
+    """Cut lists with an entry per layer to one layer of every kind, and return them with the number of layers."""
     count = next((v for n, v in values.items() if _LAYERS.search(n) and isinstance(v, int)), 0)
     lists = {n: v for n, v in values.items() if isinstance(v, list) and count > 1 and len(v) == count}
     kinds = list(zip(*lists.values(), strict=True))
-    kept = [number for number, kind in enumerate(kinds) if kind not in kinds[:number]][:6] or [0]
+    kept = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]][:6] or [0]
     while len(kept) < 2 and count > 1:
         kept.append(kept[-1])
     periodic = any((n in _SMALL and "interval" in n) or "period" in n for n in values) and not lists
     layers = 4 if periodic else len(kept)
-    return {n: [v[number] for number in kept] for n, v in lists.items()}, layers
+    return {n: [v[layer] for layer in kept] for n, v in lists.items()}, layers
 
 
 def _layers_of(name: str, default: Any, value: Any, layers: int) -> Any:
@@ -173,20 +175,20 @@ def _layers_of(name: str, default: Any, value: Any, layers: int) -> Any:
         return 0
     if _LAYERS.search(name) and isinstance(default, int):
         return min(default, layers)
-    if _LAYER_NUMBERS.search(name) and isinstance(default, list) and all(isinstance(one, int) for one in default):
-        return sorted({min(one, layers - 1) for one in default})
+    if _LAYER_INDICES.search(name) and isinstance(default, list) and all(isinstance(index, int) for index in default):
+        return sorted({min(index, layers - 1) for index in default})
     return value
 
 
 def model_types() -> list[tuple[str, str, str]]:
-    """(kind, model type, class name) of every causal language model and vision-language model."""
+    """List (kind, model type, class name) of every causal language model and vision-language model."""
     from transformers.models.auto import modeling_auto as auto
 
-    found: list[tuple[str, str, str]] = []
+    types: list[tuple[str, str, str]] = []
     for kind, mapping in (
         ("text", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         ("vision", auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
     ):
         for model_type, name in mapping.items():
-            found.append((kind, model_type, name if isinstance(name, str) else name[0]))
-    return found
+            types.append((kind, model_type, name if isinstance(name, str) else name[0]))
+    return types

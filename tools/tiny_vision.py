@@ -1,4 +1,4 @@
-"""Vision families that a Transformers processor serves: processor folders and tiny models of its own classes."""
+"""Create processor folders and tiny models of vision families that a Transformers processor supports."""
 
 import io
 from pathlib import Path
@@ -72,14 +72,15 @@ PROCESSORS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], Any]] = {
 }
 
 
-NEED_TORCHVISION = (  # their processors do not load without it; Idefics3's since a release after 5.16 does
+# Processors that do not load without torchvision. The processor of Idefics3 needs it after Transformers 5.16.
+NEED_TORCHVISION = (
     *("pixtral", "internvl", "llava_onevision"),
     *(("idefics3",) if hasattr(transformers.Idefics3ImageProcessorPil, "_backends") else ()),
 )
 
 
 def write_processor(folder: Path, name: str, text_tokenizer: Path) -> Path:
-    """Write what Hugging Face has for such a model, without the weights."""
+    """Write a model folder as on the Hugging Face Hub, without the weights."""
     processor, image_processor, image_settings, settings, tokens = PROCESSORS[name]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
         text_tokenizer, extra_special_tokens=tokens if isinstance(tokens, dict) else list(tokens)
@@ -91,8 +92,8 @@ def write_processor(folder: Path, name: str, text_tokenizer: Path) -> Path:
     settings = dict(settings)
     if video := settings.pop("video_processor", None):
         settings["video_processor"] = getattr(transformers, video)()
-    made = getattr(transformers, processor)(images, tokenizer, **settings)
-    made.save_pretrained(folder)
+    instance = getattr(transformers, processor)(images, tokenizer, **settings)
+    instance.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -158,7 +159,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 
 
 def vision_model(name: str, encoder: ChatEncoder, attention: str) -> Any:
-    """A model whose vocabulary is that of the encoder's tokenizer."""
+    """Create a model with the vocabulary of the encoder's tokenizer."""
     torch.manual_seed(0)
     model, settings, text, vision = MODELS[name]
     text = {**_TEXT, "vocab_size": len(encoder.tokenizer), **text}
@@ -172,26 +173,26 @@ def vision_model(name: str, encoder: ChatEncoder, attention: str) -> Any:
         **settings,
     )
     model_class = getattr(transformers, f"{model}ForConditionalGeneration")
-    made = model_class._from_config(config, attn_implementation=attention, dtype=torch.float32)
-    for parameter in made.parameters():
+    instance = model_class._from_config(config, attn_implementation=attention, dtype=torch.float32)
+    for parameter in instance.parameters():
         if parameter.ndim >= 2:  # large enough for images to matter
             torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-    return made.eval()
+    return instance.eval()
 
 
 def image_row(encoder: ChatEncoder) -> PackedBatch:
-    """A row of three samples with images of different sizes, and one without."""
+    """Encode a row of three samples with images of different sizes, and one sample without images."""
     samples = []
-    for number, shapes in enumerate([[(64, 96)], [], [(120, 40), (50, 200)], [(80, 80)]]):
+    for index, shapes in enumerate([[(64, 96)], [], [(120, 40), (50, 200)], [(80, 80)]]):
         turns = [
-            Message("user", "<image>" * len(shapes) + f"What is a house {number}?"),
+            Message("user", "<image>" * len(shapes) + f"What is a house {index}?"),
             Message("assistant", "It is."),
         ]
-        samples.append(encoder.encode(Conversation(messages=turns, images=[_picture(*shape) for shape in shapes])))
+        samples.append(encoder.encode(Conversation(messages=turns, images=[_image(*shape) for shape in shapes])))
     return PaddingFreeCollator(dummy_images="never").collate(samples)
 
 
-def _picture(height: int, width: int) -> MediaReference:
+def _image(height: int, width: int) -> MediaReference:
     pixels = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "PNG")

@@ -1,4 +1,4 @@
-"""`energon-packed demo`."""
+"""Command `energon-packed demo`: a generated dataset, its packs, and one epoch of batches, into one folder."""
 
 import shlex
 import time
@@ -13,7 +13,8 @@ from energon_packed.demo import write_dataset, write_tokenizer
 from energon_packed.errors import ConfigError
 from energon_packed.pipeline import PackOptions
 
-_MAX_REJECT_RATE = 0.5  # some of the generated records are broken on purpose
+_MAX_REJECT_RATE = 0.5  # some generated records are invalid on purpose
+_SHOWN_BATCHES = 3
 
 
 @click.command()
@@ -22,20 +23,21 @@ _MAX_REJECT_RATE = 0.5  # some of the generated records are broken on purpose
 @click.option("--records", type=click.IntRange(min=20), default=400, show_default=True, help="Records to generate.")
 @click.option("--seq-len", type=int, default=2048, show_default=True, help="Tokens in one row.")
 def command(output_dir: Path, records: int, seq_len: int) -> None:
-    """Generate a small dataset and a tokenizer, pack it, load one epoch of padding-free batches.
+    """Generate a small dataset and a tokenizer, pack it, and load one epoch of padding-free batches.
 
-    No network: pictures are drawn, texts are generated, the tokenizer is trained on them.
+    Works without a network: images and conversations are generated, and the tokenizer is trained on them.
     """
     console = SafeConsole(highlight=False, markup=False)
     source = output_dir / "source"
+    # The demo packs with `overwrite`, which must not replace a dataset of the user.
     if not source.exists() and any((output_dir / "webdataset").glob("*.tar")):
-        raise ConfigError(f"{output_dir} holds a dataset that is not the demo's; pass another `output_dir`")
-    console.print(f"Drawing pictures and writing {records} conversations to {source} ...", soft_wrap=True)
+        raise ConfigError(f"{output_dir} contains a dataset that the demo did not write. Pass another `output_dir`.")
+    console.print(f"Drawing images and writing {records} conversations to {source} ...", soft_wrap=True)
     data = write_dataset(source, records=records)
     tokenizer = write_tokenizer(source / "tokenizer", data.texts)
-    words = ["pack", data.jsonl, "-o", output_dir, "--seq-len", seq_len, "--tokenizer", tokenizer]
-    words += ["--max-reject-rate", _MAX_REJECT_RATE]
-    console.print(f"\n$ energon-packed {shlex.join(map(str, words))}\n", soft_wrap=True)
+    arguments = ["pack", data.jsonl, "-o", output_dir, "--seq-len", seq_len, "--tokenizer", tokenizer]
+    arguments += ["--max-reject-rate", _MAX_REJECT_RATE]
+    console.print(f"\n$ energon-packed {shlex.join(map(str, arguments))}\n", soft_wrap=True)
     show_run(
         PackOptions(
             inputs=(str(data.jsonl),),
@@ -50,18 +52,19 @@ def command(output_dir: Path, records: int, seq_len: int) -> None:
 
 
 def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:
-    """One epoch through Energon, and what its batches look like."""
+    """Load one epoch with Energon, and print the shapes of the first batches."""
     from energon_packed.encoding import ChatEncoder
     from energon_packed.loading import get_packed_loader
 
     console.print("\nLoading one epoch through Energon, two packs a batch ...")
-    begin = time.perf_counter()
+    start = time.perf_counter()
+    # No workers: starting them would take longer than loading the demo.
     loader = get_packed_loader(
         output_dir, ChatEncoder.from_pretrained(tokenizer), micro_batch_size=2, num_workers=0, epochs=1
     )
     batches = samples = tokens = supervised = 0
     for batch in loader:
-        if batches < 3:
+        if batches < _SHOWN_BATCHES:
             shapes = {
                 name: tuple(value.shape)
                 for name in ("input_ids", "position_ids", "cu_seqlens", "pixel_values", "image_grid_thw")
@@ -73,7 +76,7 @@ def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:
         samples += batch.num_samples
         tokens += batch.num_tokens
         supervised += int(batch.loss_mask.sum())
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     console.print(
         f"  {batches} batches, {samples} samples, {tokens:,} tokens ({supervised:,} supervised), "
         f"no padding, {seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""The closing table of a run, counts and sizes as text."""
+"""Format results for the terminal: a PackResult, DryRun, Survey or turn in, a rich table, JSON values or lines out."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -11,18 +11,18 @@ from energon_packed.pipeline import DryRun, PackResult
 from energon_packed.pipeline.survey import Survey
 from energon_packed.shards.nv_meta import SPLITS
 
-_MOST_COUNTED = 10  # field names in the closing table
-_LONGEST_NAME = 60
-_LONGEST_TURN = 2000  # characters that are shown
+_MAX_COUNTS = 10  # field names and notes listed in the summary table
+_MAX_NAME = 60  # characters shown of a field name
+_MAX_TURN = 2000  # characters shown of a turn
 
 
-def result_table(result: PackResult, steps: Sequence[int], place: Mapping[str, int]) -> Table:
-    """The closing table of a run.
+def result_table(result: PackResult, steps: Sequence[int], ranks: Mapping[str, int]) -> Table:
+    """Build the summary table of a run.
 
     Args:
-        result: of the run.
-        steps: of each rank in one epoch; none where packing on the fly decides them.
-        place: the ranks and workers that they are for.
+        result: result of `pack`.
+        steps: steps of each rank in one epoch; empty if on-the-fly packing decides them.
+        ranks: `world_size`, `micro_batch_size` and `num_workers` of these steps.
     """
     manifest = result.manifest
     table = _table()
@@ -54,6 +54,7 @@ def result_table(result: PackResult, steps: Sequence[int], place: Mapping[str, i
         table.add_row("samples per pack", f"{manifest.samples_per_pack:.2f}")
     table.add_section()
     splits = {shard.split for shard in manifest.shards} | set(result.splits)
+    # Without --split, all packs are in train, and the number of packs is already shown.
     if splits != {"train"}:
         for split in (name for name in SPLITS if name in splits):
             table.add_row(f"packs in {split}", f"{manifest.packs_in(split):,}")
@@ -66,17 +67,18 @@ def result_table(result: PackResult, steps: Sequence[int], place: Mapping[str, i
     table.add_section()
     if not steps:
         return table
+    # Ranks have different numbers of steps if the packs do not divide evenly.
     spread = f"{min(steps):,}" if min(steps) == max(steps) else f"{min(steps):,} to {max(steps):,} by rank"
     table.add_row(
-        f"steps per epoch\n  world size {place['world_size']}, micro batch {place['micro_batch_size']},\n"
-        f"  {place['num_workers']} loader workers",
+        f"steps per epoch\n  world size {ranks['world_size']}, micro batch {ranks['micro_batch_size']},\n"
+        f"  {ranks['num_workers']} loader workers",
         spread,
     )
     return table
 
 
 def result_dict(result: PackResult, steps: Sequence[int]) -> dict[str, Any]:
-    """What `pack --json` prints: paths, times, steps of each rank and the manifest."""
+    """Build the object of `pack --json`: paths, times, steps of each rank and the manifest."""
     manifest = result.manifest
     return {
         "shards": str(result.shards),
@@ -90,30 +92,30 @@ def result_dict(result: PackResult, steps: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def dry_run_table(found: DryRun) -> Table:
-    """What `pack --dry-run` prints; numbers from a sample are marked."""
-    about = "about " if found.sampled else ""
+def dry_run_table(result: DryRun) -> Table:
+    """Build the table of `pack --dry-run`; counts that are extrapolated from a sample start with "about"."""
+    about = "about " if result.sampled else ""
     table = _table()
-    table.add_row("input files", f"{len(found.files):,} ({format_bytes(found.input_bytes)})")
-    table.add_row("to measure", f"{found.to_measure:.0%} ({format_bytes(found.to_measure * found.input_bytes)})")
-    table.add_row("measured before, reused", f"{1 - found.to_measure:.0%}")
-    if found.sampled:
-        table.add_row("records sampled for this table", f"{found.sampled:,}")
+    table.add_row("input files", f"{len(result.files):,} ({format_bytes(result.input_bytes)})")
+    table.add_row("to measure", f"{result.to_measure:.0%} ({format_bytes(result.to_measure * result.input_bytes)})")
+    table.add_row("measured before, reused", f"{1 - result.to_measure:.0%}")
+    if result.sampled:
+        table.add_row("records sampled for this table", f"{result.sampled:,}")
     table.add_section()
-    table.add_row("records", f"{about}{found.records:,}")
-    rejected = sum(found.rejects.values())
+    table.add_row("records", f"{about}{result.records:,}")
+    rejected = sum(result.rejects.values())
     table.add_row("rejected", f"{about if rejected else ''}{rejected:,}")
-    _add_rejects(table, found.rejects, about)
+    _add_rejects(table, result.rejects, about)
     table.add_section()
     for name in ("packs", "tokens", "shards"):
-        table.add_row(name, f"{about}{getattr(found, name):,}")
-    table.add_row("size of the shards", f"about {format_bytes(found.num_bytes)}")
-    table.add_row("free disk space", format_bytes(found.free_bytes))
+        table.add_row(name, f"{about}{getattr(result, name):,}")
+    table.add_row("size of the shards", f"about {format_bytes(result.num_bytes)}")
+    table.add_row("free disk space", format_bytes(result.free_bytes))
     return table
 
 
 def _table() -> Table:
-    """Two columns: names and values."""
+    """Create a table with a column of names and a column of values."""
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -126,40 +128,40 @@ def _add_rejects(table: Table, rejects: Mapping[str, int], about: str = "") -> N
 
 
 def _add_counts(table: Table, title: str, counts: Mapping[str, int]) -> None:
-    """A section with a row per text, the most common first; the last row counts those that are not shown."""
+    """Add a section with the most common names; its last row counts the names that are not listed."""
     if not counts:
         return
     table.add_section()
     table.add_row(title, "records")
-    for text, count in list(counts.items())[:_MOST_COUNTED]:
-        table.add_row(f"  {printable(text)}", f"{count:,}")
-    if len(counts) > _MOST_COUNTED:
-        table.add_row("  others, in packing.json", f"{len(counts) - _MOST_COUNTED:,} more")
+    for name, count in list(counts.items())[:_MAX_COUNTS]:
+        table.add_row(f"  {_printable(name)}", f"{count:,}")
+    if len(counts) > _MAX_COUNTS:
+        table.add_row("  others, in packing.json", f"{len(counts) - _MAX_COUNTS:,} more")
 
 
-def unread_lines(found: DryRun | Survey) -> Iterator[str]:
-    """`fields not used: url 40, source 40, and 3 more`, and the same for notes, where there are any."""
-    for title, counts in (("fields not used", found.unused_fields), ("notes", found.notes)):
-        shown = [f"{printable(text)} {count:,}" for text, count in list(counts.items())[:_MOST_COUNTED]]
-        shown += [f"and {len(counts) - _MOST_COUNTED:,} more"] if len(counts) > _MOST_COUNTED else []
+def unused_lines(result: DryRun | Survey) -> Iterator[str]:
+    """List unused fields and notes in a line each: `fields not used: url 40, source 40, and 3 more`."""
+    for title, counts in (("fields not used", result.unused_fields), ("notes", result.notes)):
+        shown = [f"{_printable(name)} {count:,}" for name, count in list(counts.items())[:_MAX_COUNTS]]
+        shown += [f"and {len(counts) - _MAX_COUNTS:,} more"] if len(counts) > _MAX_COUNTS else []
         if shown:
             yield f"{title}: {', '.join(shown)}"
 
 
 def turn_text(role: str, text: str) -> str:
-    """`  user      What is it?`, further lines of the text below its first one; the end of a long text is left out."""
-    shown = text if len(text) <= _LONGEST_TURN else f"{text[:_LONGEST_TURN]} … ({len(text):,} characters)"
+    """Format a turn as `  user      What is it?`, with later lines indented; long text is shortened."""
+    shown = text if len(text) <= _MAX_TURN else f"{text[:_MAX_TURN]} … ({len(text):,} characters)"
     return f"  {role:9} " + visible(shown).replace("\n", f"\n{' ' * 12}")
 
 
-def printable(text: str) -> str:
-    """At most 60 characters of one line, control characters as escapes: names come from the data."""
-    shown = visible(text, keep="")
-    return shown if len(shown) <= _LONGEST_NAME else f"{shown[: _LONGEST_NAME - 1]}…"
+def _printable(name: str) -> str:
+    """Shorten a name to one line of 60 characters; control characters become escapes, as names come from records."""
+    shown = visible(name, keep="")
+    return shown if len(shown) <= _MAX_NAME else f"{shown[: _MAX_NAME - 1]}…"
 
 
 def format_bytes(count: float) -> str:
-    """`1.5 GiB` and the like."""
+    """Format a number of bytes, such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

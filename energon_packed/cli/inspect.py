@@ -1,4 +1,4 @@
-"""`energon-packed inspect`."""
+"""Command `energon-packed inspect`: a tar, a dataset folder, a Metadataset or a pack in, its contents as text out."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,20 +22,20 @@ from energon_packed.inspection.view import PackView, SampleView, extract_pack, v
 from energon_packed.metadatasets import NV_META, is_metadataset, read_metadataset
 from energon_packed.shards.scan import scan_tar
 
-_MOST_TARS = 20  # of a folder that are shown
+_MAX_TARS = 20  # tars of a folder that are listed
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yellow"}
 
 
 @click.command(name="inspect")
-@click.argument("path", type=click.Path(path_type=Path, exists=True))
+@click.argument("path", type=click.Path(path_type=Path))
 @click.option("--pack", "key", metavar="KEY", help="Show only this pack.")
-@click.option("--limit", type=click.IntRange(min=0), default=1, show_default=True, help="Packs to show.")
+@click.option("--limit", type=click.IntRange(min=0), default=1, show_default=True, help="Number of packs to show.")
 @click.option("--tokens", is_flag=True, help="Show packs token by token, with label, position and sample.")
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Tells what is supervised. [default: the one that packing.json names]")  # fmt: skip
+              help="Tokenizer used to mark supervised text. [default: tokenizer in packing.json]")  # fmt: skip
 @click.option("--extract", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Write the members of the shown packs to DIR/KEY/.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, a line for each thing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per tar, pack or dataset.")
 def command(
     path: Path,
     key: str | None,
@@ -45,10 +45,10 @@ def command(
     extract: Path | None,
     as_json: bool,
 ) -> None:
-    """Show the content of a tar, a dataset folder or a Metadataset YAML.
+    """Show the contents of a tar, a dataset folder or a Metadataset YAML.
 
-    No code of the dataset is executed; only the headers of images are read. Turns with targets, by the labels of
-    training, are green.
+    Supervised turns (with labels for training) are green. Code of the dataset is not executed, and only the headers of
+    images are read.
 
     \b
     energon-packed inspect out/webdataset/out-000000.tar
@@ -58,26 +58,29 @@ def command(
     console = SafeConsole(highlight=False, markup=False)
     if is_metadataset(path):
         if key is not None or tokens or extract is not None:
-            raise ConfigError(f"{path} blends several datasets; pass --pack, --tokens and --extract with one of them")
+            raise ConfigError(f"{path} is a Metadataset. Use --pack, --tokens and --extract with one of its datasets.")
         _show_blend(console, path, as_json)
         return
     folder = PackedFolder.of_tars(path)
     if key is None:
-        for tar in folder.tars[:_MOST_TARS]:
+        for tar in folder.tars[:_MAX_TARS]:
             _show_tar(console, tar, as_json)
-        if len(folder.tars) > _MOST_TARS:
-            console.print(f"and {len(folder.tars) - _MOST_TARS:,} more tars")
+        if len(folder.tars) > _MAX_TARS:
+            console.print(f"and {len(folder.tars) - _MAX_TARS:,} more tars")
         if not as_json and (folder.path / NV_META).is_dir():
             _show_manifest(console, folder)
     shown = [folder.pack(key)] if key is not None else list(folder.first(limit))
     if extract is not None:
+        # All members are checked before the first file is written.
         folder.check_extractable()
-    encoder, unknown = folder.encoder_or_reason(tokenizer) if shown else (None, "")
-    if unknown and tokens:
-        raise ConfigError(unknown)
-    if unknown and not as_json:
-        console.print(f"what is supervised is not known: {as_options(unknown)}\n", soft_wrap=True)
+    # Turns are shown without an encoder too, for third-party datasets and on machines without the tokenizer.
+    encoder, problem = folder.encoder_or_reason(tokenizer) if shown else (None, "")
+    if problem and tokens:
+        raise ConfigError(problem)
+    if problem and not as_json:
+        console.print(f"supervised text is not marked: {as_options(problem)}\n", soft_wrap=True)
     for raw in shown:
+        # Without packing.json, the flavor is detected for each pack.
         view = view_pack(raw, codec_for(folder.manifest.sample_class) if folder.manifest else None, encoder)
         if tokens:
             _show_tokens(console, raw, encoder, view, as_json)
@@ -96,6 +99,7 @@ def _show_tar(console: Console, tar: Path, as_json: bool) -> None:
     except FormatError as error:
         console.print(f"✗ {error}", style="red", soft_wrap=True)
         return
+    # Sizes by kind of part show at a glance what fills a tar.
     kinds: dict[str, list[int]] = defaultdict(list)
     for member in scan.members:
         kinds[_kind(member.part)].append(member.size)
@@ -114,7 +118,7 @@ def _show_tar(console: Console, tar: Path, as_json: bool) -> None:
 
 
 def _kind(part: str) -> str:
-    """`img3_0.jpg` as `img*.jpg`."""
+    """Group image parts by extension: `img*.jpg` for `img3_0.jpg`."""
     name, _, extension = part.rpartition(".")
     return f"img*.{extension}" if name.startswith("img") else part or "(no part)"
 
@@ -122,11 +126,11 @@ def _kind(part: str) -> str:
 def _show_manifest(console: Console, folder: PackedFolder) -> None:
     manifest = folder.manifest
     if manifest is None:
-        console.print("no packing.json: packed by another tool; lengths may be unknown\n")
+        console.print("no packing.json: packed by a third-party tool; lengths may be unknown\n")
         return
-    there = {tar.name for tar in folder.path.glob("*.tar")}
+    existing = {tar.name for tar in folder.path.glob("*.tar")}
     for shard in manifest.shards:
-        if shard.name not in there:
+        if shard.name not in existing:
             console.print(f"✗ {shard.name} is missing", style="red")
     rejected = sum(manifest.rejects.values())
     console.print(
@@ -139,17 +143,17 @@ def _show_manifest(console: Console, folder: PackedFolder) -> None:
 
 def _show_pack(console: Console, view: PackView, seq_len: int | None) -> None:
     tokens = view.tokens
-    full = f", {tokens / seq_len:.2%} of {seq_len:,}" if tokens is not None and seq_len else ""
-    count = "lengths not recorded" if tokens is None else f"{tokens:,} tokens{full}"
+    filled = f", {tokens / seq_len:.2%} of {seq_len:,}" if tokens is not None and seq_len else ""
+    count = "lengths not recorded" if tokens is None else f"{tokens:,} tokens{filled}"
     console.print(f"{view.key}  {view.sample_class}  {len(view.samples)} samples, {count}", style="bold", markup=False)
     for part, shape in view.shapes.items():
         console.print(f"  {part}  {shape}", markup=False)
-    for number, sample in enumerate(view.samples):
-        _show_sample(console, number, sample)
+    for index, sample in enumerate(view.samples):
+        _show_sample(console, index, sample)
     console.print()
 
 
-def _show_sample(console: Console, number: int, sample: SampleView) -> None:
+def _show_sample(console: Console, index: int, sample: SampleView) -> None:
     span = ""
     if sample.length is not None:
         span = f"  {sample.length:,} tokens"
@@ -159,10 +163,10 @@ def _show_sample(console: Console, number: int, sample: SampleView) -> None:
         span += f", {sample.supervised:,} supervised"
     if sample.truncated_to is not None:
         span += f", truncated to {sample.truncated_to:,}: the end of its text is not in the row"
-    console.print(f"── {number}  {sample.id or '(no id)'}{span}", style="dim", markup=False)
+    console.print(f"── {index}  {sample.id or '(no id)'}{span}", style="dim", markup=False)
     for image in sample.images:
-        what = image.problem or f"{image.width} x {image.height}"
-        console.print(f"  {image.name}  {what}, {format_bytes(image.bytes)}", style="blue", markup=False)
+        size = image.problem or f"{image.width} x {image.height}"
+        console.print(f"  {image.name}  {size}, {format_bytes(image.bytes)}", style="blue", markup=False)
     for turn in sample.turns:
         line = Text(turn_text(turn.role, turn.shown), style="green" if turn.supervised else "")
         line.stylize(_ROLES.get(turn.role, "white"), 0, 12)
@@ -170,7 +174,7 @@ def _show_sample(console: Console, number: int, sample: SampleView) -> None:
 
 
 def _show_tokens(console: Console, raw: Mapping[str, Any], encoder: Any, view: PackView, as_json: bool) -> None:
-    from energon_packed.inspection.tokens import token_rows
+    from energon_packed.inspection.tokens import token_rows  # imports torch, which the other views do not need
 
     rows = token_rows(raw, encoder, codec_for(view.sample_class))
     if as_json:
@@ -196,6 +200,7 @@ def _show_blend(console: Console, path: Path, as_json: bool) -> None:
             echo_json(value | {"path": str(entry.path)})
     else:
         _show_entries(console, entries)
+    # The entries that can be read are shown before the error.
     if problems := metadataset.all_leaves()[1] or [entry.problem for entry in entries if entry.problem]:
         raise ConfigError(f"{problems[0]}" + (f" (and {len(problems) - 1} more problems)" if problems[1:] else ""))
 

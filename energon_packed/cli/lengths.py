@@ -1,4 +1,4 @@
-"""`energon-packed lengths`."""
+"""Command `energon-packed lengths`: records in, a table of candidate values of --seq-len out."""
 
 import re
 from dataclasses import asdict
@@ -9,8 +9,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from energon_packed.cli.display import unread_lines
-from energon_packed.cli.options import MESSAGES, DeclaredOption, GroupedCommand, as_options, collect, options_of
+from energon_packed.cli.display import unused_lines
+from energon_packed.cli.options import (
+    MESSAGES,
+    DeclaredOption,
+    GroupedCommand,
+    as_options,
+    options_of,
+    require,
+    set_inputs,
+)
 from energon_packed.cli.output import Output
 from energon_packed.inspection.lengths import Candidate, compare, histogram, percentiles, recommend
 from energon_packed.options import make
@@ -23,28 +31,28 @@ _NUMBER = re.compile(r"[0-9.]+k?", re.IGNORECASE)
 @click.argument("inputs", nargs=-1, metavar="INPUT...")
 @click.option("--jsonl", multiple=True, metavar="FILE", cls=DeclaredOption, group="Input", help="Same as INPUT.")
 @click.option("--seq-len", "seq_lens", multiple=True, metavar="N [N...]", cls=DeclaredOption, group="Packing",
-              help="Candidates. [default: 2048 4096 8192 16384 32768]")  # fmt: skip
+              help="Candidate values. [default: 2048 4096 8192 16384 32768]")  # fmt: skip
 @options_of(LengthsOptions, without=["inputs", "seq_lens"])
 @click.option("--json", "as_json", is_flag=True, cls=DeclaredOption, group=MESSAGES, help="Print JSON.")
 def command(
-    inputs: tuple[str, ...], jsonl: tuple[str, ...], seq_lens: tuple[str, ...], as_json: bool, **given: Any
+    inputs: tuple[str, ...],
+    jsonl: tuple[str, ...],
+    seq_lens: tuple[str, ...],
+    as_json: bool,
+    values: dict[str, Any],
 ) -> None:
-    """Show sample lengths, and what each --seq-len would drop, waste and cost.
+    """Show sample lengths, and the dropped tokens, utilization and attention span of each --seq-len.
 
-    It takes the input options of pack; with --output-dir, pack into the same folder reuses the measurements.
+    The input options are the same as for pack. With --output-dir, pack into the same folder reuses the measurements.
 
     \b
     energon-packed lengths data.jsonl --tokenizer DIR --seq-len 2048 4096 8192
     energon-packed lengths data.jsonl --tokenizer DIR --sample 20000
     """
-    values = collect(given, LengthsOptions)
     files, candidates = _split((*inputs, *jsonl), seq_lens)
-    values |= {"inputs": files, "sources": ()} if files else {}  # the command line wins over the config file
+    set_inputs(values, files)
+    require(values, "tokenizer")
     values |= {"seq_lens": candidates} if candidates else {}
-    if not values.get("inputs") and not values.get("sources"):
-        raise click.UsageError("give at least one INPUT (or --jsonl FILE)")
-    if values.get("tokenizer") is None:
-        raise click.UsageError("Missing option '--tokenizer'.")
     output = Output(as_json=as_json)
     progress = output.progress()
     try:
@@ -68,7 +76,7 @@ def command(
     if survey.rejects:
         remedy = f"; {survey.advice}" if survey.advice else ""
         console.print(f"rejected: {as_options(survey.reject_summary + remedy)}", soft_wrap=True)
-    for line in unread_lines(survey):
+    for line in unused_lines(survey):
         console.print(line, soft_wrap=True)
     if options.output is not None:
         console.print(f"{options.output}: NAME:LENGTH of {len(survey.lengths):,} records", soft_wrap=True)
@@ -76,10 +84,11 @@ def command(
 
 
 def _split(inputs: tuple[str, ...], seq_lens: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Numbers after `--seq-len N` come as inputs: `--seq-len 2048 4096 data.jsonl` has one."""
-    numbers = [given for given in inputs if _NUMBER.fullmatch(given) and not Path(given).exists()] if seq_lens else []
+    """Separate the inputs from the candidates: click passes 4096 of `--seq-len 2048 4096 data.jsonl` as an input."""
+    # A file whose name is a number stays an input.
+    numbers = [name for name in inputs if _NUMBER.fullmatch(name) and not Path(name).exists()] if seq_lens else []
     candidates = parse_seq_lens(" ".join((*seq_lens, *numbers)))
-    return tuple(one for one in inputs if one not in numbers), candidates
+    return tuple(name for name in inputs if name not in numbers), candidates
 
 
 def _as_dict(survey: Survey, compared: list[Candidate], best: Candidate, reason: str) -> dict[str, Any]:
@@ -91,7 +100,7 @@ def _as_dict(survey: Survey, compared: list[Candidate], best: Candidate, reason:
         "unused_fields": dict(survey.unused_fields),
         "notes": dict(survey.notes),
         "percentiles": {f"{percent:g}": length for percent, length in percentiles(survey.lengths).items()},
-        "candidates": [asdict(one) for one in compared],
+        "candidates": [asdict(candidate) for candidate in compared],
         "recommended": best.seq_len,
         "reason": reason,
     }
@@ -99,14 +108,15 @@ def _as_dict(survey: Survey, compared: list[Candidate], best: Candidate, reason:
 
 def _show(console: Console, survey: Survey, compared: list[Candidate]) -> None:
     rejected = sum(survey.rejects.values())
-    what = "a sample of the records" if survey.is_sample else "all records"
+    scope = "a sample of the records" if survey.is_sample else "all records"
     tokens = int(survey.lengths.sum(dtype="int64"))
     console.print(
-        f"{survey.records:,} records ({what}), {rejected:,} rejected"
+        f"{survey.records:,} records ({scope}), {rejected:,} rejected"
         + (f" ({', '.join(f'{name} {count:,}' for name, count in survey.rejects.items())})" if rejected else "")
         + f"; {tokens:,} tokens\n",
         soft_wrap=True,
     )
+    # Bars are scaled to 40 characters; a bin that is not empty has at least a thin bar.
     largest = max(count for _, _, count in bins) if (bins := histogram(survey.lengths)) else 1
     for first, last, count in bins:
         bar = "█" * round(40 * count / largest) or ("▏" if count else "")
@@ -123,14 +133,14 @@ def _show(console: Console, survey: Survey, compared: list[Candidate]) -> None:
         "mean attention\nspan (tokens)",
     ):
         table.add_column(name, justify="right")
-    for one in compared:
+    for candidate in compared:
         table.add_row(
-            f"{one.seq_len:,}",
-            f"{one.dropped_records:.2%}",
-            f"{one.dropped_tokens:.2%}",
-            f"{one.packs:,}",
-            f"{one.utilization:.2%}",
-            f"{one.samples_per_pack:.2f}",
-            f"{one.attention:,.0f}",
+            f"{candidate.seq_len:,}",
+            f"{candidate.dropped_records:.2%}",
+            f"{candidate.dropped_tokens:.2%}",
+            f"{candidate.packs:,}",
+            f"{candidate.utilization:.2%}",
+            f"{candidate.samples_per_pack:.2f}",
+            f"{candidate.attention:,.0f}",
         )
     console.print(table)

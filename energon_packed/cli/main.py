@@ -1,6 +1,8 @@
-"""Entry point: finds the subcommand, and turns every user error into one line and exit status 1.
+"""Entry point: a command line in, an exit status out.
 
-Ctrl-C, SIGTERM and SIGHUP: the first one ends a command in order, later ones do not disturb that.
+`main` imports the subcommand, and prints every user error and wrong usage as one line on stderr, without a traceback.
+Interrupts handles Ctrl-C, SIGTERM and SIGHUP: the first signal stops a command in order (workers are stopped,
+temporary files are removed), and later signals do not disturb that.
 """
 
 import atexit
@@ -20,16 +22,15 @@ from energon_packed.errors import EnergonPackedError
 from energon_packed.system import described
 from energon_packed.version import __version__
 
-_PATIENCE = 3.0  # seconds after which another signal ends the process at once
+_GRACE_PERIOD = 3.0  # seconds after which another signal ends the process at once
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt at the first signal; a context manager.
+    """Context manager that raises KeyboardInterrupt at the first signal.
 
-    A second Ctrl-C within some seconds is taken for the same wish: while workers are ended and temporary files
-    removed, it would only leave things behind. After that it ends the process at once. Signals that are ignored, as
-    SIGHUP is under nohup, stay so.
+    A second signal within a grace period is ignored: it would only interrupt the removal of temporary files. Later
+    signals end the process at once. Signals that are already ignored, such as SIGHUP under nohup, stay ignored.
     """
 
     def __init__(self) -> None:
@@ -39,21 +40,21 @@ class Interrupts:
 
     @property
     def status(self) -> int:
-        """Exit status, as of a process that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+        """Exit status, 128 + the signal number as in a shell: 130 for Ctrl-C, 143 for SIGTERM."""
         return 128 + self.number
 
     @property
     def message(self) -> str:
-        """What ended the command, and how to go on."""
+        """Error message with the signal and the way to continue."""
         by = "" if self.number == signal.SIGINT else f" by {self.number.name}"
         return f"interrupted{by}; run the same command again to resume"
 
     def __enter__(self) -> "Interrupts":
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             for number in _SIGNALS:
                 before = signal.getsignal(number)
                 if before in (signal.SIG_DFL, signal.default_int_handler):
-                    self._before[number] = signal.signal(number, self._take)
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -63,50 +64,52 @@ class Interrupts:
             for number, before in self._before.items():
                 signal.signal(number, before)
         if self._before:
-            atexit.register(_ignore)  # what is done is done; before the exit functions of libraries, such as Ray's
+            # The result is complete, so a signal must not change the exit status. Registered last, this runs before
+            # the exit functions of libraries, such as Ray.
+            atexit.register(_ignore_signals)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._since is None:
             self._since, self.number = now, signal.Signals(number)
             raise KeyboardInterrupt
-        if now - self._since > _PATIENCE:
+        if now - self._since > _GRACE_PERIOD:
             os._exit(self.status)
 
 
-def _ignore() -> None:
+def _ignore_signals() -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 COMMANDS = {
-    "lengths": "Show sample lengths, and what each --seq-len would drop and cost.",
+    "lengths": "Compare values of --seq-len: dropped tokens, utilization, attention.",
     "pack": "Pack conversations with images into an Energon dataset.",
-    "inspect": "Show the content of a tar, a dataset, a Metadataset or one pack.",
+    "inspect": "Show the contents of a tar, a dataset, a Metadataset or a pack.",
     "verify": "Check that a dataset is intact and matches its manifest.",
     "report": "Write an HTML report on a dataset or a Metadataset.",
     "nv-meta": "Create or repair .nv-meta for a folder of tars.",
     "metadataset": "Blend several datasets into one weighted Metadataset.",
     "state": "Redistribute saved loader states to another number of ranks.",
-    "order": "Check the order log of a run, or show what a step will hold.",
+    "order": "Check the order log of a run, or show the samples of a step.",
     "demo": "Generate a small dataset, pack it and load one epoch.",
 }
 
 
 class _LazyGroup(click.Group):
-    """Imports a subcommand when it is called, so that `--help` is instant."""
+    """Group that imports a subcommand when it is called, so that `--help` is instant."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Names in the order of COMMANDS."""
+        """List the command names in the order of COMMANDS."""
         return list(COMMANDS)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list in the help text, without importing any command."""
+        """Write the list of commands from COMMANDS: click would import every command for its short help."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """The command of module `energon_packed.cli.{name}`."""
+        """Import the command of module `energon_packed.cli.{name}`."""
         if name not in COMMANDS:
             return None
         module = importlib.import_module(f"energon_packed.cli.{name.replace('-', '_')}")
@@ -126,7 +129,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line. Exit status: 0 done, 1 a user error in one line, 2 wrong usage, 130 after Ctrl-C."""
+    """Run the command line. Exit status: 0 success, 1 user error, 2 wrong usage, 130 after Ctrl-C."""
     with Interrupts() as interrupts:
         try:
             _run()
@@ -135,25 +138,31 @@ def main() -> None:
 
 
 def _run() -> None:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notices on missing backends do not apply here
-    if sys.stdout is None:  # closed by the caller; not all that prints looks
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # hides its notices about missing backends
+    if sys.stdout is None:  # closed by the caller, as by `>&-`; libraries print without a check
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without UTF-8
     try:
         cli(standalone_mode=False)
-        gc.freeze()  # the process ends now: without this, collecting what torch has loaded takes half a second
+        gc.freeze()  # the process ends now: without this, the last collection of torch's objects lasts half a second
+    except click.UsageError as error:
+        if (
+            error.ctx is None or type(error).__name__ == "NoArgsIsHelpError"
+        ):  # click 8.2: no arguments, prints the help
+            error.show()
+            sys.exit(error.exit_code)
+        _fail(f"{error.format_message().rstrip('.')}. See '{error.ctx.command_path} --help'.", error.exit_code)
     except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        _fail(error.format_message(), error.exit_code)
     except (EnergonPackedError, OSError) as error:
         from energon_packed.cli.options import as_options
 
         _fail(as_options(described(error) if isinstance(error, OSError) else str(error)), 1)
     except UnicodeEncodeError as error:
         around = error.object[max(0, error.start - 40) : error.end + 40]
-        _fail(f"{around!r} holds a name that is not UTF-8; rename the file or folder", 1)
+        _fail(f"{around!r} contains a name that is not valid UTF-8. Rename the file or folder.", 1)
     except MemoryError:
-        _fail("memory ran out; use fewer processes (--workers), or give this one more (ulimit -v)", 1)
+        _fail("memory ran out. Use fewer processes (--workers), or raise the memory limit (ulimit -v).", 1)
 
 
 def _fail(message: str, status: int) -> None:

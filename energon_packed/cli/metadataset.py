@@ -1,4 +1,4 @@
-"""`energon-packed metadataset`."""
+"""Command `energon-packed metadataset`: datasets and weights in, a Metadataset YAML and a table of its draws out."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,24 @@ from typing import Any
 import click
 from rich.table import Table
 
-from energon_packed.blends import WEIGHT_BY, Blend, BlendInput, Subflavor, make_blend, write_metadataset
+from energon_packed.blends import (
+    WEIGHT_BY,
+    Blend,
+    BlendInput,
+    Schema,
+    Subflavor,
+    WeightBy,
+    make_blend,
+    write_metadataset,
+)
 from energon_packed.cli.options import GroupedCommand, as_options
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import echo
 from energon_packed.errors import ConfigError
 
+# Numbers of JSON, so that 007 and 1_000 stay strings.
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)")
-_MOST_DIGITS = 300
+_MAX_DIGITS = 300  # Python refuses to print integers of more than 4,300 digits
 _DECIMAL = re.compile(r"[+-]?[0-9]+\.[0-9]*([eE][+-]?[0-9]+)?|[+-]?[0-9]+[eE][+-]?[0-9]+")
 
 
@@ -26,47 +36,55 @@ _DECIMAL = re.compile(r"[+-]?[0-9]+\.[0-9]*([eE][+-]?[0-9]+)?|[+-]?[0-9]+[eE][+-
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
 @click.argument("inputs", nargs=-1, required=True, metavar="DIR[=WEIGHT]...")
 @click.option("--weight-by", type=click.Choice(WEIGHT_BY), default="samples", show_default=True,
-              help="What weights are proportional to, unless given.")  # fmt: skip
+              help="Quantity that default weights are proportional to.")  # fmt: skip
 @click.option("--schema", type=click.Choice(["v2", "v1"]), default="v2", show_default=True,
-              help="v1 for code without MetadatasetV2.")  # fmt: skip
+              help="Metadataset version; v1 for Energon releases without MetadatasetV2.")  # fmt: skip
 @click.option("--split-from", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
-              help="Split of the inputs that is trained on.")  # fmt: skip
+              help="Split of the inputs to train on.")  # fmt: skip
 @click.option("--epochized", is_flag=True,
-              help="Every pack WEIGHT times per epoch (1 by default), instead of drawing indefinitely.")  # fmt: skip
-@click.option("--relative/--absolute", default=True, show_default=True, help="Paths in the file.")
+              help="Read every pack WEIGHT times per epoch (default 1), instead of drawing indefinitely.")  # fmt: skip
+@click.option("--relative/--absolute", default=True, show_default=True, help="Form of the paths in the file.")
 @click.option("--subflavor", "subflavors", multiple=True, metavar="K=V",
-              help="Attached to every sample; true, false and numbers keep their type; may repeat.")  # fmt: skip
+              help="Attach K=V to every sample; true, false and numbers keep their type; repeatable.")  # fmt: skip
 @click.option("--input-subflavor", "input_subflavors", multiple=True, nargs=2, metavar="DIR K=V",
-              help="Attached to the samples of one input; wins over --subflavor; may repeat.")  # fmt: skip
+              help="Attach K=V to the samples of an input; overrides --subflavor; repeatable.")  # fmt: skip
 @click.option("--val", multiple=True, metavar="DIR",
-              help="Validation data; may repeat. [default: the val splits of the inputs]")  # fmt: skip
+              help="Validation dataset; repeatable. [default: the val splits of the inputs]")  # fmt: skip
 @output_options
 def command(
     out: Path,
     inputs: tuple[str, ...],
+    weight_by: WeightBy,
+    schema: Schema,
+    split_from: str,
+    epochized: bool,
     relative: bool,
     subflavors: tuple[str, ...],
     input_subflavors: tuple[tuple[str, str], ...],
+    val: tuple[str, ...],
     output: Output,
-    **options: Any,
 ) -> None:
     """Blend several datasets into one weighted Metadataset.
 
-    DIR is a folder that `energon-packed pack` wrote, any Energon dataset of packs, or another Metadataset. Where one
-    has a WEIGHT, the others weigh 1.
+    DIR is a folder that `energon-packed pack` wrote, any Energon dataset of packs, or another Metadataset. If an input
+    has a WEIGHT, inputs without WEIGHT have weight 1.
 
     \b
     energon-packed metadataset mix.yaml out/node_a out/node_b
     energon-packed metadataset mix.yaml out/node_a=3 out/node_b=0.5 --val out/held_out
     """
-    own: dict[str | Path, dict[str, Subflavor]] = {}
-    for path, given in input_subflavors:
-        own.setdefault(path, {}).update([_pair(given)])
+    by_input: dict[str | Path, dict[str, Subflavor]] = {}
+    for path, pair in input_subflavors:
+        by_input.setdefault(path, {}).update([_pair(pair)])
     blend = make_blend(
-        [_with_weight(given) for given in inputs],
-        subflavors=dict(_pair(given) for given in subflavors),
-        input_subflavors=own,
-        **options,
+        [_with_weight(argument) for argument in inputs],
+        val=val,
+        weight_by=weight_by,
+        split_from=split_from,
+        schema=schema,
+        epochized=epochized,
+        subflavors=dict(_pair(pair) for pair in subflavors),
+        input_subflavors=by_input,
     )
     write_metadataset(blend, out, absolute=not relative)
     output.console.print(_table(blend))
@@ -80,10 +98,10 @@ def _as_dict(blend: Blend, out: Path) -> dict[str, Any]:
     return {
         "metadataset": str(out),
         "train": [
-            _counts(one) | {"weight": one.weight, "weighed_by": one.weighed_by, "seen": times}
-            for one, times in zip(blend.train, blend.times_seen(), strict=True)
+            _counts(entry) | {"weight": entry.weight, "weighed_by": entry.weighed_by, "seen": times}
+            for entry, times in zip(blend.train, blend.times_seen(), strict=True)
         ],
-        "val": [_counts(one) for one in blend.val],
+        "val": [_counts(entry) for entry in blend.val],
         "epochized": blend.epochized,
         "schema": blend.schema,
         "warnings": [as_options(warning) for warning in blend.warnings()],
@@ -91,53 +109,55 @@ def _as_dict(blend: Blend, out: Path) -> dict[str, Any]:
 
 
 def _table(blend: Blend) -> Table:
-    total = sum(one.weight for one in blend.train)
-    often = "times per epoch" if blend.epochized else "epochs per epoch of the largest input"
-    table = Table(caption=f"seen: {often}")
+    total = sum(entry.weight for entry in blend.train)
+    unit = "times per epoch" if blend.epochized else "epochs per epoch of the largest input"
+    table = Table(caption=f"seen: {unit}")
     table.add_column("input", overflow="fold", min_width=20)
     table.add_column("split")
     for name in ("packs", "samples", "per pack", "repeated" if blend.epochized else "draws", "seen"):
         table.add_column(name, justify="right")
     rows = [
-        (one, "train", f"{one.weight:g}" if blend.epochized else f"{one.weight / total:.2%}", f"{times:.2f}")
-        for one, times in zip(blend.train, blend.times_seen(), strict=True)
+        (entry, "train", f"{entry.weight:g}" if blend.epochized else f"{entry.weight / total:.2%}", f"{times:.2f}")
+        for entry, times in zip(blend.train, blend.times_seen(), strict=True)
     ]
-    for one, split, share, seen in [*rows, *((one, "val", "", "1.00") for one in blend.val)]:
-        counts = (f"{one.packs:,}", f"{one.samples:,}", f"{one.samples_per_pack:.2f}")
-        table.add_row(str(one.path), split, *counts, share, seen)
+    for entry, split, share, seen in [*rows, *((entry, "val", "", "1.00") for entry in blend.val)]:
+        counts = (f"{entry.packs:,}", f"{entry.samples:,}", f"{entry.samples_per_pack:.2f}")
+        table.add_row(str(entry.path), split, *counts, share, seen)
     return table
 
 
-def _counts(one: BlendInput) -> dict[str, Any]:
-    return {"path": str(one.path), "split": one.split, "packs": one.packs, "samples": one.samples}
+def _counts(entry: BlendInput) -> dict[str, Any]:
+    return {"path": str(entry.path), "split": entry.split, "packs": entry.packs, "samples": entry.samples}
 
 
-def _with_weight(given: str) -> tuple[str, float | None]:
-    """`DIR=WEIGHT` in two; a folder whose name has a `=` stays whole."""
-    path, equals, weight = given.rpartition("=")
-    if not equals or Path(given).exists():
-        return given, None
+def _with_weight(argument: str) -> tuple[str, float | None]:
+    """Split `DIR=WEIGHT`; an existing path that contains `=` has no weight."""
+    # The last `=`, as folder names may contain `=`.
+    path, equals, weight = argument.rpartition("=")
+    if not equals or Path(argument).exists():
+        return argument, None
     try:
         return path, float(weight)
     except ValueError as error:
-        raise ConfigError(f"weight {weight!r} of {path} is not a number") from error
+        raise ConfigError(f"the weight of {path} must be a number, got {weight!r}.") from error
 
 
-def _pair(given: str) -> tuple[str, Subflavor]:
-    key, equals, value = given.partition("=")
+def _pair(argument: str) -> tuple[str, Subflavor]:
+    key, equals, value = argument.partition("=")
     if not equals or not key:
-        raise ConfigError(f"subflavor {given!r} must have the form key=value")
+        raise ConfigError(f"a subflavor must have the form key=value, got {argument!r}.")
     return key, _typed(value)
 
 
 def _typed(text: str) -> Subflavor:
-    """`true`, `false` and numbers as such; anything else is text, also a number in quotes."""
+    """Convert `true`, `false` and numbers; other values are strings, and so are values in quotes."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if _INTEGER.fullmatch(text):
-        if len(text) > _MOST_DIGITS:
-            raise ConfigError(f"subflavor {text[:20]}... has {len(text)} digits; a number may have {_MOST_DIGITS}")
+        if len(text) > _MAX_DIGITS:
+            raise ConfigError(f"a subflavor must have at most {_MAX_DIGITS} digits, got {len(text)}: {text[:20]}...")
         return int(text)
     if _DECIMAL.fullmatch(text):
         return float(text)
+    # Quotes keep a number or a boolean as a string.
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text

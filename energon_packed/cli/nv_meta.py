@@ -1,4 +1,4 @@
-"""`energon-packed nv-meta`."""
+"""Command `energon-packed nv-meta`: a folder of tars in, its .nv-meta and indexes out."""
 
 from pathlib import Path
 
@@ -12,12 +12,13 @@ from energon_packed.shards.repair import make_nv_meta
 
 @click.command(name="nv-meta", cls=GroupedCommand)
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
-@click.option("--sample-class", type=click.Choice(list(CODECS)), help="Flavor. [default: found by the parts]")
+@click.option("--sample-class", type=click.Choice(list(CODECS)),
+              help="Flavor of the packs. [default: detected from the tar members]")  # fmt: skip
 @output_options
 def command(folder: Path, sample_class: str | None, output: Output) -> None:
-    """Create or repair .nv-meta and the indexes for a folder of tars, which are not modified.
+    """Create or repair .nv-meta and the indexes of a folder of tars. The tars are not modified.
 
-    DIR holds tars that `energon-packed pack` wrote, or another packer in the same layout.
+    DIR contains tars of `energon-packed pack`, or of a third-party tool that writes one of its flavors.
 
     \b
     energon-packed nv-meta out/webdataset
@@ -27,6 +28,7 @@ def command(folder: Path, sample_class: str | None, output: Output) -> None:
     packs = sum(shard.packs for shard in repaired.shards)
     lines = [f"{repaired.sample_class} in {repaired.folder}: {len(repaired.shards):,} shards, {packs:,} packs indexed"]
     if repaired.dropped_manifest:
+        # A manifest of other shards would make loaders refuse the dataset.
         lines.append("  packing.json did not describe these shards and is kept as packing.json.stale")
     for name, shards in repaired.splits.items():
         if shards:

@@ -1,9 +1,14 @@
-"""Click options, config files and error texts from declared options: nothing about an option is written twice."""
+"""Build click options from declared options: an option class in, decorators, values and messages out.
+
+`options_of` adds every declared option of a class to a command, which receives their values as one dict, from the
+command line and `--config`. GroupedCommand lists options in groups. `as_options` replaces argument names in a message
+by command-line options. Help, types and defaults are declared once, in the option classes.
+"""
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import lru_cache
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +18,17 @@ from energon_packed.errors import ConfigError
 from energon_packed.options import Declaration, declared
 from energon_packed.pipeline.config_file import read_config
 
-_ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 MESSAGES = "Messages"
-_ORDER = ("Options", "Input", "Tokens", "Images", "Packing", "Output", "Run", "Table", MESSAGES)
-Decorated = Callable[[Callable[..., Any]], Callable[..., Any]]
+_ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
+_GROUPS = ("Options", "Input", "Tokens", "Images", "Packing", "Output", "Run", "Table", MESSAGES)
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists options in groups."""
+    """A command whose help text lists options in groups."""
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """One section per group, in the order of `_ORDER`; `--help` is the last line."""
+        """Write one section per group, in the order of `_GROUPS`; `--help` is the last line."""
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for parameter in self.get_params(context):
             if not isinstance(parameter, click.Option):
@@ -31,82 +36,100 @@ class GroupedCommand(click.Command):
             if (record := parameter.get_help_record(context)) is not None:
                 group = MESSAGES if "--help" in parameter.opts else "Options"
                 groups[getattr(parameter, "group", None) or group].append(record)
-        for name, records in sorted(groups.items(), key=lambda item: _place(item[0])):
+        for name, records in sorted(groups.items(), key=lambda item: _group_order(item[0])):
             with formatter.section(name):
                 formatter.write_dl(records)
 
 
-def _place(group: str) -> int:
-    return _ORDER.index(group) if group in _ORDER else len(_ORDER) - 2
+def _group_order(group: str) -> int:
+    """Position of a group in the help text; groups of other packages are before `Table`."""
+    return _GROUPS.index(group) if group in _GROUPS else len(_GROUPS) - 2
 
 
 class DeclaredOption(click.Option):
-    """A click option of a declaration; `group` is its heading in the help text."""
+    """A click option with a group, the heading in the help text."""
 
-    def __init__(self, *arguments: Any, group: str = "", **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    # click passes every keyword of `click.option` to this class, so they cannot be listed here.
+    def __init__(self, *arguments: Any, group: str = "", **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
         self.group = group
 
 
 def options_of(
-    cls: type[Any], *, without: Iterable[str] = (), config: bool = True, defaults: bool = True
-) -> Decorated:
-    """A decorator that adds every declared option of a class to a command.
+    cls: type[Any], *, without: Collection[str] = (), config: bool = True, defaults: bool = True
+) -> Decorator:
+    """Add every declared option of a class to a command, which receives their values by name as `values`.
 
-    Values that are not given on the command line are absent from its keyword arguments, so that defaults and config
-    files apply.
+    `values` contains only options of the command line and of the config file, so that defaults apply to the others.
+    The command line overrides the config file.
 
     Args:
-        cls: the option class.
+        cls: option class.
         without: names that the command declares itself.
         config: add `--config FILE.yaml`.
         defaults: show in the help text which options are required, and the defaults of the others.
     """
+    declarations = [each for each in declared(cls) if each.name not in without and each.flags]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def with_values(**arguments: Any) -> Any:
+            file = arguments.pop("config", None) if config else None
+            values: dict[str, Any] = read_config(file, cls) if file is not None else {}
+            for declaration in declarations:
+                # None: the option is not on the command line.
+                if (value := arguments.pop(declaration.name)) is not None:
+                    values[declaration.name] = _parsed(declaration, value)
+            return command(values=values, **arguments)
+
+        decorated: Callable[..., Any] = with_values
         if config:
-            command = click.option(
+            decorated = click.option(
                 "--config", type=click.Path(path_type=Path, dir_okay=False, exists=True), cls=DeclaredOption,
-                group="Run", metavar="FILE.yaml", help="Options by name; the command line wins over them.",
-            )(command)  # fmt: skip
-        for one in reversed(declared(cls)):
-            if one.name not in without and one.flags:
-                command = _click_option(one, defaults=defaults)(command)
-        return command
+                group="Run", metavar="FILE.yaml", help="Options by name; the command line overrides them.",
+            )(decorated)  # fmt: skip
+        # Decorators are applied from the bottom up: reversed, so that the help text has the order of declaration.
+        for declaration in reversed(declarations):
+            decorated = _click_option(declaration, defaults=defaults)(decorated)
+        return decorated
 
     return decorate
 
 
-def collect(given: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
-    """Values by name, from the command line and from `--config`.
-
-    Args:
-        given: keyword arguments of the command; None stands for not given. `config` names the file.
-        cls: the option class.
+def set_inputs(values: dict[str, Any], files: Sequence[str]) -> None:
+    """Set the inputs of the command line, which override inputs and sources of the config file.
 
     Raises:
-        ConfigError: the config file is not a mapping of option names.
+        UsageError: there is no input.
     """
-    file = given.pop("config", None)
-    values: dict[str, Any] = read_config(file, cls) if file is not None else {}
-    for one in declared(cls):
-        value = given.get(one.name)
-        if value is not None:
-            values[one.name] = _parsed(one, value)
-    return values
+    if files:
+        values |= {"inputs": tuple(files), "sources": ()}
+    if not values.get("inputs") and not values.get("sources"):
+        raise click.UsageError("Missing argument 'INPUT...' (or '--jsonl FILE', or `inputs` in --config).")
 
 
-def _parsed(one: Declaration, value: Any) -> Any:
-    if one.parse is None or not isinstance(value, str):
+def require(values: dict[str, Any], *names: str) -> None:
+    """Check that options without a default have a value.
+
+    Raises:
+        UsageError: an option is missing.
+    """
+    for name in names:
+        if values.get(name) is None:
+            raise click.UsageError(f"Missing option '--{name.replace('_', '-')}' (or `{name}` in --config).")
+
+
+def _parsed(declaration: Declaration, value: Any) -> Any:
+    if declaration.parse is None or not isinstance(value, str):
         return value
     try:
-        return one.parse(value)
+        return declaration.parse(value)
     except ConfigError as error:
         raise click.UsageError(as_options(str(error))) from error
 
 
 def as_options(message: str) -> str:
-    """An error text with arguments as command line options: `seq_len` becomes --seq-len."""
+    """Replace arguments in a message by command-line options: `seq_len` becomes --seq-len."""
 
     def replace(match: re.Match[str]) -> str:
         name, value = match[1], match[2]
@@ -121,34 +144,40 @@ def as_options(message: str) -> str:
 @lru_cache(maxsize=1)
 def _flags() -> dict[str, str]:
     """First flag of every declared option, by name."""
+    # Imported here: errors of commands without these options do not need the pipeline.
     from energon_packed.pipeline.options import PackOptions
     from energon_packed.pipeline.survey import LengthsOptions
 
-    every = [*declared(LengthsOptions), *declared(PackOptions)]
-    return {one.name: one.flags[0].split("/")[0] for one in every if one.flags}
+    declarations = [*declared(LengthsOptions), *declared(PackOptions)]
+    return {each.name: each.flags[0].split("/")[0] for each in declarations if each.flags}
 
 
-def _click_option(one: Declaration, *, defaults: bool) -> Decorated:
-    options: dict[str, Any] = {"help": _help(one) if defaults else one.help, "metavar": one.metavar, "default": None}
-    if one.is_flag and len(one.flags) == 1 and "/" not in one.flags[0]:
-        options |= {"is_flag": True, "flag_value": not one.default}
-    elif one.is_flag:
-        options |= {"is_flag": True}
-    elif one.parse is not None:
-        options |= {"type": str}
-    elif one.valid is not None:
-        options |= {"type": click.Choice(one.valid), "metavar": None}
-    elif one.kind is Path:
-        options |= {"type": click.Path()}
+def _click_option(declaration: Declaration, *, defaults: bool) -> Decorator:
+    settings: dict[str, Any] = {
+        "help": _help(declaration) if defaults else declaration.help,
+        "metavar": declaration.metavar,
+        "default": None,
+    }
+    if declaration.is_flag and len(declaration.flags) == 1 and "/" not in declaration.flags[0]:
+        # A flag with one form, such as --no-npy, sets the value that is not the default.
+        settings |= {"is_flag": True, "flag_value": not declaration.default}
+    elif declaration.is_flag:
+        settings |= {"is_flag": True}
+    elif declaration.parse is not None:
+        settings |= {"type": str}
+    elif declaration.valid is not None:
+        settings |= {"type": click.Choice(declaration.valid), "metavar": None}
+    elif declaration.kind is Path:
+        settings |= {"type": click.Path()}
     else:
-        options |= {"type": one.kind}
-    return click.option(*one.flags, one.name, cls=DeclaredOption, group=one.group, **options)
+        settings |= {"type": declaration.kind}
+    return click.option(*declaration.flags, declaration.name, cls=DeclaredOption, group=declaration.group, **settings)
 
 
-def _help(one: Declaration) -> str:
-    default = one.shown_default
-    if default is None and not one.is_required and one.default is not None and not one.is_flag:
-        default = str(one.default)
-    if one.is_required or one.needed:
-        return f"{one.help} [required]"
-    return f"{one.help} [default: {default}]" if default else one.help
+def _help(declaration: Declaration) -> str:
+    default = declaration.shown_default
+    if default is None and not declaration.is_required and declaration.default is not None and not declaration.is_flag:
+        default = str(declaration.default)
+    if declaration.is_required or declaration.needed:
+        return f"{declaration.help} [required]"
+    return f"{declaration.help} [default: {default}]" if default else declaration.help

@@ -1,4 +1,8 @@
-"""`energon-packed order`: check the log of a run's order, and show what a step will hold."""
+"""Command `energon-packed order`: check an order log, or list the samples of a step.
+
+`check` reads the files that all ranks wrote with `order_log=DIR`. `replay` computes the samples that each rank reads
+at a step, from a dataset or a config.
+"""
 
 import sys
 from dataclasses import asdict, replace
@@ -16,7 +20,7 @@ from energon_packed.loading.replay import Run, replay, replay_config
 
 @click.group(name="order")
 def command() -> None:
-    """Check which samples a run used, or show which ones a step will use.
+    """Check which samples a run used, or show which samples a step will use.
 
     \b
     energon-packed order check DIR
@@ -29,25 +33,25 @@ def command() -> None:
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @output_options
 def check(folder: Path, output: Output) -> None:
-    """Check the files of `order_log=DIR`: no sample lost, none twice, the same after a resume.
+    """Check the files of `order_log=DIR`; exit with status 1 if there is a problem.
 
-    Exit status 1 when one of these does not hold.
+    No sample may be lost or repeated, and steps that were repeated after a resume must have the same samples.
     """
-    found = check_order(folder)
+    summary = check_order(folder)
     output.console.print(
-        f"{found.steps:,} steps, {found.samples:,} samples, {found.dropped:,} dropped items, {found.repeated:,} steps "
-        f"repeated by resuming; epochs {', '.join(map(str, found.epochs))}, complete: "
-        f"{', '.join(map(str, found.complete)) or 'none'}",
+        f"{summary.steps:,} steps, {summary.samples:,} samples, {summary.dropped:,} dropped items, "
+        f"{summary.repeated:,} steps repeated by resuming; epochs {', '.join(map(str, summary.epochs))}, complete: "
+        f"{', '.join(map(str, summary.complete)) or 'none'}",
         soft_wrap=True,
     )
-    for name, count in sorted(found.sources.items()):
-        output.console.print(f"  {count / max(1, found.samples):7.2%}  {name}", soft_wrap=True)
-    for problem in found.problems:
+    for name, count in sorted(summary.sources.items()):
+        output.console.print(f"  {count / max(1, summary.samples):7.2%}  {name}", soft_wrap=True)
+    for problem in summary.problems:
         echo(as_options(problem), err=output.as_json)
-    output.result(asdict(found))
-    if found.problems:
+    output.result(asdict(summary))
+    if summary.problems:
         sys.exit(1)
-    output.console.print("no sample lost, none twice, equal after every resume")
+    output.console.print("no sample lost or repeated, equal after every resume")
 
 
 @command.command(name="replay", cls=GroupedCommand)
@@ -58,28 +62,31 @@ def check(folder: Path, output: Output) -> None:
     "--world-size", type=click.IntRange(1, 1 << 16), default=1, show_default=True, help="Data-parallel ranks."
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Rows in one batch.")
-@click.option("--num-workers", type=click.IntRange(min=0), default=0, show_default=True, help="Workers of a rank.")
+@click.option(
+    "--num-workers", type=click.IntRange(min=0), default=0, show_default=True, help="Loader workers of a rank."
+)
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the loader. [default: 0, or the config's]")
 @output_options
 def replay_step(
     path: Path, step: int, epoch: int, world_size: int, batch_size: int, num_workers: int, seed: int | None,
     output: Output,
 ) -> None:  # fmt: skip
-    """Show what a step will hold on every rank.
+    """Show the samples of a step on every rank.
 
     PATH is a dataset folder or a Metadataset, for DataflowLoader(MapDistributor(PackedDataset(PATH)), batch_size=N),
-    or the YAML of a DataflowConfig, for get_raw_loader(config): its records are tokenized up to that step.
+    or the YAML of a DataflowConfig, for get_raw_loader(config). Records of a config are tokenized up to that step.
     """
     run = Run(world_size=world_size, num_workers=num_workers, batch_size=batch_size, epoch=epoch, seed=seed or 0)
+    # A Metadataset and a config are both YAML: the keys of the file decide.
     if is_dataflow_config(path):
         config = DataflowConfig.from_yaml(path)
-        found = replay_config(config, step, replace(run, seed=config.seed if seed is None else seed))
+        ranks = replay_config(config, step, replace(run, seed=config.seed if seed is None else seed))
     else:
-        found = replay(path, step, run)
-    ranks = []
-    for one in found:
-        ranks.append(asdict(one))
-        packs = f"{', '.join(one.packs)}: " if one.packs else ""
-        what = f"{packs}{', '.join(one.ids)}" if one.worker is not None else f"ends after {one.steps} steps"
-        output.console.print(f"rank {one.rank}  {what}", soft_wrap=True)
-    output.result({"step": step, "epoch": epoch, "ranks": ranks})
+        ranks = replay(path, step, run)
+    results = []
+    for rank in ranks:
+        results.append(asdict(rank))
+        packs = f"{', '.join(rank.packs)}: " if rank.packs else ""
+        line = f"{packs}{', '.join(rank.ids)}" if rank.worker is not None else f"ends after {rank.steps} steps"
+        output.console.print(f"rank {rank.rank}  {line}", soft_wrap=True)
+    output.result({"step": step, "epoch": epoch, "ranks": results})

@@ -1,4 +1,7 @@
-"""How much a command prints, and where: `--quiet`, `--verbose`, `--json`, and warnings of the library."""
+"""Options `--quiet`, `--verbose` and `--json`: the flags in, an Output with verbosity and destination out.
+
+`output_options` adds them to a command. While the command runs, log messages of the library are printed on stderr.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -20,12 +23,12 @@ _VERBOSE_INTERVAL = 10.0  # seconds between two progress lines
 
 @dataclass(frozen=True)
 class Output:
-    """Where a command prints.
+    """Verbosity and destination of the output of a command.
 
     Attributes:
-        quiet: only warnings and errors.
-        verbose: what the library logs, and progress lines more often.
-        as_json: one JSON object on stdout, everything else on stderr.
+        quiet: print only warnings and errors.
+        verbose: also print log messages of level INFO, and frequent progress lines.
+        as_json: print one JSON object on stdout, and everything else on stderr.
     """
 
     quiet: bool = False
@@ -34,39 +37,40 @@ class Output:
 
     @cached_property
     def console(self) -> Console:
-        """For tables and lines; markup and colors of numbers are off."""
+        """Console for tables and lines, without markup and without colored numbers."""
         return SafeConsole(stderr=self.as_json, quiet=self.quiet, markup=False, highlight=False)
 
     def progress(self) -> Progress:
-        """Of a run; it prints nothing with `quiet`."""
+        """Create the progress display of a run; with `quiet`, it prints nothing."""
         if self.quiet:
             return Progress()
         return TerminalProgress(self.console, **({"interval": _VERBOSE_INTERVAL} if self.verbose else {}))
 
     def result(self, value: Mapping[str, Any]) -> None:
-        """Print the object of `--json`."""
+        """Print the result of the command with `--json`."""
         if self.as_json:
             echo_json(value, indented=True)
 
     def logs(self) -> AbstractContextManager[None]:
-        """Show warnings of the library on stderr while a block runs; with `verbose`, all that it logs."""
+        """Context manager that prints warnings of the library on stderr; with `verbose`, also INFO messages."""
         return _shown_logs(logging.INFO if self.verbose else logging.WARNING)
 
 
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator that adds the three options; the command gets `output` in their place."""
+    """Decorator that adds the three options; the command receives them as `output`."""
 
     @click.option("--quiet", "-q", is_flag=True, cls=DeclaredOption, group=MESSAGES,
                   help="Print only warnings and errors.")  # fmt: skip
     @click.option("--verbose", "-v", is_flag=True, cls=DeclaredOption, group=MESSAGES,
-                  help="Print more: what is read and reused, progress lines more often.")  # fmt: skip
+                  help="Also print inputs, reused work and frequent progress lines.")  # fmt: skip
     @click.option("--json", "as_json", is_flag=True, cls=DeclaredOption, group=MESSAGES,
                   help="Print the result as one JSON object; all else goes to stderr.")  # fmt: skip
     @wraps(command)
     def with_output(*arguments: Any, quiet: bool, verbose: bool, as_json: bool, **options: Any) -> Any:
         if quiet and verbose:
-            raise click.UsageError("--quiet and --verbose contradict each other; give one of them")
+            raise click.UsageError("--quiet and --verbose contradict each other. Pass only one of them.")
         output = Output(quiet=quiet, verbose=verbose, as_json=as_json)
+        # Logs are shown from the start, so that warnings about the options are shown too.
         with output.logs():
             return command(*arguments, output=output, **options)
 
@@ -82,14 +86,15 @@ def _shown_logs(level: int) -> Iterator[None]:
     try:
         yield
     finally:
+        # Tests and Python programs run several commands in one process.
         logger.setLevel(before)
         logger.removeHandler(handler)
 
 
 class _ToStderr(logging.Handler):
-    """One line for each message, with the options of the command line in place of arguments."""
+    """Handler that prints each message as one line, with command-line options instead of argument names."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a message."""
+        """Print a message on stderr."""
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         echo(level + " ".join(as_options(record.getMessage()).split()), err=True)

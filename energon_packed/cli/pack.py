@@ -1,4 +1,4 @@
-"""`energon-packed pack`."""
+"""Command `energon-packed pack`: options of the command line in, a dataset and a summary table out."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -7,39 +7,47 @@ from typing import Any
 
 import click
 
-from energon_packed.cli.display import dry_run_table, result_dict, result_table, turn_text, unread_lines
-from energon_packed.cli.options import DeclaredOption, GroupedCommand, as_options, collect, options_of
+from energon_packed.cli.display import dry_run_table, result_dict, result_table, turn_text, unused_lines
+from energon_packed.cli.options import DeclaredOption, GroupedCommand, as_options, options_of, require, set_inputs
 from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
 from energon_packed.pipeline import PackOptions, dry_run, pack
 from energon_packed.pipeline.run import run_status
 from energon_packed.shards.steps import steps_of_ranks
 
-_PLACE = {"world_size": 1, "micro_batch_size": 1, "num_workers": 2}
+_RANKS = {"world_size": 1, "micro_batch_size": 1, "num_workers": 2}  # for the steps in the table
 
 
 @click.command(cls=GroupedCommand)
+@output_options
 @click.argument("inputs", nargs=-1, metavar="INPUT...")
 @click.option("--jsonl", multiple=True, metavar="FILE", cls=DeclaredOption, group="Input", help="Same as INPUT.")
 @options_of(PackOptions, without=["inputs"])
 @click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, cls=DeclaredOption,
-              group="Table", help="Ranks, for the steps in the table.")  # fmt: skip
+              group="Table", help="Data-parallel ranks, for the steps in the table.")  # fmt: skip
 @click.option("--micro-batch-size", type=click.IntRange(min=1), default=1, show_default=True, cls=DeclaredOption,
-              group="Table", help="Packs in a step, for the table.")  # fmt: skip
+              group="Table", help="Packs per step, for the table.")  # fmt: skip
 @click.option("--loader-workers", type=click.IntRange(min=0), default=2, show_default=True, cls=DeclaredOption,
-              group="Table", help="Loader workers, for the table.")  # fmt: skip
+              group="Table", help="Loader workers per rank, for the table.")  # fmt: skip
 @click.option("--dry-run", "is_dry", is_flag=True, cls=DeclaredOption, group="Run",
-              help="Tell what would be measured, reused, planned and written, and write nothing.")  # fmt: skip
+              help="Show what would be measured, reused, planned and written, without writing.")  # fmt: skip
 @click.option("--status", "is_status", is_flag=True, cls=DeclaredOption, group="Run",
-              help="Tell how far the run in --output-dir is; no other option is needed.")  # fmt: skip
-@output_options
+              help="Show the progress of the run in --output-dir; needs no other option.")  # fmt: skip
 def command(
-    inputs: tuple[str, ...], jsonl: tuple[str, ...], is_dry: bool, is_status: bool, output: Output, **given: Any
+    inputs: tuple[str, ...],
+    jsonl: tuple[str, ...],
+    world_size: int,
+    micro_batch_size: int,
+    loader_workers: int,
+    is_dry: bool,
+    is_status: bool,
+    values: dict[str, Any],
+    output: Output,
 ) -> None:
     """Pack conversations with images into an Energon dataset.
 
-    INPUT: .jsonl .jsonl.gz .jsonl.zst .json .parquet .arrow .feather .csv files, globs, or Hugging Face
-    save_to_disk folders; several at once.
+    INPUT: .jsonl .ndjson .json (also .gz .zst), .parquet .arrow .feather .csv .tsv .tar files, globs, folders, Hugging
+    Face save_to_disk folders, Energon datasets or Metadatasets; several at once.
 
     \b
     energon-packed pack data.jsonl -o out --seq-len 4096 --tokenizer DIR
@@ -49,67 +57,62 @@ def command(
 
     \b
     out/webdataset/      the dataset: tars and .nv-meta, ready for Energon
-    out/lengths.parquet  one row per record
+    out/lengths.parquet  length and status of every record
     out/rejects.jsonl    every rejected record, with the reason
     """
-    place = {name: given.pop(name) for name in ("world_size", "micro_batch_size")}
-    place["num_workers"] = given.pop("loader_workers")
-    values = collect(given, PackOptions)
+    # --status reads an output folder, so the inputs are not needed.
     if is_status:
         if values.get("output_dir") is None:
             raise click.UsageError("--status needs '--output-dir'.")
         show_status(Path(values["output_dir"]), output)
         return
-    if inputs or jsonl:
-        values |= {"inputs": (*inputs, *jsonl), "sources": ()}  # the command line wins over the config file
-    if not values.get("inputs") and not values.get("sources"):
-        raise click.UsageError("give at least one INPUT (or --jsonl FILE)")
-    for name in ("output_dir", "seq_len", "tokenizer"):
-        if values.get(name) is None:
-            raise click.UsageError(f"Missing option '--{name.replace('_', '-')}' (or `{name}` in --config).")
+    set_inputs(values, (*inputs, *jsonl))
+    require(values, "output_dir", "seq_len", "tokenizer")
+    options = make(PackOptions, values, what="option")
     if is_dry:
-        show_dry_run(make(PackOptions, values, what="option"), output)
+        show_dry_run(options, output)
         return
-    show_run(make(PackOptions, values, what="option"), place=place, output=output)
+    ranks = {"world_size": world_size, "micro_batch_size": micro_batch_size, "num_workers": loader_workers}
+    show_run(options, ranks=ranks, output=output)
 
 
 def show_status(output_dir: Path, output: Output) -> None:
-    """Print the state of an output folder, a line for each part."""
-    found = run_status(output_dir)
-    for one in found:
-        parts = [f"{one.measured:,} records measured"] if one.measured else []
-        parts += [f"{one.shards:,} shards written"] if one.shards else []
-        parts += [f"{one.packs:,} packs of seq_len {one.seq_len:,}"] if one.packs is not None else []
-        parts += [f"utilization {one.utilization:.2%}"] if one.utilization is not None else []
-        state = "done" if one.stage == "done" else "not finished" if parts else "nothing there"
-        state = f"running ({one.running})" if one.running else state
-        output.console.print(f"{one.output_dir}: {'; '.join([state, *parts])}", soft_wrap=True)
-    output.result({"status": [asdict(one) for one in found]})
+    """Print the progress of the runs in an output folder: one line for each input part."""
+    statuses = run_status(output_dir)
+    for status in statuses:
+        details = [f"{status.measured:,} records measured"] if status.measured else []
+        details += [f"{status.shards:,} shards written"] if status.shards else []
+        details += [f"{status.packs:,} packs of seq_len {status.seq_len:,}"] if status.packs is not None else []
+        details += [f"utilization {status.utilization:.2%}"] if status.utilization is not None else []
+        state = "done" if status.stage == "done" else "not finished" if details else "no run found"
+        state = f"running ({status.running})" if status.running else state
+        output.console.print(f"{status.output_dir}: {'; '.join([state, *details])}", soft_wrap=True)
+    output.result({"status": [asdict(status) for status in statuses]})
 
 
 def show_dry_run(options: PackOptions, output: Output) -> None:
-    """Print what a run would do."""
-    found = dry_run(options)
-    output.console.print(dry_run_table(found))
-    if found.reject_summary:
-        output.console.print(f"rejected: {as_options(found.reject_summary)}", soft_wrap=True)
-    for line in unread_lines(found):
+    """Print what a run would measure, reuse, plan and write."""
+    result = dry_run(options)
+    output.console.print(dry_run_table(result))
+    if result.reject_summary:
+        output.console.print(f"rejected: {as_options(result.reject_summary)}", soft_wrap=True)
+    for line in unused_lines(result):
         output.console.print(line, soft_wrap=True)
-    if found.example:
+    if result.example:
         output.console.print("the first record that would be packed:", soft_wrap=True)
-    for role, text in found.example:
+    for role, text in result.example:
         output.console.print(turn_text(role, text), soft_wrap=True)
-    output.console.print("dry run: nothing is written", soft_wrap=True)
-    output.result(asdict(found) | {"output_dir": str(options.output_dir)})
+    output.console.print("dry run: no files were written", soft_wrap=True)
+    output.result(asdict(result) | {"output_dir": str(options.output_dir)})
 
 
-def show_run(options: PackOptions, *, place: Mapping[str, Any] = _PLACE, output: Output | None = None) -> None:
-    """Pack with a bar per stage, and print the table.
+def show_run(options: PackOptions, *, ranks: Mapping[str, int] = _RANKS, output: Output | None = None) -> None:
+    """Pack with a progress bar per stage, and print the summary table.
 
     Args:
-        options: of the run.
-        place: `world_size`, `micro_batch_size` and `num_workers`, for the steps in the table.
-        output: where it is printed.
+        options: options of `pack`.
+        ranks: `world_size`, `micro_batch_size` and `num_workers`, for the steps in the table.
+        output: verbosity and destination of the output.
     """
     output = output or Output()
     console = output.console
@@ -117,12 +120,18 @@ def show_run(options: PackOptions, *, place: Mapping[str, Any] = _PLACE, output:
     try:
         result = pack(options, progress=progress)
     finally:
+        # Also after an error or Ctrl-C: a running bar would overwrite the error message.
         progress.stop()
     manifest, steps = result.manifest, []
-    if manifest.algorithm != "none":  # otherwise packing on the fly decides the steps
-        steps = steps_of_ranks([(manifest.packs_in("train"), 1)], **place)
+    if manifest.algorithm != "none":  # on-the-fly packing decides the steps of single samples
+        steps = steps_of_ranks(
+            [(manifest.packs_in("train"), 1)],
+            world_size=ranks["world_size"],
+            micro_batch_size=ranks["micro_batch_size"],
+            num_workers=ranks["num_workers"],
+        )
     console.print(f"\n{manifest.sample_class} in {result.shards}", soft_wrap=True)
-    console.print(result_table(result, steps, place))
+    console.print(result_table(result, steps, ranks))
     if manifest.rejects:
         console.print(f"rejected records, with reasons: {result.rejects}", soft_wrap=True)
     output.result(result_dict(result, steps))

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar per stage on a terminal, a line a minute elsewhere, and one line when a stage is done."""
+"""Progress display of a run: counts of completed work in, a bar on a terminal or one line per minute out."""
 
 import threading
 import time
@@ -10,13 +10,16 @@ from rich.progress import Progress as Bar
 from energon_packed.pipeline.engine import Progress
 
 _INTERVAL = 60.0  # seconds between two lines
+_MIN_ELAPSED = 0.5  # seconds; earlier rates are noise
 
 
 class TerminalProgress(Progress):
-    """A bar with rate and time left for each stage; without a terminal, a line a minute with the same.
+    """Show a bar with rate and remaining time for each stage; without a terminal, print one line per interval.
+
+    A completed stage is replaced by one line with its count, time and rate.
 
     Args:
-        console: what is printed on.
+        console: console to print on.
         interval: seconds between two lines.
     """
 
@@ -29,14 +32,14 @@ class TerminalProgress(Progress):
         self._task = TaskID(0)
         self._stage = self._unit = ""
         self._total = self._units = self._records = 0
-        self._begin = 0.0
+        self._started = 0.0
 
     def start(self, stage: str, total: int, unit: str) -> None:
-        """Draw a new bar, or begin to print lines."""
+        """Show a new bar, or start to print lines."""
         self.stop()
         self._stage, self._unit, self._total = stage, unit, total
         self._units = self._records = 0
-        self._begin = time.perf_counter()
+        self._started = time.perf_counter()
         if self._console.is_terminal:
             self._bar = Bar(
                 TextColumn("{task.description:8}"),
@@ -51,38 +54,43 @@ class TerminalProgress(Progress):
             self._task = self._bar.add_task(stage, total=max(total, 1), note="")
             self._bar.start()
         else:
+            # A thread prints the lines: one task may run for longer than the interval without a call of `advance`.
             self._done.clear()
-            self._ticker = threading.Thread(target=self._tell_often, name="energon-packed progress", daemon=True)
+            self._ticker = threading.Thread(target=self._print_lines, name="energon-packed progress", daemon=True)
             self._ticker.start()
 
     def advance(self, units: int, records: int = 0) -> None:
-        """Move the bar."""
+        """Add completed work."""
         self._units += units
         self._records += records
         if self._bar is not None:
             self._bar.update(self._task, completed=self._units, note=f"{self._count():,} {self._unit}{self._rate()}")
 
     def finish(self, seconds: float) -> None:
-        """Replace the bar by one line."""
+        """Replace the bar by the line of the completed stage."""
         self.stop()
         count = self._count()
         rate = f"{count / seconds:>12,.0f}/s" if seconds > 0 and count else ""
         self._console.print(f"{self._stage:8} {count:>12,} {self._unit:8} {seconds:>8.1f} s {rate}", highlight=False)
 
     def stop(self) -> None:
-        """Remove the bar."""
+        """Remove the bar, or stop to print lines."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
         if self._ticker is not None:
             self._done.set()
+            # Joined, so that no line is printed after the line of the completed stage.
             self._ticker.join()
             self._ticker = None
 
-    def tell(self) -> None:
-        """Print the line of this moment."""
+    def _print_lines(self) -> None:
+        while not self._done.wait(self._interval):
+            self._print_line()
+
+    def _print_line(self) -> None:
         share = self._units / max(self._total, 1)
-        elapsed = time.perf_counter() - self._begin
+        elapsed = time.perf_counter() - self._started
         left = f", about {duration(elapsed * (1 - share) / share)} left" if 0 < share <= 1 else ""
         self._console.print(
             f"{self._stage:8} {share:>4.0%} {self._count():,} {self._unit}{self._rate()}, {duration(elapsed)}{left}",
@@ -90,21 +98,17 @@ class TerminalProgress(Progress):
             soft_wrap=True,
         )
 
-    def _tell_often(self) -> None:
-        """Print lines from a thread: one task may run for longer than a minute, and says nothing meanwhile."""
-        while not self._done.wait(self._interval):
-            self.tell()
-
     def _rate(self) -> str:
-        elapsed = time.perf_counter() - self._begin
-        return f", {self._count() / elapsed:,.0f}/s" if elapsed > 0.5 and self._count() else ""
+        elapsed = time.perf_counter() - self._started
+        return f", {self._count() / elapsed:,.0f}/s" if elapsed > _MIN_ELAPSED and self._count() else ""
 
     def _count(self) -> int:
+        """Records, or units of a stage that does not count records (the index, packs of a plan)."""
         return self._records or self._units
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min` or `3 h 20 min`."""
+    """Format seconds as `45 s`, `12 min` or `3 h 20 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

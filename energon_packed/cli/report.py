@@ -1,4 +1,4 @@
-"""`energon-packed report`."""
+"""Command `energon-packed report`: a dataset or a Metadataset in, one HTML page out."""
 
 from pathlib import Path
 
@@ -19,21 +19,25 @@ from energon_packed.metadatasets import read_metadataset
 @click.command(name="report")
 @click.argument("path", type=click.Path(path_type=Path), metavar="DIR|METADATASET")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("report.html"),
-              show_default=True, help="The page.")  # fmt: skip
+              show_default=True, help="Output HTML file.")  # fmt: skip
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Tells the kinds of tokens. [default: the one that packing.json names]")  # fmt: skip
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which packs are sampled.")
+              help="Tokenizer used to classify tokens (text, image, supervised). "
+              "[default: tokenizer in packing.json]")  # fmt: skip
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
+              help="Random seed of the packs that are shown.")  # fmt: skip
 def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None:
-    """Write an HTML report on a dataset or a Metadataset; it needs no network.
+    """Write an HTML report on a dataset or a Metadataset, as one self-contained file.
 
     \b
     energon-packed report out -o report.html
     energon-packed report mix.yaml -o mix.html
     """
+    # Protects a dataset or a YAML from being overwritten by a swapped argument.
     if output.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"--output {output} must end in .html")
+        raise ConfigError(f"`output` must end in .html or .htm, got {output}.")
     if path.is_file():
         metadataset = read_metadataset(path)
+        # A page with totals of only some datasets would look complete.
         if problems := metadataset.all_leaves()[1]:
             raise ConfigError("; ".join(problems))
         page = render_report(path.name, None, read_blend(metadataset))
@@ -41,5 +45,6 @@ def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None
         folder = PackedFolder.open(path)
         encoder, reason = folder.encoder_or_reason(tokenizer)
         page = render_report(str(path), gather(folder, encoder, not_encoded=as_options(reason), seed=seed))
-    atomic_write(output, page.encode())
-    echo(f"{output}: {format_bytes(len(page.encode()))}")
+    content = page.encode()
+    atomic_write(output, content)
+    echo(f"{output}: {format_bytes(len(content))}")

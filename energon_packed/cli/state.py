@@ -1,4 +1,4 @@
-"""`energon-packed state`."""
+"""Command `energon-packed state redist`: the loader states of all ranks in, states for another number of ranks out."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from energon_packed.errors import ConfigError
 
 @click.group(name="state")
 def command() -> None:
-    """Work with saved states of loaders."""
+    """Work with saved loader states."""
 
 
 @command.command(name="redist", cls=GroupedCommand)
@@ -21,34 +21,31 @@ def command() -> None:
 @click.option("--world-size", type=click.IntRange(min=1), required=True, help="Data-parallel ranks to continue with.")
 @output_options
 def redist(folder: Path, output_folder: Path, world_size: int, output: Output) -> None:
-    """Redistribute the states of all ranks to another number of ranks.
+    """Redistribute the loader states of all ranks to another number of ranks.
 
-    DIR holds one .pt file for each data-parallel rank, as Megatron saves them. World size times loader workers stays
-    the same, so that every worker resumes where it stopped: no pack is lost or repeated.
+    DIR contains one .pt file for each data-parallel rank, as saved by Megatron. World size times loader workers stays
+    the same, so that every worker resumes at its last position: no pack is lost or repeated.
 
     \b
     energon-packed state redist data/iter_0000100/mp_rank_00 new/iter_0000100/mp_rank_00 --world-size 2
     """
-    from energon_packed.loading.energon.states import (
-        StateFile,
-        read_state,
-        redistribute,  # imports torch
-        write_state,
-    )
+    # Imported here, because it imports torch.
+    from energon_packed.loading.energon.states import StateFile, read_state, redistribute, write_state
 
     files = sorted(folder.glob("*.pt"))
     if not files:
-        raise ConfigError(f"{folder} has no .pt file; pass the folder with train_dataloader_dprank000.pt")
-    matched = re.fullmatch(r"(.*?)(\d+)(\.pt)", files[0].name)
-    if matched is None:
-        raise ConfigError(f"{files[0]} has no rank number in its name, such as train_dataloader_dprank000.pt")
+        raise ConfigError(f"{folder} has no .pt file. Pass the folder with train_dataloader_dprank000.pt.")
+    # The new files follow the name pattern of the old files, with the same number of digits.
+    match = re.fullmatch(r"(.*?)(\d+)(\.pt)", files[0].name)
+    if match is None:
+        raise ConfigError(f"file names must contain the rank, as in train_dataloader_dprank000.pt, got {files[0]}.")
     if output_folder.is_dir() and any(output_folder.glob("*.pt")):
-        raise ConfigError(f"{output_folder} already has .pt files; pass a new folder")
+        raise ConfigError(f"{output_folder} already contains .pt files. Pass a new folder.")
     saved = [read_state(file) for file in files]
-    new = redistribute([one.state for one in saved], world_size)
+    new = redistribute([file.state for file in saved], world_size)
     output_folder.mkdir(parents=True, exist_ok=True)
     for rank, state in enumerate(new):
-        name = f"{matched[1]}{rank:0{len(matched[2])}d}{matched[3]}"
+        name = f"{match[1]}{rank:0{len(match[2])}d}{match[3]}"
         write_state(output_folder / name, StateFile(state, saved[0].megatron))
     workers = new[0]["identity"]["num_workers"]
     output.console.print(

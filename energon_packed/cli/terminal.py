@@ -1,4 +1,7 @@
-"""What goes to a terminal: texts of the data cannot move its cursor, set colors or reverse its lines."""
+"""Print untrusted strings safely: tables, lines or JSON values in, text without control characters out.
+
+Strings of a dataset could otherwise move the cursor, set colors or reverse the direction of a line.
+"""
 
 import re
 from collections.abc import Iterable
@@ -11,18 +14,19 @@ from rich.segment import Segment
 
 from energon_packed.files import visible
 
-_INVISIBLE = re.compile("[^\\n\x20-\x7e]")
+_NOT_ASCII = re.compile("[^\\n\x20-\x7e]")
 
 
 class SafeConsole(Console):
-    """A console of rich that prints control and direction characters as escapes: in tables, lines and titles.
+    """Console of rich that prints control and direction characters as escapes, in tables, lines and titles.
 
-    Colors are those that this program chooses, as rich keeps them apart from the text.
+    Colors still work: rich stores the style of a segment separately from its text.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Segments of text without control characters; those that rich itself makes to control the terminal stay."""
+        """Yield segments without control characters; control segments of rich itself are unchanged."""
         for segment in super().render(renderable, options):
+            # Control segments are created by rich, never from data. Most segments are printable and need no copy.
             if segment.control or segment.text.isprintable():
                 yield segment
             else:
@@ -30,19 +34,20 @@ class SafeConsole(Console):
 
 
 def echo(line: str, *, err: bool = False) -> None:
-    """Print one line of text."""
+    """Print one line of text, with control characters as escapes."""
     click.echo(visible(line), err=err)
 
 
 def echo_json(value: Any, *, indented: bool = False) -> None:
-    """Print a value as JSON: on one line, or indented. Characters that a terminal would obey are `\\u` escapes."""
+    """Print a value as JSON, on one line or indented. Characters that are not printable become `\\u` escapes."""
     text = orjson.dumps(value, option=orjson.OPT_INDENT_2 if indented else None, default=str).decode()
-    click.echo(_INVISIBLE.sub(_escaped, text))
+    click.echo(_NOT_ASCII.sub(_escaped, text))
 
 
-def _escaped(found: re.Match[str]) -> str:
-    character = found[0]
+def _escaped(match: re.Match[str]) -> str:
+    character = match[0]
     if character.isprintable():
         return character
+    # JSON escapes are UTF-16 code units: a character beyond U+FFFF becomes a surrogate pair.
     units = character.encode("utf-16-be")
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))

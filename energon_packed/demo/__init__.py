@@ -1,4 +1,8 @@
-"""Synthetic dataset and tokenizer, generated offline, for `energon-packed demo`, tests and benchmarks."""
+"""Generate a synthetic dataset and a tokenizer offline, for `energon-packed demo`, tests and benchmarks.
+
+dataset.py    folder and seed  data.jsonl and its images
+tokenizer.py  strings          folder with a tokenizer, a chat template and image settings
+"""
 
 from energon_packed.demo.dataset import DemoDataset, write_dataset
 from energon_packed.demo.tokenizer import write_tokenizer

@@ -1,4 +1,8 @@
-"""Demo dataset: conversations about generated images and simple arithmetic in all record formats, some invalid."""
+"""Generate the demo dataset: a folder and a seed in, data.jsonl and its images out.
+
+The conversations are about generated images and simple arithmetic, in several record formats. Some records are invalid
+on purpose. The same seed always results in the same records.
+"""
 
 import json
 import random
@@ -12,7 +16,7 @@ Record = dict[str, Any]
 _PLACES = ("library", "harbour", "market", "workshop", "garden", "station", "kitchen", "observatory")
 _PEOPLE = ("Ada", "Kofi", "Mei", "Ines", "Omar", "Ravi", "Lena", "Tomas")
 _THINGS = ("lantern", "map", "clock", "bicycle", "letter", "kettle", "violin", "telescope")
-COLOURS = {
+COLORS = {
     "red": (214, 48, 49),
     "green": (46, 158, 79),
     "blue": (52, 101, 218),
@@ -20,18 +24,18 @@ COLOURS = {
     "purple": (142, 68, 173),
     "orange": (230, 126, 34),
 }
-RECORD_FORMATS = ("circle", "square", "triangle")
+SHAPES = ("circle", "square", "triangle")
 FORMATS = ("jpg", "png", "webp", "gif", "bmp")
-_EXIF_ORIENTATION = 0x0112
+_EXIF_ORIENTATION = 0x0112  # tag of EXIF
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class DemoImage:
     """A generated image.
 
     Attributes:
         name: file name.
-        figures: (colour, shape) of each figure, from left to right.
+        figures: (color, shape) of each figure, from left to right.
     """
 
     name: str
@@ -39,7 +43,7 @@ class Picture:
 
     def description(self) -> str:
         """Caption that lists the figures from left to right."""
-        words = [f"a {colour} {shape}" for colour, shape in self.figures]
+        words = [f"a {color} {shape}" for color, shape in self.figures]
         listed = words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
         return f"From left to right the picture shows {listed}."
 
@@ -48,23 +52,24 @@ class Picture:
         return sum(kind == shape for _, kind in self.figures)
 
 
-def draw_picture(rng: random.Random, folder: Path, stem: str) -> Picture:
-    """Draw one to four figures into a file of random size, format and EXIF orientation."""
+def draw_image(rng: random.Random, folder: Path, stem: str) -> DemoImage:
+    """Draw one to four figures, and save the image with a random size, format and EXIF orientation."""
     width, height = rng.randint(60, 640), rng.randint(60, 480)
-    figures = tuple((rng.choice(list(COLOURS)), rng.choice(RECORD_FORMATS)) for _ in range(rng.randint(1, 4)))
+    figures = tuple((rng.choice(list(COLORS)), rng.choice(SHAPES)) for _ in range(rng.randint(1, 4)))
     image = Image.new("RGB", (width, height), (250, 249, 245))
     pen = ImageDraw.Draw(image)
     cell = width / len(figures)
+    # Each figure is in its own cell, with a margin.
     radius = 0.4 * min(cell, height)
-    for place, (colour, shape) in enumerate(figures):
-        x, y = cell * (place + 0.5), height / 2
+    for position, (color, shape) in enumerate(figures):
+        x, y = cell * (position + 0.5), height / 2
         box = (x - radius, y - radius, x + radius, y + radius)
         if shape == "circle":
-            pen.ellipse(box, fill=COLOURS[colour])
+            pen.ellipse(box, fill=COLORS[color])
         elif shape == "square":
-            pen.rectangle(box, fill=COLOURS[colour])
+            pen.rectangle(box, fill=COLORS[color])
         else:
-            pen.polygon([(x, box[1]), (box[0], box[3]), (box[2], box[3])], fill=COLOURS[colour])
+            pen.polygon([(x, box[1]), (box[0], box[3]), (box[2], box[3])], fill=COLORS[color])
     extension = rng.choice(FORMATS)
     name = f"{stem}.{extension}"
     if extension == "jpg" and rng.random() < 0.4:
@@ -74,7 +79,7 @@ def draw_picture(rng: random.Random, folder: Path, stem: str) -> Picture:
         image.transpose(Image.Transpose.ROTATE_90).save(folder / name, exif=exif)
     else:
         image.save(folder / name)
-    return Picture(name, figures)
+    return DemoImage(name, figures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ class DemoDataset:
         jsonl: file with the records.
         records: number of lines.
         broken: number of invalid lines.
-        texts: all texts of the valid records, for tokenizer training.
+        texts: all strings of the valid records, for tokenizer training.
     """
 
     jsonl: Path
@@ -99,33 +104,35 @@ def write_dataset(folder: Path, *, records: int = 400, broken: int = 6, seed: in
 
     Args:
         folder: created if missing.
-        records: number of lines, including the invalid ones.
-        broken: number of invalid lines: malformed JSON, a missing and a truncated image, an unknown role and others.
+        records: number of lines, including invalid lines.
+        broken: number of invalid lines: malformed JSON, missing and truncated images, unknown roles and others.
         seed: the same seed produces the same files.
     """
     rng = random.Random(seed)
     images = folder / "images"
     images.mkdir(parents=True, exist_ok=True)
+    # The records cycle through all formats, so that a dataset of any size contains each of them.
     makers = (_text_only, _story, _caption, _compare, _typed_parts, _several_turns, _sharegpt)
     lines, texts = [], []
-    for number in range(records - broken):
-        record = makers[number % len(makers)](rng, images, number)
-        record["id"] = f"demo-{number:05d}"
+    for index in range(records - broken):
+        record = makers[index % len(makers)](rng, images, index)
+        record["id"] = f"demo-{index:05d}"
         lines.append(json.dumps(record))
         texts += _strings(record)
     bad = _broken_lines(images)
-    for number in range(broken):
-        lines.insert(rng.randrange(len(lines) + 1), bad[number % len(bad)])
+    for index in range(broken):
+        # Invalid records are spread over the file, as in real data.
+        lines.insert(rng.randrange(len(lines) + 1), bad[index % len(bad)])
     path = folder / "data.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return DemoDataset(path, len(lines), broken, texts)
 
 
-def _picture(rng: random.Random, images: Path, number: int, place: int = 0) -> Picture:
-    return draw_picture(rng, images, f"{number:05d}_{place}")
+def _draw(rng: random.Random, images: Path, index: int, position: int = 0) -> DemoImage:
+    return draw_image(rng, images, f"{index:05d}_{position}")
 
 
-def _text_only(rng: random.Random, images: Path, number: int) -> Record:
+def _text_only(rng: random.Random, images: Path, index: int) -> Record:
     a, b = rng.randint(2, 99), rng.randint(2, 99)
     return {
         "messages": [
@@ -135,9 +142,9 @@ def _text_only(rng: random.Random, images: Path, number: int) -> Record:
     }
 
 
-def _story(rng: random.Random, images: Path, number: int) -> Record:
+def _story(rng: random.Random, images: Path, index: int) -> Record:
     sentences = [
-        f"{rng.choice(_PEOPLE)} carried a {rng.choice(list(COLOURS))} {rng.choice(_THINGS)} "
+        f"{rng.choice(_PEOPLE)} carried a {rng.choice(list(COLORS))} {rng.choice(_THINGS)} "
         f"from the {rng.choice(_PLACES)} to the {rng.choice(_PLACES)}."
         for _ in range(rng.randint(2, 24))
     ]
@@ -148,59 +155,59 @@ def _story(rng: random.Random, images: Path, number: int) -> Record:
     }
 
 
-def _caption(rng: random.Random, images: Path, number: int) -> Record:
-    picture = _picture(rng, images, number)
+def _caption(rng: random.Random, images: Path, index: int) -> Record:
+    image = _draw(rng, images, index)
     return {
-        "images": [f"images/{picture.name}"],
+        "images": [f"images/{image.name}"],
         "prompts": ["Describe the picture."],
-        "captions": [picture.description()],
+        "captions": [image.description()],
     }
 
 
-def _compare(rng: random.Random, images: Path, number: int) -> Record:
-    pictures = [_picture(rng, images, number, place) for place in range(rng.randint(2, 3))]
-    most = max(range(len(pictures)), key=lambda i: len(pictures[i].figures))
+def _compare(rng: random.Random, images: Path, index: int) -> Record:
+    generated = [_draw(rng, images, index, position) for position in range(rng.randint(2, 3))]
+    best = max(range(len(generated)), key=lambda i: len(generated[i].figures))
     return {
-        "images": [[f"images/{picture.name}" for picture in pictures]],
+        "images": [[f"images/{image.name}" for image in generated]],
         "prompts": [["Which picture has the most figures?", "What is in it?"]],
         "captions": [
-            [f"Picture {most + 1}, with {len(pictures[most].figures)} figures.", pictures[most].description()]
+            [f"Picture {best + 1}, with {len(generated[best].figures)} figures.", generated[best].description()]
         ],
     }
 
 
-def _typed_parts(rng: random.Random, images: Path, number: int) -> Record:
-    picture, shape = _picture(rng, images, number), rng.choice(RECORD_FORMATS)
+def _typed_parts(rng: random.Random, images: Path, index: int) -> Record:
+    image, shape = _draw(rng, images, index), rng.choice(SHAPES)
     return {
         "messages": [
             {
                 "role": "user",
                 "content": [
                     {"type": "text", "text": f"How many {shape}s are here? "},
-                    {"type": "image", "image": f"images/{picture.name}"},
+                    {"type": "image", "image": f"images/{image.name}"},
                 ],
             },
-            {"role": "assistant", "content": [{"type": "text", "text": f"I count {picture.count(shape)}."}]},
+            {"role": "assistant", "content": [{"type": "text", "text": f"I count {image.count(shape)}."}]},
         ]
     }
 
 
-def _several_turns(rng: random.Random, images: Path, number: int) -> Record:
-    picture = _picture(rng, images, number)
+def _several_turns(rng: random.Random, images: Path, index: int) -> Record:
+    image = _draw(rng, images, index)
     messages = [
         {"role": "user", "content": "<image>\nWhat do you see?"},
-        {"role": "assistant", "content": picture.description()},
+        {"role": "assistant", "content": image.description()},
     ]
-    for colour in rng.sample(list(COLOURS), rng.randint(1, 4)):
-        found = sum(c == colour for c, _ in picture.figures)
+    for color in rng.sample(list(COLORS), rng.randint(1, 4)):
+        count = sum(c == color for c, _ in image.figures)
         messages += [
-            {"role": "user", "content": f"Is any figure {colour}?"},
-            {"role": "assistant", "content": f"Yes, {found} of them." if found else "No, none."},
+            {"role": "user", "content": f"Is any figure {color}?"},
+            {"role": "assistant", "content": f"Yes, {count} of them." if count else "No, none."},
         ]
-    return {"messages": messages, "images": [f"images/{picture.name}"]}
+    return {"messages": messages, "images": [f"images/{image.name}"]}
 
 
-def _sharegpt(rng: random.Random, images: Path, number: int) -> Record:
+def _sharegpt(rng: random.Random, images: Path, index: int) -> Record:
     words = rng.sample(_THINGS, rng.randint(3, len(_THINGS)))
     return {
         "conversations": [
@@ -212,6 +219,7 @@ def _sharegpt(rng: random.Random, images: Path, number: int) -> Record:
 
 
 def _broken_lines(images: Path) -> list[str]:
+    # The header of a JPEG, without an image.
     (images / "cut.jpg").write_bytes(b"\xff\xd8\xff\xe0 this file was cut short")
     turns = [{"role": "user", "content": "<image>Hi"}, {"role": "assistant", "content": "Hello."}]
     return [
@@ -225,6 +233,7 @@ def _broken_lines(images: Path) -> list[str]:
 
 
 def _strings(value: object) -> list[str]:
+    """Collect all strings in a JSON value."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Small byte-level BPE tokenizer with a ChatML template and the Qwen-VL special tokens."""
+"""Train a small byte-level BPE tokenizer: strings in, a folder with ChatML template and Qwen-VL special tokens out."""
 
 import json
 from collections.abc import Iterable
@@ -25,6 +25,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+# Values of Qwen2.5-VL, with a smaller max_pixels so that the demo runs fast.
 _PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2_5_VLProcessor",
@@ -37,7 +38,14 @@ _PREPROCESSOR = {
 
 
 def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 2000, vision: bool = True) -> Path:
-    """Train a tokenizer on `texts` and save it to `folder`; with `vision`, also save Qwen2.5-VL image settings."""
+    """Train a tokenizer and save it.
+
+    Args:
+        folder: created if missing.
+        texts: strings to train on.
+        vocab_size: number of tokens, including special tokens.
+        vision: also save Qwen2.5-VL image settings (preprocessor_config.json).
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -47,6 +55,7 @@ def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 200
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
+        # All 256 bytes, so that every string can be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -1,11 +1,12 @@
-"""What is in a tar, a dataset, a plan: read, checked and shown.
+"""Read-only views of tars, datasets, plans and Metadatasets, for `inspect`, `lengths`, `verify` and `report`.
 
-lengths.py    what each seq_len would drop, waste and cost
-view.py       one pack as a person reads it: turns, images
-tokens.py     one pack token by token, as the loader gives it
-blend.py      what a Metadataset blends
-folder.py     tars with their manifest, packs by key, and the encoder they were packed with
-kinds.py      which tokens of a pack are image, supervised and other
-report_data.py, facts.py, charts.py, report.py, templates/   one page about it all
-verify/       is it whole, and what its manifest says it is
+module          input                          output
+folder.py       path                           PackedFolder: tars, manifest, packs by key, encoder of packing.json
+view.py         raw parts of a pack            PackView: turns and images; or the members as files
+tokens.py       raw parts and an encoder       TokenRow for each token; kinds of tokens for the packing map
+lengths.py      sample lengths                 drop rate, utilization and attention span of each candidate seq_len
+blend.py        Metadataset                    BlendSplit: counts, shares of draws and epochs of each dataset
+report_data.py  PackedFolder                   ReportData, and its settings and warnings in words
+report.py       ReportData, BlendSplits        HTML page (templates/)
+verify/         PackedFolder                   one Check for each condition
 """

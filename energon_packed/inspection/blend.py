@@ -1,4 +1,8 @@
-"""Entries of a Metadataset with counts, shares of draws and epochs."""
+"""Count the datasets of a Metadataset: a parsed Metadataset in, one BlendSplit for each of its splits out.
+
+Each entry has its packs, samples and tokens, its share of the draws, and how often its packs are read per epoch.
+Datasets that cannot be read stay in the list, with the problem.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,19 +15,19 @@ from energon_packed.metadatasets import Entry, Metadataset
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlendEntry:
-    """One entry of a split.
+    """One dataset of a split. `inspect --json` prints these names.
 
     Attributes:
         split: `train`, `val` or `test`.
         path: path resolved relative to the file.
         mode: `weight`, `repetitions` or `once`.
         number: weight or repetitions.
-        packs, samples: counts; None if the entry cannot be read.
+        packs, samples: counts; None if the dataset cannot be read.
         tokens: tokens without padding; None if they are not recorded.
         share: share of the draws, or of an epoch's packs.
-        token_share: share of the tokens in those draws; None if the tokens of an entry are not recorded.
-        times: epochs over it per epoch of the largest entry of the split, or repetitions per epoch.
-        problem: why the entry cannot be read, or None.
+        token_share: share of the tokens in these draws; None if the tokens of a dataset are not recorded.
+        times: epochs over it per epoch of the largest dataset of the split, or repetitions per epoch.
+        problem: why the dataset cannot be read, or None.
     """
 
     split: str
@@ -53,29 +57,29 @@ class BlendSplit:
 
     @property
     def mode(self) -> str:
-        """Of all entries: `weight`, `repetitions` or `once`."""
+        """Draw mode of all entries: `weight`, `repetitions` or `once`."""
         return self.entries[0].mode
 
     @property
     def unreadable(self) -> int:
-        """Entries that cannot be read; the totals are without them."""
+        """Number of entries that cannot be read. The totals exclude them."""
         return sum(entry.problem is not None for entry in self.entries)
 
     def total(self, count: str) -> int | None:
-        """Sum of `packs`, `samples` or `tokens` over the entries that can be read; None where one is not recorded."""
-        found = [getattr(entry, count) for entry in self.entries if entry.problem is None]
-        return None if None in found or not found else sum(found)
+        """Sum of `packs`, `samples` or `tokens` over the readable entries; None if a count is not recorded."""
+        counts = [getattr(entry, count) for entry in self.entries if entry.problem is None]
+        return None if None in counts or not counts else sum(counts)
 
     def drawn(self, count: str) -> float | None:
-        """As `total`, in one epoch, in which each entry is drawn `times` times; None where that is unknown."""
-        found = [(getattr(entry, count), entry.times) for entry in self.entries]
-        if any(value is None or times is None for value, times in found):
+        """Sum of `packs`, `samples` or `tokens` that one epoch draws; None if a count or `times` is unknown."""
+        counts = [(getattr(entry, count), entry.times) for entry in self.entries]
+        if any(value is None or times is None for value, times in counts):
             return None
-        return float(sum(value * times for value, times in found))
+        return float(sum(value * times for value, times in counts))
 
 
 def read_blend(metadataset: Metadataset) -> list[BlendSplit]:
-    """All splits of a Metadataset, each entry with its counts, including those that cannot be read."""
+    """Count every dataset of every split of a Metadataset."""
     return [
         BlendSplit(name=split, entries=_counted([_entry(split, blend.mode, entry) for entry in blend.entries]))
         for split, blend in metadataset.splits.items()
@@ -84,11 +88,12 @@ def read_blend(metadataset: Metadataset) -> list[BlendSplit]:
 
 def _entry(split: str, mode: str, entry: Entry) -> BlendEntry:
     packs = samples = tokens = None
+    # `fault` is an invalid entry, `unsupported` a valid entry that this package cannot read.
     problem = entry.fault or entry.unsupported
     if problem is None:
         try:
-            found = read_input(entry.path, entry.split_part or split)
-            packs, samples, tokens = found.packs, found.samples, found.tokens
+            dataset = read_input(entry.path, entry.split_part or split)
+            packs, samples, tokens = dataset.packs, dataset.samples, dataset.tokens
         except EnergonPackedError as error:
             problem = str(error)
     return BlendEntry(
@@ -104,19 +109,20 @@ def _entry(split: str, mode: str, entry: Entry) -> BlendEntry:
 
 
 def _counted(entries: list[BlendEntry]) -> list[BlendEntry]:
-    """Add shares and times if all entries could be read."""
+    """Add shares and times if every entry could be read: a share needs the counts of all entries."""
     if not all(entry.packs for entry in entries):
         return entries
     packs = [entry.packs or 0 for entry in entries]
     numbers = [entry.number for entry in entries]
-    if entries[0].mode == "weight":
+    if entries[0].mode == "weight":  # a weight is a share of the draws, whatever the size of the dataset
         times = epochs_by_weight(numbers, packs)
         draws = numbers
-    else:
+    else:  # repetitions: every pack is read that many times
         times = numbers
         draws = [number * count for number, count in zip(numbers, packs, strict=True)]
     shares = _shares(draws)
-    drawn = [None if e.tokens is None else e.tokens * seen for e, seen in zip(entries, times, strict=True)]
+    # Tokens drawn = tokens of the dataset * passes per epoch.
+    drawn = [None if e.tokens is None else e.tokens * passes for e, passes in zip(entries, times, strict=True)]
     tokens = [None] * len(entries) if None in drawn else _shares([value or 0 for value in drawn])
     columns = zip(entries, shares, tokens, times, strict=True)
     return [replace(entry, share=a, token_share=b, times=c) for entry, a, b, c in columns]

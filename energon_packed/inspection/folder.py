@@ -1,4 +1,8 @@
-"""A finished dataset folder, opened for inspection: shards, manifest, packs, and the encoder it was packed with."""
+"""Open a packed dataset for inspection: a path in, a PackedFolder out.
+
+A PackedFolder contains the manifest (packing.json), lists the shards and reads packs by key, from tars with or without
+`.nv-meta`, of energon-packed or third-party tools. `load_encoder` loads the encoder that packing.json names.
+"""
 
 import sqlite3
 from collections.abc import Iterator, Mapping
@@ -26,12 +30,12 @@ from energon_packed.shards.scan import scan_tar
 
 @dataclass(frozen=True)
 class PackedFolder:
-    """A folder with `.nv-meta`, of `energon-packed pack` or of another packer.
+    """Packed dataset, written by `energon-packed pack` or a third-party tool.
 
     Attributes:
-        path: with `.nv-meta`.
-        manifest: its packing.json; None where another tool packed it.
-        tar: the only tar that is looked at; None for all.
+        path: folder with the tars.
+        manifest: content of packing.json; None if a third-party tool packed the dataset.
+        tar: single tar to inspect; None for all.
     """
 
     path: Path
@@ -43,22 +47,26 @@ class PackedFolder:
         """Open `path` or `path/webdataset`.
 
         Raises:
-            FormatError: there is no dataset, or a packing.json that cannot be read.
+            FormatError: there is no dataset, or packing.json cannot be read.
         """
         folder = dataset_folder(path)
         return cls(folder, PackingManifest.load_if_there(folder))
 
     @classmethod
     def of_tars(cls, path: Path) -> "PackedFolder":
-        """As `open`; also one tar, a folder of tars without `.nv-meta`, and one with a damaged packing.json.
+        """Open a dataset, a tar, or a folder of tars without `.nv-meta`; a damaged packing.json is ignored.
 
         Raises:
             FormatError: there is no tar and no dataset, or a newer release wrote it.
         """
+        if not path.exists():
+            raise FormatError(f"{path} does not exist. Pass a tar, a dataset folder or a Metadataset YAML.")
         tar = path if path.is_file() else None
+        # A folder that contains tars is opened even if `.nv-meta` is missing or damaged.
         folder = path.parent if tar else path if any(path.glob("*.tar")) else dataset_folder(path)
         try:
             return cls(folder, PackingManifest.load_if_there(folder), tar)
+        # A damaged packing.json says nothing about the tars, but a newer format may store packs in another way.
         except NewerFormatError:
             raise
         except FormatError:
@@ -66,7 +74,7 @@ class PackedFolder:
 
     @cached_property
     def codec(self) -> Codec:
-        """Of the flavor: as packing.json or dataset.yaml names it, else by the parts of the first pack.
+        """Codec of the flavor in packing.json or dataset.yaml, else detected from the parts of the first pack.
 
         Raises:
             FormatError: the parts match no known flavor, or there is no pack.
@@ -74,42 +82,47 @@ class PackedFolder:
         if self.manifest is not None:
             return codec_for(self.manifest.sample_class)
         try:
-            named = read_yaml(self.path / NV_META / "dataset.yaml")["sample_type"]["__class__"]
+            # The class may belong to a third-party package, with the same name as one of the flavors. Only the name is
+            # used.
+            flavor = read_yaml(self.path / NV_META / "dataset.yaml")["sample_type"]["__class__"]
         except (OSError, yaml.YAMLError, KeyError, TypeError):
-            named = None
-        if named in CODECS:
-            return CODECS[named]
+            flavor = None
+        if flavor in CODECS:
+            return CODECS[flavor]
         for tar in self.tars:
+            # The first pack of any tar is enough: a dataset has one flavor.
             for raw in scan_tar(tar).packs(limit=1):
                 return codec_of(raw)
-        raise FormatError(f"{self.path} holds no pack; pass a folder of packed shards")
+        raise FormatError(f"{self.path} contains no pack. Pass a folder of packed shards.")
 
     @cached_property
     def shards(self) -> dict[str, str]:
-        """Split of each shard of packing.json, or else split.yaml, in the order of the index, excluded ones included.
+        """Split of each shard in packing.json, else in split.yaml, in the order of index.sqlite.
+
+        Shards that split.yaml excludes are included.
 
         Raises:
             FormatError: split.yaml is needed, and cannot be read.
         """
         if self.manifest is not None:
             return {shard.name: shard.split for shard in self.manifest.shards}
-        return dict(sorted(self.named_in_split_yaml().items()))
+        return dict(sorted(self.split_yaml_shards().items()))
 
-    def named_in_split_yaml(self) -> dict[str, str]:
-        """Split of each shard by split.yaml, excluded ones included.
+    def split_yaml_shards(self) -> dict[str, str]:
+        """Split of each shard in split.yaml, including excluded shards.
 
         Raises:
-            FormatError: it cannot be read.
+            FormatError: split.yaml cannot be read.
         """
         return {name: split for split, names in read_split(self.path).parts.items() for name in names}
 
     @cached_property
     def tars(self) -> list[Path]:
-        """Existing tars, by name."""
+        """Existing tars, sorted by name."""
         return [self.tar] if self.tar else sorted(self.path.glob("*.tar"))
 
     def check_extractable(self) -> None:
-        """Refuse to extract from a tar with members that are not files.
+        """Check that every member of every tar is a regular file.
 
         Raises:
             FormatError: a member is a link, a FIFO, a device or a sparse file.
@@ -120,7 +133,7 @@ class PackedFolder:
                     raise FormatError(f"{tar}: {member.fault}")
 
     def first(self, limit: int) -> Iterator[dict[str, Any]]:
-        """Raw parts of the first packs; a tar with faults gives those before the first fault that hides them."""
+        """Yield the raw parts of the first packs; of a damaged tar, the packs before the damage."""
         for tar in self.tars:
             if limit <= 0:
                 return
@@ -129,23 +142,25 @@ class PackedFolder:
                 limit -= 1
 
     def pack(self, key: str) -> dict[str, Any]:
-        """Raw parts of the pack with this key.
+        """Return the raw parts of the pack with this key.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: no pack has this key.
         """
         for tar in self._tars_with(key):
             scan = scan_tar(tar)
             if key in (keys := scan.keys()):
                 return next(scan.packs(first=keys.index(key), limit=1))
-        raise ConfigError(f"no pack has the key {key!r}; inspect without --pack lists the first keys")
+        raise ConfigError(f"no pack has the key {key!r}. Run inspect without --pack to list the first keys.")
 
     def _tars_with(self, key: str) -> list[Path]:
-        """The tar that index.sqlite names, or all."""
+        """Return the tar of the key in index.sqlite, or all tars if the index cannot be used."""
+        # The index saves scanning the headers of all tars. It is untrusted: the caller scans the tar that it names.
         database = self.path / NV_META / "index.sqlite"
         if self.manifest is None or not database.is_file() or len(self.tars) == 1:
             return self.tars
         try:
+            # A sqlite connection as a context manager would commit, not close.
             with closing(open_sqlite_index(database)) as connection:
                 row = connection.execute("SELECT tar_file_id FROM samples WHERE sample_key = ?", (key,)).fetchone()
         except (sqlite3.Error, UnicodeError):
@@ -153,18 +168,24 @@ class PackedFolder:
         if row is None:
             return []
         if not isinstance(row[0], int) or not 0 <= row[0] < len(self.manifest.shards):
-            return self.tars  # it names a shard that there is not
+            return self.tars  # not the index of a shard
         return [self.path / self.manifest.shards[row[0]].name]
 
     def encoder_or_reason(self, tokenizer: Path | None) -> tuple[ChatEncoder | None, str]:
-        """The encoder, or why there is none; with a `tokenizer`, it must be there.
+        """Load the encoder, or return the reason why it cannot be loaded.
+
+        Args:
+            tokenizer: folder that overrides packing.json.
 
         Raises:
-            FormatError, ConfigError: as `load_encoder`; the latter for the named `tokenizer` only.
+            FormatError: packing.json has no valid encoder.
+            ConfigError: the encoder cannot be loaded with an explicit `tokenizer`.
         """
         try:
             encoder = self.load_encoder({} if tokenizer is None else {"tokenizer": tokenizer})
             if encoder.vision is not None and tokenizer is None:
+                # Without an explicit tokenizer, an ambiguous `factor` is a reason to show no kinds of tokens, not an
+                # error.
                 encoder.vision.check_decided()
             return encoder, ""
         except ConfigError as error:
@@ -172,65 +193,68 @@ class PackedFolder:
                 raise
             return None, str(error)
 
-    def load_encoder(self, given: Mapping[str, Any] | None = None) -> ChatEncoder:
-        """The encoder that packing.json names.
+    def load_encoder(self, overrides: Mapping[str, Any] | None = None) -> ChatEncoder:
+        """Load the encoder with the settings in packing.json.
 
         Args:
-            given: settings that override the recorded ones, by name, as `EncoderSettings` has them.
+            overrides: settings that replace the recorded settings: fields of `EncoderSettings` by name.
 
         Raises:
             FormatError: packing.json has no valid encoder.
-            ConfigError: an invalid setting, a folder that does not exist here, or settings that give other tokens.
+            ConfigError: a setting is invalid, its folder does not exist here, or the settings result in other tokens.
         """
-        given = given or {}
-        settings = make(EncoderSettings, {**self._recorded_settings(), **given})
+        overrides = overrides or {}
+        settings = make(EncoderSettings, {**self._recorded_settings(), **overrides})
         if settings.tokenizer is None:
-            raise ConfigError(f"{self.path} has no packing.json that names a tokenizer; pass `tokenizer`")
-        if "tokenizer" not in given and not settings.tokenizer.is_dir():
+            raise ConfigError(f"{self.path} has no packing.json with a tokenizer. Pass `tokenizer`.")
+        if "tokenizer" not in overrides and not settings.tokenizer.is_dir():
             raise ConfigError(
-                f"the tokenizer {settings.tokenizer} of packing.json does not exist here; pass `tokenizer` (verify "
-                "--fast needs none)"
+                f"the tokenizer {settings.tokenizer} of packing.json does not exist here. Pass `tokenizer` (verify "
+                "--fast does not need it)."
             )
         encoder = PretrainedEncoder(settings).load()
+        # Other tokens than those that were packed would be reported as damage of the dataset.
         if self.manifest is not None and not encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
-            got = ", ".join(self.overridden(given)) or settings.tokenizer
+            got = ", ".join(self.overridden(overrides)) or settings.tokenizer
             raise ConfigError(
                 f"the tokenizer, template and encoder settings must be those that {self.path} was packed with, got "
                 f"{got}. Omit the settings that differ, or pass the `tokenizer` that it was packed with."
             )
         return encoder
 
-    def overridden(self, given: Mapping[str, Any]) -> list[str]:
-        """The given settings that differ from packing.json, each as "`min_pixels` 100 (3136 in packing.json)".
+    def overridden(self, overrides: Mapping[str, Any]) -> list[str]:
+        """List the overrides that differ from packing.json, each as "`min_pixels` 100 (3136 in packing.json)".
 
         Args:
-            given: as `load_encoder` takes them.
+            overrides: argument of `load_encoder`.
         """
         if self.manifest is None:
             return []
-        settings, recorded = make(EncoderSettings, given), make(EncoderSettings, self._recorded_settings())
+        settings, recorded = make(EncoderSettings, overrides), make(EncoderSettings, self._recorded_settings())
         changes = []
-        for name in given:
+        for name in overrides:
             value, before = getattr(settings, name), getattr(recorded, name)
+            # packing.json may contain a relative path.
             is_same = value.absolute() == before.absolute() if isinstance(before, Path) else value == before
             if not is_same:
                 changes.append(f"`{name}` {value} ({'not set' if before is None else before} in packing.json)")
         return changes
 
     def _recorded_settings(self) -> dict[str, Any]:
-        """The encoder settings of packing.json; {} without one."""
+        """Return the encoder settings of packing.json; {} without packing.json."""
         if self.manifest is None:
             return {}
         recorded = self.manifest.encoder
         if (custom := recorded.get("processor_class")) is not None:
+            # Importing a class that a file names would run code that the dataset chooses.
             raise ConfigError(
-                f"{self.path} was packed with the Processor {custom}, which is not loaded by its name; use verify "
-                "--fast, or check the samples from Python"
+                f"{self.path} was packed with the Processor {custom}, which is not loaded by name. Use verify --fast, "
+                "or check the samples from Python."
             )
         try:
             make(EncoderSettings, recorded, what="encoder setting")
         except ConfigError as error:
             raise FormatError(
-                f"packing.json of {self.path} has no valid encoder: {error}; pack the data again"
+                f"packing.json of {self.path} has no valid encoder (pack the data again): {error}"
             ) from error
         return recorded

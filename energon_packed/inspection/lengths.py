@@ -1,4 +1,8 @@
-"""Compare candidate `seq_len` values by dropped tokens, utilization and attention span, and recommend one."""
+"""Compare candidate values of `seq_len` by the lengths of the samples, and recommend the best candidate.
+
+Input: an int32 array of sample lengths. Output: a Candidate for each `seq_len` (dropped records and tokens,
+utilization, attention span), length percentiles and a histogram. The candidates are planned as by `pack`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +16,9 @@ from energon_packed.packing import pack_lengths
 
 Int32 = npt.NDArray[np.int32]
 PERCENTS = (1, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
-_MOST_LOST = 0.01  # maximum share of tokens that a recommended seq_len may drop
+# Longer rows need more memory, so the smallest candidate below this share of dropped tokens is recommended.
+_MAX_DROPPED = 0.01
+_LOW_UTILIZATION = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +27,8 @@ class Candidate:
 
     Attributes:
         seq_len: tokens per row.
-        dropped_records, dropped_tokens: shares that do not fit a row, 0 to 1.
-        packs: number of packs, planned as by `pack`.
+        dropped_records, dropped_tokens: shares of records and tokens that do not fit a row, 0 to 1.
+        packs: number of packs.
         utilization: tokens / (packs * seq_len).
         samples_per_pack: mean number of samples per pack.
         attention: mean attention span in tokens, sum(L * (L + 1) / 2) / sum(L). Tokens attend only to their own
@@ -39,13 +45,14 @@ class Candidate:
 
 
 def percentiles(lengths: Int32) -> dict[float, int]:
-    """Length percentiles: the length that each percentage of samples does not exceed."""
+    """Compute the length that each percentage of samples does not exceed."""
     values = np.percentile(lengths, PERCENTS, method="inverted_cdf")
     return {percent: int(value) for percent, value in zip(PERCENTS, values, strict=True)}
 
 
 def histogram(lengths: Int32, bins: int = 16) -> list[tuple[int, int, int]]:
-    """Histogram with logarithmic bins: (first length, last length, samples) per bin."""
+    """Count lengths in logarithmic bins: (first length, last length, samples) per bin."""
+    # The edges are halfway between integers, see `log_integer_bins`.
     edges = log_integer_bins(lengths, bins)
     counts, _ = np.histogram(lengths, edges)
     return [(int(a + 0.5), int(b), int(n)) for a, b, n in zip(edges, edges[1:], counts, strict=False)]
@@ -60,27 +67,29 @@ def compare(
     max_samples: int | None = None,
     multiple: int = 1,
 ) -> list[Candidate]:
-    """Plan each candidate; results in ascending order of seq_len.
+    """Plan the samples for each candidate, and return the results in ascending order of seq_len.
 
     Args:
         lengths: int32 (n,), lengths of the samples that can be packed.
         seq_lens: candidate values.
-        records: number of all records, including rejected ones; denominator of `dropped_records`.
-        algorithm, max_samples, multiple: as for `pack_lengths`.
+        records: number of all records, including rejected records; denominator of `dropped_records`.
+        algorithm, max_samples, multiple: arguments of `pack_lengths`.
 
     Raises:
         ConfigError: `lengths` is empty, or a candidate is below `multiple`.
     """
     if len(lengths) == 0:
         raise ConfigError(
-            "no record can be packed, so there are no lengths; run energon-packed pack to get the reject reasons"
+            "there are no lengths, because no record can be packed. Run energon-packed pack to get the reject reasons."
         )
     out = []
     for seq_len in sorted(set(seq_lens)):
         if seq_len < multiple:
-            raise ConfigError(f"`seq_len` is {seq_len}; it must be at least {multiple}")
+            raise ConfigError(f"`seq_len` must be at least `pad_multiple` {multiple}, got {seq_len}.")
         plan = pack_lengths(lengths, seq_len, algorithm=algorithm, max_samples=max_samples, multiple=multiple)
+        # A sample fits if its length, rounded up to `multiple`, fits. Float64, as squares of lengths overflow int32.
         kept = lengths[lengths <= seq_len - seq_len % multiple].astype(np.float64)
+        # Rejected records are in the denominator of records only: their tokens are unknown.
         total = lengths.sum(dtype=np.int64)
         out.append(
             Candidate(
@@ -90,6 +99,8 @@ def compare(
                 packs=plan.num_packs,
                 utilization=plan.utilization,
                 samples_per_pack=len(kept) / max(plan.num_packs, 1),
+                # A causal token attends to itself and all earlier tokens of its sample: L * (L + 1) / 2 pairs for L
+                # tokens.
                 attention=float((kept * (kept + 1) / 2).sum() / max(kept.sum(), 1)),
             )
         )
@@ -97,24 +108,25 @@ def compare(
 
 
 def recommend(candidates: Sequence[Candidate], lengths: Int32) -> tuple[Candidate, str]:
-    """Return the recommended candidate and the reason.
+    """Return the recommended candidate and the reason, in words.
 
     Args:
         candidates: result of `compare`.
         lengths: as passed to `compare`.
     """
-    enough = [one for one in candidates if one.dropped_tokens < _MOST_LOST]
-    if not enough:
-        best = next(one for one in candidates if one.dropped_tokens <= candidates[-1].dropped_tokens)
-        over = lengths[lengths > best.seq_len]
+    good = [candidate for candidate in candidates if candidate.dropped_tokens < _MAX_DROPPED]
+    if not good:
+        # The last candidate drops the fewest tokens; a smaller candidate may drop as few.
+        best = next(each for each in candidates if each.dropped_tokens <= candidates[-1].dropped_tokens)
+        longer = lengths[lengths > best.seq_len]
         return best, (
-            f"no larger candidate drops less, but it drops {best.dropped_tokens:.1%} of the tokens: {len(over):,} of "
-            f"{len(lengths):,} samples are longer, up to {int(lengths.max()):,} tokens; try a larger value, or set "
+            f"no larger candidate drops less, but it drops {best.dropped_tokens:.1%} of the tokens: {len(longer):,} "
+            f"of {len(lengths):,} samples are longer, up to {int(lengths.max()):,} tokens; try a larger value, or set "
             "`overlong` to 'truncate'"
         )
-    best = enough[0]
-    lost = "none" if best.dropped_tokens == 0 else f"{best.dropped_tokens:.2%}"
-    reason = f"the smallest candidate that drops less than {_MOST_LOST:.0%} of the tokens ({lost})"
-    if best.utilization < 0.95:
+    best = good[0]
+    dropped = "none" if best.dropped_tokens == 0 else f"{best.dropped_tokens:.2%}"
+    reason = f"the smallest candidate that drops less than {_MAX_DROPPED:.0%} of the tokens ({dropped})"
+    if best.utilization < _LOW_UTILIZATION:
         reason += f"; utilization is only {best.utilization:.1%}, a larger value may improve it"
     return best, reason

@@ -1,6 +1,7 @@
-"""`render_report`: a self-contained HTML page about a dataset or a Metadataset. All data is escaped.
+"""Render a report: ReportData and the splits of a Metadataset in, one self-contained HTML page out.
 
-Histograms as inline SVG that use the colours of the page.
+The page needs no network, and its histograms are inline SVG in the colors of the page. Strings of the dataset are
+untrusted: they are escaped, and a content security policy blocks every script but the script of the page.
 """
 
 import base64
@@ -19,103 +20,12 @@ from energon_packed.inspection.report_data import ReportData, facts, splits, war
 from energon_packed.inspection.tokens import KINDS, MappedPack
 from energon_packed.version import __version__
 
-_TEXT, _BAR = "#010203", "#010204"  # placeholders, replaced by CSS colours
 Edges = npt.NDArray[np.float64]
-
-
-def integer_bins(values: Sequence[int], most: int = 60) -> Edges:
-    """Edges of equal bins that each hold the same number of integers: one, where `most` bins are enough.
-
-    Edges lie halfway between integers, so that no integer is on one.
-    """
-    low, high = min(values), max(values)
-    width = -(-(high - low + 1) // most)
-    return np.arange(low, high + width + 1, width, dtype=np.float64) - 0.5
-
-
-def log_integer_bins(values: Sequence[int] | npt.NDArray[np.integer[Any]], most: int = 40) -> Edges:
-    """Edges of bins that grow with the value, each a whole number of integers wide; edges as in `integer_bins`."""
-    low, high = max(min(values), 1), max(values)
-    return np.asarray(np.unique(np.geomspace(low, high + 1, most + 1).round()) - 0.5)
-
-
-def even_bins(values: Sequence[float], most: int = 40) -> Edges:
-    """Edges of bins between the lowest and the highest value; one bin around them where they are equal."""
-    low, high = min(values), max(values)
-    if low == high:
-        half = abs(low) * 0.01 or 0.5
-        return np.array([low - half, high + half])
-    return np.linspace(low, high, most + 1)
-
-
-def histogram_svg(values: Sequence[float], edges: Edges, xlabel: str, ylabel: str, *, log: bool = False) -> str:
-    """Render a histogram.
-
-    Args:
-        values: values to count.
-        edges: float64 (bins + 1,), of the bins.
-        xlabel, ylabel: axis labels.
-        log: logarithmic x axis.
-    """
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
-
-    counts, _ = np.histogram(values, edges)
-    log = log and edges[-1] > 4 * edges[0]
-    is_integer = all(float(value).is_integer() for value in values)
-
-    def draw(axes: Any) -> None:
-        axes.stairs(counts, edges, fill=True, color=_BAR)
-        axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if log else "linear")
-        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        if log:
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
-            axes.xaxis.set_minor_formatter(NullFormatter())
-        else:
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=is_integer))
-        if log or is_integer:
-            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}" if is_integer else "{x:g}"))
-        else:
-            axes.ticklabel_format(axis="x", useOffset=False)
-
-    return _svg(draw)
-
-
-def require_matplotlib() -> None:
-    """Raise ConfigError with the install command if matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("reports require matplotlib; run pip install 'energon-packed[report]'") from error
-
-
-def _svg(draw: Any) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    settings = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "energon-packed",
-        "font.family": "sans-serif",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    } | {name: _TEXT for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(4.4, 2.4), layout="constrained")
-        figure.patch.set_alpha(0)
-        axes = figure.subplots()
-        axes.patch.set_alpha(0)
-        draw(axes)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    text = out.getvalue()
-    text = text[text.index("<svg") :].replace(_TEXT, "currentColor").replace(_BAR, "var(--accent)")
-    return text.replace("<svg ", '<svg role="img" ', 1)
-
-
-_ROW = 8  # height of a row of the map, in its own units
-_FENCE = 3.0  # interquartile ranges below the first quartile, Tukey's outer fence: what is lower is far out
-_MOST_LEFT_OUT = 5  # percent of the packs
+"""Edges of the bins of a histogram, float64 (bins + 1,)."""
+_TEXT, _BAR = "#010203", "#010204"  # matplotlib accepts no CSS variables: placeholders, replaced in the SVG
+_ROW = 8  # height of a row of the map, in units of the SVG
+_FENCE = 3.0  # interquartile ranges below the first quartile: Tukey's outer fence, lower values are outliers
+_MAX_OUTLIERS = 5  # percent of the packs that the chart may leave out
 _SCRIPT = """
 const segment = document.querySelector("#segment");
 for (const event of ["focusin", "pointerover"])
@@ -143,11 +53,11 @@ for (const gallery of document.querySelectorAll("[data-pages]")) {
 
 
 def render_report(title: str, data: ReportData | None, blend: Sequence[BlendSplit] = ()) -> str:
-    """Render the page.
+    """Render the HTML page.
 
     Args:
         title: page heading.
-        data: data of one dataset, or None for a Metadataset only.
+        data: data of a dataset, or None for a Metadataset.
         blend: splits of a Metadataset.
 
     Raises:
@@ -163,26 +73,23 @@ def render_report(title: str, data: ReportData | None, blend: Sequence[BlendSpli
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_finalized,
+        # Control and direction characters become escapes; jinja2 escapes HTML afterwards. Markup (not exactly `str`)
+        # comes from the templates and stays as it is.
+        finalize=lambda value: visible(value) if type(value) is str else value,
     )
     environment.filters["number"] = lambda value: "?" if value is None else f"{value:,.0f}"
     environment.filters["percent"] = lambda value: "?" if value is None else f"{100 * value:.2f}%"
-    # Blocks all other scripts and all requests, regardless of record contents.
+    # Escaping is the first line of defence; the policy blocks all other scripts and all requests if it has a gap.
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    given = {} if data is None else _dataset(data)
+    variables = {} if data is None else _dataset_variables(data)
     return environment.get_template("report.html.j2").render(
-        title=title, data=data, blend=blend, policy=policy, script=_SCRIPT, version=__version__, **given
+        title=title, data=data, blend=blend, policy=policy, script=_SCRIPT, version=__version__, **variables
     )
 
 
-def _finalized(value: object) -> object:
-    """Texts of the data with control and direction characters as escapes; jinja2 escapes HTML after it."""
-    return visible(value) if type(value) is str else value  # not Markup, which is ours
-
-
-def _dataset(data: ReportData) -> dict[str, object]:
-    """What the page of a dataset shows besides `data`."""
+def _dataset_variables(data: ReportData) -> dict[str, object]:
+    """Variables of the template `dataset.html.j2` besides `data`."""
     return {
         "charts": list(_charts(data)),
         "facts": list(facts(data)),
@@ -195,19 +102,21 @@ def _dataset(data: ReportData) -> dict[str, object]:
 
 
 def _charts(data: ReportData) -> Iterator[tuple[str, str]]:
-    """(caption, SVG) of each histogram."""
+    """Draw the histograms: (caption, SVG)."""
+    # A caption names the number of packs if not all packs were read.
     packs = data.measured
     seen = "" if len(packs) == data.packs else f", from {len(packs):,} of {data.packs:,} packs"
     lengths = [length for pack in packs for length in pack.lengths]
     images = [count for pack in packs for count in pack.images]
     if any(lengths):
+        # Lengths of samples span several orders of magnitude.
         edges = log_integer_bins(lengths)
         yield f"Tokens per sample{seen}", histogram_svg(lengths, edges, "tokens", "samples", log=True)
     if any(lengths) and data.is_packed and not data.is_counted:
         used, outside = _zoomed([100 * pack.tokens / data.manifest.seq_len for pack in packs])
         caption = f"Pack utilization{seen}"
         if outside:
-            caption += f"; {outside:,} pack{'' if outside == 1 else 's'} below {min(used):.4g}% left out"
+            caption += f"; {outside:,} pack{'' if outside == 1 else 's'} below {min(used):.4g}% not shown"
         yield caption, histogram_svg(used, even_bins(used), "% of seq_len", "packs")
     if packs and data.is_packed:
         counts = [len(pack.lengths) for pack in packs]
@@ -221,27 +130,121 @@ def _charts(data: ReportData) -> Iterator[tuple[str, str]]:
 
 
 def _zoomed(used: Sequence[float]) -> tuple[list[float], int]:
-    """Values in the range of the chart, and how many are below: one nearly empty pack would hide all others."""
+    """Select the utilizations that the chart shows, and count the lower outliers."""
+    # The last pack of a dataset is often nearly empty. It would stretch the axis, and all others would share one bin.
     quartile, third = np.percentile(used, (25, 75))
-    low = min(quartile - _FENCE * (third - quartile), np.percentile(used, _MOST_LEFT_OUT, method="lower"))
+    low = min(quartile - _FENCE * (third - quartile), np.percentile(used, _MAX_OUTLIERS, method="lower"))
     inside = [value for value in used if value >= low]
     return inside, len(used) - len(inside)
 
 
 def _map_paths(mapped: Sequence[MappedPack], seq_len: int) -> dict[str, str]:
-    """The rows of the map as SVG paths, one for each kind of token (of sample, where kinds are unknown).
+    """Draw the rows of the map as SVG paths: one path for each kind of token, or of sample if kinds are unknown.
 
-    A token is one unit wide, a row `_ROW` high.
+    A token is one unit wide, and a row is `_ROW` units high.
     """
+    # A rectangle for each run would make the page many times larger.
     paths: dict[str, list[str]] = {"free": []}
     known = any(segment.runs for pack in mapped for segment in pack.segments)
     paths |= {name: [] for name in (KINDS if known else ("text", "image", "video"))}
     for row, pack in enumerate(mapped):
         runs = [("free", 0, seq_len)]
         for segment in pack.segments:
-            whole = "unknown" if known else segment.medium
+            whole = "unknown" if known else segment.media
             runs += segment.runs or [(whole, segment.start, segment.length)]
         for name, start, length in runs:
             shape = f"M{start} {row * _ROW}h{length}v{_ROW - 1}h-{length}z"
             paths.setdefault(name, []).append(shape)
     return {name: "".join(shapes) for name, shapes in paths.items()}
+
+
+def integer_bins(values: Sequence[int], limit: int = 60) -> Edges:
+    """Divide the range of the integers into at most about `limit` bins with the same number of integers each.
+
+    Edges are halfway between integers, so that no integer lies on an edge.
+    """
+    low, high = min(values), max(values)
+    width = -(-(high - low + 1) // limit)
+    return np.arange(low, high + width + 1, width, dtype=np.float64) - 0.5
+
+
+def log_integer_bins(values: Sequence[int] | npt.NDArray[np.integer[Any]], limit: int = 40) -> Edges:
+    """Divide the range of the integers into bins that grow with the value, with edges halfway between integers."""
+    low, high = max(min(values), 1), max(values)
+    # Small integers round to the same edge, and `unique` merges these bins.
+    return np.asarray(np.unique(np.geomspace(low, high + 1, limit + 1).round()) - 0.5)
+
+
+def even_bins(values: Sequence[float], count: int = 40) -> Edges:
+    """Divide the range of the values into `count` equal bins; equal values result in one bin around them."""
+    low, high = min(values), max(values)
+    if low == high:
+        half = abs(low) * 0.01 or 0.5
+        return np.array([low - half, high + half])
+    return np.linspace(low, high, count + 1)
+
+
+def histogram_svg(values: Sequence[float], edges: Edges, xlabel: str, ylabel: str, *, log: bool = False) -> str:
+    """Render a histogram as an inline SVG.
+
+    Args:
+        values: values to count.
+        edges: edges of the bins.
+        xlabel, ylabel: axis labels.
+        log: use a logarithmic x axis if the edges span more than a factor of 4.
+    """
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+
+    counts, _ = np.histogram(values, edges)
+    # A logarithmic axis over a small range would have hardly any labels.
+    log = log and edges[-1] > 4 * edges[0]
+    is_integer = all(float(value).is_integer() for value in values)
+
+    def draw(axes: Any) -> None:
+        axes.stairs(counts, edges, fill=True, color=_BAR)
+        axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if log else "linear")
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if log:
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=is_integer))
+        if log or is_integer:
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}" if is_integer else "{x:g}"))
+        else:
+            axes.ticklabel_format(axis="x", useOffset=False)
+
+    return _svg(draw)
+
+
+def require_matplotlib() -> None:
+    """Raise ConfigError with the install command if matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("reports require matplotlib. Run pip install 'energon-packed[report]'.") from error
+
+
+def _svg(draw: Any) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    settings = {
+        "svg.fonttype": "none",  # text stays text, in the font of the page
+        "svg.hashsalt": "energon-packed",  # ids that do not change between runs
+        "font.family": "sans-serif",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    } | {name: _TEXT for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(4.4, 2.4), layout="constrained")
+        figure.patch.set_alpha(0)
+        axes = figure.subplots()
+        axes.patch.set_alpha(0)
+        draw(axes)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :].replace(_TEXT, "currentColor").replace(_BAR, "var(--accent)")
+    return text.replace("<svg ", '<svg role="img" ', 1)

@@ -1,6 +1,7 @@
-"""What a report shows, gathered from a dataset: every shard's counts, a sample of the packs.
+"""Gather the data of a report from a dataset, and describe it in words.
 
-What a report says in words: the settings of a dataset, and what in it deserves a look.
+Input: a PackedFolder and its encoder. Output of `gather`: ReportData, with the counts of every shard and the contents
+of a random sample of the packs. `facts`, `splits` and `warnings` turn it into settings, a table and sentences.
 """
 
 import base64
@@ -28,30 +29,36 @@ from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import counted_manifest
 from energon_packed.shards.reader import ShardReader
 
-_MOST_MEASURED = 20_000  # packs whose lengths are read
-_MOST_COUNTED = 1_000  # the same where nothing is recorded, so that packs are read in full
-_MOST_MAPPED = 120  # packs in the packing map, whose tokens are counted by kind
-_MOST_SHOWN = 40  # packs in the gallery
-_MOST_WORST = 10  # packs in the list of the least utilized
-_MOST_IMAGES = 1_000  # images whose size is read, from `_MOST_MAPPED` packs at most
-_EXAMPLES = 3  # rejects shown of each reason
+# Limits on what is read and shown: the time and size of a report do not grow with the dataset. The page shows how many
+# packs were read.
+_MAX_MEASURED = 20_000  # packs whose lengths are read
+_MAX_COUNTED = 1_000  # packs whose lengths are read if no lengths are recorded, so that packs are read in full
+_MAX_MAPPED = 120  # packs in the packing map, whose tokens are counted by kind
+_MAX_SHOWN = 40  # packs in the gallery
+_MAX_WORST = 10  # packs in the list of least utilized packs
+_MAX_IMAGES = 1_000  # images whose size is read, from at most `_MAX_MAPPED` packs
+_MAX_NAMES = 5  # names listed in one warning
+_EXAMPLES = 3  # examples shown per reject reason
 _THUMBNAIL = 240  # pixels of the longer side
-_IMAGE = re.compile(r"img(\d+)_\d+\.(?!npy$)\w+")
+_DIGITS = 12  # characters shown of a fingerprint
+_LOW_UTILIZATION = 0.9  # a warning is shown below it
+_IMAGE = re.compile(r"img(\d+)_\d+\.(?!npy$)\w+")  # part name: sample index, image index
+_VISION = ("image_processor_type", "patch_size", "merge_size", "min_pixels", "max_pixels", "size")
 
 
 @dataclass(frozen=True, slots=True)
 class PackSize:
-    """What a pack holds, by its lengths and the names of its members.
+    """Lengths and image counts of one pack.
 
     Attributes:
-        number: of the pack in the dataset.
-        key: in the tar.
-        shard: name of its tar.
-        lengths: tokens of each sample.
-        images: images of each sample, S numbers.
+        index: index of the pack in the dataset.
+        key: key of its members in the tar.
+        shard: file name of its tar.
+        lengths: number of tokens of each sample.
+        images: number of images of each sample.
     """
 
-    number: int
+    index: int
     key: str
     shard: str
     lengths: Sequence[int]
@@ -59,27 +66,28 @@ class PackSize:
 
     @property
     def tokens(self) -> int:
-        """Tokens without padding."""
+        """Number of tokens, without padding."""
         return sum(self.lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """Everything on the page, but the blend.
+    """Content of the page of one dataset.
 
     Attributes:
-        path, manifest: of the dataset.
-        is_counted: there is no packing.json; the manifest has counts from a scan, and no settings.
-        encoder: the one that it was packed with, or None.
-        packs: packs there are.
-        measured: the packs that were read for the distributions.
+        path: folder with the shards.
+        manifest: packing.json, or counts from a scan.
+        is_counted: there is no packing.json; the manifest contains counts from a scan, and no settings.
+        encoder: encoder of the dataset, or None.
+        packs: number of packs in the dataset.
+        measured: packs that were read for the distributions.
         mapped: packs of the map.
         shown: packs of the gallery, with thumbnails as data URLs by member name.
-        image_sizes: (width, height) in pixels of images that were read.
-        bad_images: images that were read, and have no size.
-        not_encoded: why there is no encoder, or an empty text.
-        wrong_shards: shards whose size is not the one in packing.json.
-        rejects: (reason, count, examples).
+        image_sizes: (width, height) in pixels of the images that were read.
+        bad_images: number of images whose size cannot be read.
+        not_encoded: why there is no encoder, or an empty string.
+        wrong_shards: names of shards whose size differs from packing.json.
+        rejects: (reason, count, examples), most frequent first.
     """
 
     path: Path
@@ -98,31 +106,31 @@ class ReportData:
 
     @property
     def is_packed(self) -> bool:
-        """A member of a tar is a pack; False for samples that are packed on the fly."""
+        """True for packs; False for single samples, which are packed during training."""
         return codec_for(self.manifest.sample_class).packed
 
     @property
     def worst(self) -> Sequence[PackSize]:
-        """The packs with the fewest tokens, of those that were read."""
-        return sorted(self.measured, key=lambda pack: (pack.tokens, pack.key))[:_MOST_WORST]
+        """Packs with the fewest tokens among the measured packs."""
+        return sorted(self.measured, key=lambda pack: (pack.tokens, pack.key))[:_MAX_WORST]
 
     @property
     def token_kinds(self) -> dict[str, int]:
-        """Tokens of each kind in the packs of the map; empty without an encoder."""
+        """Number of tokens of each kind in the packs of the map; empty without an encoder."""
         if self.encoder is None:
             return {}
-        counted = [segment.tokens for pack in self.mapped for segment in pack.segments if segment.tokens]
-        return {kind: sum(tokens[kind] for tokens in counted) for kind in KINDS}
+        counts = [segment.tokens for pack in self.mapped for segment in pack.segments if segment.tokens]
+        return {kind: sum(tokens[kind] for tokens in counts) for kind in KINDS}
 
 
 def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: str = "", seed: int = 0) -> ReportData:
-    """Read what a report needs.
+    """Read the data of a report.
 
     Args:
-        folder: the dataset.
-        encoder: tells the kinds of tokens; None leaves them open.
+        folder: dataset.
+        encoder: encoder of the dataset, which computes the kinds of tokens; None leaves them unknown.
         not_encoded: why there is no encoder.
-        seed: which packs are taken where there are too many.
+        seed: random seed of the sample of packs.
 
     Raises:
         FormatError: a shard is missing or damaged.
@@ -136,15 +144,17 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
     contents = partial(_counted, encoder=encoder) if is_counted else _recorded
     measured = [
         PackSize(pack, key, reader.tars[reader.locate(pack)[0]].name, lengths, images)
-        for pack in _picked(rng, len(reader), _MOST_COUNTED if is_counted else _MOST_MEASURED)
+        for pack in _picked(rng, len(reader), _MAX_COUNTED if is_counted else _MAX_MEASURED)
         for key, lengths, images in [contents(reader, pack, codec)]
     ]
-    if not manifest.seq_len:  # neither packing.json nor recorded lengths
+    # Neither packing.json nor recorded lengths: the longest pack that was read is the width of the map.
+    if not manifest.seq_len:
         manifest = replace(manifest, seq_len=max((pack.tokens for pack in measured), default=0))
-    mapped = _picked(rng, len(reader), _MOST_MAPPED)
-    shown = _picked(rng, len(reader), _MOST_SHOWN)
-    with_images = [pack.number for pack in measured if any(pack.images)]
-    sizes, bad_images = _image_sizes(reader, rng.permutation(with_images)[:_MOST_MAPPED].tolist())
+    # The order of the draws is fixed, so that a seed always results in the same page.
+    mapped = _picked(rng, len(reader), _MAX_MAPPED)
+    shown = _picked(rng, len(reader), _MAX_SHOWN)
+    with_images = [pack.index for pack in measured if any(pack.images)]
+    sizes, bad_images = _image_sizes(reader, rng.permutation(with_images)[:_MAX_MAPPED].tolist())
     return ReportData(
         path=folder.path,
         manifest=manifest,
@@ -162,48 +172,50 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
     )
 
 
-def _picked(rng: np.random.Generator, count: int, most: int) -> list[int]:
-    """At most `most` numbers below `count`, rising."""
-    return sorted(rng.permutation(count)[:most].tolist()) if count > most else list(range(count))
+def _picked(rng: np.random.Generator, count: int, limit: int) -> list[int]:
+    """Draw at most `limit` indices below `count`, in ascending order."""
+    return sorted(rng.permutation(count)[:limit].tolist()) if count > limit else list(range(count))
 
 
 def _recorded(reader: ShardReader, pack: int, codec: Codec) -> tuple[str, list[int], list[int]]:
-    """Key of a pack, recorded tokens and images of each sample; by the names of the members, which are not read."""
+    """Key of a pack, recorded tokens and number of images of each sample. Images are counted by their names."""
     raw: dict[str, Any] = {}
     images: Counter[int] = Counter()
     for member, content in reader.members(pack, only=codec.lengths_part):
         raw.setdefault("__key__", member.key)
         if member.part == codec.lengths_part:
             raw[member.part] = content
-        elif (found := _IMAGE.fullmatch(member.part)) is not None:
-            images[int(found[1])] += 1
+        elif (match := _IMAGE.fullmatch(member.part)) is not None:
+            images[int(match[1])] += 1
     lengths = [length or 0 for length in codec.lengths(raw)]
-    return raw["__key__"], lengths, [images[number] for number in range(len(lengths))]
+    return raw["__key__"], lengths, [images[index] for index in range(len(lengths))]
 
 
 def _counted(
     reader: ShardReader, pack: int, codec: Codec, encoder: ChatEncoder | None
 ) -> tuple[str, list[int], list[int]]:
-    """As `_recorded` for a pack of another packer: recorded tokens, else measured ones, else 0."""
+    """Values of `_recorded` for a pack of a third-party tool: recorded tokens, else measured tokens, else 0."""
+    # Third-party tars record no lengths, so complete packs are read.
     raw = reader[pack]
     samples = codec.read(raw)
     lengths = [sample.length for sample in samples]
     if None in lengths and encoder is not None:
-        lengths = [one.length for one in encoder.measure([sample.conversation for sample in samples])]
+        lengths = [measured.length for measured in encoder.measure([sample.conversation for sample in samples])]
     return raw["__key__"], [max(0, length or 0) for length in lengths], [len(sample.images) for sample in samples]
 
 
 def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-    """(width, height) of at most `_MOST_IMAGES` images of these packs, and how many have none."""
+    """Read (width, height) of at most `_MAX_IMAGES` images of these packs, and count unreadable images."""
     sizes: list[tuple[int, int]] = []
     bad = 0
     for pack in packs:
         for member, content in reader.members(pack):
-            if len(sizes) + bad == _MOST_IMAGES:
+            if len(sizes) + bad == _MAX_IMAGES:
                 return sizes, bad
             if _IMAGE.fullmatch(member.part) is None:
                 continue
             try:
+                # Only the header is decoded: images that fail later are found by `verify`.
                 header = read_header(MediaReference(data=content))
                 sizes.append((header.width, header.height))
             except RecordError:
@@ -224,6 +236,7 @@ def _thumbnail(data: bytes) -> str | None:
         image = load_image(MediaReference(data=data))
     except RecordError:
         return None
+    # JPEG at quality 70: forty packs of thumbnails would otherwise dominate the size of the page.
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))
     out = io.BytesIO()
     image.save(out, "JPEG", quality=70)
@@ -238,24 +251,19 @@ def _rejects(file: Path, manifest: PackingManifest) -> Iterator[tuple[str, int, 
                 value = orjson.loads(line)
                 if len(examples[value["reason"]]) < _EXAMPLES:
                     examples[value["reason"]].append(value)
+                # The file may have millions of lines: stop as soon as every reason has its examples.
                 if all(len(examples[reason]) >= min(_EXAMPLES, n) for reason, n in manifest.rejects.items()):
                     break
     for reason, count in sorted(manifest.rejects.items(), key=lambda item: -item[1]):
         yield reason, count, examples[reason]
 
 
-_DIGITS = 12  # of a fingerprint
-_LOW_UTILIZATION = 0.9
-_VISION = ("image_processor_type", "patch_size", "merge_size", "min_pixels", "max_pixels", "size")
-_MOST_NAMED = 5  # names listed in one warning
-
-
 @dataclass(frozen=True, slots=True)
 class SplitRow:
-    """What a split was to get, and what its shards hold."""
+    """Requested share and actual counts of one split; `requested` is None if it is not recorded."""
 
     name: str
-    asked: float | None
+    requested: float | None
     shards: int
     packs: int
     samples: int
@@ -263,7 +271,7 @@ class SplitRow:
 
 
 def facts(data: ReportData) -> Iterator[tuple[str, str]]:
-    """(name, value) of each setting and measure that is no plain count."""
+    """Describe the settings and measures that are not plain counts: (name, value)."""
     m = data.manifest
     yield "supervised tokens", _supervised(data)
     if m.images:
@@ -277,26 +285,26 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
         return
     yield "supervised text (loss_on)", str(m.encoder.get("loss_on", "decided by the Processor"))
     if data.is_packed:
-        most = "any number" if m.max_samples_per_pack is None else f"at most {m.max_samples_per_pack:,}"
-        yield "packing", f"{m.algorithm}, {most} of samples per pack, grouped by {m.group_by}, seed {m.seed}"
+        limit = "any number of" if m.max_samples_per_pack is None else f"at most {m.max_samples_per_pack:,}"
+        yield "packing", f"{m.algorithm}, {limit} samples per pack, grouped by {m.group_by}, seed {m.seed}"
     if m.pad_multiple > 1:
         yield "padding", f"every sample is rounded up to a multiple of {m.pad_multiple:,} tokens"
-    over = f"samples over seq_len: {m.overlong}"
+    overlong = f"samples longer than seq_len: {m.overlong}"
     if m.truncated:
-        over += f"; {m.truncated:,} samples were truncated, {m.tokens_cut:,} tokens were removed"
-    yield "overlong", over
+        overlong += f"; {m.truncated:,} samples were truncated, {m.tokens_cut:,} tokens were removed"
+    yield "overlong", overlong
     yield "input fingerprint", m.input_fingerprint[:_DIGITS] or "none"
 
 
 def splits(manifest: PackingManifest) -> list[SplitRow]:
-    """Every split that was asked for or has a shard."""
+    """List every split that was requested or has a shard."""
     rows = []
     for name in dict.fromkeys([*manifest.split, *(shard.split for shard in manifest.shards)]):
         shards = [shard for shard in manifest.shards if shard.split == name]
         rows.append(
             SplitRow(
                 name=name,
-                asked=manifest.split.get(name),
+                requested=manifest.split.get(name),
                 shards=len(shards),
                 packs=sum(shard.packs for shard in shards),
                 samples=sum(shard.samples for shard in shards),
@@ -307,29 +315,30 @@ def splits(manifest: PackingManifest) -> list[SplitRow]:
 
 
 def warnings(data: ReportData) -> Iterator[str]:
-    """What deserves a look, one sentence each."""
+    """Describe possible problems of the dataset, one sentence each, the most serious first."""
     m = data.manifest
     if data.wrong_shards:
-        named = _named(data.wrong_shards, "shard")
-        yield f"the size of {named} is not the one in packing.json; run energon-packed verify"
+        yield f"the size of {_named(data.wrong_shards, 'shard')} differs from packing.json; run energon-packed verify"
     if m.records > m.packed:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count, _ in data.rejects)
         share = _percent(m.records - m.packed, m.records)
         yield f"{m.records - m.packed:,} of {m.records:,} records ({share}) were rejected: {reasons}"
     for row in splits(m):
-        if not row.packs and row.asked != 0:
-            yield f"split {row.name} has no pack, with a share of {row.asked or 0:g} of {m.packs:,} packs"
+        # A split with share 0 has no packs on purpose.
+        if not row.packs and row.requested != 0:
+            yield f"split {row.name} has no pack; its share is {row.requested or 0:g} of {m.packs:,} packs"
     yield from _about_tokens(data)
     if m.unused_fields:
-        yield f"no reader uses {_named(list(m.unused_fields), 'field')} of the records; see Fields not used"
+        yield f"not used: {_named(list(m.unused_fields), 'field')} of the records; see Fields not used"
     if m.truncated:
         yield f"{m.truncated:,} samples were truncated to seq_len; {m.tokens_cut:,} tokens were removed"
     if data.is_packed and not data.is_counted and m.utilization < _LOW_UTILIZATION:
         yield f"utilization is {m.utilization:.2%}; energon-packed lengths compares other values of seq_len"
     if data.bad_images:
-        yield f"{data.bad_images:,} of {data.bad_images + len(data.image_sizes):,} images that were read are damaged"
+        total = data.bad_images + len(data.image_sizes)
+        yield f"{data.bad_images:,} of {total:,} images that were read are damaged"
     if data.not_encoded:
-        yield f"the kinds of tokens (image, supervised, other) are not shown: {data.not_encoded}"
+        yield f"kinds of tokens (image, supervised, other) are unknown: {data.not_encoded}"
 
 
 def _about_tokens(data: ReportData) -> Iterator[str]:
@@ -337,7 +346,7 @@ def _about_tokens(data: ReportData) -> Iterator[str]:
     if problems:
         segment, key = problems[0]
         example = f"{segment.id} in {key}: {segment.problem}"
-        yield f"{len(problems):,} samples of the map cannot be encoded, such as {example}"
+        yield f"{len(problems):,} samples in the map cannot be encoded, such as {example}"
     if bare := [pack.key for pack in data.mapped if pack.supervised == 0]:
         yield f"{_named(bare, 'pack')} of the {len(data.mapped):,} in the map have no supervised token"
     if data.manifest.supervised_tokens == 0:
@@ -352,17 +361,18 @@ def _supervised(data: ReportData) -> str:
         total = sum(kinds.values())
         share = _percent(kinds["supervised"], total)
         return f"{share} of {total:,} tokens in the {len(data.mapped):,} packs of the map; packing.json has no total"
-    return "unknown: packing.json has no total, and no tokenizer is at hand"
+    return "unknown: there is no total in packing.json and no tokenizer"
 
 
 def _image_size_facts(data: ReportData) -> str:
     sizes = np.array(data.image_sizes)
     if not len(sizes):
-        return "none could be read"
+        return "no size could be read"
+    # Sorted by area; ties keep their order, so that the page does not change between runs.
     pixels = sizes.prod(axis=1)
     order = np.argsort(pixels, kind="stable")
-    places = {"smallest": 0, "median": len(order) // 2, "largest": -1}
-    chosen = {name: sizes[order[place]].tolist() for name, place in places.items()}
+    ranks = {"smallest": 0, "median": len(order) // 2, "largest": -1}
+    chosen = {name: sizes[order[rank]].tolist() for name, rank in ranks.items()}
     listed = ", ".join(f"{name} {width} x {height}" for name, (width, height) in chosen.items())
     return f"{listed} pixels; from {len(sizes):,} of {data.manifest.images:,} images"
 
@@ -373,24 +383,25 @@ def _tokenizer(m: PackingManifest) -> str:
 
 
 def _template(data: ReportData) -> str:
-    found = data.manifest.template_fingerprint
+    recorded = data.manifest.template_fingerprint
     if data.encoder is None:
-        return f"SHA-256 {found[:_DIGITS]}" if found else "none recorded"
+        return f"SHA-256 {recorded[:_DIGITS]}" if recorded else "not recorded"
     template = data.encoder.renderer.template
     if template.source is None:
         return "none"
-    how = "{% generation %} tags mark" if template.is_tagged else "the texts before and after it mark"
-    return f"SHA-256 {template.fingerprint[:_DIGITS]}; {how} what the assistant wrote"
+    marks = "{% generation %} tags" if template.is_tagged else "the strings before and after it"
+    return f"SHA-256 {template.fingerprint[:_DIGITS]}; {marks} mark the assistant text"
 
 
 def _vision(data: ReportData) -> str:
     if data.encoder is not None:
         if (vision := data.encoder.vision) is None:
-            return "none, text only"
+            return "none (text only)"
         config = vision.config()["image_processor"]
         return _listed({"family": type(vision).__name__} | {name: config[name] for name in _VISION if name in config})
-    given = {k: v for k, v in data.manifest.encoder.items() if k not in ("tokenizer", "loss_on", "processor_class")}
-    return _listed(given) if given else "those of the tokenizer folder"
+    other = ("tokenizer", "loss_on", "processor_class")
+    settings = {name: value for name, value in data.manifest.encoder.items() if name not in other}
+    return _listed(settings) if settings else "defaults of the tokenizer folder"
 
 
 def _listed(values: Mapping[str, Any]) -> str:
@@ -398,7 +409,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def _named(names: Sequence[str], noun: str) -> str:
-    listed = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+    listed = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
     return f"{len(names):,} {noun}{'' if len(names) == 1 else 's'} ({listed})"
 
 

@@ -1,6 +1,8 @@
-"""`token_rows`: a pack token by token, through the code that training uses.
+"""Classify the tokens of a pack, from its raw parts and the encoder that it was packed with.
 
-Which tokens of a pack are image, supervised and other: told by the ids and labels that training sees.
+`map_pack` returns the position of each sample in its row and the runs of tokens of equal kind (image, supervised,
+other), for the packing map of a report. `token_rows` returns every token with text, label and position, for
+`inspect --tokens`. Both use the ids and labels that training uses, never the roles of the turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +22,7 @@ from energon_packed.loading.process import encode_pack
 from energon_packed.seqlens import round_up, segment_ids_from_cu_seqlens
 
 KINDS = ("other", "supervised", "image")
-"""Kinds of tokens; an image token is never a target."""
+"""Kinds of tokens. An image token is never supervised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,18 +30,19 @@ class Segment:
     """One sample of a row.
 
     Attributes:
-        id: its name, or None.
-        start, length: place in the row, and tokens.
-        medium: `text`, `image` or `video`: what the sample holds.
-        runs: (kind, first token in the row, tokens) of runs of one kind; none where the kinds are unknown.
-        tokens: tokens of each kind; empty where the kinds are unknown.
-        problem: why the kinds are unknown although there is an encoder, or None.
+        id: sample id, or None.
+        start: index of its first token in the row.
+        length: number of tokens.
+        media: content of the sample: `text`, `image` or `video`.
+        runs: (kind, first token in the row, tokens) of runs of equal kind; empty if the kinds are unknown.
+        tokens: number of tokens of each kind; empty if the kinds are unknown.
+        problem: why the kinds are unknown although an encoder was passed, or None.
     """
 
     id: str | None
     start: int
     length: int
-    medium: str
+    media: str
     runs: Sequence[tuple[str, int, int]] = ()
     tokens: Mapping[str, int] = field(default_factory=dict)
     problem: str | None = None
@@ -47,47 +50,50 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedPack:
-    """One row of the packing map: its key and samples."""
+    """One row of the packing map: pack key and samples."""
 
     key: str
     segments: Sequence[Segment]
 
     @property
     def supervised(self) -> int | None:
-        """Targets of the pack; None where the kinds of a sample are unknown."""
+        """Number of supervised tokens; None if the kinds of a sample are unknown."""
         if not all(segment.tokens for segment in self.segments):
             return None
         return sum(segment.tokens["supervised"] for segment in self.segments)
 
 
 def map_pack(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None, *, multiple: int = 1) -> MappedPack:
-    """Where each sample of a pack lies in its row, and the kinds of its tokens.
+    """Compute the position of each sample of a pack in its row, and the kinds of its tokens.
 
     Args:
         raw: parts of the pack.
-        codec: of the flavor.
-        encoder: the one that it was packed with; None leaves the kinds open.
-        multiple: samples begin at multiples of this many tokens, as `pad_multiple` planned them.
+        codec: codec of the flavor.
+        encoder: encoder of the dataset; None leaves the kinds unknown.
+        multiple: samples start at multiples of this many tokens, as planned with `pad_multiple`.
 
     Raises:
         FormatError: the parts are damaged.
     """
     samples = codec.read(raw)
-    found = _encoded(samples, encoder) if encoder is not None else [None] * len(samples)
+    # A sample that cannot be encoded stays in the map, with its recorded length and the reason.
+    outcomes = _encoded(samples, encoder) if encoder is not None else [None] * len(samples)
     segments, start = [], 0
-    for sample, encoded in zip(samples, found, strict=True):
-        segments.append(_segment(sample, encoded, start))
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        segments.append(_segment(sample, outcome, start))
+        # Padding after the last sample belongs to no segment, and is drawn as free space.
         start += int(round_up(np.array([segments[-1].length]), multiple)[0])
     return MappedPack(key=str(raw["__key__"]), segments=segments)
 
 
 def _encoded(samples: Sequence[StoredSample], encoder: ChatEncoder) -> list[EncodedSample | str]:
-    """Tokens and labels of each sample, without pixels, or why there are none."""
+    """Encode each sample without pixels; a string is the reason why a sample cannot be encoded."""
     try:
+        # `measure` reads only the headers of images, and returns the same tokens as `encode`.
         measured = encoder.measure([sample.conversation for sample in samples], keep_tokens=True)
     except EnergonPackedError as error:
         return [str(error)] * len(samples)
-    return [_checked(sample, one) for sample, one in zip(samples, measured, strict=True)]
+    return [_checked(sample, measurement) for sample, measurement in zip(samples, measured, strict=True)]
 
 
 def _checked(sample: StoredSample, measured: Measurement) -> EncodedSample | str:
@@ -97,6 +103,7 @@ def _checked(sample: StoredSample, measured: Measurement) -> EncodedSample | str
         encoded = measured.sample if sample.truncate is None else measured.sample.truncated(sample.truncate)
     except EnergonPackedError as error:
         return str(error)
+    # Another length means another encoder or a damaged sample, and its labels may be shifted.
     if sample.length is not None and len(encoded) != sample.length:
         return f"it encodes to {len(encoded)} tokens, but {sample.length} are recorded"
     return encoded
@@ -106,21 +113,22 @@ def _segment(sample: StoredSample, encoded: EncodedSample | str | None, start: i
     conversation = sample.conversation
     if not isinstance(encoded, EncodedSample):
         return Segment(
-            id=conversation.id, start=start, length=sample.length or 0, medium=conversation.kind, problem=encoded
+            id=conversation.id, start=start, length=sample.length or 0, media=conversation.kind, problem=encoded
         )
     kinds = token_kinds(encoded)
+    # The sentinels -1 at both ends make the first and the last run end at an edge.
     edges = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))
     runs = [(KINDS[kinds[a]], start + int(a), int(b - a)) for a, b in pairwise(edges)]
     tokens = dict(zip(KINDS, np.bincount(kinds, minlength=len(KINDS)).tolist(), strict=True))
     return Segment(
-        id=conversation.id, start=start, length=len(encoded), medium=conversation.kind, runs=runs, tokens=tokens
+        id=conversation.id, start=start, length=len(encoded), media=conversation.kind, runs=runs, tokens=tokens
     )
 
 
 def token_kinds(sample: EncodedSample) -> npt.NDArray[np.int8]:
-    """Kind of each token, int8 (L,), index into `KINDS`; the first token is no target, as nothing predicts it."""
+    """Kind of each token: int8 (L,), index into `KINDS`."""
     kinds: npt.NDArray[np.int8] = (sample.labels != IGNORE_INDEX).astype(np.int8)
-    kinds[:1] = 0
+    kinds[:1] = 0  # the first token is never a target, as no token precedes it
     if sample.image_token_id is not None:
         kinds[sample.input_ids == sample.image_token_id] = KINDS.index("image")
     return kinds
@@ -131,12 +139,12 @@ class TokenRow:
     """One token of a row.
 
     Attributes:
-        index: place in the row.
-        segment: which sample it belongs to.
-        token: its id.
-        text: its text.
-        label: its label, -100 where not supervised.
-        position: what the model counts in: one number, or (text, t, h, w) with M-RoPE.
+        index: index in the row.
+        segment: index of its sample in the pack.
+        token: token id.
+        text: text of the token.
+        label: label, -100 if the token is not supervised.
+        position: position ids: (position,), or (text, t, h, w) with M-RoPE.
     """
 
     index: int
@@ -148,21 +156,22 @@ class TokenRow:
 
 
 def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None = None) -> list[TokenRow]:
-    """Every token of a pack, as the loader's batch of this pack alone has it.
+    """Return every token of a pack as a loader's batch of this pack alone contains it.
 
     Args:
         raw: parts of the pack.
-        encoder: the one that it was packed with.
-        codec: of the flavor; None finds it by the parts.
+        encoder: encoder of the dataset.
+        codec: codec of the flavor; None detects it from the parts.
     """
     pack = load_pack(codec or codec_of(raw), raw)
+    # Dummy images are added for training only; recorded lengths are not checked, so that wrong lengths can be shown.
     batch = PaddingFreeCollator(dummy_images="never").collate(encode_pack(pack, encoder, check_lengths=False))
     ids = batch.input_ids[0].tolist()
     positions = batch.position_ids.reshape(-1, len(ids)).T.tolist()
     segments = segment_ids_from_cu_seqlens(np.asarray(batch.cu_seqlens)).tolist()
-    texts = [encoder.parts.backend.id_to_token(number) for number in ids]
-    columns = zip(segments, ids, texts, batch.labels[0].tolist(), positions, strict=True)
+    strings = [encoder.parts.backend.id_to_token(token) for token in ids]
+    columns = zip(segments, ids, strings, batch.labels[0].tolist(), positions, strict=True)
     return [
-        TokenRow(index, segment, token, str(text), label, tuple(position))
-        for index, (segment, token, text, label, position) in enumerate(columns)
+        TokenRow(index, segment, token, str(string), label, tuple(position))
+        for index, (segment, token, string, label, position) in enumerate(columns)
     ]

@@ -1,6 +1,7 @@
-"""PackView: one pack in readable form, from its parts: no pixels, no code of the dataset.
+"""Show one pack, from its raw parts (bytes by part name), without pixels and without running code of the dataset.
 
-`extract_pack`: extract the members of a pack as files inside one folder.
+`view_pack` returns a PackView: turns, images and recorded lengths of each sample. `extract_pack` writes the members as
+files inside one folder.
 """
 
 import io
@@ -19,12 +20,19 @@ from energon_packed.encoding.vision.images import read_header
 from energon_packed.errors import FormatError, RecordError
 from energon_packed.files import atomic_write
 from energon_packed.formats import Codec, StoredSample, codec_of
-from energon_packed.records import Conversation, MediaReference
+from energon_packed.records import MediaReference
 
 
 @dataclass(frozen=True, slots=True)
 class ImageView:
-    """An image of a sample: member name, bytes, and size in pixels after EXIF orientation (0 if the header is bad)."""
+    """One image of a sample.
+
+    Attributes:
+        name: part name of the member.
+        bytes: size of the file.
+        width, height: size in pixels after EXIF orientation; 0 if the header cannot be read.
+        problem: why the header cannot be read, or None.
+    """
 
     name: str
     bytes: int
@@ -35,13 +43,13 @@ class ImageView:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn.
+    """One turn of a conversation.
 
     Attributes:
-        role: as in the data; `tools` for the schemas of functions.
-        text: its content.
-        supervised: it has a target by its labels; None where there is no encoder to tell.
-        extra: what else is passed to the template, such as tool calls, by name.
+        role: role in the record; `tools` for function schemas.
+        text: content.
+        supervised: True if one of its tokens is supervised; None if it is unknown without an encoder.
+        extra: other values that are passed to the chat template, such as tool calls, by name.
     """
 
     role: str
@@ -51,7 +59,7 @@ class Turn:
 
     @property
     def shown(self) -> str:
-        """Content and extras as one text."""
+        """Content and extra values as one string."""
         lines = [f"{name}: {_json(value)}" for name, value in self.extra.items()]
         return "\n".join([self.text, *lines] if self.text else lines)
 
@@ -61,13 +69,14 @@ class SampleView:
     """One sample of a pack.
 
     Attributes:
-        id: its name, or None.
-        start, length: place in the row and tokens; None where none are recorded.
-        turns: in order.
-        images: in order.
-        supervised: supervised tokens, where the pack holds tokens.
+        id: sample id, or None.
+        start: index of its first token in the row; None if a length of the pack is not recorded.
+        length: number of tokens; None if it is not recorded.
+        turns: turns in order.
+        images: images in order.
+        supervised: number of supervised tokens if the flavor stores tokens, else None.
         video: the images are frames of a video.
-        truncated_to: tokens that it was truncated to; the end of its text is not in the row; or None.
+        truncated_to: number of tokens that it was truncated to, or None. The end of its text is not in the row.
     """
 
     id: str | None
@@ -85,11 +94,11 @@ class PackView:
     """One pack.
 
     Attributes:
-        key: in the tar.
+        key: key of its members in the tar.
         sample_class: flavor.
-        parts: bytes of each member, by part name.
-        shapes: shape and dtype of each .npy member.
-        samples: in order.
+        parts: size in bytes of each member, by part name.
+        shapes: dtype and shape of each .npy member, by part name.
+        samples: samples in order.
     """
 
     key: str
@@ -100,12 +109,12 @@ class PackView:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of the pack, None where a length is not recorded."""
+        """Number of tokens, or None if a length is not recorded."""
         lengths = [sample.length for sample in self.samples]
         return None if None in lengths else sum(length for length in lengths if length is not None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
+        """Convert to plain types, for JSON."""
         return asdict(self) | {"tokens": self.tokens, "sample_count": len(self.samples)}
 
 
@@ -114,8 +123,8 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
 
     Args:
         raw: `__key__` and bytes by part name, as `ShardReader` returns them.
-        codec: of the flavor; None finds it by the parts.
-        encoder: the one that it was packed with, which tells what is supervised; None leaves that open.
+        codec: codec of the flavor; None detects it from the parts.
+        encoder: encoder of the dataset, which marks the supervised turns; None leaves them unknown.
 
     Raises:
         FormatError: the parts match no flavor, or are damaged.
@@ -123,6 +132,7 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
     codec = codec or codec_of(raw)
     samples = codec.read(raw)
     lengths = [sample.length for sample in samples]
+    # One unknown length makes the start of every later sample unknown, so no start is shown then.
     starts = [0, *accumulate(length or 0 for length in lengths)]
     return PackView(
         key=str(raw["__key__"]),
@@ -138,13 +148,17 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
 
 def _view(sample: StoredSample, start: int | None, encoder: Processor | None) -> SampleView:
     conversation = sample.conversation
+    supervised = None
+    if conversation.input_ids is not None:
+        labels = conversation.input_ids if conversation.labels is None else conversation.labels
+        supervised = int((labels != IGNORE_INDEX).sum())
     return SampleView(
         id=conversation.id,
         start=start,
         length=sample.length,
         turns=_turns(sample, encoder),
         images=tuple(_image(image.part or "?", image.data) for image in sample.images),
-        supervised=_supervised(conversation),
+        supervised=supervised,
         video=conversation.video,
         truncated_to=sample.truncate if sample.is_truncated else None,
     )
@@ -153,10 +167,12 @@ def _view(sample: StoredSample, start: int | None, encoder: Processor | None) ->
 def _turns(sample: StoredSample, encoder: Processor | None) -> tuple[Turn, ...]:
     conversation = sample.conversation
     if conversation.input_ids is not None:
+        # Token flavors store no turns.
         return (Turn("tokens", f"{len(conversation.input_ids)} tokens", None),)
     known = None
     if isinstance(encoder, ChatEncoder):
         known = supervised_turns(encoder, conversation, sample.truncate)
+    # A document (plain text) has no messages, but one flag.
     flags: Sequence[bool | None] = known or [None] * max(len(conversation.messages), 1)
     if conversation.text is not None:
         return (Turn("text", conversation.text, flags[0]),)
@@ -165,20 +181,13 @@ def _turns(sample: StoredSample, encoder: Processor | None) -> tuple[Turn, ...]:
     return (*tools, *(Turn(m.role, m.content, flag, m.extra) for m, flag in columns))
 
 
-def _supervised(conversation: Conversation) -> int | None:
-    """Supervised tokens, where the pack holds tokens."""
-    if conversation.input_ids is None:
-        return None
-    labels = conversation.input_ids if conversation.labels is None else conversation.labels
-    return int((labels != IGNORE_INDEX).sum())
-
-
 def _json(value: Any) -> str:
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def _image(name: str, data: bytes) -> ImageView:
     try:
+        # The header is enough for the size, and cheap for damaged or huge images.
         header = read_header(MediaReference(data=data))
     except RecordError as error:
         return ImageView(name, len(data), problem=error.detail)
@@ -187,6 +196,7 @@ def _image(name: str, data: bytes) -> ImageView:
 
 def _shape(content: bytes) -> str:
     try:
+        # The header may name a size that the content does not have, so the array is read. Pickles would run code.
         array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
     except (ValueError, MemoryError) as error:
         return f"damaged: {error}"
@@ -205,10 +215,12 @@ def extract_pack(raw: Mapping[str, Any], folder: Path) -> list[Path]:
     """
     target = folder / str(raw["__key__"])
     files = {}
+    # Keys and part names come from the tar: all paths are checked before the first file is written.
     for part, content in raw.items():
         if part.startswith("__"):
             continue
         path = target / part
+        # `resolve` follows links in the folder, so a link that leads out of it is refused too.
         if "\0" in str(path) or "/" in part or not path.resolve().is_relative_to(folder.resolve()):
             raise FormatError(
                 f"member {raw['__key__']}.{part} would be written outside of {folder}; it was not extracted"

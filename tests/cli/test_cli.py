@@ -1,4 +1,4 @@
-"""The command line as users meet it: output, exit status, one-line errors."""
+"""The command line: output, exit status, one-line errors."""
 
 import json
 import os
@@ -14,19 +14,19 @@ from click.testing import CliRunner
 
 from energon_packed import ConfigError, PackingManifest
 from tests.canary import packed_texts
-from tests.internals import DemoDataset, cli
+from tests.internals import SOURCES, DemoDataset, cli
 from tests.processes import energon_packed
 
 TOOL = Path(sys.executable).with_name("energon-packed")
 
 
 def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The command, without the imports of a new interpreter; `run_installed` has these."""
+    """Run a command without the imports of a new interpreter; `run_installed` has these imports."""
     return energon_packed(*arguments, env={**os.environ, "COLUMNS": "120"}, **options)
 
 
 def run_installed(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The installed script, where what imports print would be seen."""
+    """Run the installed script, so that output of imports would be seen."""
     return subprocess.run(
         [str(TOOL), *map(str, arguments)],
         capture_output=True,
@@ -54,7 +54,7 @@ def test_the_runbook_line_works_as_written(demo: DemoDataset, tokenizer_dir: Pat
     assert [shard.name for shard in manifest.shards] == ["name_a-000000.tar"]
 
 
-def test_the_closing_table_tells_what_happened(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_the_summary_table_shows_counts_and_times(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
     done = run_installed(
         *("pack", demo.jsonl, "-o", tmp_path, "--seq-len", "1024", "--tokenizer", tokenizer_dir),
         *("--world-size", "2", "--micro-batch-size", "2", "--loader-workers", "1"),
@@ -106,11 +106,12 @@ def test_errors_are_one_line_and_never_a_traceback(
     message = message.replace("126", str(demo.records))
     assert message in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    if status == 1:
-        assert len(done.stderr.strip().splitlines()) == 1
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_files_that_cannot_be_read_or_written(tokenizer_dir: Path, demo: DemoDataset, tmp_path: Path) -> None:
+def test_unreadable_and_unwritable_paths_are_one_line_errors(
+    tokenizer_dir: Path, demo: DemoDataset, tmp_path: Path
+) -> None:
     options = ("--seq-len", "256", "--tokenizer", tokenizer_dir)
     for source, out, message in (
         (tmp_path / "none.jsonl", tmp_path / "out", "none.jsonl: no such file"),
@@ -122,7 +123,7 @@ def test_files_that_cannot_be_read_or_written(tokenizer_dir: Path, demo: DemoDat
         assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_the_demo_shows_the_whole_way(tmp_path: Path) -> None:
+def test_the_demo_packs_and_loads(tmp_path: Path) -> None:
     done = run_installed("demo", "-o", tmp_path / "demo", "--records", "120")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -133,15 +134,30 @@ def test_the_demo_shows_the_whole_way(tmp_path: Path) -> None:
     assert "supervised), no padding" in done.stdout
 
 
-def test_the_demo_does_not_touch_other_data(tmp_path: Path) -> None:
+def test_the_demo_does_not_replace_other_datasets(tmp_path: Path) -> None:
     tar = tmp_path / "webdataset" / "pack-000000.tar"
     tar.parent.mkdir()
     tar.write_bytes(b"mine")
     done = run("demo", "-o", tmp_path, "--records", "20")
     assert done.returncode == 1
-    assert "holds a dataset that is not the demo's; pass another --output-dir" in done.stderr
+    assert "contains a dataset that the demo did not write. Pass another --output-dir" in done.stderr
     assert tar.read_bytes() == b"mine"
     assert not (tmp_path / "source").exists()
+
+
+def test_wrong_usage_is_one_line_with_the_way_to_the_help() -> None:
+    for arguments in (["pack", "--foo"], ["pack"], ["nothing"], ["verify"], ["lengths", "x", "--workers", "many"]):
+        done = run(*arguments)
+        assert done.returncode == 2
+        assert re.fullmatch(r"error: .*\. See 'energon-packed[^']* --help'\.\n", done.stderr), done.stderr
+
+
+def test_the_help_of_pack_lists_every_file_format() -> None:
+    shown = " ".join(run("pack", "--help").stdout.split()).split("several at once")[0]
+    for suffix in {suffix for source in SOURCES for suffix in source.suffixes}:
+        stem, dot, compression = suffix[1:].partition(".")
+        assert f".{stem}" in shown
+        assert not dot or f".{compression}" in shown
 
 
 def test_help_is_instant_and_imports_nothing_heavy() -> None:
@@ -171,7 +187,7 @@ def test_rejects_can_be_read_as_json(demo: DemoDataset, tokenizer_dir: Path, tmp
 
 @pytest.mark.parametrize("arguments", [["--help"], ["verify", "{}"]])
 def test_output_may_be_closed(text_tokenizer_dir: Path, tmp_path: Path, arguments: list[str]) -> None:
-    """As by `>&-` of a shell, or by a service manager."""
+    """Standard output may be closed by `>&-` of a shell, or by a service manager."""
     packed = packed_texts(tmp_path, text_tokenizer_dir)
     command = [sys.executable, "-m", "energon_packed", *(one.format(packed) for one in arguments)]
     done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True, check=False)
@@ -189,23 +205,23 @@ def test_output_may_be_closed(text_tokenizer_dir: Path, tmp_path: Path, argument
         ),
     ],
 )
-def test_numbers_have_limits(arguments: list[str], message: str) -> None:
+def test_numbers_out_of_range_are_wrong_usage(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(cli, arguments)
     assert (done.exit_code, message in done.output) == (2, True)
 
 
-def test_a_number_of_thousands_of_digits_is_no_subflavor() -> None:
-    with pytest.raises(ConfigError, match=r"subflavor 9+\.\.\. has 5000 digits; a number may have 300"):
+def test_subflavors_have_a_limit_on_digits() -> None:
+    with pytest.raises(ConfigError, match=r"must have at most 300 digits, got 5000: 9+\.\.\."):
         CliRunner().invoke(cli, ["metadataset", "x.yaml", "y", "--subflavor", f"k={'9' * 5000}"],
                            catch_exceptions=False)  # fmt: skip
 
 
-def test_a_page_about_a_folder_whose_name_is_not_utf8(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_a_folder_name_that_is_not_utf8_is_a_one_line_error(text_tokenizer_dir: Path, tmp_path: Path) -> None:
     packed = packed_texts(tmp_path, text_tokenizer_dir)
     link = os.fsencode(tmp_path) + b"/caf\xe9"
     os.symlink(packed, link)
     done = run("report", os.fsdecode(link), "-o", tmp_path / "page.html")
     assert done.returncode == 1
     assert re.fullmatch(
-        r"error: '.*caf.udce9.*' holds a name that is not UTF-8; rename the file or folder\n", done.stderr
+        r"error: '.*caf.udce9.*' contains a name that is not valid UTF-8\. Rename the file or folder\.\n", done.stderr
     )

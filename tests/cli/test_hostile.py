@@ -1,4 +1,4 @@
-"""Every command over a data set of somebody hostile: nothing of it is run, followed or believed."""
+"""Every command with a hostile dataset: its code is not run, its links are not followed, its values are checked."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def canary(tmp_path: Path) -> Canary:
 
 
 def run(*arguments: object) -> Result:
-    """A command; it ends well or with an error that is printed in one line."""
+    """Run a command, which must succeed or raise an error that is printed as one line."""
     result = CliRunner().invoke(cli, list(map(str, arguments)), standalone_mode=False)
     if result.exception is not None:
         assert isinstance(result.exception, EnergonPackedError | SystemExit | OSError), repr(result.exception)
@@ -57,7 +57,7 @@ def run(*arguments: object) -> Result:
 
 
 def commands(dataset: Path, tokenizer: Path) -> dict[str, Callable[[], Result]]:
-    """Every command that reads a data set; a new folder for each output."""
+    """Every command that reads a dataset, with a new folder for each output."""
     out = dataset.parents[1]
     key = "s_00000000"
     return {
@@ -75,7 +75,7 @@ def commands(dataset: Path, tokenizer: Path) -> dict[str, Callable[[], Result]]:
 
 
 def test_no_command_runs_code_of_a_dataset(dataset: Path, canary: Canary, text_tokenizer_dir: Path) -> None:
-    """A sample_loader.py, tags of YAML, and what Energon would make objects of, in every file of `.nv-meta`."""
+    """Code in sample_loader.py, in YAML tags and in mappings that Energon calls, in every file of `.nv-meta`."""
     named = {name: f"sample_loader.py:{name}" for name in ("sample_loader", "part_filter")}
     (dataset / ".nv-meta" / "sample_loader.py").write_text(canary.code)
     for file in ("dataset.yaml", "crude.yaml"):
@@ -92,13 +92,13 @@ def test_no_command_runs_code_of_a_dataset(dataset: Path, canary: Canary, text_t
                 for name in ("inspect", "verify", "metadataset"):
                     commands(dataset, text_tokenizer_dir)[name]()
                     assert not canary.sang(), (file, name)
-    assert commands(dataset, text_tokenizer_dir)["nv-meta"]().exception is None  # writes our files in their place
+    assert commands(dataset, text_tokenizer_dir)["nv-meta"]().exception is None  # replaces them by the generated files
     assert commands(dataset, text_tokenizer_dir)["verify"]().exception is None
     assert not canary.sang()
 
 
 def test_no_command_follows_names_out_of_the_folder(dataset: Path, text_tokenizer_dir: Path) -> None:
-    (dataset / ".nv-meta" / "packing.json").unlink()  # of another packer: split.yaml says what there is
+    (dataset / ".nv-meta" / "packing.json").unlink()  # a third-party dataset: split.yaml lists the shards
     for case, names in SPLITS.items():
         content = yaml.safe_dump({"split_parts": {"train": names}, "exclude": []})
         with changed(dataset, "split.yaml", content):
@@ -172,7 +172,7 @@ def test_a_packing_json_that_nests_deeply_or_names_another_encoder(dataset: Path
         "SELECT i AS tar_file_id, 'x' AS sample_key, i AS sample_index, i AS byte_offset, i AS byte_size FROM n",
     ],
 )
-def test_rows_of_the_index_are_not_believed(dataset: Path, statement: str) -> None:
+def test_damaged_rows_of_the_index_are_found(dataset: Path, statement: str) -> None:
     file = dataset / ".nv-meta" / "index.sqlite"
     shutil.copy(dataset / "s-000000.tar", dataset / "t.tar")  # so that inspect asks the index
     with closing(sqlite3.connect(file)) as connection:

@@ -16,7 +16,7 @@ from tests.internals import DemoDataset, TerminalProgress, duration
 
 @pytest.fixture(scope="module")
 def packed(demo: DemoDataset, tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The output of `pack --json`, and its folder."""
+    """Output of `pack --json`, and its folder."""
     out = tmp_path_factory.mktemp("json") / "out"
     options = ("--seq-len", "1024", "--tokenizer", tokenizer_dir, "--workers", "1")
     done = run("pack", demo.jsonl, "-o", out, *options, "--split", "train=99,val=1", "--json")
@@ -87,7 +87,7 @@ def test_quiet_prints_nothing_and_verbose_more(
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_without_a_terminal_a_line_tells_stage_done_rate_and_time_left() -> None:
+def test_without_a_terminal_a_line_shows_progress_rate_and_remaining_time() -> None:
     out = io.StringIO()
     progress = TerminalProgress(Console(file=out), interval=0.05)
     progress.start("measure", 100, "records")

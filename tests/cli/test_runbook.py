@@ -1,4 +1,4 @@
-"""A runbook of distributed offline packing, word for word: its two lines, and what used to differ silently."""
+"""The two commands of a runbook for distributed offline packing, unchanged, and its silent differences."""
 
 import json
 import re
@@ -34,14 +34,14 @@ def run(line: str) -> Result:
 
 
 def refused(line: str) -> str:
-    """The message of a command that ends in an error."""
+    """Run a command that fails, and return its message."""
     result = CliRunner().invoke(cli, shlex.split(line))
     assert isinstance(result.exception, ConfigError), result.output
     return as_options(str(result.exception))
 
 
 def write_records(folder: Path) -> list[dict[str, Any]]:
-    """Records with absolute image paths and, as upstream's tools add them, with patch_positions of any kind."""
+    """Write records with absolute image paths, and with patch_positions of any kind, as upstream tools add them."""
     rng = np.random.default_rng(0)
     found: list[dict[str, Any]] = []
     anything: list[Any] = [None, [], "", [""], ["gone.npy"], 5, {"a": 1}, [["a.npy", "b.npy", "c.npy"]], [None], True]
@@ -63,7 +63,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("which", ["tokenizer alone", "model folder", "folder with other image settings"])
-def test_the_two_lines(node: Path, text_tokenizer_dir: Path, tokenizer_dir: Path, which: str) -> None:
+def test_both_lines_of_the_runbook_work(node: Path, text_tokenizer_dir: Path, tokenizer_dir: Path, which: str) -> None:
     folder = {"tokenizer alone": text_tokenizer_dir, "model folder": node / "model"}.get(which, tokenizer_dir)
     if which == "model folder":
         write_model_folder(
@@ -113,13 +113,13 @@ def test_a_sample_class_of_single_samples_is_packed_unless_unpacked(node: Path, 
         )  # fmt: skip
 
 
-def test_what_cannot_be_listed_is_refused(node: Path, text_tokenizer_dir: Path) -> None:
+def test_lengths_that_cannot_be_listed_are_refused(node: Path, text_tokenizer_dir: Path) -> None:
     line = LENGTHS.replace("DIR", str(text_tokenizer_dir))
     assert "--output lists all records, and --sample measures some of them" in refused(line + " --sample 3")
     assert "is a folder; pass the name of a text file" in refused(line.replace("lens.txt", str(node)))
 
 
-def test_status_of_a_run(node: Path, text_tokenizer_dir: Path) -> None:
+def test_status_shows_the_progress_of_a_run(node: Path, text_tokenizer_dir: Path) -> None:
     assert "nowhere does not exist; no run has written there" in refused("pack --status -o nowhere")
     assert not Path("nowhere").exists()
     run(LENGTHS.replace("DIR", str(text_tokenizer_dir)) + " --output-dir out/node_a")
@@ -139,14 +139,14 @@ def test_status_of_a_run(node: Path, text_tokenizer_dir: Path) -> None:
     ]
 
 
-def test_utilization_can_be_too_small(node: Path, text_tokenizer_dir: Path) -> None:
+def test_a_low_utilization_fails_verify(node: Path, text_tokenizer_dir: Path) -> None:
     run(PACK.replace("DIR", str(text_tokenizer_dir)))
     failed = CliRunner().invoke(cli, shlex.split("verify out/node_a --fast --min-utilization 0.95"))
     assert failed.exit_code == 1
     assert "✗ utilization is at least 95.00%" in failed.output
     run(PACK.replace("DIR", str(text_tokenizer_dir)).replace("node_a", "node_b") + " --unpacked --sample-class auto")
     message = refused("verify out/node_b --fast --min-utilization 0.95")
-    assert "holds single samples, so it has no utilization" in message
+    assert "stores single samples, so it has no utilization" in message
 
 
 def test_a_blend_by_records_with_typed_subflavors(tmp_path: Path, text_tokenizer_dir: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_blend_by_records_with_typed_subflavors(tmp_path: Path, text_tokenizer
         make_blend([(a, None), (b, None)], weight_by="records")
 
 
-def test_times_of_frames_are_said_to_be_stored_only(node: Path, text_tokenizer_dir: Path) -> None:
+def test_a_note_reports_that_times_of_frames_are_only_stored(node: Path, text_tokenizer_dir: Path) -> None:
     records = [json.loads(line) for line in Path("part_00.jsonl").read_text().splitlines()]
     videos = [{**one, "fps": 2.0, "timestamp": {"0": "0.5"}} for one in records]
     Path("part_00.jsonl").write_text("".join(json.dumps(one) + "\n" for one in videos))

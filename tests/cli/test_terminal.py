@@ -1,4 +1,4 @@
-"""Texts of the data reach a terminal, JSON and a report without control or direction characters."""
+"""Strings of a dataset reach a terminal, JSON and a report without control or direction characters."""
 
 import io
 import json
@@ -26,7 +26,7 @@ def test_a_console_prints_attacks_as_escapes_and_keeps_its_own_colors() -> None:
     console.print(ATTACK, style="bold")
     console.print(table)
     shown = out.getvalue()
-    assert shown.startswith("\x1b[1m")  # bold, which is ours
+    assert shown.startswith("\x1b[1m")  # bold, the style of this program
     assert not OBEYED - {"\x1b"} & set(shown)
     assert "\x1b[31m" not in shown
     assert "\x1b]0" not in shown
@@ -36,7 +36,7 @@ def test_a_console_prints_attacks_as_escapes_and_keeps_its_own_colors() -> None:
     assert visible("\udcfc") == r"\udcfc"  # a file name that is not UTF-8
 
 
-def test_lines_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_and_json_have_escapes(capsys: pytest.CaptureFixture[str]) -> None:
     echo(ATTACK, err=True)
     echo_json({ATTACK: [ATTACK, "日本", "\U000e0041"]})
     printed = capsys.readouterr()
@@ -45,7 +45,7 @@ def test_lines_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(printed.out) == {ATTACK: [ATTACK, "日本", "\U000e0041"]}
 
 
-def test_names_ids_and_texts_of_a_dataset(tmp_path: Path, text_tokenizer_dir: Path) -> None:
+def test_strings_of_a_dataset_are_printed_with_escapes(tmp_path: Path, text_tokenizer_dir: Path) -> None:
     record = {"id": ATTACK, "messages": [{"role": "user", "content": ATTACK}, {"role": "assistant", "content": "x"}]}
     (tmp_path / "data.jsonl").write_text(json.dumps(record | {ATTACK: 1}) + "\n")
     from energon_packed import pack
@@ -69,7 +69,9 @@ def test_names_ids_and_texts_of_a_dataset(tmp_path: Path, text_tokenizer_dir: Pa
     assert r"\u202etxt.exe" in page.read_text(encoding="utf-8")
 
 
-def test_error_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_lines_have_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = tmp_path / ATTACK.replace("/", "")
     name.mkdir()
     monkeypatch.setattr("sys.argv", ["energon-packed", "verify", str(name)])

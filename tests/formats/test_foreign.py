@@ -144,7 +144,7 @@ def test_a_report_counts_where_there_is_no_manifest(
     assert sorted(n for pack in measured.measured for n in pack.lengths) == sorted(lengths)
     for data in (plain, measured):
         page = render_report("theirs", data)
-        assert "packed by another tool" in page
+        assert "packed by a third-party tool" in page
         assert "utilization" not in page
 
 

@@ -224,7 +224,7 @@ def test_our_readers_take_the_same_folder(written: PackResult, vision_encoder: C
     """By crude.yaml: the package that dataset.yaml names is not installed."""
     loader = get_packed_loader(written.shards, vision_encoder, epochs=1, num_workers=0)
     assert sum(batch.num_samples for batch in loader) == len(RECORDS)
-    assert all(check.holds for check in verify(PackedFolder.open(written.shards), vision_encoder))
+    assert all(check.passed for check in verify(PackedFolder.open(written.shards), vision_encoder))
     blend = tmp_path / "blend.yaml"
     blend.write_text(BLEND.format(written.shards))
     options: dict[str, Any] = {"epochs": 1, "num_workers": 0}

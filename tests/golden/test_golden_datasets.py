@@ -107,16 +107,16 @@ def test_special_tokens_that_were_control_tokens(
 @pytest.mark.parametrize("name", SHORT)
 def test_verify_and_inspect(golden: Path, golden_encoder: ChatEncoder, name: str, tmp_path: Path) -> None:
     folder = shutil.copytree(golden / name, tmp_path / "copy") / "webdataset"
-    failed = [check for check in verify(PackedFolder.open(folder), golden_encoder) if not check.holds]
+    failed = [check for check in verify(PackedFolder.open(folder), golden_encoder) if not check.passed]
     if name.startswith("identity-4"):  # no crude.yaml yet: named, with what makes it
         (problem,) = failed.pop().problems
-        assert problem == "crude.yaml is missing; run energon-packed nv-meta"
+        assert problem == "crude.yaml is missing. Run energon-packed nv-meta."
         if name == "identity-4/multimix-frames":
             make_nv_meta(folder)
-            assert all(check.holds for check in verify(PackedFolder.open(folder), golden_encoder))
+            assert all(check.passed for check in verify(PackedFolder.open(folder), golden_encoder))
     problems = [problem for check in failed for problem in check.problems]
     if name in ("identity-4/special", "identity-6/special"):
-        assert problems[0] == "special-000000.tar: special_00000000, sample x0 has 49 tokens, recorded are 43"
+        assert problems[0] == "special-000000.tar: special_00000000, sample x0 has 49 tokens, 43 are recorded"
     else:
         assert not problems
     shown = CliRunner().invoke(cli, ["inspect", "--json", "--limit", "9", str(golden / name)])

@@ -5,7 +5,7 @@ import numpy as np
 from tests.internals import even_bins, integer_bins, log_integer_bins
 
 
-def test_integers_have_bins_of_integers() -> None:
+def test_bins_of_integers_contain_whole_numbers_of_integers() -> None:
     for values in ([3], [0, 1, 2, 7], list(range(60))):
         edges = integer_bins(values)
         assert np.diff(edges).tolist() == [1] * (max(values) - min(values) + 1)
@@ -24,7 +24,7 @@ def test_integers_have_bins_of_integers() -> None:
         assert (np.diff(edges) >= 1).all()
 
 
-def test_equal_values_have_a_bin() -> None:
+def test_equal_values_get_a_bin_around_them() -> None:
     for value in (0.0, 0.25, 100.0):
         low, high = even_bins([value, value])
         assert low < value < high

@@ -1,26 +1,28 @@
-"""`inspect` shows what is there, in our tars and in those of others, and agrees with the loader token by token."""
+"""`inspect` shows the contents of any tar, and agrees with the loader token by token."""
 
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
 from tests.conftest import FLAVORS, Packer
-from tests.internals import CHATML_TEMPLATE, cli
+from tests.inspection.datasets import METADATASET_V2
+from tests.internals import CHATML_TEMPLATE
+from tests.printed import invoke
 from tests.shards.test_repair import llava_pack, write_tar
-
-V2 = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["inspect", *map(str, arguments)])
+    return invoke("inspect", *arguments)
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_tokens_are_those_of_the_loader(pack_demo: Packer, encoder: ChatEncoder, flavor: str) -> None:
+def test_tokens_labels_and_positions_equal_the_batch_of_the_loader(
+    pack_demo: Packer, encoder: ChatEncoder, flavor: str
+) -> None:
     folder = pack_demo(sample_class=flavor, max_packs_per_shard=3).shards
     batches = list(get_packed_loader(folder, encoder, epochs=1, num_workers=0, shuffle=False))
     batch = batches[4]
@@ -37,7 +39,7 @@ def test_tokens_are_those_of_the_loader(pack_demo: Packer, encoder: ChatEncoder,
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_a_folder_and_a_pack(pack_demo: Packer, flavor: str) -> None:
+def test_a_dataset_and_a_pack_are_shown_with_their_counts(pack_demo: Packer, flavor: str) -> None:
     result = pack_demo(sample_class=flavor, max_packs_per_shard=8)
     shown = run(result.shards.parent)
     assert shown.exit_code == 0, shown.output
@@ -54,7 +56,7 @@ def test_a_folder_and_a_pack(pack_demo: Packer, flavor: str) -> None:
     assert "no pack has the key 'pack_99999999'" in str(missing.exception)
 
 
-def test_tars_of_other_packers(tmp_path: Path, tokenizer_dir: Path) -> None:
+def test_third_party_tars_are_shown_without_a_manifest(tmp_path: Path, tokenizer_dir: Path) -> None:
     tar = tmp_path / "foreign.tar"
     write_tar(tar, llava_pack("ps_0", ["red", "green"]))
     shown = run(tar)
@@ -63,11 +65,11 @@ def test_tars_of_other_packers(tmp_path: Path, tokenizer_dir: Path) -> None:
     assert "56 x 84" in shown.output
     assert "It is green." in shown.output
     assert "lengths not recorded" in shown.output
-    assert "no packing.json that names a tokenizer; pass `tokenizer`" in str(run(tar, "--tokens").exception)
+    assert "no packing.json with a tokenizer. Pass `tokenizer`" in str(run(tar, "--tokens").exception)
     assert "What" in run(tar, "--tokens", "--tokenizer", tokenizer_dir).output
 
 
-def test_broken_and_unknown_tars_are_explained(tmp_path: Path, pack_demo: Packer) -> None:
+def test_damaged_and_unknown_tars_are_shown_with_the_problem(tmp_path: Path, pack_demo: Packer) -> None:
     content = next(pack_demo(max_packs_per_shard=3).shards.glob("*.tar")).read_bytes()
     cut = tmp_path / "cut.tar"
     cut.write_bytes(content[: len(content) // 2])
@@ -100,7 +102,7 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
     assert "[red]hi" in shown
 
 
-def test_names_with_brackets_are_no_markup(tmp_path: Path) -> None:
+def test_brackets_in_names_are_not_markup(tmp_path: Path) -> None:
     folder = tmp_path / "[red]run[" / "[/b]"
     folder.mkdir(parents=True)
     write_tar(folder / "x.tar", llava_pack("ps_0", ["red"]))
@@ -112,7 +114,7 @@ def test_names_with_brackets_are_no_markup(tmp_path: Path) -> None:
     assert "[red]run[/[/b]/x.tar: 1 packs" in shown.output
 
 
-def test_tool_calls_tabs_and_joined_emoji_are_seen(tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_tool_calls_tabs_and_joined_emoji_are_shown(tokenizer_dir: Path, tmp_path: Path) -> None:
     call = {"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
     messages = [
         {"role": "user", "content": "weather?\n\tin Oslo \U0001f408\u200d\u2b1b"},
@@ -138,17 +140,17 @@ def test_tool_calls_tabs_and_joined_emoji_are_seen(tokenizer_dir: Path, tmp_path
         assert value["samples"][0]["turns"][2]["extra"] == {"tool_calls": [call]}
 
 
-def test_a_metadataset(pack_demo: Packer, tmp_path: Path) -> None:
+def test_a_metadataset_is_shown_with_unreadable_datasets(pack_demo: Packer, tmp_path: Path) -> None:
     shards = pack_demo(max_packs_per_shard=3).shards
     mix = tmp_path / "mix.yaml"
     entries = f"      - {{path: {shards}, weight: 3}}\n      - {{path: gone, weight: 1}}\n"
-    mix.write_text(f"{V2}splits:\n  train:\n    blend:\n{entries}")
+    mix.write_text(f"{METADATASET_V2}splits:\n  train:\n    blend:\n{entries}")
     shown = run(mix)
     assert shown.exit_code == 1
     assert "gone, which does not exist" in shown.output  # beside the dataset that can be read
     assert shown.output.count("│ train │") == 2
     assert "gone, which does not exist" in str(shown.exception)
-    mix.write_text(f"{V2}splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n")
+    mix.write_text(f"{METADATASET_V2}splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n")
     entry = json.loads(run(mix, "--json").output)
     assert (entry["share"], entry["times"], entry["mode"]) == (1.0, 1.0, "weight")
     mix.write_text("- 1\n")

@@ -11,7 +11,9 @@ from tests.internals import KINDS, ShardReader, codec_for, map_pack, token_rows
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_kinds_are_those_of_the_training_batch(pack_demo: Packer, encoder: ChatEncoder, flavor: str) -> None:
+def test_kinds_of_tokens_follow_the_labels_of_the_training_batch(
+    pack_demo: Packer, encoder: ChatEncoder, flavor: str
+) -> None:
     multiple = 1 if flavor == "MultiMixQASample" else 16
     options: dict[str, Any] = {"overlong": "truncate", "seq_len": 256} if flavor == FLAVORS[0] else {}
     result = pack_demo(sample_class=flavor, pad_multiple=multiple, **options)

@@ -1,4 +1,4 @@
-"""`lengths` says what `pack` would do at each seq_len."""
+"""`lengths` shows the result of `pack` for each seq_len."""
 
 import json
 from pathlib import Path
@@ -6,36 +6,37 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from tests.conftest import Packer
-from tests.internals import cli, compare, histogram, percentiles, recommend
+from tests.internals import compare, histogram, percentiles, recommend
+from tests.printed import invoke
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["lengths", *map(str, arguments)])
+    return invoke("lengths", *arguments)
 
 
-def test_shares_are_those_of_a_whole_pack(demo: Any, tokenizer_dir: Path, pack_demo: Packer) -> None:
+def test_candidates_match_a_complete_pack(demo: Any, tokenizer_dir: Path, pack_demo: Packer) -> None:
     shown = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", 1, "--json", "--seq-len", 128, 300, 512)
     assert shown.exit_code == 0, shown.output
     value = json.loads(shown.stdout[shown.stdout.index("{") :])
-    assert [one["seq_len"] for one in value["candidates"]] == [128, 300, 512]
-    for one in value["candidates"]:
-        manifest = pack_demo(seq_len=one["seq_len"], max_reject_rate=1.0).manifest
+    assert [candidate["seq_len"] for candidate in value["candidates"]] == [128, 300, 512]
+    for candidate in value["candidates"]:
+        manifest = pack_demo(seq_len=candidate["seq_len"], max_reject_rate=1.0).manifest
         assert manifest.records == value["records"]
-        assert one["dropped_records"] == manifest.rejects.get("overlong", 0) / manifest.records
-        assert (one["packs"], round(one["utilization"], 6)) == (manifest.packs, manifest.utilization)
-        assert one["samples_per_pack"] == pytest.approx(manifest.samples_per_pack)
+        assert candidate["dropped_records"] == manifest.rejects.get("overlong", 0) / manifest.records
+        assert (candidate["packs"], round(candidate["utilization"], 6)) == (manifest.packs, manifest.utilization)
+        assert candidate["samples_per_pack"] == pytest.approx(manifest.samples_per_pack)
         others = {reason: count for reason, count in manifest.rejects.items() if reason != "overlong"}
         assert others == value["rejects"]
 
 
-def test_options_of_the_plan_are_those_of_pack(demo: Any, tokenizer_dir: Path, pack_demo: Packer) -> None:
+def test_planning_options_match_pack(demo: Any, tokenizer_dir: Path, pack_demo: Packer) -> None:
     options = ("--pad-multiple", 64, "--max-samples-per-pack", 3, "--algorithm", "sequential", "--loss-on", "all")
     shown = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", 1, "--json", "--seq-len", 512, *options)
     assert shown.exit_code == 0, shown.output
-    (one,) = json.loads(shown.stdout[shown.stdout.index("{") :])["candidates"]
+    (candidate,) = json.loads(shown.stdout[shown.stdout.index("{") :])["candidates"]
     manifest = pack_demo(
         seq_len=512,
         max_reject_rate=1.0,
@@ -45,20 +46,20 @@ def test_options_of_the_plan_are_those_of_pack(demo: Any, tokenizer_dir: Path, p
         tokenizer=tokenizer_dir,
         loss_on="all",
     ).manifest
-    assert (one["packs"], round(one["utilization"], 6)) == (manifest.packs, manifest.utilization)
-    assert one["samples_per_pack"] == pytest.approx(manifest.samples_per_pack)
+    assert (candidate["packs"], round(candidate["utilization"], 6)) == (manifest.packs, manifest.utilization)
+    assert candidate["samples_per_pack"] == pytest.approx(manifest.samples_per_pack)
     wrong = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--algorithm", "magic")
     assert "unknown algorithm" in str(wrong.exception)
 
 
-def test_the_terminal(demo: Any, tokenizer_dir: Path) -> None:
+def test_the_table_recommends_a_candidate(demo: Any, tokenizer_dir: Path) -> None:
     shown = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", 1, "--seq-len", "256,1024")
     assert shown.exit_code == 0, shown.output
     assert "--seq-len 1024: the smallest candidate that drops less than 1% of the tokens" in shown.output
     assert "█" in shown.output
 
 
-def test_a_sample_is_close(tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_a_sample_of_the_records_is_close_to_all_records(tokenizer_dir: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lines = [json.dumps({"text": "red square " * int(n)}) for n in rng.integers(1, 100, 20_000)]
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
@@ -72,7 +73,7 @@ def test_a_sample_is_close(tokenizer_dir: Path, tmp_path: Path) -> None:
     assert value["percentiles"]["50"] == pytest.approx(expected["percentiles"]["50"], rel=0.1)
 
 
-def test_numbers_by_hand() -> None:
+def test_values_match_a_calculation_by_hand() -> None:
     lengths = np.array([1, 2, 3, 4, 10], dtype=np.int32)
     assert percentiles(lengths)[50] == 3
     assert percentiles(lengths)[100] == 10
@@ -90,7 +91,7 @@ def test_numbers_by_hand() -> None:
     assert histogram(one) == [(7, 7, 3)]
 
 
-def test_wrong_input_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_wrong_input_is_a_one_line_error(tokenizer_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text("{}\n")
     assert "none of 1 records can be packed: 1 x " in str(
         run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir).exception
@@ -105,7 +106,9 @@ def test_wrong_input_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
         (("--seq-len", "0"), "`seq_len` is 0; it must be at least 1"),
     ],
 )
-def test_wrong_options_are_one_line(demo: Any, tokenizer_dir: Path, options: tuple[str, str], message: str) -> None:
+def test_wrong_options_are_a_one_line_error(
+    demo: Any, tokenizer_dir: Path, options: tuple[str, str], message: str
+) -> None:
     result = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", 1, *options)
     assert message in str(result.exception)
     assert run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", -5).exit_code == 1

@@ -1,4 +1,7 @@
-"""The report, as a browser sees it where there is one: charts, gallery, nothing run or fetched that data asks for."""
+"""The page of `report`: charts, gallery and warnings; scripts and links in the data are neither run nor fetched.
+
+With Chromium, the page is tested in a browser too.
+"""
 
 import html
 import json
@@ -11,20 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from energon_packed import ConfigError, pack
 from tests.conftest import FLAVORS, Packer
-from tests.internals import DemoDataset, PackedFolder, ShardReader, _zoomed, cli, codec_for, gather
+from tests.inspection.datasets import METADATASET_V2, damaged
+from tests.internals import DemoDataset, PackedFolder, ShardReader, _zoomed, codec_for, gather
+from tests.printed import invoke
 
 EVIL = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\"></p></article>"
 RECORD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Blue."}]}
-V2 = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["report", *map(str, arguments)])
+    return invoke("report", *arguments)
 
 
 class _Page(HTMLParser):
@@ -89,7 +93,7 @@ def test_markup_in_data_is_text(evil: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
-def test_in_a_browser(evil: Path, tmp_path: Path) -> None:
+def test_the_page_works_in_a_browser_and_blocks_other_scripts(evil: Path, tmp_path: Path) -> None:
     done = _browse(evil, tmp_path)
     assert "CONSOLE" not in done.stderr
     page = _Page(done.stdout)
@@ -127,7 +131,7 @@ def _browse(page: Path, profile: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_every_flavor(pack_demo: Packer, flavor: str, tmp_path: Path) -> None:
+def test_the_page_contains_the_counts_of_every_flavor(pack_demo: Packer, flavor: str, tmp_path: Path) -> None:
     result = pack_demo(sample_class=flavor, max_packs_per_shard=8, split={"train": 0.8, "val": 0.2})
     shown = run(result.shards.parent, "-o", tmp_path / "r.html")
     assert shown.exit_code == 0, shown.output
@@ -159,14 +163,14 @@ parent.document.title = JSON.stringify({width: innerWidth, page: document.docume
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
-def test_narrow_screens_show_everything(evil: Path, pack_demo: Packer, tmp_path: Path) -> None:
+def test_nothing_is_clipped_on_narrow_screens(evil: Path, pack_demo: Packer, tmp_path: Path) -> None:
     shards = pack_demo(max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}).shards
     mix = tmp_path / "mix.yaml"
     entries = "".join(
         f"      - {{path: {path}, weight: 1}}\n"
         for path in (shards, evil.parent / "out" / "webdataset", damaged(shards, tmp_path / ("y" * 200)))
     )
-    mix.write_text(f"{V2}splits:\n  train:\n    blend:\n{entries}  val:\n    path: {shards}\n")
+    mix.write_text(f"{METADATASET_V2}splits:\n  train:\n    blend:\n{entries}  val:\n    path: {shards}\n")
     assert run(shards, "-o", tmp_path / "packed.html").exit_code == 0
     assert run(mix, "-o", tmp_path / "mixed.html").exit_code == 0
     for page in (evil, tmp_path / "packed.html", tmp_path / "mixed.html"):
@@ -215,9 +219,9 @@ def test_warnings_and_settings(
     text = _report(out, tmp_path)
     rejected = result.manifest.records - result.manifest.packed
     assert f"{rejected} of {result.manifest.records} records (" in text
-    assert "split test has no pack, with a share of 0.001" in text
-    assert "no reader uses 1 field (url) of the records" in text
-    assert "kinds of tokens (image, supervised, other) are not shown" not in text
+    assert "split test has no pack; its share is 0.001" in text
+    assert "not used: 1 field (url) of the records" in text
+    assert "kinds of tokens (image, supervised, other) are unknown" not in text
     for entry, path, count in zip(result.manifest.sources, inputs, (41, demo.records), strict=True):
         assert (entry.path, entry.records) == ([str(path)], count)
         assert str(path) in text
@@ -230,8 +234,8 @@ def test_warnings_and_settings(
     manifest = out / "webdataset" / ".nv-meta" / "packing.json"
     manifest.write_text(manifest.read_text().replace(str(tokenizer_dir), "/nowhere/tokenizer"))
     moved = _report(out, tmp_path)
-    assert f"the size of 1 shard ({shard.name}) is not the one in packing.json" in moved
-    assert "the tokenizer /nowhere/tokenizer of packing.json does not exist here; pass --tokenizer" in moved
+    assert f"the size of 1 shard ({shard.name}) differs from packing.json" in moved
+    assert "the tokenizer /nowhere/tokenizer of packing.json does not exist here. Pass --tokenizer" in moved
     assert "Kinds of tokens need --tokenizer" in moved
     assert f"{result.manifest.supervised_tokens:,} of {result.manifest.tokens:,}" in moved  # of packing.json
     given = _report(out, tmp_path, "--tokenizer", tokenizer_dir)
@@ -245,19 +249,12 @@ def _report(path: Path, folder: Path, *arguments: object) -> str:
     return " ".join(" ".join(_Page((folder / "r.html").read_text()).text).split())
 
 
-def damaged(shards: Path, copy: Path) -> Path:
-    """A copy whose packing.json cannot be read."""
-    shutil.copytree(shards, copy)
-    (copy / ".nv-meta" / "packing.json").write_text("{")
-    return copy
-
-
-def test_a_blend_has_totals_and_shares(pack_demo: Packer, tmp_path: Path) -> None:
+def test_a_metadataset_has_totals_and_shares(pack_demo: Packer, tmp_path: Path) -> None:
     a, b = pack_demo(max_packs_per_shard=3), pack_demo(max_packs_per_shard=3, seq_len=512)
     mix = tmp_path / "mix.yaml"
     paths = [a.shards, b.shards]
     weighted = "".join(f"      - {{path: {path}, weight: {n}}}\n" for path, n in zip(paths, (3, 1), strict=True))
-    mix.write_text(f"{V2}splits:\n  train:\n    blend:\n{weighted}")
+    mix.write_text(f"{METADATASET_V2}splits:\n  train:\n    blend:\n{weighted}")
     text = _report(mix, tmp_path)
     packs, tokens = [one.manifest.packs for one in (a, b)], [one.manifest.tokens for one in (a, b)]
     assert f"{sum(packs):,}" in text
@@ -271,32 +268,31 @@ def test_a_blend_has_totals_and_shares(pack_demo: Packer, tmp_path: Path) -> Non
         assert f"{share:.2%}" in text
     repeated = weighted.replace("weight", "repetitions")
     third = damaged(a.shards, tmp_path / "c")
-    mix.write_text(
-        f"{V2}splits:\n  train:\n    blend_epochized:\n{repeated}      - {{path: {third}, repetitions: 1}}\n"
-    )
+    entry = f"      - {{path: {third}, repetitions: 1}}\n"
+    mix.write_text(f"{METADATASET_V2}splits:\n  train:\n    blend_epochized:\n{repeated}{entry}")
     broken = _report(mix, tmp_path)
-    assert "1 of 3 datasets cannot be read; the totals are without it" in broken
+    assert "1 of 3 datasets cannot be read; the totals exclude it" in broken
     assert f"{sum(packs):,}" in broken
-    mix.write_text(f"{V2}splits:\n  train:\n    blend_epochized:\n{repeated}")
+    mix.write_text(f"{METADATASET_V2}splits:\n  train:\n    blend_epochized:\n{repeated}")
     assert f"One epoch draws {3 * packs[0] + packs[1]:,} packs" in _report(mix, tmp_path)
 
 
-def test_a_blend(pack_demo: Packer, tmp_path: Path) -> None:
+def test_a_metadataset_is_shown_with_escaped_names(pack_demo: Packer, tmp_path: Path) -> None:
     shards = pack_demo(max_packs_per_shard=3).shards
     mix = tmp_path / "mix.yaml"
     damaged(shards, tmp_path / "<b>")
     entries = f"      - {{path: {shards}, weight: 3}}\n      - {{path: '<b>', weight: 1}}\n"
-    mix.write_text(f"{V2}splits:\n  train:\n    blend:\n{entries}")
+    mix.write_text(f"{METADATASET_V2}splits:\n  train:\n    blend:\n{entries}")
     assert run(mix, "-o", tmp_path / "r.html").exit_code == 0
     text = " ".join(_Page((tmp_path / "r.html").read_text()).text)
     assert str(shards) in text
     assert "<b>" in text
-    mix.write_text(f"{V2}splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n")
+    mix.write_text(f"{METADATASET_V2}splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n")
     assert run(mix, "-o", tmp_path / "r.html").exit_code == 0
     assert "100.00%" in (tmp_path / "r.html").read_text()
 
 
-def test_without_matplotlib_the_pip_command_is_told(
+def test_without_matplotlib_the_error_names_the_pip_command(
     pack_demo: Packer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = pack_demo(max_packs_per_shard=3).shards

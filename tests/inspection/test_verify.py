@@ -1,4 +1,4 @@
-"""`verify` passes what was packed, and names the file of each thing that was done to it."""
+"""`verify` passes packed datasets, and names the damaged file of others."""
 
 import io
 import json
@@ -12,29 +12,30 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from energon_packed import PackOptions, pack
 from tests.conftest import FLAVORS, Packer
-from tests.internals import cli, make_nv_meta
+from tests.inspection.datasets import copied_output, edit_manifest
+from tests.internals import make_nv_meta
+from tests.printed import invoke
 
 Change = Callable[[Path], None]
 
 
 @pytest.fixture
 def copy(pack_demo: Packer, tmp_path: Path) -> Path:
-    """A dataset of three packs a shard, which may be damaged."""
+    """A dataset with three packs per shard, which a test may damage."""
     shards = pack_demo(max_packs_per_shard=3, seq_len=512).shards
-    shutil.copytree(shards.parent, tmp_path / "out", ignore=shutil.ignore_patterns(".work"))
-    return tmp_path / "out" / "webdataset"
+    return copied_output(shards, tmp_path / "out")
 
 
 def run(folder: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["verify", str(folder), *arguments])
+    return invoke("verify", folder, *arguments)
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_what_was_packed_is_sound(pack_demo: Packer, flavor: str) -> None:
+def test_a_packed_dataset_passes_all_checks(pack_demo: Packer, flavor: str) -> None:
     shards = pack_demo(sample_class=flavor, max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}).shards
     result = run(shards.parent)
     assert result.exit_code == 0, result.output
@@ -70,18 +71,11 @@ def _cut_a_tar(folder: Path) -> None:
 
 
 def _change_the_counts(folder: Path) -> None:
-    _edit_manifest(folder, lambda value: value.update(packed=value["packed"] + 1, records=value["records"] + 1))
+    edit_manifest(folder, lambda value: value.update(packed=value["packed"] + 1, records=value["records"] + 1))
 
 
 def _lower_seq_len(folder: Path) -> None:
-    _edit_manifest(folder, lambda value: value.update(seq_len=400))
-
-
-def _edit_manifest(folder: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
-    file = folder / ".nv-meta" / "packing.json"
-    value = json.loads(file.read_text())
-    change(value)
-    file.write_text(json.dumps(value))
+    edit_manifest(folder, lambda value: value.update(seq_len=400))
 
 
 def _edit_packs(folder: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
@@ -112,7 +106,7 @@ def _edit_packs(folder: Path, change: Callable[[dict], object]) -> None:  # type
         entry = value["shards"][1]
         entry.update(bytes=tar.stat().st_size, sha256=hashlib.sha256(tar.read_bytes()).hexdigest())
 
-    _edit_manifest(folder, fit)
+    edit_manifest(folder, fit)
 
 
 def _repeat_a_sample(folder: Path) -> None:
@@ -136,11 +130,11 @@ def _change_a_text(folder: Path) -> None:
         (_lower_seq_len, "tokens, more than seq_len 400"),
         (_repeat_a_sample, "and in pack-000001.tar: pack_0000000"),
         (_cut_a_tar, "pack-000001.tar: truncated inside"),
-        (_change_the_counts, "samples, packing.json says"),
+        (_change_the_counts, "samples, packing.json has"),
         (_change_a_text, "pack-000001.tar: pack_00000003, sample"),
     ],
 )
-def test_damage_is_found_and_its_file_named(copy: Path, change: Change, message: str) -> None:
+def test_damage_is_found_and_the_file_is_named(copy: Path, change: Change, message: str) -> None:
     change(copy)
     result = run(copy)
     assert result.exit_code == 1, result.output
@@ -162,7 +156,7 @@ def test_another_tokenizer_is_refused(copy: Path, text_tokenizer_dir: Path) -> N
     assert "does not exist" in str(result.exception)
 
 
-def test_an_id_that_two_records_share_is_no_fault(tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_records_may_share_an_id(tokenizer_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": "red square", "id": "twin"}\n{"text": "blue square", "id": "twin"}\n')
     options = {"inputs": (str(tmp_path / "d.jsonl"),), "output_dir": tmp_path / "out", "seq_len": 64, "workers": 1}
     pack(PackOptions(tokenizer=tokenizer_dir, **options))  # type: ignore[arg-type]
@@ -186,7 +180,7 @@ def test_without_lengths_parquet_a_repeated_sample_is_still_found(copy: Path) ->
 
 
 @pytest.mark.parametrize(("words", "sound"), [(90, True), (5, False)])
-def test_packs_of_one_sample_are_no_fault_where_no_two_fit(
+def test_packs_with_a_single_sample_pass_if_no_two_samples_fit(
     tokenizer_dir: Path, tmp_path: Path, words: int, sound: bool
 ) -> None:
     lines = [json.dumps({"text": "red square " * words, "id": f"r{number}"}) for number in range(3)]
@@ -194,7 +188,7 @@ def test_packs_of_one_sample_are_no_fault_where_no_two_fit(
     options = {"inputs": (str(tmp_path / "d.jsonl"),), "output_dir": tmp_path / "out", "seq_len": 256, "workers": 1}
     pack(PackOptions(tokenizer=tokenizer_dir, max_samples_per_pack=1, **options))  # type: ignore[arg-type]
     assert run(tmp_path / "out").exit_code == 0  # one sample a pack was asked for
-    _edit_manifest(tmp_path / "out" / "webdataset", lambda value: value.update(max_samples_per_pack=None))
+    edit_manifest(tmp_path / "out" / "webdataset", lambda value: value.update(max_samples_per_pack=None))
     result = run(tmp_path / "out")
     assert (result.exit_code == 0) is sound, result.output
     assert (
@@ -202,16 +196,16 @@ def test_packs_of_one_sample_are_no_fault_where_no_two_fit(
     ) in result.output
 
 
-def test_code_in_the_data_set_is_not_run(copy: Path) -> None:
+def test_code_in_the_dataset_is_not_run(copy: Path) -> None:
     loader = copy / ".nv-meta" / "sample_loader.py"
     loader.write_text(loader.read_text() + f"\nopen({str(copy / 'ran')!r}, 'w').close()\n")
     result = run(copy)
-    assert "sample_loader.py is not what energon-packed writes, so it was not executed" in result.output
+    assert "sample_loader.py differs from the generated file, so it was not executed" in result.output
     assert not (copy / "ran").exists()
     assert result.exit_code == 1
 
 
-def test_indexes_can_be_made_anew(copy: Path) -> None:
+def test_indexes_can_be_rebuilt(copy: Path) -> None:
     (copy / "pack-000001.tar.idx").unlink()
     (copy / ".nv-meta" / "index.sqlite").write_bytes(b"broken")
     result = run(copy)
@@ -221,7 +215,7 @@ def test_indexes_can_be_made_anew(copy: Path) -> None:
     assert run(copy).exit_code == 0
 
 
-def test_data_of_other_packers_is_checked_as_far_as_it_tells(copy: Path, tokenizer_dir: Path) -> None:
+def test_third_party_datasets_get_the_checks_without_packing_json(copy: Path, tokenizer_dir: Path) -> None:
     (copy / ".nv-meta" / "packing.json").unlink()
     make_nv_meta(copy)
     for arguments in ((), ("--tokenizer", str(tokenizer_dir))):
@@ -233,19 +227,19 @@ def test_data_of_other_packers_is_checked_as_far_as_it_tells(copy: Path, tokeniz
     assert "pack-000001.tar: truncated inside" in run(copy).output
 
 
-def test_supervised_tokens_are_those_of_the_packs(copy: Path) -> None:
+def test_supervised_tokens_are_counted_in_the_packs(copy: Path) -> None:
     assert run(copy).exit_code == 0
-    _edit_manifest(copy, lambda value: value.update(supervised_tokens=value["supervised_tokens"] + 1))
-    assert re.search(r"the tars have [\d,]+ supervised tokens, packing.json says", " ".join(run(copy).output.split()))
+    edit_manifest(copy, lambda value: value.update(supervised_tokens=value["supervised_tokens"] + 1))
+    assert re.search(r"the tars have [\d,]+ supervised tokens, packing.json has", " ".join(run(copy).output.split()))
     assert run(copy, "--fast").exit_code == 0
 
 
-def test_utilization_is_that_of_the_packs(copy: Path) -> None:
-    _edit_manifest(copy, lambda value: value.update(utilization=0.5))
-    assert "packing.json has utilization 0.5; tokens over" in " ".join(run(copy, "--fast").output.split())
+def test_utilization_is_computed_from_the_counts(copy: Path) -> None:
+    edit_manifest(copy, lambda value: value.update(utilization=0.5))
+    assert "packing.json has utilization 0.5, but tokens /" in " ".join(run(copy, "--fast").output.split())
 
 
-def test_samples_are_those_that_lengths_parquet_says(copy: Path) -> None:
+def test_samples_are_compared_with_lengths_parquet(copy: Path) -> None:
     file = copy.parent / "lengths.parquet"
     rows = pq.read_table(file).to_pylist()
     packed = next(row for row in rows if row["status"] == "packed")

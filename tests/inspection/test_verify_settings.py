@@ -1,19 +1,20 @@
-"""`verify` takes every encoder setting: it encodes again what `pack` measured, and reports what it overrides."""
+"""`verify` accepts every encoder setting, encodes samples again with it, and reports the overridden settings."""
 
 import json
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from energon_packed import ConfigError, FormatError
 from tests.conftest import Packer
 from tests.encoding.test_vision_settings import QWEN, write_model_folder
-from tests.internals import as_options, cli
+from tests.inspection.datasets import copied_output, edit_manifest
+from tests.internals import as_options
+from tests.printed import invoke
 
 ENCODED = "✓ samples encode to their recorded length, with a supervised token ("
 
@@ -27,12 +28,11 @@ def by_factor(pack_demo: Packer, text_tokenizer_dir: Path) -> Path:
 
 @pytest.fixture
 def copy(by_factor: Path, tmp_path: Path) -> Path:
-    shutil.copytree(by_factor.parent, tmp_path / "out", ignore=shutil.ignore_patterns(".work"))
-    return tmp_path / "out" / "webdataset"
+    return copied_output(by_factor, tmp_path / "out")
 
 
 def verify(path: Path, line: str = "") -> Result:
-    return CliRunner().invoke(cli, ["verify", str(path), *shlex.split(line)])
+    return invoke("verify", path, *shlex.split(line))
 
 
 def refused(path: Path, line: str = "") -> str:
@@ -42,11 +42,6 @@ def refused(path: Path, line: str = "") -> str:
     message = as_options(str(result.exception))
     assert "\n" not in message
     return message
-
-
-def edit_manifest(folder: Path, **values: Any) -> None:
-    file = folder / ".nv-meta" / "packing.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 SETTINGS = ["--patch-size 16", "--patch-size 24", "--merge-size 2", "--vision-family llava_onevision2"]
@@ -63,16 +58,18 @@ def test_data_packed_by_a_factor_is_encoded_again(copy: Path, line: str) -> None
     assert note in result.output
 
 
-def test_what_is_encoded_again_is_compared(copy: Path) -> None:
+def test_encoded_samples_are_compared_with_the_records(copy: Path) -> None:
     tokens = json.loads((copy / ".nv-meta" / "packing.json").read_text())["supervised_tokens"]
-    edit_manifest(copy, supervised_tokens=tokens + 1)
+    edit_manifest(copy, lambda value: value.update(supervised_tokens=tokens + 1))
     assert verify(copy).exit_code == 0  # nothing says which of the two meanings the factor has
     result = verify(copy, "--patch-size 16")
     assert result.exit_code == 1
-    assert f"supervised tokens, packing.json says {tokens + 1:,}" in " ".join(result.output.split())
+    assert f"supervised tokens, packing.json has {tokens + 1:,}" in " ".join(result.output.split())
 
 
-def test_a_model_folder_says_what_the_factor_means(copy: Path, text_tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_a_model_folder_decides_the_meaning_of_the_factor(
+    copy: Path, text_tokenizer_dir: Path, tmp_path: Path
+) -> None:
     names = {"tokenizer_class": "Qwen2Tokenizer", "model": "llava_onevision2"}
     folder = tmp_path / "model"
     write_model_folder(folder, text_tokenizer_dir, template="chat_template.json", **names)
@@ -81,11 +78,14 @@ def test_a_model_folder_says_what_the_factor_means(copy: Path, text_tokenizer_di
     assert ENCODED in result.output
 
 
-def test_without_a_setting_the_note_names_those_that_decide(copy: Path) -> None:
+def test_without_a_setting_the_note_names_the_settings_that_decide(copy: Path) -> None:
     result = verify(copy)
     assert result.exit_code == 0, result.output
-    assert "note: samples are not encoded again: --factor 48 is 16 x 3 or 24 x 2 (patch size x merge" in result.output
-    assert "; pass --patch-size, --vision-family or --processor" in result.output
+    assert (
+        "note: samples are not encoded again, because --factor 48 is 16 x 3 or 24 x 2 (patch size x merge"
+        in result.output
+    )
+    assert ". Pass --patch-size, --vision-family or --processor." in result.output
     assert ENCODED not in result.output
 
 
@@ -102,7 +102,7 @@ def test_without_a_setting_the_note_names_those_that_decide(copy: Path) -> None:
         ("--image-processor Nobody", "unknown image processor 'Nobody'; set --vision-family or --image-processor"),
     ],
 )
-def test_settings_that_give_other_tokens_are_refused(by_factor: Path, line: str, message: str) -> None:
+def test_settings_that_result_in_other_tokens_are_refused(by_factor: Path, line: str, message: str) -> None:
     assert message in refused(by_factor, line)
 
 
@@ -120,9 +120,9 @@ def test_settings_apply_to_every_dataset_of_a_metadataset(by_factor: Path, tmp_p
     ]
 
 
-def test_data_of_other_packers_takes_settings_with_a_tokenizer(copy: Path, text_tokenizer_dir: Path) -> None:
+def test_third_party_datasets_use_settings_with_a_tokenizer(copy: Path, text_tokenizer_dir: Path) -> None:
     (copy / ".nv-meta" / "packing.json").unlink()
-    assert "has no packing.json that names a tokenizer; pass --tokenizer" in refused(copy, "--patch-size 16")
+    assert "has no packing.json with a tokenizer. Pass --tokenizer" in refused(copy, "--patch-size 16")
     settings = f"--image-processor {QWEN} --factor 48 --min-pixels 3136 --max-pixels 4000000 --merge-size 3"
     result = verify(copy, f"--tokenizer {text_tokenizer_dir} {settings}")
     assert ENCODED in result.output
@@ -132,16 +132,22 @@ def test_data_of_other_packers_takes_settings_with_a_tokenizer(copy: Path, text_
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"factor": "48"}, "has no valid encoder: --factor is '48'; it must be an integer; pack the data again"),
-        ({"factor": 0}, "has no valid encoder: --factor is 0; it must be at least 1; pack the data again"),
-        ({"processor": 5}, "has no valid encoder: --processor is 5; it must be a path; pack the data again"),
-        ({"loss_on": "user"}, "has no valid encoder: --loss-on is 'user'; use one of assistant, last, all; pack the"),
-        ({"patchsize": 1}, "has no valid encoder: unknown encoder setting 'patchsize'; did you mean --patch-size?"),
+        ({"factor": "48"}, "has no valid encoder (pack the data again): --factor is '48'; it must be an integer"),
+        ({"factor": 0}, "has no valid encoder (pack the data again): --factor is 0; it must be at least 1"),
+        ({"processor": 5}, "has no valid encoder (pack the data again): --processor is 5; it must be a path"),
+        (
+            {"loss_on": "user"},
+            "has no valid encoder (pack the data again): --loss-on is 'user'; use one of assistant, last, all",
+        ),
+        (
+            {"patchsize": 1},
+            "has no valid encoder (pack the data again): unknown encoder setting 'patchsize'",
+        ),
     ],
 )
 def test_a_packing_json_with_invalid_settings_is_refused_in_one_line(
     copy: Path, setting: dict[str, Any], message: str
 ) -> None:
     encoder = json.loads((copy / ".nv-meta" / "packing.json").read_text())["encoder"]
-    edit_manifest(copy, encoder=encoder | setting)
+    edit_manifest(copy, lambda value: value.update(encoder=encoder | setting))
     assert message in refused(copy)

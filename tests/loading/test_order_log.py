@@ -59,7 +59,7 @@ def test_the_log_of_eight_ranks_stopped_three_times_proves_that_nothing_is_lost(
     assert found.complete == [0]
     done = CliRunner().invoke(cli, ["order", "check", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert "no sample lost, none twice, equal after every resume" in done.output
+    assert "no sample lost or repeated, equal after every resume" in done.output
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_the_command_prints_a_table_or_json_and_writes_nothing(
     given = [str(demo.jsonl), "-o", str(tmp_path / "out"), "--seq-len", "1k", "--tokenizer", str(tokenizer_dir)]
     shown = CliRunner().invoke(cli, ["pack", *given, "--dry-run"])
     assert shown.exit_code == 0, shown.output
-    assert "dry run: nothing is written" in shown.output
+    assert "dry run: no files were written" in shown.output
     assert "free disk space" in shown.output
     value = printed_json(cli, ["pack", *given, "--dry-run", "--json"])
     assert value["records"] == demo.records

@@ -61,7 +61,7 @@ def check_account(result: PackResult, records: int, encoder: ChatEncoder) -> Non
     rejects = [json.loads(line) for line in result.rejects.read_bytes().splitlines()]
     assert [one["row"] for one in rejects] == [row["row"] for row in ledger if row["status"] != "packed"]
     assert all(one["detail"] and len(one["detail"]) <= 500 for one in rejects)
-    failed = [check for check in verify(PackedFolder.open(result.shards), encoder) if not check.holds]
+    failed = [check for check in verify(PackedFolder.open(result.shards), encoder) if not check.passed]
     assert not failed, failed
     packed = Counter((row["id"], row["length"]) for row in ledger if row["status"] == "packed")
     dataset = PackedDataset(result.shards, encoder)

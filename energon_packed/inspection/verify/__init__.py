@@ -1,8 +1,8 @@
-"""`verify`: is a dataset intact, consistent with its own records, and accepted by training?
+"""Verify a packed dataset: a PackedFolder and its encoder in, one Check for each condition out.
 
-files.py    the tars, their indexes, the files that name them
-packs.py    what is in the packs
-energon.py  whether Energon loads it
+check.py  Check: the result of a condition
+files.py  tars, indexes and metadata files; loading the first sample of each split with Energon
+packs.py  contents of the packs: samples, images, tokens and their sums
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from energon_packed.inspection.verify.files import (
     energon_loads,
     indexes_match,
     keys_are_unique,
-    ledger_agrees,
-    shards_are_those_named,
+    rejects_match,
+    shards_match,
     utilization_is_at_least,
 )
 from energon_packed.inspection.verify.packs import PackChecker, contents_checks
@@ -35,49 +35,55 @@ def verify(
     processes: int = 1,
     progress: Progress | None = None,
 ) -> Iterator[Check]:
-    """Check after check, as they are done. Without a packing.json, those that need it are skipped.
+    """Run all checks, and yield each result when it is complete.
+
+    Checks that need packing.json are skipped if there is none.
 
     Args:
-        folder: the dataset.
-        encoder: the one that it was packed with, to encode every sample again; None skips that.
-        min_utilization: smallest share of a row that tokens must fill on average, 0 to 1.
-        processes: tars read in parallel.
+        folder: dataset.
+        encoder: encoder of the dataset, to encode every sample again; None skips that.
+        min_utilization: minimum mean share of a row that tokens fill, 0 to 1.
+        processes: number of tars read in parallel.
         progress: notified of every tar while the packs are read.
 
     Raises:
-        ConfigError: `min_utilization` for data that has none.
+        ConfigError: `min_utilization` is set, but the dataset has no packing.json or stores single samples.
     """
     manifest = folder.manifest
     if min_utilization is not None and (manifest is None or manifest.algorithm == "none"):
-        what = "has no packing.json" if manifest is None else "holds single samples"
-        raise ConfigError(f"{folder.path} {what}, so it has no utilization; omit `min_utilization`")
+        reason = "has no packing.json" if manifest is None else "stores single samples"
+        raise ConfigError(f"{folder.path} {reason}, so it has no utilization. Omit `min_utilization`.")
     progress = progress or Progress()
     engine = LocalEngine(processes)
-    yield shards_are_those_named(folder)
+    yield shards_match(folder)
 
+    # Tars that packing.json does not list are a problem of the first check; their contents are not checked.
     entries = {shard.name: shard for shard in manifest.shards} if manifest else {}
     known = [tar for tar in folder.tars if not entries or tar.name in entries]
     intact = Check("tars are intact" + (", with the size and hash recorded" if manifest else ""))
     scans = []
+    # Processes finish in any order: results are sorted, so that the output does not depend on it.
     for _, check, scan in sorted(engine.run(TarChecker(entries), known), key=lambda result: result[0]):
         intact.add(check)
         scans += [scan] if scan is not None else []
-    intact.found = f"{sum(tar.stat().st_size for tar in known):,} bytes"
+    intact.summary = f"{sum(tar.stat().st_size for tar in known):,} bytes"
     yield intact
     yield indexes_match(folder, scans)
     yield keys_are_unique(scans)
 
+    # Only intact tars are decoded: the others would repeat the problem found above.
     progress.start("packs", len(scans), "tars")
     contents = []
     with closing(engine.run(PackChecker(folder.codec, encoder, manifest), scans)) as results:
-        for one in results:
-            contents.append(one)
+        for tar in results:
+            contents.append(tar)
             progress.advance(1)
     progress.stop()
-    contents.sort(key=lambda one: one.name)
+    contents.sort(key=lambda tar: tar.name)
     yield from contents_checks(folder, contents, fast=encoder is None)
     if manifest is not None:
-        yield ledger_agrees(folder, manifest)
-    if min_utilization is not None:
-        yield utilization_is_at_least(folder, min_utilization)
+        yield rejects_match(folder, manifest)
+    if manifest is not None and min_utilization is not None:
+        yield utilization_is_at_least(manifest, min_utilization)
+    # Last, because it imports Energon and runs the generated sample_loader.py.
     yield energon_loads(folder)

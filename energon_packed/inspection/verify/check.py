@@ -1,40 +1,40 @@
-"""Check: the result of one verification."""
+"""Check: the result of verifying one condition of a dataset, as `verify` yields it."""
 
 from dataclasses import dataclass, field
 
-_MOST = 5  # maximum number of problems listed per check
+_MAX_LISTED = 5  # problems listed per check; the others are counted
 
 
 @dataclass(slots=True)
 class Check:
-    """Result of one verification.
+    """Result of verifying a condition.
 
     Attributes:
-        name: condition that must hold.
+        name: the condition, as a statement.
         problems: first five violations, with the file name.
-        found: summary of what was checked.
-        count: total number of problems.
-        remedy: command that fixes it: `pack`, `nv-meta`, or `check-images` for `pack --check-images full`.
+        summary: amount that was checked, such as "12 packs".
+        count: total number of violations.
+        remedy: command that repairs it: `pack`, `nv-meta`, or `check-images` for `pack --check-images full`.
     """
 
     name: str
     problems: list[str] = field(default_factory=list)
-    found: str = ""
+    summary: str = ""
     count: int = 0
     remedy: str = "pack"
 
     def fail(self, problem: str) -> None:
         """Record a problem."""
         self.count += 1
-        if self.count <= _MOST:
+        if self.count <= _MAX_LISTED:
             self.problems.append(problem)
 
     def add(self, other: "Check") -> None:
-        """Merge the problems of the same check for another file."""
+        """Add the problems of the same check of another file."""
         self.count += other.count
-        self.problems = (self.problems + other.problems)[:_MOST]
+        self.problems = (self.problems + other.problems)[:_MAX_LISTED]
 
     @property
-    def holds(self) -> bool:
-        """Whether no problem was found."""
+    def passed(self) -> bool:
+        """True without violations."""
         return self.count == 0

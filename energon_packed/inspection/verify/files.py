@@ -1,6 +1,7 @@
-"""Checks of tars, indexes and metadata files that do not read pack contents.
+"""Check the files of a dataset without decoding packs: a PackedFolder and the scanned tars in, Checks out.
 
-Whether Energon itself loads the dataset.
+Tars are compared with packing.json and split.yaml, indexes and counts with the tar headers, and rejects.jsonl with the
+counts. `energon_loads` loads the first sample of each split with Energon.
 """
 
 import hashlib
@@ -26,25 +27,27 @@ from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.manifest import ShardEntry
 from energon_packed.shards.nv_meta import CRUDE, loader_files
 from energon_packed.shards.scan import TarScan, scan_tar
+from energon_packed.shards.tar import ShardRows
 
 
-def shards_are_those_named(folder: PackedFolder) -> Check:
+def shards_match(folder: PackedFolder) -> Check:
     """Check that the tars on disk match packing.json and split.yaml."""
     source = "split.yaml" if folder.manifest is None else "packing.json"
     sources = source if folder.manifest is None else "packing.json and split.yaml"
-    check = Check(f"shards match {sources}", found=f"{len(folder.tars):,} tars")
+    check = Check(f"shards match {sources}", summary=f"{len(folder.tars):,} tars")
     if not folder.tars:
         check.fail("there is no tar, so nothing to check")
     try:
         if excluded := read_split(folder.path).exclude_patterns:
-            check.found += f"; split.yaml excludes {len(excluded):,} names, which Energon skips"
+            check.summary += f"; split.yaml excludes {len(excluded):,} names, which Energon skips"
+        # Both lists must match the files on disk, and each other.
         named = folder.shards
         there = {tar.name for tar in folder.tars}
         for name in sorted(set(named) - there):
             check.fail(f"{name} is missing")
         for name in sorted(there - set(named)):
             check.fail(f"{name} is on disk, but not in {source}")
-        splits = folder.named_in_split_yaml()
+        splits = folder.split_yaml_shards()
         for name in sorted(set(named) | set(splits)):
             if splits.get(name) != named.get(name):
                 check.fail(f"split.yaml has {name} in {splits.get(name)}, packing.json in {named.get(name)}")
@@ -55,7 +58,7 @@ def shards_are_those_named(folder: PackedFolder) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class TarChecker:
-    """Reads a complete tar and compares it with its manifest entry; a callable for an engine.
+    """Task that reads a complete tar and compares it with packing.json.
 
     Attributes:
         entries: the shards of packing.json, by name.
@@ -64,7 +67,7 @@ class TarChecker:
     entries: dict[str, ShardEntry]
 
     def __call__(self, tar: Path) -> tuple[Path, Check, TarScan | None]:
-        """Return (tar, check, scan); the scan is None if the tar has problems."""
+        """Return (tar, check, scan); the scan is None if the tar is damaged."""
         check = Check("")
         if entry := self.entries.get(tar.name):
             size = tar.stat().st_size
@@ -74,6 +77,7 @@ class TarChecker:
                 check.fail(f"{tar.name} has {size} bytes, packing.json has {entry.bytes}")
             elif digest != entry.sha256:
                 check.fail(f"{tar.name} has sha256 {digest[:12]}.., packing.json has {entry.sha256[:12]}..")
+        # A wrong hash does not end the check: the headers show which members are damaged.
         try:
             scan = scan_tar(tar)
         except FormatError as error:
@@ -88,6 +92,7 @@ def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
     """Check that the indexes of valid tars match their headers."""
     check = Check(".tar.idx, index.sqlite and .info.json match the members", remedy="nv-meta")
     meta = folder.path / NV_META
+    # Rows of damaged tars cannot be compared; their damage is reported by the check of the tars.
     rows = {scan.path.name: scan.rows() for scan in scans}
     for scan in scans:
         index = scan.path.with_suffix(".tar.idx")
@@ -114,12 +119,13 @@ def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
         return check
     try:
         total = 0
-        for number, name in enumerate(folder.shards):
+        # `tar_file_id` is the index of a shard in packing.json, including shards without an intact tar.
+        for tar_file_id, name in enumerate(folder.shards):
             if name not in rows:
                 continue
-            _compare_rows(check, connection, number, rows[name])
+            _compare_rows(check, connection, tar_file_id, rows[name])
             total += len(rows[name].keys)
-        check.found = f"{total:,} packs"
+        check.summary = f"{total:,} packs"
     except (sqlite3.Error, UnicodeError) as error:
         check.fail(f"index.sqlite cannot be read: {error}")
     finally:
@@ -127,31 +133,31 @@ def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
     return check
 
 
-def _compare_rows(check: Check, connection: sqlite3.Connection, number: int, rows: Any) -> None:
-    """Compare the index rows of one tar with its headers."""
+def _compare_rows(check: Check, connection: sqlite3.Connection, tar_file_id: int, rows: ShardRows) -> None:
+    """Compare the rows of a tar in index.sqlite with its headers."""
     sizes = np.diff(rows.offsets).tolist()
     expected = [
-        (key, place, offset, size)
-        for place, (key, offset, size) in enumerate(zip(rows.keys, rows.offsets, sizes, strict=False))
+        (key, index, offset, size)
+        for index, (key, offset, size) in enumerate(zip(rows.keys, rows.offsets, sizes, strict=False))
     ]
     query = "SELECT sample_key, sample_index, byte_offset, byte_size FROM samples WHERE tar_file_id = ? ORDER BY 2"
-    _compare(check, rows.name, "samples", expected, connection.execute(query, (number,)).fetchall())
+    _compare(check, rows.name, "samples", expected, connection.execute(query, (tar_file_id,)).fetchall())
     query = (
         "SELECT sample_index, part_name, content_byte_offset, content_byte_size FROM sample_parts "
         "WHERE tar_file_id = ? ORDER BY 1, 3"
     )
-    _compare(check, rows.name, "sample_parts", sorted(rows.parts, key=lambda p: (p[0], p[2])),
-             connection.execute(query, (number,)).fetchall())  # fmt: skip
+    expected_parts = sorted(rows.parts, key=lambda part: (part[0], part[2]))  # sample index, offset: ORDER BY 1, 3
+    _compare(check, rows.name, "sample_parts", expected_parts, connection.execute(query, (tar_file_id,)).fetchall())
 
 
-def _compare(check: Check, tar: str, table: str, expected: list[Any], found: list[Any]) -> None:
-    if len(expected) != len(found):
-        check.fail(f"index.sqlite has {len(found)} rows of {tar} in {table}, the tar has {len(expected)}")
+def _compare(check: Check, tar: str, table: str, expected: Sequence[Any], actual: Sequence[Any]) -> None:
+    if len(expected) != len(actual):
+        check.fail(f"index.sqlite has {len(actual)} rows of {tar} in {table}, the tar has {len(expected)}")
         return
-    for want, have in zip(expected, found, strict=True):
-        if tuple(want) != tuple(have):
-            check.fail(f"index.sqlite, {table} of {tar}: the row {tuple(have)} should be {tuple(want)}")
-            return
+    for right, row in zip(expected, actual, strict=True):
+        if tuple(right) != tuple(row):
+            check.fail(f"index.sqlite, {table} of {tar}: the row {tuple(row)} should be {tuple(right)}")
+            return  # one shifted row shifts all later rows
 
 
 def keys_are_unique(scans: Sequence[TarScan]) -> Check:
@@ -163,20 +169,21 @@ def keys_are_unique(scans: Sequence[TarScan]) -> Check:
             if key in owner:
                 check.fail(f"key {key} is in {owner[key]} and in {scan.path.name}")
             owner[key] = scan.path.name
-    check.found = f"{len(owner):,} keys"
+    check.summary = f"{len(owner):,} keys"
     return check
 
 
-def ledger_agrees(folder: PackedFolder, manifest: PackingManifest) -> Check:
-    """Check that the counts of packing.json add up and match rejects.jsonl for each reason."""
+def rejects_match(folder: PackedFolder, manifest: PackingManifest) -> Check:
+    """Check that the counts in packing.json add up and match rejects.jsonl for each reason."""
     check = Check("records = packed + rejected, and rejects.jsonl matches")
     rejected = sum(manifest.rejects.values())
-    check.found = f"{manifest.records:,} records"
+    check.summary = f"{manifest.records:,} records"
     if manifest.records != manifest.packed + rejected:
         check.fail(f"packing.json: {manifest.records} records != {manifest.packed} packed + {rejected} rejected")
+    # Training does not need the file, so it may be missing after a copy of the shards.
     file = folder.path.parent / "rejects.jsonl"
     if not file.is_file():
-        check.found += "; rejects.jsonl not found"
+        check.summary += "; rejects.jsonl not found"
         return check
     try:
         reasons = Counter(orjson.loads(line)["reason"] for line in file.read_bytes().splitlines())
@@ -190,24 +197,22 @@ def ledger_agrees(folder: PackedFolder, manifest: PackingManifest) -> Check:
     return check
 
 
-def utilization_is_at_least(folder: PackedFolder, least: float) -> Check:
-    """Tokens fill at least this share of the rows, by the counts of packing.json."""
-    manifest = folder.manifest
-    assert manifest is not None
-    found = manifest.utilization
-    check = Check(f"utilization is at least {least:.2%}", found=f"{found:.2%}")
-    if found < least:
+def utilization_is_at_least(manifest: PackingManifest, minimum: float) -> Check:
+    """Check that tokens fill at least this share of the rows, by the counts in packing.json."""
+    check = Check(f"utilization is at least {minimum:.2%}", summary=f"{manifest.utilization:.2%}")
+    if manifest.utilization < minimum:
         check.fail(
-            f"{manifest.tokens:,} tokens in {manifest.packs:,} rows of {manifest.seq_len:,}: {found:.2%}; pack more "
-            "data at once, with a larger seq_len or without max_samples_per_pack"
+            f"{manifest.tokens:,} tokens in {manifest.packs:,} rows of {manifest.seq_len:,} are a utilization of "
+            f"{manifest.utilization:.2%}. Pack more data at once, raise seq_len, or unset max_samples_per_pack."
         )
     return check
 
 
 def energon_loads(folder: PackedFolder) -> Check:
-    """The first sample of every split, through Energon, which runs `sample_loader.py`: only one that we wrote.
+    """Check that Energon loads the first sample of every split.
 
-    A dataset whose dataset.yaml names the class of another package is loaded by its crude.yaml.
+    Energon runs `sample_loader.py`, so it is called only if this file is exactly the generated file. If dataset.yaml
+    names a class of another package, the dataset is loaded with crude.yaml instead.
     """
     from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
 
@@ -218,44 +223,46 @@ def energon_loads(folder: PackedFolder) -> Check:
     for name, content in loader_files(folder.codec, module).items():
         file = folder.path / NV_META / name
         if not file.is_file():
-            check.fail(f"{name} is missing; run energon-packed nv-meta")
+            check.fail(f"{name} is missing. Run energon-packed nv-meta.")
         elif file.read_bytes() != content:
-            check.fail(f"{name} is not what energon-packed writes, so it was not executed; review it, or run nv-meta")
+            check.fail(f"{name} differs from the generated file, so it was not executed. Review it, or run nv-meta.")
     try:
+        # Energon imports code from these files; `check_trusted` looks for references to other code.
         check_trusted(folder.path, dataset_config=CRUDE if module is not None else None)
     except EnergonPackedError as error:
         check.fail(str(error))
-    if not check.holds:
+    if not check.passed:
         return check
 
-    class Nothing(DefaultTaskEncoder):  # type: ignore[misc]
+    class RawPacks(DefaultTaskEncoder):  # type: ignore[misc]
         decoder = None
         cookers = (Cooker(cook_pack),)  # for crude.yaml
 
-    def refuse(error: Exception, *rest: Any) -> None:
-        raise error
+    def reraise(error: Exception, *rest: Any) -> None:
+        raise error  # by default, Energon logs the error and skips the sample
 
     try:
+        # Splits without shards have no first sample.
         splits = sorted(set(folder.shards.values()))
         read_split(folder.path)
     except FormatError as error:
         check.fail(str(error))
         return check
-    check.found = ", ".join(splits) if module is None else f"{', '.join(splits)}, by crude.yaml, without {module}"
+    check.summary = ", ".join(splits) if module is None else f"{', '.join(splits)}, by crude.yaml, without {module}"
     for split in splits:
-        config = WorkerConfig(rank=0, world_size=1, num_workers=0, global_error_handler=refuse)
+        config = WorkerConfig(rank=0, world_size=1, num_workers=0, global_error_handler=reraise)
         try:
             dataset = get_val_dataset(
                 folder.path,
                 split_part=split,
                 worker_config=config,
                 batch_size=None,
-                task_encoder=Nothing(),
+                task_encoder=RawPacks(),
                 dataset_config=None if module is None else CRUDE,
             )
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # on pinned memory, where there is no GPU
-                next(iter(get_loader(dataset, watchdog_timeout_seconds=None)))  # its thread never ends
-        except (Exception, StopIteration) as error:  # Energon raises what its parts raise
+                warnings.simplefilter("ignore")  # pinned memory without a GPU
+                next(iter(get_loader(dataset, watchdog_timeout_seconds=None)))  # a watchdog thread would never end
+        except Exception as error:  # Energon does not wrap the errors of its readers
             check.fail(f"split {split}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return check

@@ -1,4 +1,8 @@
-"""What is in the packs: samples, images, tokens and their sums. Tars are read in parallel, and the results joined."""
+"""Check the contents of the packs: the scans of intact tars in, Checks out.
+
+PackChecker is a task for one tar: it decodes samples and images, encodes the samples again, and returns TarContents.
+`contents_checks` joins the TarContents of all tars, and compares them with packing.json and lengths.parquet.
+"""
 
 import zlib
 from collections import Counter
@@ -29,13 +33,13 @@ from energon_packed.shards.scan import TarScan
 
 @dataclass(slots=True)
 class TarContents:
-    """What one tar holds.
+    """Contents of one tar.
 
     Attributes:
         name: file name of the tar.
-        counts: packs, samples, images and tokens; supervised tokens of the samples that were encoded.
+        counts: number of packs, samples, images and tokens, and of supervised tokens of the encoded samples.
         samples: (id, checksum of its text or tokens, key of its pack) of every sample, in order.
-        shortest: tokens of the two shortest samples that may share a row, by kind.
+        shortest: lengths of the two shortest samples that may share a row, by kind of media.
         packs, images, fit, encoded: checks of this tar.
     """
 
@@ -53,12 +57,12 @@ class TarContents:
 
 @dataclass(frozen=True, slots=True)
 class PackChecker:
-    """Checks every pack of one tar: a function for an engine.
+    """Task that checks every pack of a tar.
 
     Attributes:
-        codec: of the flavor.
-        encoder: encodes every sample again; None skips that.
-        manifest: of the dataset; None where another tool packed it.
+        codec: codec of the flavor.
+        encoder: encoder of the dataset, to encode every sample again; None skips that.
+        manifest: content of packing.json; None if a third-party tool packed the dataset.
     """
 
     codec: Codec
@@ -67,73 +71,75 @@ class PackChecker:
 
     def __call__(self, scan: TarScan) -> TarContents:
         """Check an intact tar."""
+        contents = TarContents(scan.path.name)
         with _one_thread():
-            return self._check(scan)
+            for raw in scan.packs():
+                key = raw["__key__"]
+                try:
+                    load_pack(self.codec, raw)  # the function that loaders call, which may refuse more than `read`
+                    samples = self.codec.read(raw)
+                # Decoders raise many types for malformed parts; one bad pack must not end the check.
+                except (EnergonPackedError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                    contents.packs.fail(f"{contents.name}: {key}: {error}")
+                    continue
+                contents.counts["packs"] += 1
+                contents.counts["samples"] += len(samples)
+                contents.counts["images"] += sum(len(sample.images) for sample in samples)
+                for sample in samples:
+                    conversation = sample.conversation
+                    contents.samples.append((str(conversation.id), _checksum(conversation), key))
+                self._check_pack(contents, key, samples)
+        return contents
 
-    def _check(self, scan: TarScan) -> TarContents:
-        here = TarContents(scan.path.name)
-        for raw in scan.packs():
-            key = raw["__key__"]
-            try:
-                load_pack(self.codec, raw)  # what the loader does
-                samples = self.codec.read(raw)
-            except (EnergonPackedError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                here.packs.fail(f"{here.name}: {key}: {error}")
-                continue
-            here.counts["packs"] += 1
-            here.counts["samples"] += len(samples)
-            here.counts["images"] += sum(len(one.images) for one in samples)
-            here.samples += [(str(one.conversation.id), _checksum(one.conversation), key) for one in samples]
-            self._check_pack(here, key, samples)
-        return here
-
-    def _check_pack(self, here: TarContents, key: str, samples: list[StoredSample]) -> None:
-        where = f"{here.name}: {key}"
-        for one in samples:
-            for image in one.conversation.images:
+    def _check_pack(self, contents: TarContents, key: str, samples: list[StoredSample]) -> None:
+        pack = f"{contents.name}: {key}"
+        for sample in samples:
+            for image in sample.conversation.images:
                 try:
                     load_image(image)
                 except EnergonPackedError as error:
-                    here.images.fail(f"{where}, sample {one.conversation.id}: {error}")
+                    contents.images.fail(f"{pack}, sample {sample.conversation.id}: {error}")
         encoded: list[EncodedSample | Reject | None] = [None] * len(samples)
         if self.encoder is not None:
-            encoded = [*self.encoder.encode_many([one.conversation for one in samples])]
-        lengths = [self._length(here, key, *pair) for pair in zip(samples, encoded, strict=True)]
+            encoded = [*self.encoder.encode_many([sample.conversation for sample in samples])]
+        lengths = [self._length(contents, key, *pair) for pair in zip(samples, encoded, strict=True)]
+        # -1: neither recorded nor encoded.
         known = np.array([length for length in lengths if length > 0], dtype=np.int64)
-        here.counts["tokens"] += int(known.sum())
+        contents.counts["tokens"] += int(known.sum())
         if self.manifest is None:
             return
-        taken = round_up(known, self.manifest.pad_multiple)
-        if taken.sum() > self.manifest.seq_len:
-            here.fit.fail(f"{where} has {taken.sum()} tokens, more than seq_len {self.manifest.seq_len}")
-        for one, length in zip(samples, taken.tolist(), strict=False):
-            kind = one.conversation.kind if self.manifest.group_by == "media" else "any"
-            here.shortest[kind] = sorted([*here.shortest.get(kind, []), length])[:2]
+        padded = round_up(known, self.manifest.pad_multiple)
+        if padded.sum() > self.manifest.seq_len:
+            contents.fit.fail(f"{pack} has {padded.sum()} tokens, more than seq_len {self.manifest.seq_len}")
+        for sample, length in zip(samples, padded.tolist(), strict=False):
+            # With --group-by media, only samples of the same kind share a row.
+            kind = sample.conversation.kind if self.manifest.group_by == "media" else "any"
+            contents.shortest[kind] = sorted([*contents.shortest.get(kind, []), length])[:2]
 
     def _length(
-        self, here: TarContents, key: str, sample: StoredSample, encoded: EncodedSample | Reject | None
+        self, contents: TarContents, key: str, sample: StoredSample, encoded: EncodedSample | Reject | None
     ) -> int:
-        """Tokens of a sample: as encoded again, else as recorded, else -1."""
+        """Number of tokens of a sample: encoded, else recorded, else -1."""
         recorded = -1 if sample.length is None else sample.length
         if encoded is None:
             return recorded
-        where = f"{here.name}: {key}, sample {sample.conversation.id}"
+        name = f"{contents.name}: {key}, sample {sample.conversation.id}"
         try:
-            one = checked_sample(sample, encoded, key, check_lengths=False)
+            checked = checked_sample(sample, encoded, key, check_lengths=False)
         except EnergonPackedError as error:
-            here.encoded.fail(f"{where}: {error}")
+            contents.encoded.fail(f"{name}: {error}")
             return recorded
-        if recorded >= 0 and len(one) != recorded:
-            here.encoded.fail(f"{where} has {len(one)} tokens, recorded are {recorded}")
-        if one.num_supervised == 0:
-            here.encoded.fail(f"{where} has no supervised token")
-        here.counts["supervised tokens"] += one.num_supervised
-        return len(one)
+        if recorded >= 0 and len(checked) != recorded:
+            contents.encoded.fail(f"{name} has {len(checked)} tokens, {recorded} are recorded")
+        if checked.num_supervised == 0:
+            contents.encoded.fail(f"{name} has no supervised token")
+        contents.counts["supervised tokens"] += checked.num_supervised
+        return len(checked)
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Torch on this thread alone: its thread pool does not survive a fork, and each core has a process."""
+    """Limit torch to this thread: its thread pool does not survive a fork, and each core already has a process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -143,30 +149,31 @@ def _one_thread() -> Iterator[None]:
 
 
 def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: bool) -> Iterator[Check]:
-    """The checks of all tars together.
+    """Join the checks of all tars.
 
     Args:
-        folder: the dataset.
-        contents: of its intact tars, by name.
+        folder: dataset.
+        contents: contents of its intact tars, sorted by name.
         fast: samples were not encoded again.
     """
     manifest = folder.manifest
-    total = sum((one.counts for one in contents), Counter[str]())
+    total = sum((tar.counts for tar in contents), Counter[str]())
     joined = TarContents("")
     joined.packs.name = f"packs are {folder.codec.sample_class}"
-    found = {
+    summaries = {
         "packs": f"{total['packs']:,} packs",
         "images": f"{total['images']:,} images",
         "fit": f"{manifest.seq_len:,} tokens" if manifest else "",
         "encoded": f"{total['samples']:,} samples",
     }
-    for name, looked_at in found.items():
+    for name, summary in summaries.items():
         check: Check = getattr(joined, name)
-        check.found = looked_at
-        for one in contents:
-            check.add(getattr(one, name))
+        check.summary = summary
+        for tar in contents:
+            check.add(getattr(tar, name))
+    # Not every image was decoded while packing, so a bad image in an intact tar was bad in the input.
     if manifest is not None and (manifest.images_decoded or 0) < manifest.images:
-        joined.images.remedy = "check-images"  # the tar is intact: the image was packed like this
+        joined.images.remedy = "check-images"
     yield joined.packs
     if manifest is not None:
         yield _every_sample_once(folder, contents)
@@ -175,7 +182,7 @@ def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: 
         yield joined.fit
     if fast:
         joined.encoded.name += ": skipped"
-        joined.encoded.found = "--fast" if manifest else "--fast, or no packing.json and no --tokenizer"
+        joined.encoded.summary = "--fast" if manifest else "--fast, or no packing.json and no --tokenizer"
     yield joined.encoded
     if manifest is None:
         return
@@ -187,69 +194,75 @@ def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: 
 def _samples_share_rows(
     codec: Codec, manifest: PackingManifest, contents: list[TarContents], total: Counter[str]
 ) -> Check:
-    """Packs hold more than one sample, where any two would fit a row."""
-    check = Check("samples share rows", found=f"{total['samples'] / max(total['packs'], 1):.2f} samples a pack")
+    """Check that packs contain more than one sample, if two samples would fit a row."""
+    check = Check("samples share rows", summary=f"{total['samples'] / max(total['packs'], 1):.2f} samples a pack")
+    # Planners that keep the input order may leave two samples apart that would fit.
     in_order = manifest.algorithm not in ("bfd", "ffd")
+    # The kind of media is unknown for flavors that store tokens.
     unknown_kinds = manifest.group_by == "media" and codec.stores_tokens
     if total["samples"] > total["packs"] or in_order or unknown_kinds or manifest.max_samples_per_pack == 1:
         return check
-    for kind in {kind for one in contents for kind in one.shortest}:
-        shortest = sorted(length for one in contents for length in one.shortest.get(kind, []))[:2]
+    # If the two shortest samples of a kind do not fit one row together, no two samples do.
+    for kind in {kind for tar in contents for kind in tar.shortest}:
+        shortest = sorted(length for tar in contents for length in tar.shortest.get(kind, []))[:2]
         if len(shortest) == 2 and sum(shortest) <= manifest.seq_len:
             check.fail(
                 f"{total['samples']:,} samples in {total['packs']:,} packs: nothing was packed, and two of "
                 f"{shortest[0]} and {shortest[1]} tokens would fit a row of {manifest.seq_len}"
             )
             return check
-    check.found += f", as no two fit a row of {manifest.seq_len:,}"
+    check.summary += f", as no two fit a row of {manifest.seq_len:,}"
     return check
 
 
 def _every_sample_once(folder: PackedFolder, contents: list[TarContents]) -> Check:
-    """The samples in the packs are those of lengths.parquet, each the same number of times.
-
-    Two records of the input may have one id. Without lengths.parquet, one id with one text is the same sample twice.
-    """
+    """Check that each sample id is packed as often as lengths.parquet lists it as packed."""
     check = Check("every sample is packed exactly once")
     recorded = _recorded_ids(folder)
-    seen: dict[str, str] = {}
+    packs: dict[str, str] = {}  # the last pack of each sample id
     times: Counter[str] = Counter()
-    texts: Counter[tuple[str, int]] = Counter()
-    for one in contents:
-        for ident, text, key in one.samples:
+    contents_seen: Counter[tuple[str, int]] = Counter()
+    for tar in contents:
+        for ident, checksum, key in tar.samples:
             times[ident] += 1
-            where = f"{one.name}: {key}"
-            is_twice = texts[ident, text] > 0 if recorded is None else times[ident] > recorded[ident] > 0
-            texts[ident, text] += 1
+            pack = f"{tar.name}: {key}"
+            # Records may share an id. Without lengths.parquet, only an equal id and an equal text are one sample.
+            is_repeated = (
+                contents_seen[ident, checksum] > 0 if recorded is None else times[ident] > recorded[ident] > 0
+            )
+            contents_seen[ident, checksum] += 1
             if recorded is not None and not recorded[ident]:
-                check.fail(f"sample {ident} is in {where}, but lengths.parquet does not list it as packed")
-            elif is_twice:
-                check.fail(f"sample {ident} is in {seen[ident]} and in {where}")
-            seen[ident] = where
+                check.fail(f"sample {ident} is in {pack}, but lengths.parquet does not list it as packed")
+            elif is_repeated:
+                check.fail(f"sample {ident} is in {packs[ident]} and in {pack}")
+            packs[ident] = pack
     for ident, count in (recorded or {}).items():
         if times[ident] < count:
             check.fail(f"sample {ident} is listed as packed in lengths.parquet, but is in no intact tar")
-    check.found = f"{times.total():,} samples"
+    check.summary = f"{times.total():,} samples"
     if recorded is None:
-        check.found += "; there is no lengths.parquet"
+        check.summary += "; there is no lengths.parquet"
     return check
 
 
 def _checksum(conversation: Conversation) -> int:
+    """CRC-32 of the tokens or the text: enough to distinguish samples with equal ids."""
     if conversation.input_ids is not None:
         return zlib.crc32(conversation.input_ids.tobytes())
-    texts = [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
-    return zlib.crc32("\0".join(texts).encode(errors="replace"))
+    strings = [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
+    return zlib.crc32("\0".join(strings).encode(errors="replace"))
 
 
 def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter[str], *, encoded: bool) -> Check:
-    check = Check("sums match packing.json", found=f"{total['tokens']:,} tokens")
+    """Check that the counts of the packs match packing.json, for each shard and in total."""
+    check = Check("sums match packing.json", summary=f"{total['tokens']:,} tokens")
     entries: dict[str, Any] = {shard.name: shard for shard in manifest.shards}
-    for one in contents:
+    for tar in contents:
         for name in ("packs", "samples", "tokens"):
-            recorded = getattr(entries[one.name], name)
-            if one.counts[name] != recorded:
-                check.fail(f"{one.name} has {one.counts[name]} {name}, packing.json says {recorded}")
+            recorded = getattr(entries[tar.name], name)
+            if tar.counts[name] != recorded:
+                check.fail(f"{tar.name} has {tar.counts[name]} {name}, packing.json has {recorded}")
+    # Totals are compared as well: a shard that is missing changes only them.
     totals = {
         "packs": manifest.packs,
         "samples": manifest.packed,
@@ -260,20 +273,20 @@ def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter
         totals["supervised tokens"] = manifest.supervised_tokens
     for name, recorded in totals.items():
         if total[name] != recorded:
-            check.fail(f"the tars have {total[name]:,} {name}, packing.json says {recorded:,}")
-    used = manifest.tokens / max(manifest.packs * manifest.seq_len, 1)
-    if abs(used - manifest.utilization) > 1e-5:
-        check.fail(f"packing.json has utilization {manifest.utilization}; tokens over packs x seq_len are {used:.6f}")
+            check.fail(f"the tars have {total[name]:,} {name}, packing.json has {recorded:,}")
+    actual = manifest.tokens / max(manifest.packs * manifest.seq_len, 1)
+    if abs(actual - manifest.utilization) > 1e-5:  # it is stored with six decimals
+        check.fail(
+            f"packing.json has utilization {manifest.utilization}, but tokens / (packs * seq_len) is {actual:.6f}"
+        )
     return check
 
 
 def _recorded_ids(folder: PackedFolder) -> Counter[str] | None:
-    """How many packed records have each id by lengths.parquet: two of the input may have the same.
-
-    None where there is no such file.
-    """
+    """Count the packed records of each id in lengths.parquet; None without this file. Records may share an id."""
     try:
         table = pq.read_table(folder.path.parent / "lengths.parquet", columns=["id", "status"])
+    # The file is not needed for training, and may not be copied with the shards.
     except (OSError, pa.ArrowInvalid):
         return None
     pairs = zip(table["id"].to_pylist(), table["status"].to_pylist(), strict=True)
