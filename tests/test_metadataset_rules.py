@@ -137,7 +137,7 @@ ODD: dict[str, tuple[Any, str]] = {
     "no splits": ({**HEAD, "splits": {}}, "it has no splits"),
     "an object": (
         train({**A, "subflavors": {"x": {"__module__": "os", "__function__": "getcwd"}}}, B),
-        "names os.getcwd, which is neither of energon-packed nor of Energon",
+        "names os.getcwd, which belongs neither to energon-packed nor to Energon",
     ),
     "an alias": ("splits: {train: {datasets: [&x {path: a}, *x]}}\n", "line 1 has an alias, which Energon ignores"),
     "a document marker": ("---\n" + yaml.safe_dump(train(A, B)), "line 1 is ---, which Energon cannot read"),
@@ -248,12 +248,12 @@ def test_what_two_parsers_read_apart_is_refused_before_energon_runs_it(data: Pat
             LOADERS[name](written(tmp_path, head + entry), data)
 
 
-def test_files_that_stand_for_billions_of_datasets_are_refused_at_once(data: Path) -> None:
+def test_files_that_expand_to_billions_of_datasets_are_refused_at_once(data: Path) -> None:
     names = ["a"]
     for depth in range(12):
         written(data, train(*({"path": names[-1]} for _ in range(20))), f"wide{depth}.yaml")
         names.append(f"wide{depth}.yaml")
-    with pytest.raises(FormatError, match=r"stands for more than 10,000 datasets"):
+    with pytest.raises(FormatError, match=r"expands to more than 10,000 datasets"):
         steps_per_epoch(data / names[-1])
 
 

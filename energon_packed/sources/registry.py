@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import SourceError
-from energon_packed.files import irregular
+from energon_packed.files import irregular_kind
 from energon_packed.metadatasets import is_metadataset
 from energon_packed.records import Adapter, FieldMap
 from energon_packed.sources.arrow import ArrowSource, ParquetSource
@@ -208,7 +208,7 @@ def _refuse_irregular(path: Path) -> None:
         str(path).encode()
     except UnicodeEncodeError as error:
         raise SourceError(f"{str(path)!r} is not UTF-8; rename it, as the files that we write name it") from error
-    kind = irregular(path.stat().st_mode)
+    kind = irregular_kind(path.stat().st_mode)
     if kind is not None and not path.is_dir():
         raise SourceError(
             f"{path} is {kind}, not a regular file; write its content to a file, as it is read repeatedly"

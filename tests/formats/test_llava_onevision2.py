@@ -229,7 +229,7 @@ def test_our_readers_take_the_same_folder(written: PackResult, vision_encoder: C
     blend.write_text(BLEND.format(written.shards))
     options: dict[str, Any] = {"epochs": 1, "num_workers": 0}
     with pytest.raises(
-        ConfigError, match=r"dataset\.yaml names their_package.*neither of energon-packed nor of Energon"
+        ConfigError, match=r"dataset\.yaml names their_package.*neither to energon-packed nor to Energon"
     ):
         get_packed_loader(blend, vision_encoder, **options)
     with pytest.raises(ConfigError, match=r"No module named 'their_package'; a dataset\.yaml names that package"):
