@@ -91,7 +91,7 @@ def test_steps_per_epoch_by_hand(pack_demo: Packer) -> None:
     assert sum(steps_per_epoch(result.manifest, world_size=3, num_workers=2)) == packs
     dropped = steps_per_epoch(result.manifest, micro_batch_size=packs + 1, drop_last=True)
     assert dropped == [0]
-    with pytest.raises(ValueError, match="`world_size` is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="`world_size` must be at least 1, got 0"):
         steps_per_epoch(result.manifest, world_size=0)
 
 
