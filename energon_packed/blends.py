@@ -75,7 +75,7 @@ class BlendInput:
 
 
 def read_input(path: str | Path, split: str) -> BlendInput:
-    """Read counts and settings of one split of a dataset folder, or of all datasets in a Metadataset.
+    """Read counts and settings of `split` in a dataset folder, or in all datasets of a Metadataset.
 
     Raises:
         ConfigError: the split is empty.
@@ -88,7 +88,7 @@ def read_input(path: str | Path, split: str) -> BlendInput:
     manifest = PackingManifest.load_if_there(folder)
     if manifest is None:
         return _scan(folder, split)
-    read_split(folder).required(split)
+    read_split(folder).required(split)  # its error lists the splits with packs
     shards = [shard for shard in manifest.shards if shard.split == split]
     if not sum(shard.packs for shard in shards):
         raise ConfigError(
@@ -119,7 +119,7 @@ def _read_metadataset(path: Path, split: str) -> BlendInput:
         inputs = [read_input(leaf.path, leaf.split_part) for leaf in leaves]
     except (ConfigError, FormatError) as error:
         raise ConfigError(f"{path} references a dataset that cannot be used: {error}") from error
-    _check_settings(inputs)
+    _check_settings(inputs)  # here as well: the sum has the settings of its first dataset only
     mode = metadataset.mode(split)
     return BlendInput(
         path=path,
@@ -145,7 +145,7 @@ def _scan(folder: Path, split: str) -> BlendInput:
     """Count a dataset packed by other tools, from its indexes and the JSON part of each pack."""
     tars = shards_in_split(folder, split)
     reader = ShardReader(tars)
-    codec = codec_of(reader[0])
+    codec = codec_of(reader[0])  # of the first pack: a dataset has one flavor
     packs = (reader.part(pack, codec.lengths_part) for pack in range(len(reader)))
     lengths = [length for raw in packs for length in codec.lengths(raw)]
     return BlendInput(
@@ -214,7 +214,7 @@ class Blend:
 def epochs_by_weight(weights: Sequence[float], packs: Sequence[int]) -> list[float]:
     """Return the epochs over each input per epoch of the largest input with a nonzero weight.
 
-    An epoch of the largest input, of `count` packs and weight w, takes count / w draws; an input of weight v and n
+    An epoch of the largest input, of `count` packs and weight w, needs count / w draws; an input of weight v and n
     packs then has count / w * v / n epochs.
 
     Args:
@@ -259,6 +259,7 @@ def make_blend(
     if epochized and schema == "v1":
         raise ConfigError("`epochized` requires `schema` 'v2'; v1 supports only draws by weight")
     train = [read_input(path, split_from) for path, _ in inputs]
+    # Settings first: their error explains more than equal shard names do. Again below, with the validation inputs.
     _check_settings(train)
     _check_together(train)
     train = _weighed(train, [weight for _, weight in inputs], weight_by, epochized)
@@ -279,6 +280,7 @@ def make_blend(
     )
     _check_settings([*train, *validation])
     _check_modes(train, "repetitions" if epochized else "weight")
+    # Validation is written as repetitions (each pack once); schema v1 has draws by weight only.
     _check_modes(validation, "weight" if schema == "v1" else "repetitions")
     return Blend(train=train, val=validation, schema=schema, epochized=epochized, subflavors=dict(subflavors or {}))
 
@@ -352,7 +354,7 @@ def render(blend: Blend, out: Path, *, absolute: bool = False) -> str:
         often = "" if blend.epochized else f"; {times:.3g} epochs per epoch of the largest input"
         lines.append(f"      # {counts}; weight: {dataset.weighed_by}{often}")
         key = "repetitions" if blend.epochized else "weight"
-        if dataset.weight == 0:
+        if dataset.weight == 0:  # kept as a comment: the file shows that the input was left out on purpose
             lines.append(f"      # - path: {dataset.path}    excluded: Energon does not accept a {key} of 0")
             continue
         lines += _entry(dataset, out, absolute, "train", {key: _number(dataset.weight)}, blend.subflavors)
@@ -388,7 +390,7 @@ def _entry(
     numbers: Mapping[str, object],
     subflavors: Mapping[str, Subflavor],
 ) -> list[str]:
-    """Return the YAML lines of one reference."""
+    """Return the YAML lines of a reference."""
     target = dataset.path.resolve()
     path = str(target) if absolute else os.path.relpath(target, out.resolve().parent)
     value: dict[str, object] = {"path": path}
@@ -447,6 +449,8 @@ def _check_modes(inputs: Sequence[BlendInput], mode: str) -> None:
 
 def _check_settings(inputs: Sequence[BlendInput]) -> None:
     """Reject inputs packed with different settings; the message lists all settings in which two inputs differ."""
+    # All pairs rather than the first input against the rest: a setting that is unknown in the first input would hide a
+    # difference between the others.
     for first, second in combinations(inputs, 2):
         differ = [
             f"{name} {str(value)[:24]} and {str(second.settings[name])[:24]}"

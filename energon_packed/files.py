@@ -30,7 +30,7 @@ from energon_packed.system import most_open
 
 _MOST_BYTES = 64 << 20  # of a YAML file
 _MOST_NODES = 5_000_000  # of its content, aliases counted each time: a few lines of aliases can expand to billions
-_MOST_NAMES = 1_000_000  # in the expansion of one list of brace patterns
+_MOST_NAMES = 1_000_000  # in the expansion of a list of brace patterns
 _MOST_BRACES = 16  # in one pattern
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
@@ -347,7 +347,7 @@ _reader_ids = itertools.count()
 
 
 class Streams:
-    """The open files of one reader, each opened on first use; the least recently used files are closed."""
+    """The open files of a reader, each opened on first use; the least recently used files are closed."""
 
     def __init__(self) -> None:
         self._reader = next(_reader_ids)

@@ -42,7 +42,7 @@ Mode = Literal["weight", "repetitions", "once"]
 _ENERGON = "megatron.energon"
 _SCHEMAS = ("Metadataset", "MetadatasetV2")
 _DEEPEST = 16  # Metadatasets inside Metadatasets
-_MOST_LEAVES = 10_000  # of one split: nested files that list each other twice expand to billions
+_MOST_LEAVES = 10_000  # of a split: nested files that list each other twice expand to billions
 _LISTS: Mapping[bool, Mapping[str, Mode]] = {  # keys of a weighted list by schema: True for V2, False for V1
     True: {"blend": "weight", "blend_epochized": "repetitions"},
     False: {"datasets": "weight"},
@@ -170,6 +170,7 @@ class Metadataset:
         """
         self.check_file()
         leaves = self._flatten(split, {})[1]
+        # Each split.yaml is read once: a dataset may occur many times in nested files. JSONL files have no splits.
         for folder, part in dict.fromkeys((leaf.path, leaf.split_part) for leaf in leaves):
             if folder.is_dir():
                 read_split(folder).required(part)
@@ -197,6 +198,7 @@ class Metadataset:
 
     def _nested(self) -> list["Metadataset"]:
         nested: dict[Path, Metadataset] = {}
+        # By path, since a file may be referenced many times; a recursion would expand all of these references.
         stack = [self]
         while stack:
             metadataset = stack.pop()
@@ -232,7 +234,7 @@ class Metadataset:
                     dataset_config=entry.dataset_config,
                 )
                 mode, inner = "once", [leaf]
-            if content.mode == "once":
+            if content.mode == "once":  # a split with a single reference is that reference
                 return mode, inner
             if mode not in ("once", content.mode):
                 raise ConfigError(
@@ -301,6 +303,7 @@ def read_split(folder: Path) -> SplitFile:
     file = folder / NV_META / SPLIT_FILE
     try:
         value = read_yaml(file)
+        # Brace ranges are expanded before use, and names may not leave the folder: the file is untrusted.
         listed = value["split_parts"] if "split_parts" in value else value["split"]
         patterns = value.get("exclude") or []
         return SplitFile(
@@ -380,6 +383,7 @@ def untrusted_object(file: Path, kind: Any, folder: Path | None = None) -> Confi
 
 def _read(path: Path, trusted: bool, outer: tuple[Path, ...], known: dict[Path, Metadataset]) -> Metadataset:
     """Read one file; `outer` are the files that lead to it, and `known` the Metadatasets read before, by path."""
+    # By the joined path rather than the real path: a link to a Metadataset is read relative to the link's folder.
     identity = energon_join(path.parent, path.name)
     if identity in outer or len(outer) > _DEEPEST:
         raise FormatError(f"{path} contains itself")
@@ -393,7 +397,7 @@ def _read(path: Path, trusted: bool, outer: tuple[Path, ...], known: dict[Path, 
     if not isinstance(value, dict):
         raise _invalid_file(path, f"it is {_describe_type(value)}, not a mapping")
     module, name = value.get("__module__"), value.get("__class__")
-    if not trusted:
+    if not trusted:  # before anything else is parsed: an object of another package may have any keys
         _check_objects(path, value)
     is_v2 = module is not None and name == _SCHEMAS[1]  # Energon reads V1 unless both keys are present
     if unknown := sorted(value.keys() - {"__module__", "__class__", "splits"}):
@@ -438,6 +442,7 @@ class _FileReader:
     def split(self, split: str, value: Any) -> MetadatasetSplit:
         if not isinstance(value, dict):
             raise _invalid_file(self.file, f"split {split!r} is {_describe_type(value)}, not a mapping")
+        # A V2 split is a list of references or a single reference; a V1 split is always a list.
         listed = [name for name in _LISTS[self.is_v2] if name in value]
         if not listed and self.is_v2:
             return MetadatasetSplit(mode="once", entries=(self.entry(value, None),))
@@ -480,6 +485,7 @@ class _FileReader:
             dataset_config=value.get("dataset_config"),
             split_config=value.get("split_config"),
         )
+        # Faults of a reference do not stop the parser, so that one error can count all of them.
         if "://" in value["path"]:
             return replace(entry, fault=self.remote(value["path"]))
         if number_name is not None:
@@ -496,6 +502,7 @@ class _FileReader:
     def resolved(self, entry: Entry, value: dict[str, Any]) -> Entry:
         """Return the entry with its nested Metadataset, its auxiliary datasets and its faults."""
         path = entry.path
+        # As Energon decides: V2 by the ending of the name, V1 reads every file as a Metadataset.
         if path.is_file() and (path.name.endswith(".yaml") or not self.is_v2):
             for name in ("aux", "dataset_config", "split_config"):
                 if value.get(name) is not None:
@@ -538,6 +545,7 @@ class _FileReader:
         paths: dict[str, Path] = {}
         fault = None
         for name, item in value.items():
+            # Three notations: a path, `filesystem://PATH`, or a mapping with `path` or `fs_path`.
             is_folder = isinstance(item, dict) and item.keys() == {"fs_path"}
             target = next(iter(item.values())) if isinstance(item, dict) and len(item) == 1 else item
             if not isinstance(target, str) or (isinstance(item, dict) and not item.keys() <= {"path", "fs_path"}):

@@ -47,6 +47,7 @@ def load_pack(codec: Codec, raw: Mapping[str, Any], sample_keys: Mapping[str, An
     return flavor(**keys, **sample_loader(raw))
 
 
+# By name rather than by class: a codec that is registered later may name a module of its package.
 @cache
 def _flavor(module: str, name: str) -> tuple[Callable[[Mapping[str, Any]], dict[str, Any]], type[PackSample]]:
     flavor = importlib.import_module(module)

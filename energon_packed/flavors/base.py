@@ -64,5 +64,6 @@ def codec_fields(sample: Any, names: Iterable[str]) -> dict[str, Any]:
         names: names of its columns, without `images` and `patch_positions`.
     """
     images = [tuple([StoredImage("", data) for data in files]) for files in sample.images]
+    # `and` keeps None and an empty list as they are.
     positions = sample.patch_positions and [tuple(files) for files in sample.patch_positions]
     return {name: getattr(sample, name) for name in names} | {"images": images, "patch_positions": positions}

@@ -46,6 +46,7 @@ class PackedTokensSample(PackSample):
         """Return the row if it has no images; None otherwise."""
         if any(self.images):
             return None
+        # Whole arrays rather than samples: text packs skip the conversion of each sample.
         ids, labels = self.input_ids.astype(np.int64), self.labels.astype(np.int64)
         return TokenRow(self.ids, ids, labels, self.cu_seqlens)
 

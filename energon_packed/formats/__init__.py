@@ -1,4 +1,4 @@
-"""Codecs: each converts the samples of a pack to the files of one tar key, and back. One codec for each flavor.
+"""Codecs: each converts the samples of a pack to the files of a tar key, and back. Every flavor has a codec.
 
     codec.py         the interface: `Codec.check`, `write`, `read` and `lengths`; `StoredSample`, its input and output
     parts.py         JSON and media files of a pack, shared by the codecs below

@@ -98,7 +98,7 @@ class CaptioningCodec(Codec):
                 "weights": [_weights(c) for c in conversations],
             }
         )
-        if samples[0].truncate is not None:
+        if samples[0].truncate is not None:  # an option of the run, so all samples have the same value
             value |= {"truncate": samples[0].truncate, "truncated": [sample.is_truncated for sample in samples]}
         return [("json", write_json(value)), *media]
 
@@ -152,6 +152,7 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
         messages.insert(0, Message("system", sample["systems"]))
     if sample["weights"]:
         messages = [message._replace(weight=w) for message, w in zip(messages, sample["weights"], strict=True)]
+    # `write` stores a plain text as a caption without a prompt or system prompt; no conversation has that form.
     is_text = not prompts and sample["systems"] is None and len(captions) == 1
     conversation = Conversation(
         id=sample["ids"],
@@ -184,6 +185,7 @@ def _third_party_sample(fields: Mapping[str, Any], i: int) -> StoredSample:
     turns = _alternating(fields["prompts"][i], fields["captions"][i])
     if images and sum(text.count(IMAGE_PLACEHOLDER) for _, text in turns) not in (0, len(images)):
         turns = [(role, text.replace(IMAGE_PLACEHOLDER, "")) for role, text in turns]
+        # The line break after a removed placeholder would remain at the start of the prompt.
         turns[0] = (turns[0][0], turns[0][1].lstrip("\n"))
     fps = fields["fps"][i] if fields["fps"] else None
     record = {
@@ -203,6 +205,7 @@ def _third_party_sample(fields: Mapping[str, Any], i: int) -> StoredSample:
 def _alternating(prompts: Sequence[str], captions: Sequence[str]) -> list[tuple[str, str]]:
     """Return (role, text) of each turn: prompt, caption, prompt, and so on."""
     turns = [("user", prompts, 0), ("assistant", captions, 1)]
+    # Sorted by position, since third-party samples may have different numbers of prompts and captions.
     ordered = sorted((2 * j + shift, role, text) for role, texts, shift in turns for j, text in enumerate(texts))
     return [(role, text) for _, role, text in ordered]
 

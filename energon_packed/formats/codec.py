@@ -78,6 +78,7 @@ def _as_format_error(read: Callable[[Any, Mapping[str, Any]], T]) -> Callable[[A
             return read(codec, parts)
         except FormatError:
             raise
+        # The errors that indexing and converting a value of a wrong type raise; others are bugs, and pass.
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             pack = parts.get("__key__") or "the pack"
             cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -87,7 +88,7 @@ def _as_format_error(read: Callable[[Any, Mapping[str, Any]], T]) -> Callable[[A
 
 
 class Codec(ABC):
-    """Base class: reads and writes the packs of one flavor. `read(write(samples)) == samples` if `check` accepts them.
+    """Base class: reads and writes the packs of a flavor. `read(write(samples)) == samples` if `check` accepts them.
 
     Attributes:
         sample_class: name of the flavor, the value of `pack --sample-class`.

@@ -78,7 +78,7 @@ class MultiMixCodec(Codec):
 
 
 class SingleMultiMixCodec(MultiMixCodec):
-    """Codec of one conversation per tar key, for packing on the fly."""
+    """Codec of a single conversation per tar key, for packing on the fly."""
 
     sample_class = "MultiMixQASample"
     flavor_class = "MultiMixQASample"
@@ -121,6 +121,7 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
             "truncate": sample.truncate,
             "truncated": sample.is_truncated,
         }
+        # Absent rather than null: most samples have none of these fields.
         value.update({name: item for name, item in more.items() if has_value([item])})
         values.append(value)
     return media, values
@@ -156,6 +157,7 @@ def _message(value: Mapping[str, Any]) -> Message:
 
 
 def _message_dict(message: Message) -> dict[str, Any]:
+    # Only weights other than 1 are stored; the template must not see the field, so `as_dict` lacks it.
     weight = {} if message.weight == 1 else {"weight": message.weight}
     return message.as_dict() | weight
 

@@ -134,6 +134,7 @@ class LoongForgeCodec(Codec):
             FormatError: the pack has videos, columns of different lengths, or a sample that cannot be used.
         """
         key, value = raw.get("__key__"), read_json(raw)
+        # Checked before the records: a video pack has `media_files` that are not images.
         kind = str(value.get("media_type") or "").lower()
         if kind not in ("image", "text"):
             raise FormatError(

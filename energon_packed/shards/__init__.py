@@ -11,7 +11,7 @@ Reading:
 
     reader.py     pack index to the parts of a pack, by `.tar.idx`; detects files that changed while open
     counts.py     compares the counts in `.nv-meta` with the files; counts datasets without packing.json
-    steps.py      numbers of packs to steps per epoch on each rank
+    steps.py      pack counts to steps per epoch on each rank
 
 Existing tars:
 

@@ -50,6 +50,7 @@ def check_complete(folder: Path, split: str, manifest: PackingManifest | None) -
                 f"{folder / NV_META / 'split.yaml'} does not have {missing[0]} in split {split!r}, one of "
                 f"{len(missing)} shards that packing.json lists there; {_REMEDY}"
             )
+        # A tar that packing.json does not list was added with nv-meta, and is checked by .info.json alone.
         for name in names:
             if name in listed:
                 _expect(folder / name, listed[name].bytes, "bytes", "packing.json")
@@ -65,6 +66,7 @@ def shard_counts(folder: Path) -> Mapping[str, int]:
     Raises:
         FormatError: the file is damaged.
     """
+    # Energon 7 writes and reads .info.json; earlier versions have .info.yaml.
     for name in (".info.json", OLD_INFO):
         file = folder / NV_META / name
         if not file.is_file():

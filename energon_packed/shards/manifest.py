@@ -1,7 +1,7 @@
 """PackingManifest: counts, settings and shard hashes of a dataset. Input and output: `.nv-meta/packing.json`.
 
 The file contains no timestamps or host names. Builds of the same input differ at most in `counters` and
-`tokenizer_engine`, which describe the work of one run, and in the paths in `encoder` and `sources`.
+`tokenizer_engine`, which describe the work of the run, and in the paths in `encoder` and `sources`.
 
 A manifest is untrusted when it is read: `_typed` checks that every value has the declared type and is within limits.
 """
@@ -33,7 +33,7 @@ class NewerFormatError(FormatError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """Manifest entry of one shard.
+    """Manifest entry of a shard.
 
     Attributes:
         name: file name.
@@ -54,7 +54,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceEntry:
-    """Manifest entry of one input: its settings and its totals.
+    """Manifest entry of an input: its settings and its totals.
 
     Attributes:
         path: files, globs or folders; `(others)` for all inputs past the first 200.
@@ -78,7 +78,7 @@ class SourceEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingManifest:
-    """Counts and settings of one packed dataset.
+    """Counts and settings of a packed dataset.
 
     Attributes:
         sample_class: flavor in `energon_packed.flavors`.
@@ -155,7 +155,7 @@ class PackingManifest:
         return self.packed / self.packs if self.packs else 0.0
 
     def packs_in(self, split: str) -> int:
-        """Number of packs in one split."""
+        """Return the number of packs in `split`."""
         return sum(shard.packs for shard in self.shards if shard.split == split)
 
     def save(self, folder: Path) -> None:
@@ -200,9 +200,10 @@ class PackingManifest:
             manifest = _typed(cls, value)
             check_inner(shard.name for shard in manifest.shards)
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, FormatError):
+            if isinstance(error, FormatError):  # a ValueError, too: it has its message already
                 raise
             raise FormatError(f"{file} is not a packing manifest: {visible(str(error))}") from error
+        # Values that later code uses as names or sizes, where a wrong value would fail with an unrelated error.
         if manifest.sample_class not in CODECS:
             raise FormatError(
                 f"{file} names the unknown sample class {visible(manifest.sample_class)!r}, and not one of "
@@ -238,6 +239,7 @@ def _typed(cls: type[T], value: Any, place: str = "") -> T:
 def _value(kind: Any, value: Any, place: str) -> Any:
     """Convert a value to the declared type `kind`."""
     origin, arguments = get_origin(kind), get_args(kind)
+    # Unions are `X | None`; dataclasses of manifests have no other unions.
     if origin is UnionType:
         if value is None and NoneType in arguments:
             return None

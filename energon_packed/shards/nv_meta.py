@@ -44,7 +44,7 @@ def dataset_folder(path: str | Path) -> Path:
             "verify and report accept a Metadataset)"
         )
     if folder := prepared_folder(root):
-        check_regular_files(folder)
+        check_regular_files(folder)  # here, since datasets are opened through this function
         check_regular_files(folder / NV_META)
         return folder
     if not root.exists():
@@ -53,7 +53,7 @@ def dataset_folder(path: str | Path) -> Path:
 
 
 def shards_in_split(folder: Path, split: str) -> list[Path]:
-    """Return the tar files of one split.
+    """Return the tar files of `split`.
 
     Raises:
         ConfigError: the split is unknown or empty (the message lists the others), or single packs are excluded.
@@ -111,6 +111,7 @@ def loader_files(codec: Codec, dataset_module: str | None = None) -> dict[str, b
         dataset_module: package of the sample class. `sample_loader.py` then imports nothing of energon-packed, and
             Energon decodes the parts for it. None for the dataclasses of energon-packed.
     """
+    # For users who read the raw parts: Energon reads crude.yaml if a Metadataset names it as `dataset_config`.
     crude = {
         "__module__": "megatron.energon",
         "__class__": "CrudeWebdataset",

@@ -2,9 +2,9 @@
 
 Tars are read, not mapped: if another process truncates a mapped file, or the disk fails, the process dies (SIGBUS).
 
-Loaders open tars one by one, by name, hours after they read the counts of the dataset. If a tar was packed again in
-the meantime, it has other packs at the same offsets, and a run would read old and new data in one epoch. `OpenedFiles`
-detects that.
+Loaders open each tar by name when they need it, hours after they read the counts of the dataset. If a tar was packed
+again in the meantime, it has other packs at the same offsets, and a run would read old and new data in one epoch.
+`OpenedFiles` detects that.
 """
 
 import os
@@ -45,8 +45,10 @@ class ShardReader:
         offsets = [_read_offsets(tar) for tar in tars]
         self.tars = list(tars)
         self._opened = OpenedFiles(tars, digests)
+        # Flat arrays over all shards. The leading 0, cut off again, sets the dtype if there are no shards.
         self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]
         self._ends = np.concatenate([[0], *(index[1:] for index in offsets)])[1:]
+        # Index of the first pack of each shard, for the binary search of `locate`. A list: bisect is slower on arrays.
         self._first = np.cumsum([0, *(len(index) - 1 for index in offsets)]).tolist()
         self._streams = Streams()
 
@@ -63,6 +65,7 @@ class ShardReader:
         """
         raw: dict[str, Any] = {}
         for member, content in self.members(pack):
+            # The index of another tar with equal sizes has offsets in the middle of packs.
             if raw.setdefault("__key__", member.key) != member.key:
                 tar = self.tars[self.locate(pack)[0]]
                 raise FormatError(
@@ -106,6 +109,7 @@ class ShardReader:
         """Return a function (start, size) for bytes of a pack, from one read of the whole pack or a read per call."""
         if not whole:
             return lambda at, size: self._read(shard, at, size)
+        # The parts of a pack are adjacent, so one read is faster than a read per header and content.
         data = self._read(shard, start, end - start)
         return lambda at, size: data[at - start : at - start + size]
 
@@ -113,6 +117,7 @@ class ShardReader:
         tar = self.tars[shard]
         stream = self._stream(tar)
         try:
+            # Before every read: the open file itself can be overwritten in place. `fstat` needs no path lookup.
             self._opened.check(tar, os.fstat(stream.fileno()))
             data = read_range(stream.fileno(), start, size)
         except OSError as error:
@@ -130,7 +135,7 @@ class ShardReader:
         except IrregularFile as error:
             raise DataChangedError(f"{tar} {error}, and was one when the dataset was opened; copy it again") from error
         except OSError as error:
-            self._opened.check(tar)
+            self._opened.check(tar)  # a removed tar is a DataChangedError, as a replaced tar is
             raise FormatError(
                 f"{tar} cannot be opened: {error.strerror}; copy the complete folder, or pack it again"
             ) from error
@@ -181,10 +186,11 @@ class OpenedFiles:
         before = self._stamps[file]
         if stamp == before:
             return
+        # A copied or restored tar has a new time. packing.json decides, as hashing the tar would stop the training.
         if stamp[0] != before[0] or not self._is_listed(file):
             sizes = f"{before[0]} bytes before, {stamp[0]} now" if stamp[0] != before[0] else "by its time"
             raise DataChangedError(f"{file} was replaced or changed while it was in use ({sizes}); {_REMEDY}")
-        self._stamps[file] = stamp
+        self._stamps[file] = stamp  # packing.json is read once for each change, not for each pack
 
     def check_all(self) -> None:
         """Run `check` for every file.
@@ -226,6 +232,7 @@ def _read_offsets(tar: Path) -> npt.NDArray[np.int64]:
         raise FormatError(
             f"{error.filename}: {error.strerror}; copy the complete folder, or run energon-packed nv-meta to index it"
         ) from error
+    # Every pack has at least a header, so offsets increase.
     if len(offsets) == 0 or (np.diff(offsets) <= 0).any() or offsets[-1] > size:
         raise FormatError(
             f"{index} does not match {tar.name} ({size} bytes); pack again or run energon-packed nv-meta"

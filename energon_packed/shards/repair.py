@@ -61,6 +61,7 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
         raise FormatError(f"{folder} contains no .tar files; pass the folder of the shards")
     summaries, first_packs = _checked(tars)
     codec = codec_for(sample_class) if sample_class else codec_of(first_packs[0])
+    # One pack of each tar: tars of several flavors in a folder are the likely mistake, and packs of a tar are alike.
     for tar, pack in zip(tars, first_packs, strict=True):
         try:
             codec.read(pack)
@@ -99,13 +100,13 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
 
 
 def _checked(tars: list[Path]) -> tuple[list[ShardSummary], list[dict[str, Any]]]:
-    """Check every tar, and return its summary and first pack; the rows of one tar are in memory at a time."""
+    """Check every tar, and return its summary and first pack; only the rows of the current tar are in memory."""
     summaries, first_packs = [], []
     owner: dict[str, str] = {}
     for tar in tars:
         scan = scan_tar(tar)
         rows = scan.rows()
-        for key in rows.keys:
+        for key in rows.keys:  # index.sqlite has a unique index of keys
             if key in owner:
                 raise FormatError(f"key {key} is in {owner[key]} and in {tar.name}; keys must be unique in a dataset")
             owner[key] = tar.name

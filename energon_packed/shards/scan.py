@@ -1,4 +1,4 @@
-"""Check of one tar of a dataset. Input: a tar. Output: `TarScan`, its members and the faults that Energon ignores.
+"""Check of a tar of a dataset. Input: a tar. Output: `TarScan`, its members and the faults that Energon ignores.
 
 Energon and WebDataset group members by key, which ends at the first dot of the file name, and expect the parts of a
 sample to be adjacent. They lose or mix samples of other tars without a message.
@@ -15,7 +15,7 @@ from energon_packed.formats import CODECS, READ_ONLY
 from energon_packed.shards.tar import ShardRows
 from energon_packed.tarfiles import Member, NotATarError, TarError, key_faults, open_tar, read_range
 
-_MOST_PROBLEMS = 20  # of one tar; a wrong name usually repeats in every member
+_MOST_PROBLEMS = 20  # per tar; a wrong name usually repeats in every member
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class TarScan:
 
         Members that are not files are omitted, and also the last pack of a cut tar.
         """
-        count = len(self.keys()) - self.is_cut
+        count = len(self.keys()) - self.is_cut  # the last pack of a cut tar may lack members
         last = count if limit is None else min(count, first + limit)
         with self.path.open("rb") as stream:
             for key, members in islice(groupby(self.members, key=_key), first, max(first, last)):
@@ -85,6 +85,7 @@ def scan_tar(path: Path) -> TarScan:
         TarError: `path` is not an uncompressed tar, or cannot be read.
     """
     members: list[Member] = []
+    # Damage ends the scan, but not the report: faults of the members before it are listed as well.
     damage: str | None = None
     with open_tar(path) as tar:
         try:
@@ -104,12 +105,13 @@ def _faults(members: list[Member]) -> Iterator[str]:
     """Yield the faults of members."""
     if not members:
         yield "no members"
-    finished: set[str] = set()
+    finished: set[str] = set()  # keys seen before; Energon starts a new sample each time that the key changes
     for key, group in groupby(members, key=_key):
         parts = list(group)
         for member in parts:
             if member.name == key:
                 yield f"{member.name} has no key; name members KEY.PART"
+            # A part with a dot is usually a key with a dot: `a.b.json` has the key `a`.
             elif "." in member.part and not _is_known(member.part):
                 yield (
                     f"{member.name}: the key ends at the first dot, so it is {key!r} with the unknown part "

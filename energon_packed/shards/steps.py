@@ -1,4 +1,4 @@
-"""Exact steps per epoch. Input: numbers of packs, ranks and workers. Output: micro batches of each rank.
+"""Exact steps per epoch. Input: pack counts, ranks and workers. Output: micro batches of each rank.
 
 Energon assigns each worker of each rank one contiguous slice of the samples. Slice sizes differ by at most one; the
 larger slices are distributed in bit-reversal order. Each worker batches its own slice, so its last batch can be short.
@@ -38,13 +38,15 @@ def steps_of_ranks(
     ):
         if value < least:
             raise ConfigError(f"`{name}` must be at least {least}, got {value}")
-    workers = max(1, num_workers)
+    workers = max(1, num_workers)  # without worker processes, the main process is the only worker of its rank
     totals = [0] * (world_size * workers)
     before = 0
     for count, times in packs:
         for worker, share in enumerate(packs_per_worker(count, len(totals), before)):
+            # Energon repeats the slice of each worker, and rounds the repetitions of a slice down.
             totals[worker] += int(share * times)
         before += count
+    # Each worker makes batches of its own packs, so counts are rounded per worker, not per rank.
     round_up = 0 if drop_last else micro_batch_size - 1
     return [
         sum((count + round_up) // micro_batch_size for count in totals[rank * workers : (rank + 1) * workers])
@@ -74,5 +76,6 @@ def _bit_reversal(indices: list[int]) -> list[int]:
     if len(indices) <= 2:
         return indices
     middle = len(indices) // 2
+    # For a power of two this is the usual bit reversal: 0 4 2 6 1 5 3 7.
     pairs = zip_longest(_bit_reversal(indices[:middle]), _bit_reversal(indices[middle:]))
     return [index for pair in pairs for index in pair if index is not None]

@@ -120,12 +120,14 @@ class TarShardWriter:
                     f"member name {header.name!r} exceeds {tarfile.LENGTH_NAME} bytes; use a shorter `shard_prefix`"
                 )
             header.size = len(content)
+            # No time, user or host: TarInfo has zeros and empty names by default.
             self._write(header.tobuf(format=tarfile.USTAR_FORMAT))
             self._parts.append((len(self._keys), name, self._offset, len(content)))
             self._write(content)
             self._write(bytes(-len(content) % _BLOCK))
         self._keys.append(key)
 
+    # Hashed while writing: packing.json needs the digest, and reading a shard again would double the time.
     def _write(self, data: bytes) -> None:
         self._stream.write(data)
         self._digest.update(data)
@@ -134,7 +136,7 @@ class TarShardWriter:
     def _finish(self) -> None:
         end = self._offset  # the index has the end of the last member, not of the file
         self._write(_END)
-        self._write(bytes(-self._offset % tarfile.RECORDSIZE))
+        self._write(bytes(-self._offset % tarfile.RECORDSIZE))  # as tar programs do; readers ignore it
         self.rows = ShardRows(
             name=self.path.name,
             size=self._offset,
