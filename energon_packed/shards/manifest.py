@@ -215,57 +215,57 @@ class PackingManifest:
         return manifest
 
 
-def _typed(cls: type[T], value: Any, place: str = "") -> T:
+def _typed(cls: type[T], value: Any, location: str = "") -> T:
     """Convert untrusted JSON to a dataclass of numbers, strings, lists, mappings and dataclasses.
 
     Args:
         cls: the dataclass. A field of type `Any` accepts a number, a string, true, false or null.
         value: parsed JSON.
-        place: path of the value in the file, for messages.
+        location: path of the value in the file, for messages.
 
     Raises:
         TypeError: a field is missing, unknown or of another type.
         ValueError: a number is negative, not finite, or needs more than 63 bits.
     """
     if not isinstance(value, dict):
-        raise TypeError(f"{place or 'the content'} is {_shown(value)}, not an object")
+        raise TypeError(f"{location or 'the content'} is {_shown(value)}, not an object")
     hints = get_type_hints(cls)
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(value.keys() - known):
-        raise TypeError(f"{place or 'it'} has an unknown field {_shown(unknown[0])}")
-    return cls(**{name: _value(hints[name], item, f"{place}.{name}".lstrip(".")) for name, item in value.items()})
+        raise TypeError(f"{location or 'it'} has an unknown field {_shown(unknown[0])}")
+    return cls(**{name: _value(hints[name], item, f"{location}.{name}".lstrip(".")) for name, item in value.items()})
 
 
-def _value(kind: Any, value: Any, place: str) -> Any:
+def _value(kind: Any, value: Any, location: str) -> Any:
     """Convert a value to the declared type `kind`."""
     origin, arguments = get_origin(kind), get_args(kind)
     # Unions are `X | None`; dataclasses of manifests have no other unions.
     if origin is UnionType:
         if value is None and NoneType in arguments:
             return None
-        return _value(next(argument for argument in arguments if argument is not NoneType), value, place)
+        return _value(next(argument for argument in arguments if argument is not NoneType), value, location)
     if is_dataclass(kind):
-        return _typed(kind, value, place)  # type: ignore[arg-type]
+        return _typed(kind, value, location)  # type: ignore[arg-type]
     if origin in (list, dict):
         if not isinstance(value, origin):
-            raise TypeError(f"{place} is {_shown(value)}, not {'a list' if origin is list else 'an object'}")
+            raise TypeError(f"{location} is {_shown(value)}, not {'a list' if origin is list else 'an object'}")
         if origin is list:
-            return [_value(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value)]
-        return {name: _value(arguments[1], item, f"{place}.{_shown(name)}") for name, item in value.items()}
+            return [_value(arguments[0], item, f"{location}[{index}]") for index, item in enumerate(value)]
+        return {name: _value(arguments[1], item, f"{location}.{_shown(name)}") for name, item in value.items()}
     if kind is Any:
         if isinstance(value, dict | list):
-            raise TypeError(f"{place} is {_shown(value)}, not a number or a string")
-        return _bounded(value, place) if isinstance(value, int | float) else value
+            raise TypeError(f"{location} is {_shown(value)}, not a number or a string")
+        return _bounded(value, location) if isinstance(value, int | float) else value
     # JSON has one type of number: an integer is a valid float, and true is not a number.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number if kind is float else type(value) is kind):
-        raise TypeError(f"{place} is {_shown(value)}, not {kind.__name__}")
-    return _bounded(value, place) if is_number else value
+        raise TypeError(f"{location} is {_shown(value)}, not {kind.__name__}")
+    return _bounded(value, location) if is_number else value
 
 
-def _bounded(value: float, place: str) -> float:
+def _bounded(value: float, location: str) -> float:
     if not math.isfinite(value) or not 0 <= value <= _LARGEST:
-        raise ValueError(f"{place} must be from 0 to {_LARGEST}, got {value}")
+        raise ValueError(f"{location} must be from 0 to {_LARGEST}, got {value}")
     return value
 
 
