@@ -173,7 +173,7 @@ class TarReader:
                     long_name = _text(content)
                 elif kind in _PAX:
                     pax = self._pax(content, at) | pax  # of several headers the first is used, as in `tarfile`
-                at += BLOCK + _padded(size)
+                at += BLOCK + size + -size % BLOCK
                 continue
             name = _text(header[:100])
             if label is None:
@@ -417,7 +417,3 @@ def _number(field: bytes) -> int | None:
 def _text(field: bytes) -> str:
     """Decode a field, which ends at a NUL."""
     return field.partition(b"\0")[0].decode("utf-8", "backslashreplace")
-
-
-def _padded(size: int) -> int:
-    return size + -size % BLOCK

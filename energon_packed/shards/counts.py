@@ -50,18 +50,24 @@ def check_complete(folder: Path, split: str, manifest: PackingManifest | None) -
                 f"{folder / NV_META / 'split.yaml'} does not have {missing[0]} in split {split!r}, one of "
                 f"{len(missing)} shards that packing.json lists there; {_REMEDY}"
             )
-        # A tar that packing.json does not list was added with nv-meta, and is checked by .info.json alone.
+        # A shard that packing.json does not list is checked by .info.json alone.
         for name in names:
             if name in listed:
-                _expect(folder / name, listed[name].bytes, "bytes", "packing.json")
-                _expect_packs(folder, counts, name, listed[name].packs, "packing.json")
+                packs = listed[name].packs
+                _expect_size(folder / name, listed[name].bytes, "packing.json")
+                if counts and counts.get(name) != packs:
+                    raise FormatError(
+                        f"{folder / NV_META / '.info.json'} counts {counts.get(name, 0)} packs in {name}, "
+                        f"packing.json {packs}; {_REMEDY}"
+                    )
     for name in names:
-        if name in counts:
-            _expect_index(folder / name, counts[name])
+        index = (folder / name).with_suffix(".tar.idx")
+        if name in counts and index.is_file():  # if it is missing, Energon raises an error
+            _expect_size(index, _OFFSET * (counts[name] + 1), f"the {counts[name]} packs of .info.json")
 
 
 def shard_counts(folder: Path) -> Mapping[str, int]:
-    """Return the packs of each shard, as Energon reads them; {} if its file is missing, which Energon reports.
+    """Return the number of packs of each shard, as Energon reads it; {} if the file is missing, which Energon reports.
 
     Raises:
         FormatError: the file is damaged.
@@ -79,26 +85,13 @@ def shard_counts(folder: Path) -> Mapping[str, int]:
     return {}
 
 
-def _expect_packs(folder: Path, counts: Mapping[str, int], name: str, packs: int, by: str) -> None:
-    if counts and counts.get(name) != packs:
-        raise FormatError(
-            f"{folder / NV_META / '.info.json'} counts {counts.get(name, 0)} packs in {name}, {by} {packs}; {_REMEDY}"
-        )
-
-
-def _expect_index(tar: Path, packs: int) -> None:
-    index = tar.with_suffix(".tar.idx")
-    if index.is_file():  # if it is missing, Energon raises an error
-        _expect(index, _OFFSET * (packs + 1), "bytes", f"the {packs} packs of .info.json")
-
-
-def _expect(file: Path, size: int, unit: str, by: str) -> None:
+def _expect_size(file: Path, size: int, by: str) -> None:
     try:
         actual = file.stat().st_size
     except OSError as error:
         raise FormatError(f"{file}: {error.strerror}; {_REMEDY}") from error
     if actual != size:
-        raise FormatError(f"{file} has {actual} {unit}, and {size} by {by}; {_REMEDY}")
+        raise FormatError(f"{file} has {actual} bytes, and {size} by {by}; {_REMEDY}")
 
 
 def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:

@@ -101,7 +101,7 @@ def _os_errors(path: Path) -> Iterator[None]:
     """Convert errors of SQLite to OSError: the statements are fixed, so only the disk can fail."""
     try:
         yield
-    except (sqlite3.OperationalError, sqlite3.DatabaseError) as error:
+    except sqlite3.DatabaseError as error:
         is_full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
         number, text = (errno.ENOSPC, os.strerror(errno.ENOSPC)) if is_full else (errno.EIO, f"SQLite: {error}")
         raise OSError(number, text, str(path)) from error

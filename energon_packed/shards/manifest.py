@@ -203,7 +203,7 @@ class PackingManifest:
             if isinstance(error, FormatError):  # a ValueError, too: it has its message already
                 raise
             raise FormatError(f"{file} is not a packing manifest: {visible(str(error))}") from error
-        # Values that later code uses as names or sizes, where a wrong value would fail with an unrelated error.
+        # Values that later code uses as names or sizes, which would fail there with an unrelated error.
         if manifest.sample_class not in CODECS:
             raise FormatError(
                 f"{file} names the unknown sample class {visible(manifest.sample_class)!r}, and not one of "
