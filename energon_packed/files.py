@@ -1,4 +1,4 @@
-r"""File access that is safe with untrusted files, crashes and power failures. Input: paths. Output: content or files.
+"""File access that is safe with untrusted files, crashes and power failures. Input: paths. Output: content or files.
 
 open_regular, check_regular_files   open regular files only: a FIFO would block, and a device may act on `open`
 read_yaml                           YAML of plain types, within limits, optionally as Energon's parser reads it
