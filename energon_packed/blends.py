@@ -1,4 +1,9 @@
-"""Weighted blends of the outputs of several builds: counts, compatibility checks, weights and the Metadataset YAML.
+"""Writer of weighted Metadatasets. Input: dataset folders, other Metadatasets and weights. Output: a Metadataset YAML.
+
+    read_input         one folder or Metadataset to a `BlendInput`: counts, settings and shards of a split
+    make_blend         checks that the inputs are compatible, and computes the weights: a `Blend`
+    render             `Blend` to YAML text, with the source of each weight as a comment
+    write_metadataset  writes that text to a file
 
 Energon draws packs, so a weight is a share of the packs drawn. The resulting number of epochs over each input depends
 on its number of packs; it is computed and reported.
@@ -28,7 +33,7 @@ Subflavor = str | int | float | bool
 WeightBy = Literal["samples", "packs", "tokens", "records", "equal"]
 WEIGHT_BY: tuple[WeightBy, ...] = ("samples", "packs", "tokens", "records", "equal")
 Schema = Literal["v2", "v1"]
-_UNEVEN = 1.05  # ratio of samples per pack between inputs above which weights by samples give uneven coverage
+_UNEVEN = 1.05  # weights by samples are uneven above this ratio of samples per pack between two inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +44,11 @@ class BlendInput:
         path: folder with `.nv-meta`, or a YAML file.
         split: split to read.
         packs, samples, tokens: totals of that split; tokens is None if not recorded.
-        records: input records that were packed from, rejected ones and all splits included; None if not recorded.
+        records: input records of all splits, including rejected records; None if not recorded.
         counted_by: source of the counts.
         settings: settings that must match between inputs, by name; None if unknown.
         shards: stems of its shards; unique across inputs.
-        mode: draw mode of a Metadataset: `weight` or `repetitions`; None for a single dataset.
+        mode: `weight` or `repetitions`, the draw mode of a Metadataset; None for a single dataset.
         weight: share of draws, or repetitions per epoch.
         weighed_by: source of the weight.
         subflavors: attached to its samples.
@@ -70,21 +75,20 @@ class BlendInput:
 
 
 def read_input(path: str | Path, split: str) -> BlendInput:
-    """Read counts and settings of one split of a dataset folder, or of all datasets in a Metadataset.
+    """Read counts and settings of `split` in a dataset folder, or in all datasets of a Metadataset.
 
     Raises:
         ConfigError: the split is empty.
         FormatError: `path` is not a dataset, or not a Metadataset that Energon can read.
     """
     refuse_remote(path)
-    given = Path(path)
-    if given.is_file():
-        return _read_metadataset(given, split)
-    folder = dataset_folder(given)
+    if Path(path).is_file():
+        return _read_metadataset(Path(path), split)
+    folder = dataset_folder(path)
     manifest = PackingManifest.load_if_there(folder)
     if manifest is None:
         return _scan(folder, split)
-    read_split(folder).required(split)
+    read_split(folder).required(split)  # its error lists the splits with packs
     shards = [shard for shard in manifest.shards if shard.split == split]
     if not sum(shard.packs for shard in shards):
         raise ConfigError(
@@ -108,43 +112,48 @@ def read_input(path: str | Path, split: str) -> BlendInput:
 
 
 def _read_metadataset(path: Path, split: str) -> BlendInput:
-    """Sum over all datasets that a Metadataset references."""
+    """Sum the counts of all datasets that a Metadataset references."""
     metadataset = read_metadataset(path)
-    found = metadataset.leaves(split)
+    leaves = metadataset.leaves(split)
     try:
-        leaves = [read_input(leaf.path, leaf.split_part) for leaf in found]
+        inputs = [read_input(leaf.path, leaf.split_part) for leaf in leaves]
     except (ConfigError, FormatError) as error:
         raise ConfigError(f"{path} references a dataset that cannot be used: {error}") from error
-    _check_settings(leaves)
-    tokens, records = [leaf.tokens for leaf in leaves], [leaf.records for leaf in leaves]
+    _check_settings(inputs)  # here as well: the sum has the settings of its first dataset only
     mode = metadataset.mode(split)
     return BlendInput(
         path=path,
         split=split,
-        packs=sum(leaf.packs for leaf in leaves),
-        samples=sum(leaf.samples for leaf in leaves),
-        tokens=None if None in tokens else sum(count for count in tokens if count is not None),
-        records=None if None in records else sum(count for count in records if count is not None),
-        counted_by=f"sum of {len(leaves)} datasets",
-        settings=leaves[0].settings,
-        shards=frozenset(shard for leaf in leaves for shard in leaf.shards),
+        packs=sum(dataset.packs for dataset in inputs),
+        samples=sum(dataset.samples for dataset in inputs),
+        tokens=_sum_known([dataset.tokens for dataset in inputs]),
+        records=_sum_known([dataset.records for dataset in inputs]),
+        counted_by=f"sum of {len(inputs)} datasets",
+        settings=inputs[0].settings,
+        shards=frozenset(shard for dataset in inputs for shard in dataset.shards),
         mode=None if mode == "once" else mode,
     )
+
+
+def _sum_known(counts: Sequence[int | None]) -> int | None:
+    """Return the sum; None if a count is unknown."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _scan(folder: Path, split: str) -> BlendInput:
     """Count a dataset packed by other tools, from its indexes and the JSON part of each pack."""
     tars = shards_in_split(folder, split)
     reader = ShardReader(tars)
-    codec = codec_of(reader[0])
-    lengths = [one for pack in range(len(reader)) for one in codec.lengths(reader.part(pack, codec.lengths_part))]
-    known = [length for length in lengths if length is not None]
+    codec = codec_of(reader[0])  # of the first pack: a dataset has one flavor
+    packs = (reader.part(pack, codec.lengths_part) for pack in range(len(reader)))
+    lengths = [length for raw in packs for length in codec.lengths(raw)]
     return BlendInput(
         path=folder,
         split=split,
         packs=len(reader),
         samples=len(lengths),
-        tokens=sum(known) if len(known) == len(lengths) else None,
+        tokens=_sum_known(lengths),
         counted_by="counted in the tars, no packing.json",
         settings={"seq_len": None, "tokenizer": None, "flavor": codec.sample_class},
         shards=frozenset(tar.stem for tar in tars),
@@ -152,13 +161,15 @@ def _scan(folder: Path, split: str) -> BlendInput:
 
 
 def has_split(path: str | Path, split: str) -> bool:
-    """Whether a dataset folder has packs in `split`, or a Metadataset defines it.
+    """Return whether a dataset folder has packs in `split`, or a Metadataset defines that split.
 
     Raises:
         FormatError: `path` is not a dataset.
     """
     if Path(path).is_file():
-        return split in read_metadataset(path, trusted=True).splits  # of which only the names are used
+        return (
+            split in read_metadataset(path, trusted=True).splits
+        )  # trusted, as only the names of the splits are used
     folder = dataset_folder(path)
     manifest = PackingManifest.load_if_there(folder)
     return bool(read_split(folder).shards(split)) if manifest is None else manifest.packs_in(split) > 0
@@ -171,9 +182,9 @@ class Blend:
     Attributes:
         train: weighted inputs.
         val: inputs of the validation split, each read once.
-        schema: `v2`, or `v1` for code without MetadatasetV2.
+        schema: `v2`, or `v1` for Energon releases without MetadatasetV2.
         epochized: each epoch contains every pack `weight` times; otherwise packs are drawn indefinitely.
-        subflavors: attached to every sample; those of an input win over them.
+        subflavors: attached to every sample; subflavors of an input override them.
     """
 
     train: Sequence[BlendInput]
@@ -183,30 +194,32 @@ class Blend:
     subflavors: Mapping[str, Subflavor] = field(default_factory=dict)
 
     def times_seen(self) -> list[float]:
-        """Epochs over each input per epoch of the largest one (0 if never drawn), or repetitions if epochized."""
+        """Return the epochs over each input per epoch of the largest input (0 if never drawn), or its repetitions."""
         if self.epochized:
-            return [one.weight for one in self.train]
-        return epochs_by_weight([one.weight for one in self.train], [one.packs for one in self.train])
+            return [dataset.weight for dataset in self.train]
+        return epochs_by_weight([dataset.weight for dataset in self.train], [dataset.packs for dataset in self.train])
 
     def warnings(self) -> list[str]:
-        """Warnings about a valid blend."""
-        found = []
-        per_pack = [one.samples_per_pack for one in self.train]
-        by = [one.weighed_by for one in self.train if one.weighed_by in ("samples", "records")]
-        if by and max(per_pack) > _UNEVEN * min(per_pack):
-            found.append(
-                f"samples per pack range from {min(per_pack):.2f} to {max(per_pack):.2f} between inputs, so weights "
-                f"by {by[0]} repeat some inputs more often than others; set `weight_by` to 'packs' for even coverage"
-            )
-        return found
+        """Return warnings about a valid blend."""
+        per_pack = [dataset.samples_per_pack for dataset in self.train]
+        quantities = [dataset.weighed_by for dataset in self.train if dataset.weighed_by in ("samples", "records")]
+        if not quantities or max(per_pack) <= _UNEVEN * min(per_pack):
+            return []
+        return [
+            f"samples per pack range from {min(per_pack):.2f} to {max(per_pack):.2f} between inputs, so weights by "
+            f"{quantities[0]} repeat some inputs more often than others; set `weight_by` to 'packs' for even coverage"
+        ]
 
 
 def epochs_by_weight(weights: Sequence[float], packs: Sequence[int]) -> list[float]:
-    """Epochs over each input per epoch of the largest input with a nonzero weight.
+    """Return the epochs over each input per epoch of the largest input with a nonzero weight.
+
+    An epoch of the largest input, of `count` packs and weight w, needs count / w draws; an input of weight v and n
+    packs then has count / w * v / n epochs.
 
     Args:
         weights: shares of draws, not all 0.
-        packs: number of packs of each input, at least 1.
+        packs: packs of each input, at least 1.
     """
     count, weight = max((count, weight) for weight, count in zip(weights, packs, strict=True) if weight)
     draws = count / weight
@@ -227,15 +240,15 @@ def make_blend(
     """Read the inputs, check their compatibility and assign weights.
 
     Args:
-        inputs: (dataset folder or Metadataset, weight or None). Where one input has a weight, None is 1.
+        inputs: (dataset folder or Metadataset, weight or None). If any input has a weight, None means 1.
         val: inputs of the validation split; defaults to the `val` splits of `inputs`.
-        weight_by: quantity that default weights are proportional to; `records` are all input records, rejected ones
-            included.
+        weight_by: quantity that default weights are proportional to; `records` counts all input records, including
+            rejected records.
         split_from: split of the inputs used for training.
-        schema: `v2`, or `v1` for code without MetadatasetV2.
+        schema: `v2`, or `v1` for Energon releases without MetadatasetV2.
         epochized: weights are repetitions per epoch, 1 by default; requires `v2`.
-        subflavors: attached to every sample: text, numbers or booleans.
-        input_subflavors: by path of an input, attached to its samples; they win over `subflavors`.
+        subflavors: attached to every sample; values are strings, numbers or booleans.
+        input_subflavors: by path of an input, attached to its samples; they override `subflavors`.
 
     Raises:
         ConfigError: incompatible inputs or invalid weights; the message names them.
@@ -246,72 +259,79 @@ def make_blend(
     if epochized and schema == "v1":
         raise ConfigError("`epochized` requires `schema` 'v2'; v1 supports only draws by weight")
     train = [read_input(path, split_from) for path, _ in inputs]
+    # Settings first: their error explains more than equal shard names do. Again below, with the validation inputs.
     _check_settings(train)
     _check_together(train)
     train = _weighed(train, [weight for _, weight in inputs], weight_by, epochized)
-    given_val = [Path(path) for path in val]
-    if given_val:
-        splits = ["val" if path.is_file() or has_split(path, "val") else "train" for path in given_val]
-        validation = [read_input(path, split) for path, split in zip(given_val, splits, strict=True)]
+    val_paths = [Path(path) for path in val]
+    if val_paths:
+        # A dataset packed for validation alone has all its packs in `train`.
+        splits = ["val" if path.is_file() or has_split(path, "val") else "train" for path in val_paths]
+        validation = [read_input(path, split) for path, split in zip(val_paths, splits, strict=True)]
     else:
-        have = [one.path for one in train if split_from != "val" and has_split(one.path, "val")]
-        validation = [read_input(path, "val") for path in have]
+        paths = [dataset.path for dataset in train if split_from != "val" and has_split(dataset.path, "val")]
+        validation = [read_input(path, "val") for path in paths]
     _check_together(validation)
     _check_held_out(train, validation)
     own = _own_subflavors(input_subflavors or {}, [*train, *validation])
-    train = [replace(one, subflavors=own.get(one.path.resolve(), {})) for one in train]
-    validation = [replace(one, subflavors=own.get(one.path.resolve(), {})) for one in validation]
+    train, validation = (
+        [replace(dataset, subflavors=own.get(dataset.path.resolve(), {})) for dataset in inputs]
+        for inputs in (train, validation)
+    )
     _check_settings([*train, *validation])
     _check_modes(train, "repetitions" if epochized else "weight")
+    # Validation is written as repetitions (each pack once); schema v1 has draws by weight only.
     _check_modes(validation, "weight" if schema == "v1" else "repetitions")
     return Blend(train=train, val=validation, schema=schema, epochized=epochized, subflavors=dict(subflavors or {}))
 
 
 def _own_subflavors(
-    given: Mapping[str | Path, Mapping[str, Subflavor]], inputs: Sequence[BlendInput]
+    subflavors: Mapping[str | Path, Mapping[str, Subflavor]], inputs: Sequence[BlendInput]
 ) -> dict[Path, Mapping[str, Subflavor]]:
-    """Subflavors by the resolved path of an input."""
-    known = {one.path.resolve() for one in inputs}
-    found = {}
-    for path, values in given.items():
-        meant = [one for one in (Path(path).resolve(), (Path(path) / "webdataset").resolve()) if one in known]
-        if not meant:
+    """Return the subflavors by the resolved path of their input."""
+    known = {dataset.path.resolve() for dataset in inputs}
+    resolved = {}
+    for path, values in subflavors.items():
+        folders = Path(path).resolve(), (Path(path) / "webdataset").resolve()
+        matches = [folder for folder in folders if folder in known]
+        if not matches:
             raise ConfigError(
-                f"{path} has subflavors, but is no input; inputs: {', '.join(str(i.path) for i in inputs)}"
+                f"{path} has subflavors, but is not an input; inputs: {', '.join(str(i.path) for i in inputs)}"
             )
-        found[meant[0]] = values
-    return found
+        resolved[matches[0]] = values
+    return resolved
 
 
 def _weighed(
     inputs: Sequence[BlendInput], weights: Sequence[float | None], weight_by: WeightBy, epochized: bool
 ) -> list[BlendInput]:
-    given: list[float] = []
+    """Return the inputs with their weights: the explicit weights if there are any, else by `weight_by`."""
     if any(weight is not None for weight in weights):
-        given = [1.0 if weight is None else weight for weight in weights]
-    for one, weight in zip(inputs, given, strict=False):
-        if not math.isfinite(weight) or weight < 0:
-            raise ConfigError(f"the weight of {one.path} is {weight:g}; it must be a finite number >= 0")
-    if given:
-        if not any(given):
+        explicit = [1.0 if weight is None else weight for weight in weights]
+        for dataset, weight in zip(inputs, explicit, strict=True):
+            if not math.isfinite(weight) or weight < 0:
+                raise ConfigError(f"the weight of {dataset.path} must be a finite number >= 0, got {weight:g}")
+        if not any(explicit):
             raise ConfigError("all weights are 0; set at least one weight above 0")
-        return [replace(one, weight=w, weighed_by="given") for one, w in zip(inputs, given, strict=True)]
+        return [replace(dataset, weight=w, weighed_by="given") for dataset, w in zip(inputs, explicit, strict=True)]
     if epochized or weight_by == "equal":
-        return [replace(one, weight=1.0, weighed_by="once" if epochized else "equal") for one in inputs]
-    if weight_by == "tokens" and (unknown := [one.path for one in inputs if one.tokens is None]):
+        source = "once" if epochized else "equal"
+        return [replace(dataset, weight=1.0, weighed_by=source) for dataset in inputs]
+    if weight_by == "tokens" and (unknown := [dataset.path for dataset in inputs if dataset.tokens is None]):
         raise ConfigError(
             f"{unknown[0]} has no recorded lengths, so its token count is unknown; set `weight_by` to 'samples'"
         )
-    if weight_by == "records" and (unknown := [one.path for one in inputs if one.records is None]):
+    if weight_by == "records" and (unknown := [dataset.path for dataset in inputs if dataset.records is None]):
         raise ConfigError(
             f"{unknown[0]} has no packing.json, so its number of records is unknown; set `weight_by` to 'samples'"
         )
-    counts = [int(getattr(one, weight_by) or 0) for one in inputs]
-    return [replace(one, weight=float(count), weighed_by=weight_by) for one, count in zip(inputs, counts, strict=True)]
+    return [
+        replace(dataset, weight=float(getattr(dataset, weight_by) or 0), weighed_by=weight_by) for dataset in inputs
+    ]
 
 
 def render(blend: Blend, out: Path, *, absolute: bool = False) -> str:
-    """Render the YAML text, with comments on the source of each weight.
+    """Return the YAML text, with comments on the source of each weight.
 
     Args:
         blend: from `make_blend`.
@@ -319,32 +339,31 @@ def render(blend: Blend, out: Path, *, absolute: bool = False) -> str:
         absolute: write absolute paths.
     """
     name = "MetadatasetV2" if blend.schema == "v2" else "Metadataset"
-    seen = blend.times_seen()
-    what = "repetitions are per epoch" if blend.epochized else "weights are shares of the packs drawn"
+    meaning = "repetitions are per epoch" if blend.epochized else "weights are shares of the packs drawn"
     lines = [
-        f"# Generated by energon-packed metadataset. Energon draws packs, not samples: {what}.",
+        f"# Generated by energon-packed metadataset. Energon draws packs, not samples: {meaning}.",
         "__module__: megatron.energon",
         f"__class__: {name}",
         "splits:",
         "  train:",
     ]
-    kind = "datasets" if blend.schema == "v1" else "blend_epochized" if blend.epochized else "blend"
-    lines.append(f"    {kind}:")
-    for one, times in zip(blend.train, seen, strict=True):
-        counts = f"{one.packs:,} packs, {one.samples:,} samples ({one.counted_by})"
+    list_key = "datasets" if blend.schema == "v1" else "blend_epochized" if blend.epochized else "blend"
+    lines.append(f"    {list_key}:")
+    for dataset, times in zip(blend.train, blend.times_seen(), strict=True):
+        counts = f"{dataset.packs:,} packs, {dataset.samples:,} samples ({dataset.counted_by})"
         often = "" if blend.epochized else f"; {times:.3g} epochs per epoch of the largest input"
-        lines.append(f"      # {counts}; weight: {one.weighed_by}{often}")
+        lines.append(f"      # {counts}; weight: {dataset.weighed_by}{often}")
         key = "repetitions" if blend.epochized else "weight"
-        if one.weight == 0:
-            lines.append(f"      # - path: {one.path}    excluded: Energon does not accept a {key} of 0")
+        if dataset.weight == 0:  # kept as a comment: the file shows that the input was left out on purpose
+            lines.append(f"      # - path: {dataset.path}    excluded: Energon does not accept a {key} of 0")
             continue
-        lines += _entry(one, out, absolute, "train", {key: _number(one.weight)}, blend.subflavors)
+        lines += _entry(dataset, out, absolute, "train", {key: _number(dataset.weight)}, blend.subflavors)
     if blend.val:
         lines.append("  val:")
         lines.append("    datasets:" if blend.schema == "v1" else "    blend_epochized:")
-        for one in blend.val:
-            lines.append(f"      # {one.packs:,} packs ({one.counted_by}), each read once")
-            lines += _entry(one, out, absolute, "val", {}, blend.subflavors)
+        for dataset in blend.val:
+            lines.append(f"      # {dataset.packs:,} packs ({dataset.counted_by}), each read once")
+            lines += _entry(dataset, out, absolute, "val", {}, blend.subflavors)
     return "\n".join(lines) + "\n"
 
 
@@ -352,33 +371,35 @@ def write_metadataset(blend: Blend, out: Path, *, absolute: bool = False) -> Non
     """Write the YAML file.
 
     Raises:
-        ConfigError: `out` is an input, is referenced by one, or does not end in .yaml.
+        ConfigError: `out` is an input, an input references it, or it does not end in .yaml.
     """
     refuse_remote(out)
     if out.suffix != ".yaml":
         raise ConfigError(f"{out} must end in .yaml; Energon reads only such files as a Metadataset")
-    for one in (*blend.train, *blend.val):
-        if one.path.is_file() and out.resolve() in (file.resolve() for file in read_metadataset(one.path).files()):
-            raise ConfigError(f"{out} would include itself through {one.path}; write the blend to another file")
+    for path in (dataset.path for dataset in (*blend.train, *blend.val)):
+        if path.is_file() and out.resolve() in (file.resolve() for file in read_metadataset(path).files()):
+            raise ConfigError(f"{out} would include itself through {path}; write the blend to another file")
     atomic_write(out, render(blend, out, absolute=absolute).encode())
 
 
 def _entry(
-    one: BlendInput,
+    dataset: BlendInput,
     out: Path,
     absolute: bool,
     split: str,
     numbers: Mapping[str, object],
-    flavors: Mapping[str, Subflavor],
+    subflavors: Mapping[str, Subflavor],
 ) -> list[str]:
-    target = one.path.resolve()
+    """Return the YAML lines of a reference."""
+    target = dataset.path.resolve()
     path = str(target) if absolute else os.path.relpath(target, out.resolve().parent)
     value: dict[str, object] = {"path": path}
-    if one.split != split:
-        value["split_part"] = one.split
+    if dataset.split != split:
+        value["split_part"] = dataset.split
     value |= numbers
-    if flavors or one.subflavors:
-        value["subflavors"] = {**flavors, **one.subflavors}
+    # Repeated at every reference: a Metadataset cannot set subflavors of a whole split.
+    if subflavors or dataset.subflavors:
+        value["subflavors"] = {**subflavors, **dataset.subflavors}
     text = yaml.safe_dump([value], sort_keys=False, allow_unicode=True, width=10_000)
     return ["      " + line for line in text.splitlines()]
 
@@ -389,44 +410,47 @@ def _number(value: float) -> float | int:
 
 def _check_together(inputs: Sequence[BlendInput]) -> None:
     """Reject inputs that repeat the same packs or share pack keys."""
-    twice = [path for path, count in Counter(one.path.resolve() for one in inputs).items() if count > 1]
+    twice = [path for path, count in Counter(dataset.path.resolve() for dataset in inputs).items() if count > 1]
     if twice:
         raise ConfigError(f"{twice[0]} is listed twice; list it once with a larger weight")
     owner: dict[str, Path] = {}
-    for one in inputs:
-        for shard in one.shards:
-            if shard in owner:
+    for dataset in inputs:
+        for shard in dataset.shards:
+            if shard in owner:  # equal names mean an equal `shard_prefix`, which keys start with
                 raise ConfigError(
-                    f"{owner[shard]} and {one.path} both have a shard {shard}, so their keys collide; repack "
+                    f"{owner[shard]} and {dataset.path} both have a shard {shard}, so their keys collide; repack "
                     "one of them with a different `shard_prefix`"
                 )
-            owner[shard] = one.path
+            owner[shard] = dataset.path
 
 
 def _check_held_out(train: Sequence[BlendInput], val: Sequence[BlendInput]) -> None:
     """Reject validation inputs that overlap with training inputs."""
-    for one in val:
-        for other in train:
-            if one.shards & other.shards:
+    for held_out in val:
+        for dataset in train:
+            if shared := held_out.shards & dataset.shards:
                 raise ConfigError(
-                    f"the validation data {one.path} and the training data {other.path} share the shard "
-                    f"{min(one.shards & other.shards)}; pack with `split` train=0.98,val=0.02 or use other "
+                    f"the validation data {held_out.path} and the training data {dataset.path} share the shard "
+                    f"{min(shared)}; pack with `split` train=0.98,val=0.02 or use other "
                     "validation data"
                 )
 
 
 def _check_modes(inputs: Sequence[BlendInput], mode: str) -> None:
     """Reject a Metadataset whose draw mode differs from the blend's; Energon does not support mixing them."""
-    for one in inputs:
-        if one.mode not in (None, mode):
+    for dataset in inputs:
+        if dataset.mode not in (None, mode):
             kinds = {"weight": "by weight, indefinitely", "repetitions": "in epochs"}
             raise ConfigError(
-                f"{one.path} draws {kinds[one.mode]}, but this blend draws {kinds[mode]}; list its datasets directly"
+                f"{dataset.path} draws {kinds[dataset.mode]}, but this blend draws {kinds[mode]}; list its datasets "
+                "directly"
             )
 
 
 def _check_settings(inputs: Sequence[BlendInput]) -> None:
     """Reject inputs packed with different settings; the message lists all settings in which two inputs differ."""
+    # All pairs rather than the first input against the rest: a setting that is unknown in the first input would hide a
+    # difference between the others.
     for first, second in combinations(inputs, 2):
         differ = [
             f"{name} {str(value)[:24]} and {str(second.settings[name])[:24]}"

@@ -1,7 +1,11 @@
-"""Files that are written atomically (a temporary file, fsync, rename), and files that a process keeps open.
+"""File access that is safe with untrusted files, crashes and power failures. Input: paths. Output: content or files.
 
-Files of strangers: regular files alone, YAML within bounds, names that stay inside a folder, texts that drive no
-terminal.
+open_regular, check_regular_files   open regular files only: a FIFO would block, and a device may act on `open`
+read_yaml                           YAML of plain types, within limits, optionally as Energon's parser reads it
+inner_names, check_inner            file names that cannot leave their folder
+visible                             strings that cannot control the terminal
+atomic_path, atomic_write           a file has its old content or all of its new content, at every moment
+Streams                             open files of a reader, limited in number
 """
 
 import contextlib
@@ -25,14 +29,15 @@ from energon_packed.errors import FormatError
 from energon_packed.system import most_open
 
 _MOST_BYTES = 64 << 20  # of a YAML file
-_MOST_NODES = 5_000_000  # of its content, aliases counted each time: a few lines of aliases can stand for billions
-_MOST_NAMES = 1_000_000  # that one list of brace patterns stands for
-_MOST_BRACES = 16  # in one of them
+_MOST_NODES = 5_000_000  # of its content, aliases counted each time: a few lines of aliases can expand to billions
+_MOST_NAMES = 1_000_000  # in the expansion of a list of brace patterns
+_MOST_BRACES = 16  # in one pattern
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
 _LAYOUT = "\n\t\xa0\u3000\u200c\u200d"  # white space, and the joiners of scripts and emoji
-
-
+_MOST_OPEN = 128  # files of all readers; the usual limit of descriptors is 1024
+# Errors of `fsync` on a folder from file systems that cannot sync folders, such as CIFS and some FUSE drivers.
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -43,14 +48,14 @@ _KINDS = (
 
 
 class IrregularFile(ValueError):
-    """What is to be read is no regular file; the message is what it is."""
+    """A path is not a regular file; the message names its kind, and has no path."""
 
 
-def irregular(mode: int) -> str | None:
-    """What is no regular file, such as `a FIFO`; None for a regular file.
+def irregular_kind(mode: int) -> str | None:
+    """Return the kind of an irregular file, such as `a FIFO`; None for a regular file.
 
     Args:
-        mode: `st_mode` of it.
+        mode: `st_mode` of the file.
     """
     if stat.S_ISREG(mode):
         return None
@@ -58,7 +63,7 @@ def irregular(mode: int) -> str | None:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; a FIFO would be waited for indefinitely.
+    """Open a regular file for reading; opening a FIFO would block indefinitely.
 
     Raises:
         OSError: it cannot be opened.
@@ -67,7 +72,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     _refuse(os.stat(path).st_mode)  # before opening: opening some devices acts on them
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
-        _refuse(os.fstat(descriptor).st_mode)  # what was opened, if the path was replaced in between
+        _refuse(os.fstat(descriptor).st_mode)  # the opened file, if the path was replaced in between
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -75,14 +80,14 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def _refuse(mode: int) -> None:
-    if kind := irregular(mode):
+    if kind := irregular_kind(mode):
         raise IrregularFile(f"is {kind}, not a regular file")
 
 
 def check_regular_files(folder: Path) -> None:
     """Refuse a folder with entries that are neither files nor folders, as reading them may block.
 
-    Links count as what they lead to; those that lead nowhere are left to who needs them.
+    Links count as their targets; broken links are ignored here.
 
     Raises:
         FormatError: there is a FIFO, device or socket; the message names it.
@@ -94,34 +99,34 @@ def check_regular_files(folder: Path) -> None:
     for entry in entries:
         if not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path):
             raise FormatError(
-                f"{entry.path} is {irregular(entry.stat().st_mode)}, not a regular file; remove it, or copy the "
+                f"{entry.path} is {irregular_kind(entry.stat().st_mode)}, not a regular file; remove it, or copy the "
                 "folder again"
             )
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, where YAML loaders take the last value."""
+    """Refuses a repeated key in a mapping; YAML loaders keep the last value without a message."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As of the base class."""
+        """Construct a mapping whose keys are unique."""
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
-                    raise yaml.YAMLError(f"line {key.start_mark.line + 1} gives {key.value!r} a second time")
+                    raise _repeated(key)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 class _AsEnergon(_UniqueKeys):
-    """Reads scalars and keys as Energon's parser (rapidyaml) does, and refuses what that parser reads otherwise.
+    """Reads scalars and keys as Energon's parser (rapidyaml) does; refuses input that the parsers read differently.
 
-    It ignores tags, takes an alias as text, a document after `---` as a list, and fails on a key without a value.
-    Source: megatron/energon/eyaml.py.
+    That parser ignores tags, reads an alias as a string and a document after `---` as a list, and fails on a key
+    without a value. Source: megatron/energon/eyaml.py.
     """
 
     def compose_document(self) -> Any:
-        """As of the base class."""
+        """Refuse an explicit document start."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if event.explicit:
             raise yaml.YAMLError(
@@ -130,17 +135,17 @@ class _AsEnergon(_UniqueKeys):
         return super().compose_document()
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """As of the base class."""
+        """Refuse aliases and tags."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or event.tag is not None:
-            what = "an alias" if isinstance(event, yaml.AliasEvent) else "a tag"
+            syntax = "an alias" if isinstance(event, yaml.AliasEvent) else "a tag"
             raise yaml.YAMLError(
-                f"line {event.start_mark.line + 1} has {what}, which Energon ignores; write the value"
+                f"line {event.start_mark.line + 1} has {syntax}, which Energon ignores; write the value"
             )
         return super().compose_node(parent, index)
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """As of the base class."""
+        """Construct scalars by Energon's rules."""
         if not isinstance(node, yaml.ScalarNode):
             return super().construct_object(node, deep=True)
         if node.style is None and not node.value:
@@ -148,18 +153,23 @@ class _AsEnergon(_UniqueKeys):
         return node.value if node.style is not None else _plain_scalar(node.value)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As of the base class."""
-        found: dict[Any, Any] = {}
+        """Construct a mapping whose keys are unique strings: Energon does not convert keys."""
+        content: dict[Any, Any] = {}
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.value in found:
-                given = f"gives {key.value!r} a second time" if isinstance(key, yaml.ScalarNode) else "has no text key"
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1} {given}")
-            found[key.value] = self.construct_object(value, deep=True)
-        return found
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1} has a key that is not a string")
+            if key.value in content:
+                raise _repeated(key)
+            content[key.value] = self.construct_object(value, deep=True)
+        return content
+
+
+def _repeated(key: yaml.ScalarNode) -> yaml.YAMLError:
+    return yaml.YAMLError(f"line {key.start_mark.line + 1} repeats the key {key.value!r}")
 
 
 def _plain_scalar(text: str) -> Any:
-    """A scalar without quotes, as Energon takes it."""
+    """Convert an unquoted scalar as Energon does."""
     known = {"null": None, "~": None, "true": True, "yes": True, "false": False, "no": False}
     if text.lower() in known:
         return known[text.lower()]
@@ -170,11 +180,11 @@ def _plain_scalar(text: str) -> Any:
 
 
 def read_yaml(file: Path, *, unique_keys: bool = False, as_energon: bool = False) -> Any:
-    """The content of a YAML file of plain types: no tag makes an object, and no file takes all memory.
+    """Read a YAML file of plain types: tags never construct objects, and memory is limited.
 
     Args:
         file: the file.
-        unique_keys: refuse a key that a mapping has twice.
+        unique_keys: refuse a repeated key in a mapping.
         as_energon: read scalars as Energon does, and refuse files that it reads otherwise; implies `unique_keys`.
 
     Raises:
@@ -191,53 +201,59 @@ def read_yaml(file: Path, *, unique_keys: bool = False, as_energon: bool = False
         if as_energon:
             text = content.decode("utf-8-sig")  # not UTF-16, which YAML allows
             if _LINE_ENDS.search(text):
-                raise yaml.YAMLError("it has U+0085, U+2028 or U+2029, line ends that Energon takes as text")
+                raise yaml.YAMLError("it has U+0085, U+2028 or U+2029, line ends in YAML but not in Energon")
         value = yaml.load(text, loader)
     except IrregularFile as error:
         raise yaml.YAMLError(f"it {error}") from error
-    except (RecursionError, ValueError, TypeError, AttributeError) as error:  # nested too deeply; a date that is none
+    except (RecursionError, ValueError, TypeError, AttributeError) as error:  # nested too deeply; an impossible date
         raise yaml.YAMLError(f"it cannot be parsed: {type(error).__name__}") from error
+    # Aliases share one object, so parsing is cheap; whoever walks the tree visits it once for each alias.
     nodes, stack = 0, [value]
     while stack:
-        one = stack.pop()
+        node = stack.pop()
         nodes += 1
-        if isinstance(one, dict):
-            stack += one.values()
-        elif isinstance(one, list):
-            stack += one
+        if isinstance(node, dict):
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
         if nodes + len(stack) > _MOST_NODES:
-            raise yaml.YAMLError(f"it stands for more than {_MOST_NODES:,} values")
+            raise yaml.YAMLError(f"it expands to more than {_MOST_NODES:,} values")
     return value
 
 
 def inner_names(patterns: Any) -> list[str]:
-    """File names that a list of brace patterns stands for, such as `out-{000..127}.tar`.
+    """Expand a list of brace patterns, such as `out-{000..127}.tar`, to file names.
 
     Raises:
-        TypeError: not a list of texts.
+        TypeError: not a list of strings.
         ValueError: a name leads out of the folder, or there are more than a million names.
     """
     from braceexpand import braceexpand
 
-    if not isinstance(patterns, list) or not all(isinstance(one, str) for one in patterns):
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError("it is not a list of names")
     names: list[str] = []
     for pattern in patterns:
+        # Checked before the expansion: braceexpand builds a whole range in memory. Ranges nest, hence the brace limit.
         ranges = (abs(int(last[:20]) - int(first[:20])) for first, last in _RANGE.findall(pattern))
         if pattern.count("{") > _MOST_BRACES or any(size > _MOST_NAMES for size in ranges):
-            raise ValueError(f"{pattern[:80]!r} stands for more than {_MOST_NAMES:,} names")
+            raise _too_many_names(pattern)
         try:
             names += islice(braceexpand(pattern), _MOST_NAMES + 1 - len(names))
         except RecursionError as error:
             raise ValueError(f"{pattern[:80]!r} is nested too deeply") from error
         if len(names) > _MOST_NAMES:
-            raise ValueError(f"{pattern[:80]!r} stands for more than {_MOST_NAMES:,} names")
+            raise _too_many_names(pattern)
     check_inner(names)
     return names
 
 
+def _too_many_names(pattern: str) -> ValueError:
+    return ValueError(f"{pattern[:80]!r} expands to more than {_MOST_NAMES:,} names")
+
+
 def check_inner(names: Iterable[str]) -> None:
-    """Refuse names of files that are not in the folder that names them.
+    """Refuse file names that lead out of the folder that lists them.
 
     Raises:
         ValueError: a name is empty, absolute, has `..` or a NUL, or is not UTF-8.
@@ -249,10 +265,10 @@ def check_inner(names: Iterable[str]) -> None:
 
 
 def visible(text: str, keep: str = _LAYOUT) -> str:
-    """The text with control, direction and invisible characters as escapes, such as `\\x1b` and `\\u202e`.
+    """Escape control, direction and invisible characters of an untrusted string, such as `\\x1b` and `\\u202e`.
 
     Args:
-        text: from a file of somebody else.
+        text: the untrusted string.
         keep: characters that stay: new lines, tabs, wide spaces, and the joiners of scripts and emoji.
     """
     if text.isprintable():
@@ -260,56 +276,59 @@ def visible(text: str, keep: str = _LAYOUT) -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
-_MOST_OPEN = 128  # files of all readers; the usual limit of descriptors is 1024
-_numbers = itertools.count()
-_open: OrderedDict[tuple[int, Path], BinaryIO] = OrderedDict()
-_process = os.getpid()
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
-
-
-def aside_name(path: Path) -> Path:
-    """Unique temporary name next to `path`; with the host name, since hosts that share a disk may share PIDs."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-
-
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; rename it to `path` if the block succeeds."""
-    temporary = aside_name(path)
+    """Yield a temporary path in the folder of `path`; rename it to `path` if the block succeeds.
+
+    Creates the folder. The file is synced before the rename, and the folder after it: after a crash or a power failure
+    `path` has its old content or all of the new content. If the block raises, `path` stays as it is.
+
+    Raises:
+        OSError: the disk is full, or fails; the error names `path`, not the temporary file.
+    """
+    temporary = _temporary_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
-        rename_whole(temporary, path)
+        _rename_and_sync(temporary, path)
     except OSError as error:
-        raise named(error, path) from error
+        raise error_of_path(error, path) from error
     finally:
-        remove(temporary)
+        remove_if_possible(temporary)
 
 
-def named(error: OSError, path: Path) -> OSError:
-    """An error of the temporary file as one of `path`, with the text of the operating system.
+def atomic_write(path: Path, content: bytes) -> None:
+    """Write `content` to `path` by `atomic_path`: a reader sees the old or the new content, never a part."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content)
 
-    Errors of a full disk name no file, and those of pyarrow have another text.
+
+def error_of_path(error: OSError, path: Path) -> OSError:
+    """Return an error of the temporary file of `path` as an error of `path`, with the text of the operating system.
+
+    Errors of a full disk name no file, and pyarrow's errors have another text.
     """
-    if error.filename is not None and os.fspath(error.filename) != str(aside_name(path)):
+    if error.filename is not None and os.fspath(error.filename) != str(_temporary_name(path)):
         return error
     text = str(error) if error.errno is None else os.strerror(error.errno)
     return OSError(error.errno or errno.EIO, text, str(path))
 
 
-def remove(temporary: Path) -> None:
-    """Remove a temporary file, where the disk still obeys: what failed before is what the user must read."""
+def remove_if_possible(temporary: Path) -> None:
+    """Remove a temporary file; an error here must not hide the error that left it there."""
     with contextlib.suppress(OSError):
         temporary.unlink(missing_ok=True)
 
 
-def rename_whole(temporary: Path, path: Path) -> None:
-    """Rename a finished, synced file and sync the folder, so that the rename survives a power failure.
+def _temporary_name(path: Path) -> Path:
+    """Return a name next to `path` that no other process uses: hosts that share a disk may have equal PIDs."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
-    File systems that cannot sync a folder (CIFS and some of FUSE) say so by an error, which is no failure.
-    """
+
+def _rename_and_sync(temporary: Path, path: Path) -> None:
+    """Rename a synced file and sync the folder, so that the rename survives a power failure."""
     temporary.rename(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -321,18 +340,18 @@ def rename_whole(temporary: Path, path: Path) -> None:
         os.close(folder)
 
 
-def atomic_write(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(content)
+# Open files of all `Streams` of this process, by (reader, path), the least recently used first.
+_open: OrderedDict[tuple[int, Path], BinaryIO] = OrderedDict()
+_process = os.getpid()
+_reader_ids = itertools.count()
 
 
 class Streams:
-    """The open files of one reader, each opened on first use; those used longest ago are closed."""
+    """The open files of a reader, each opened on first use; the least recently used files are closed."""
 
     def __init__(self) -> None:
-        self._number = next(_numbers)
-        weakref.finalize(self, _forget, self._number)
+        self._reader = next(_reader_ids)
+        weakref.finalize(self, _forget, self._reader)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -341,7 +360,7 @@ class Streams:
         self.__init__()  # type: ignore[misc]
 
     def get(self, path: Path) -> BinaryIO:
-        """The open file.
+        """Return the open file.
 
         Raises:
             OSError, IrregularFile: as `open_regular`.
@@ -350,15 +369,15 @@ class Streams:
         if _process != os.getpid():  # after a fork: the same open files would share positions with the parent
             _open.clear()
             _process = os.getpid()
-        key = (self._number, path)
-        # Taken out and put back, since another thread may put it out of use meanwhile; this name keeps it open.
+        key = (self._reader, path)
+        # Popped and put back: another thread may evict it at the same time; the local name keeps it open.
         stream = _open.pop(key, None) or open_regular(path)
         _open[key] = stream
         while len(_open) > most_open(_MOST_OPEN):
-            _open.popitem(last=False)  # closed when no thread reads it any more
+            _open.popitem(last=False)  # closed when the last thread that reads it drops it
         return stream
 
 
-def _forget(number: int) -> None:
-    for key in [key for key in _open if key[0] == number]:
+def _forget(reader: int) -> None:
+    for key in [key for key in _open if key[0] == reader]:
         _open.pop(key, None)

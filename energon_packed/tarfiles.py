@@ -1,24 +1,24 @@
-"""The only tar reader: members, their names, what they are, and the end of an archive.
+"""The only tar reader. Input: a tar, or a range of its bytes. Output: its members, their byte ranges and its faults.
 
 Inputs (`sources`), datasets (`shards`), `inspect`, `verify` and `nv-meta` read tars through this module, so that a tar
-has the same samples and the same faults for all of them. Only headers are read, 512 bytes each; contents are read by
+has the same samples and the same faults in all of them. Only headers are read, 512 bytes each; contents are read by
 their byte ranges. Formats: V7, POSIX ustar and PAX, and GNU; uncompressed, because members are read by byte offsets.
 
-The rules, and where Python's `tarfile` (which WebDataset 1 and Megatron-Energon 7 use) and GNU tar differ:
+The rules, and how GNU tar and Python's `tarfile` (which WebDataset 1 and Megatron-Energon 7 use) differ:
 
     names       The name of a PAX or GNU long-name header wins over the 100 bytes of the header. The prefix field is
-                used only if the magic is `ustar\\0`, as in GNU tar: GNU headers have times there, which `tarfile`
-                reads as a folder. Bytes that are not UTF-8 appear as escapes: `caf\\xe9.txt`.
-    keys        A member is KEY.PART, split at the first dot of the base name. A name without a part is a key of its
-                own, which readers reject by name; WebDataset and Energon skip such members without a message.
+                used only if the magic is `ustar\\0`, as in GNU tar: GNU headers have times in its bytes, which
+                `tarfile` reads as a folder. Bytes that are not UTF-8 appear as escapes: `caf\\xe9.txt`.
+    keys        A member is KEY.PART, split at the first dot of the base name. A name without a part is a separate key,
+                which readers reject by name; WebDataset and Energon skip such members without a message.
     ignored     `__NAME__` and everything below it, as in WebDataset; `._NAME` and `__MACOSX/`, which macOS adds.
                 WebDataset and Energon skip `._a.jpg`, but read `dir/._a.jpg` as a part of a sample `dir/`:
                 `TarReader.misread` names the first such member, and a dataset for Energon must not have any.
     kinds       Regular files (types 0, NUL and 7) have content. Directories and volume labels (5, D, V) are skipped.
                 Symbolic and hard links, FIFOs, devices, sparse files and unknown types are members that cannot be
-                read, and `Member.fault` says so: WebDataset and Energon skip them, so that their sample would lose a
-                part without a message. Directories, links, FIFOs and devices have no content, whatever size their
-                header has, as in `tarfile`.
+                read, and `Member.fault` has the reason: WebDataset and Energon skip them, so that their sample would
+                lose a part without a message. Directories, links, FIFOs and devices have no content, whatever size
+                their header has, as in `tarfile`.
     PAX         `path`, `size` and `GNU.sparse.*` are used. A global header that sets them is refused, because a reader
                 that starts inside the tar cannot know it. Other global headers (git archive) are skipped; between
                 samples, Energon fails at them (`TarReader.misread`).
@@ -44,14 +44,15 @@ FILE = "regular file"
 Read = Callable[[int, int], bytes]
 """Bytes of a tar by (offset, size); fewer at the end of the file."""
 
-_END = 2 * BLOCK  # bytes of zeros that end an archive
+_END = 2 * BLOCK  # zero bytes at the end of an archive
 _DIRECTORY, _LABEL, _SPARSE = "directory", "volume label", "sparse file"
 _KINDS = {
     b"0": FILE, b"\0": FILE, b"7": FILE, b"1": "hard link", b"2": "symbolic link", b"3": "device", b"4": "device",
     b"5": _DIRECTORY, b"6": "FIFO", b"D": _DIRECTORY, b"V": _LABEL, b"S": _SPARSE,
 }  # fmt: skip
-_WITHOUT_CONTENT = b"123456"
-_EXTENDED, _LONG_NAME, _GLOBAL, _PAX = b"LKgxX", b"L", b"g", b"xX"  # K: the target of a link; X: PAX of old Solaris
+_WITHOUT_CONTENT = b"123456"  # types whose size field `tarfile` ignores
+# Headers that describe the next member. Type K has the target of a link, and type X is the PAX header of old Solaris.
+_EXTENDED, _LONG_NAME, _GLOBAL, _PAX = b"LKgxX", b"L", b"g", b"xX"
 _MOST_EXTENDED = 64 << 20  # bytes of a PAX header, which may have attributes of a file system
 _NAME = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
 _IGNORED = re.compile(r"__[^/]*__(?:$|/)|(?:.*/)?\._|(?:.*/)?__MACOSX/", re.DOTALL)
@@ -83,10 +84,10 @@ class Member(NamedTuple):
 
     Attributes:
         name: full member name.
-        key, part: text before and after the first dot of the base name; without a dot, `name` and "".
+        key, part: the name before and after the first dot of the base name; without a dot, `name` and "".
         header: byte offset of its first header.
         offset, size: byte range of its content.
-        kind: `FILE`, or what cannot be read, such as `FIFO`.
+        kind: `FILE`, or the kind of a member that cannot be read, such as `FIFO`.
     """
 
     name: str
@@ -99,35 +100,35 @@ class Member(NamedTuple):
 
     @property
     def extension(self) -> str:
-        """What follows the last dot, in lower case."""
+        """The name after the last dot, in lower case."""
         return self.part.rpartition(".")[2].lower()
 
     @property
     def fault(self) -> str | None:
-        """Why its content cannot be read; None for a regular file."""
+        """The reason why the content cannot be read; None for a regular file."""
         if self.kind == FILE:
             return None
         return f"{self.name} is a {self.kind}, which is never read; store the file itself"
 
 
 class TarReader:
-    """Iterates over the members of a tar, or over those in a range of its bytes.
+    """Iterates over the members of a tar, or of a range of its bytes.
 
     Attributes:
         path: the tar, for messages.
         end: byte offset of the end of the last member that was read.
-        misread: the first part of the tar that is ignored here, but misread by Energon; "" if there is none.
+        misread: the first member or header that is ignored here, but misread by Energon; "" if there is none.
     """
 
     def __init__(self, path: Path, read: Read, start: int, stop: int, *, is_whole: bool = False) -> None:
-        """Members whose first header is in bytes [start, stop).
+        """Select the members whose first header is in bytes [start, stop).
 
         Args:
             path: the tar, for messages.
-            read: bytes of the tar.
-            start: where a member begins.
-            stop: where a member begins, or the last one ends; with `is_whole`, the size of the file.
-            is_whole: the range is the file, whose end is checked.
+            read: function that returns bytes of the tar.
+            start: byte offset of a first header.
+            stop: byte offset of a first header, or the end of the last member; with `is_whole`, the size of the file.
+            is_whole: the range is the whole file, and its end is checked.
         """
         self.path = path
         self.end = start
@@ -140,9 +141,10 @@ class TarReader:
         """Yield members in order.
 
         Raises:
-            NotATarError: the whole file is no tar.
-            TarError: it is truncated or damaged, or, read whole, does not end as a tar does.
+            NotATarError: the whole file is not a tar.
+            TarError: it is truncated or damaged, or a whole file lacks the end of an archive.
         """
+        # One loop rather than a method for each kind of header: tars have millions of members.
         read, stop = self._read, self._stop
         at = self.end
         first: int | None = None  # the first header of a member with several
@@ -158,8 +160,8 @@ class TarReader:
             size = _number(header[124:136])
             if size is None:
                 raise self._error(f"damaged header at byte {at}: its size is {header[124:136]!r}; {_REMEDY}")
-            what = _KINDS.get(kind)
-            if what is None and kind in _EXTENDED:
+            label = _KINDS.get(kind)
+            if label is None and kind in _EXTENDED:
                 content = self._extended(at, size)
                 if kind == _GLOBAL:
                     self._check_global(self._pax(content, at), at)
@@ -170,38 +172,41 @@ class TarReader:
                 if kind == _LONG_NAME and long_name is None:
                     long_name = _text(content)
                 elif kind in _PAX:
-                    pax = self._pax(content, at) | pax
-                at += BLOCK + _padded(size)
+                    pax = self._pax(content, at) | pax  # of several headers the first is used, as in `tarfile`
+                at += BLOCK + size + -size % BLOCK
                 continue
             name = _text(header[:100])
-            if what is None:
-                what = f"member of the unknown type {_text(kind)!r}"
-            elif what != FILE:
+            if label is None:
+                label = f"member of the unknown type {_text(kind)!r}"
+            elif label != FILE:
                 size = 0 if kind in _WITHOUT_CONTENT else size
             elif kind == b"\0" and name.endswith("/") and long_name is None and "path" not in pax:
-                what, size = _DIRECTORY, 0  # of V7; a longer name is merely cut there
+                # V7 marks a directory by the slash alone. The 100 bytes of a longer name, which has an extended
+                # header, may be cut at a slash.
+                label, size = _DIRECTORY, 0
             if header[345] and header[257:263] == b"ustar\0":
                 name = f"{_text(header[345:500])}/{name}"
             if first is not None:
                 name = name if long_name is None else long_name
-                name, size, what = self._with_pax(pax, name, size, what, at)
+                name, size, label = self._with_pax(pax, name, size, label, at)
                 size = 0 if kind in _WITHOUT_CONTENT else size
             offset = at + BLOCK if kind != b"S" else self._after_sparse(at, header)
             if offset + size > stop:
                 raise self._error(f"truncated inside {name} at byte {stop}; {_REMEDY}")
-            begin, at = at if first is None else first, offset + size + -size % BLOCK
+            start, at = at if first is None else first, offset + size + -size % BLOCK
             if first is not None:
                 first, long_name, pax = None, None, {}
             self.end = at
-            if what in (_DIRECTORY, _LABEL):
+            if label in (_DIRECTORY, _LABEL):
                 continue
+            # The substring test saves the pattern for almost all names.
             if ("__" in name or "._" in name) and _IGNORED.match(name):
                 if not self.misread and _OF_MACOS.match(name) and _ENERGON_NAME.match(name):
                     self.misread = f"{name} was added by macOS, and Energon reads it as a part of a sample"
                 continue
-            found = _NAME.fullmatch(name)
-            key, part = found.groups() if found else (name, "")
-            yield Member(name, key, part, begin, offset, size, what)
+            match = _NAME.fullmatch(name)
+            key, part = match.groups() if match else (name, "")
+            yield Member(name, key, part, start, offset, size, label)
         if first is not None:
             raise self._error(f"truncated after the header at byte {first}; {_REMEDY}")
         if self._is_whole:
@@ -211,20 +216,21 @@ class TarReader:
         return TarError(f"{self.path}: {problem}", problem)
 
     def _unreadable(self, at: int, header: bytes) -> TarError:
-        """The error for a block that is not a header."""
+        """Return the error for a block that is not a header."""
         if self._is_whole and self.end == 0 and at == 0:
             for magic, name in _MAGICS.items():
                 if header.startswith(magic):
-                    what = f"is compressed ({name}); decompress it to a plain .tar, which is read in place"
-                    return NotATarError(f"{self.path} {what}")
-            what = "its header is cut" if len(header) < BLOCK else "its first block is not a header"
-            return NotATarError(f"{self.path} is not an uncompressed tar file: {what}; {_REMEDY}")
+                    return NotATarError(
+                        f"{self.path} is compressed ({name}); decompress it to a plain .tar, which is read in place"
+                    )
+            reason = "its header is cut" if len(header) < BLOCK else "its first block is not a header"
+            return NotATarError(f"{self.path} is not an uncompressed tar file: {reason}; {_REMEDY}")
         if len(header) < BLOCK:
             return self._error(f"truncated inside a header at byte {at + len(header)}; {_REMEDY}")
         return self._error(f"damaged header at byte {at}: its check sum is wrong; {_REMEDY}")
 
     def _extended(self, at: int, size: int) -> bytes:
-        """Content of an extended header."""
+        """Read the content of an extended header."""
         if size > _MOST_EXTENDED:
             raise self._error(
                 f"extended header of {size:,} bytes at byte {at}, and at most {_MOST_EXTENDED:,} are read; {_REMEDY}"
@@ -235,46 +241,46 @@ class TarReader:
         return content
 
     def _pax(self, content: bytes, at: int) -> dict[str, bytes]:
-        """Values of a PAX header: records of `LENGTH KEYWORD=VALUE\\n`."""
-        found: dict[str, bytes] = {}
-        place, end = 0, len(content)
-        while place < end:
-            record = _PAX_RECORD.match(content, place)
-            stop = place + int(record[1]) if record else 0
+        """Parse the values of a PAX header: records of `LENGTH KEYWORD=VALUE\\n`, LENGTH being that of the record."""
+        values: dict[str, bytes] = {}
+        start, end = 0, len(content)
+        while start < end:
+            record = _PAX_RECORD.match(content, start)
+            stop = start + int(record[1]) if record else 0
             if record is None or not record.end() < stop <= end or content[stop - 1 : stop] != b"\n":
                 raise self._error(f"damaged PAX header at byte {at}; {_REMEDY}")
-            found[record[2].decode("utf-8", "backslashreplace")] = content[record.end() : stop - 1]
-            place = stop
-        return found
+            values[record[2].decode("utf-8", "backslashreplace")] = content[record.end() : stop - 1]
+            start = stop
+        return values
 
     def _check_global(self, pax: dict[str, bytes], at: int) -> None:
         for name in pax:
             if name in ("path", "size") or name.startswith("GNU.sparse"):
                 raise self._error(f"global header at byte {at} sets {name} of all members; write it again without")
 
-    def _with_pax(self, pax: dict[str, bytes], name: str, size: int, what: str, at: int) -> tuple[str, int, str]:
-        """Name, size and kind of a member with a PAX header."""
+    def _with_pax(self, pax: dict[str, bytes], name: str, size: int, label: str, at: int) -> tuple[str, int, str]:
+        """Return name, size and kind of a member with a PAX header."""
         if (path := pax.get("path")) is not None:
             name = _text(path).rstrip("/")
-        if (given := pax.get("size")) is not None:
-            if not given.isdigit():
-                raise self._error(f"damaged PAX header at byte {at}: its size is {given!r}; {_REMEDY}")
-            size = int(given)
+        if (digits := pax.get("size")) is not None:
+            if not digits.isdigit():
+                raise self._error(f"damaged PAX header at byte {at}: its size is {digits!r}; {_REMEDY}")
+            size = int(digits)
         if any(keyword.startswith("GNU.sparse") for keyword in pax):
-            name, what = _text(pax["GNU.sparse.name"]) if "GNU.sparse.name" in pax else name, _SPARSE
-        return name, size, what
+            name, label = _text(pax["GNU.sparse.name"]) if "GNU.sparse.name" in pax else name, _SPARSE
+        return name, size, label
 
     def _after_sparse(self, at: int, header: bytes) -> int:
-        """Byte offset of the content of a sparse file of GNU, after the blocks of its map."""
+        """Return the byte offset of the content of a sparse GNU file, after the blocks of its map."""
         at += BLOCK
-        more = header[482]
+        more = header[482]  # `isextended` of the GNU header; in the blocks of the map it is byte 504
         while more:
             block = self._extended(at - BLOCK, BLOCK)
             more, at = block[504], at + BLOCK
         return at
 
     def _check_end(self, end: int) -> None:
-        """Two blocks of zeros, and nothing but zeros."""
+        """Check that at least two blocks of zeros, and nothing else, follow the last member."""
         if self._stop == 0:
             raise NotATarError(f"{self.path} is empty (0 bytes); copy it again")
         at = end
@@ -294,14 +300,14 @@ class TarReader:
 
 @contextmanager
 def open_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[TarReader]:
-    """Open a tar, to read all of it and check its end, or a range of its bytes.
+    """Open a whole tar, whose end is checked, or a range of its bytes.
 
     Args:
         path: the tar.
-        start, stop: as for `TarReader`; without `stop`, the whole file.
+        start, stop: as in `TarReader`; None reads to the end of the file.
 
     Raises:
-        TarError: it is not a regular file, or cannot be read; and as `TarReader`.
+        TarError: it is not a regular file, or cannot be read; also as `TarReader` when iterated.
     """
     with _opened(path) as stream:
         size = os.fstat(stream.fileno()).st_size if stop is None else stop
@@ -309,7 +315,7 @@ def open_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Ta
 
 
 def read_content(path: Path, member: Member) -> bytes:
-    """The bytes of a member.
+    """Read the bytes of a member.
 
     Raises:
         TarError: it is not a regular file, or the tar was truncated since its headers were read.
@@ -325,7 +331,7 @@ def read_content(path: Path, member: Member) -> bytes:
 
 
 def read_range(descriptor: int, at: int, size: int) -> bytes:
-    """Bytes [at, at + size) of an open file; fewer at its end.
+    """Read bytes [at, at + size) of an open file; fewer at its end.
 
     Raises:
         OSError: the disk fails.
@@ -335,13 +341,13 @@ def read_range(descriptor: int, at: int, size: int) -> bytes:
         return data
     parts, missing = [data], size - len(data)
     while missing and (data := os.pread(descriptor, missing, at + size - missing)):
-        parts.append(data)  # the system may return less than it was asked for
+        parts.append(data)  # `pread` may return fewer bytes than requested
         missing -= len(data)
     return b"".join(parts)
 
 
 def key_faults(members: Iterable[Member]) -> list[tuple[Member, str]]:
-    """Members of one key that cannot be read or told apart, and why."""
+    """Return the members of one key that cannot be read, or have the same part name, each with the reason."""
     seen: set[str] = set()
     faults: list[tuple[Member, str]] = []
     for member in members:
@@ -363,7 +369,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _reading(path: Path, stream: BinaryIO) -> Read:
-    descriptor = stream.fileno()  # read without the buffer, which would read the first bytes of each content too
+    descriptor = stream.fileno()  # unbuffered: a buffer would also read the first bytes of each content
 
     def read(at: int, size: int) -> bytes:
         try:
@@ -377,10 +383,11 @@ def _reading(path: Path, stream: BinaryIO) -> Read:
 
 
 def _is_sound(header: bytes) -> bool:
-    """Whether a block is a header: its check sum is the sum of its bytes, with spaces in the place of the sum."""
+    """Return whether a block is a header: its check sum is the sum of its bytes, with spaces for the sum itself."""
     if len(header) < BLOCK:
         return False
     # The lower half of Adler-32 is 1 + the sum of the bytes modulo 65521, in a tenth of the time of `sum`.
+    # 256 is the sum of the eight spaces.
     field = header[148:156]
     recorded = _number(field)
     total = (zlib.adler32(header) & 0xFFFF) - (zlib.adler32(field) & 0xFFFF) + 256
@@ -388,16 +395,16 @@ def _is_sound(header: bytes) -> bool:
         return True
     if recorded == sum(header) - sum(field) + 256:  # sums above 65520
         return True
-    signed = sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:]) + 256
-    return recorded == signed  # as some old programs sum
+    # Some old programs sum signed bytes.
+    return recorded == sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:]) + 256
 
 
 def _number(field: bytes) -> int | None:
-    """An octal number, or one of base 256 (GNU, star); None if it is neither, or negative. An empty field is 0."""
+    """Parse an octal or base-256 number (GNU, star); None if it is neither, or negative. An empty field is 0."""
     try:
         number = int(field.rstrip(b"\0 "), 8)
     except ValueError:
-        if field[0] == 0o200:
+        if field[0] == 0o200:  # base 256, positive; 0o377 marks a negative number
             return int.from_bytes(field[1:], "big")
         text = field.partition(b"\0")[0].strip()
         try:
@@ -408,9 +415,5 @@ def _number(field: bytes) -> int | None:
 
 
 def _text(field: bytes) -> str:
-    """A name, which ends at a NUL."""
+    """Decode a field, which ends at a NUL."""
     return field.partition(b"\0")[0].decode("utf-8", "backslashreplace")
-
-
-def _padded(size: int) -> int:
-    return size + -size % BLOCK

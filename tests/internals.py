@@ -88,7 +88,7 @@ PLACES = {
     "EngineMismatch": "errors:EngineMismatch",
     # flavors: what Energon calls of a dataset
     "captioning_sample_loader": "flavors.packed_captioning:sample_loader",
-    # foreign: text of files as messages show it
+    # files: untrusted text as messages show it
     "visible": "files:visible",
     # formats: each codec without a pipeline
     "codec_for": "formats:codec_for",

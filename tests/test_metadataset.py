@@ -38,22 +38,22 @@ def outputs(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return root
 
 
-def test_weights_and_how_often_each_is_seen(outputs: Path) -> None:
+def test_weights_and_epochs_over_each_input(outputs: Path) -> None:
     folders: list[tuple[Path, None]] = [(outputs / name, None) for name in "abc"]
     by_samples = make_blend(folders)
-    assert [one.weight for one in by_samples.train] == [400, 100, 20]
+    assert [dataset.weight for dataset in by_samples.train] == [400, 100, 20]
     by_packs = make_blend(folders, weight_by="packs")
-    assert [one.weight for one in by_packs.train] == [one.packs for one in by_packs.train]
+    assert [dataset.weight for dataset in by_packs.train] == [dataset.packs for dataset in by_packs.train]
     assert by_packs.times_seen() == pytest.approx([1, 1, 1])
     assert not by_packs.warnings()
     assert "set `weight_by` to 'packs'" in by_samples.warnings()[0]
-    largest = max(by_samples.train, key=lambda one: one.packs)
+    largest = max(by_samples.train, key=lambda dataset: dataset.packs)
     draws = largest.packs / (largest.weight / 520)
-    expected = [draws * one.weight / 520 / one.packs for one in by_samples.train]
+    expected = [draws * dataset.weight / 520 / dataset.packs for dataset in by_samples.train]
     assert by_samples.times_seen() == pytest.approx(expected)
-    assert [one.weight for one in make_blend(folders, weight_by="equal").train] == [1, 1, 1]
+    assert [dataset.weight for dataset in make_blend(folders, weight_by="equal").train] == [1, 1, 1]
     tokens = make_blend(folders, weight_by="tokens").train
-    assert [one.weight for one in tokens] == [one.tokens for one in tokens]
+    assert [dataset.weight for dataset in tokens] == [dataset.tokens for dataset in tokens]
 
 
 @pytest.mark.parametrize("schema", ["v1", "v2"])
@@ -77,7 +77,7 @@ def _entries(out: Path) -> list[dict[str, Any]]:
     return next(iter(train.values()))  # type: ignore[no-any-return]
 
 
-def test_epochized_holds_every_pack_as_often_as_told(outputs: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
+def test_epochized_repeats_every_pack_by_its_repetitions(outputs: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
     blend = make_blend([(outputs / "a", 1), (outputs / "b", 2)], epochized=True)
     write_metadataset(blend, tmp_path / "mix.yaml")
     loader = get_packed_loader(tmp_path / "mix.yaml", encoder, num_workers=0, epochs=1)
@@ -103,7 +103,7 @@ def test_nested_inputs_and_validation(outputs: Path, encoder: ChatEncoder, tmp_p
     assert {b.__key__[0][0] for b in val} == {"c"}
 
 
-def test_comments_say_where_weights_come_from(outputs: Path, tmp_path: Path) -> None:
+def test_comments_name_the_source_of_weights(outputs: Path, tmp_path: Path) -> None:
     text = render(make_blend([(outputs / "a", None), (outputs / "b", None)]), tmp_path / "mix.yaml")
     assert "400 samples (packing.json); weight: samples; 1 epochs per epoch of the largest input" in text
     assert "weight: given" in render(make_blend([(outputs / "a", 2)]), tmp_path / "mix.yaml")
@@ -140,8 +140,8 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
         (["c", "both"], "have seq_len 256 and 512, flavor .*; .* repack .* and a different `shard_prefix`"),
         (["a", "nothing"], "nothing has no .nv-meta folder"),
         (["a", "missing"], "missing does not exist"),
-        (["a=-1"], "weight of .*a/webdataset is -1"),
-        (["a=nan"], "weight of .*a/webdataset is nan"),
+        (["a=-1"], "weight of .*a/webdataset must be a finite number >= 0, got -1"),
+        (["a=nan"], "weight of .*a/webdataset must be .* got nan"),
         (["a=0", "b=0"], "all weights are 0"),
         (["a=many"], "the weight of .* must be a number, got 'many'"),
         (["a", "--split-from", "val"], "has no packs in split 'val'; it has train"),
@@ -158,7 +158,7 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
         (["broken.yaml"], "broken.yaml is not a Metadataset that Energon can read"),
     ],
 )
-def test_refusals_name_what_is_wrong(
+def test_errors_name_the_wrong_value(
     outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str], message: str
 ) -> None:
     for name in "abc":
@@ -193,12 +193,12 @@ def test_the_command_prints_shares(outputs: Path, tmp_path: Path, monkeypatch: p
     assert make_blend([(Path("mix.yaml"), None)]).train[0].samples == 500
 
 
-def test_an_input_without_a_weight_weighs_one_beside_those_with_one(outputs: Path) -> None:
+def test_an_input_without_a_weight_has_weight_one_if_another_has_a_weight(outputs: Path) -> None:
     blend = make_blend([(outputs / "a", None), (outputs / "b", 2)])
-    assert [(one.weight, one.weighed_by) for one in blend.train] == [(1, "given"), (2, "given")]
+    assert [(dataset.weight, dataset.weighed_by) for dataset in blend.train] == [(1, "given"), (2, "given")]
 
 
-def test_nothing_is_no_blend() -> None:
+def test_a_blend_needs_an_input() -> None:
     with pytest.raises(ConfigError, match="no input"):
         make_blend([])
 
@@ -206,5 +206,5 @@ def test_nothing_is_no_blend() -> None:
 def test_validation_data_of_a_nested_blend_is_kept(outputs: Path, tmp_path: Path) -> None:
     write_metadataset(make_blend([(outputs / "a", None)], val=[outputs / "c"]), tmp_path / "inner.yaml")
     blend = make_blend([(tmp_path / "inner.yaml", 1), (outputs / "b", 1)])
-    assert [one.path for one in blend.val] == [tmp_path / "inner.yaml"]
+    assert [dataset.path for dataset in blend.val] == [tmp_path / "inner.yaml"]
     assert blend.val[0].packs == make_blend([(outputs / "c", None)]).train[0].packs

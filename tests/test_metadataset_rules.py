@@ -1,4 +1,4 @@
-"""One outcome for each odd blend, whichever command or loader reads it; and the reader against Energon's own."""
+"""Every command and loader accepts or refuses the same Metadatasets; and the reader agrees with Energon."""
 
 import json
 import random
@@ -137,7 +137,7 @@ ODD: dict[str, tuple[Any, str]] = {
     "no splits": ({**HEAD, "splits": {}}, "it has no splits"),
     "an object": (
         train({**A, "subflavors": {"x": {"__module__": "os", "__function__": "getcwd"}}}, B),
-        "names os.getcwd, which is neither of energon-packed nor of Energon",
+        "names os.getcwd, which belongs neither to energon-packed nor to Energon",
     ),
     "an alias": ("splits: {train: {datasets: [&x {path: a}, *x]}}\n", "line 1 has an alias, which Energon ignores"),
     "a document marker": ("---\n" + yaml.safe_dump(train(A, B)), "line 1 is ---, which Energon cannot read"),
@@ -153,7 +153,9 @@ ODD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("case", [case for case in ODD if case != "not indexed"])
-def test_an_odd_blend_is_refused_by_all(data: Path, text_tokenizer_dir: Path, case: str, reader: str) -> None:
+def test_an_invalid_metadataset_is_refused_by_every_reader(
+    data: Path, text_tokenizer_dir: Path, case: str, reader: str
+) -> None:
     value, message = ODD[case]
     written(data, train({**A, "repetitions": 2}, kind="blend_epochized"), "epochs.yaml")
     written(data, train({**A, "weight": 0}), "zero.yaml")
@@ -187,7 +189,7 @@ def test_an_unknown_split_is_named(data: Path, reader: str) -> None:
 
 
 @pytest.mark.parametrize("reader", [reader for reader in READERS if not reader.startswith("pack")])
-def test_a_sound_blend_is_accepted_by_all(data: Path, text_tokenizer_dir: Path, reader: str) -> None:
+def test_a_valid_metadataset_is_accepted_by_every_reader(data: Path, text_tokenizer_dir: Path, reader: str) -> None:
     inner = {"datasets": {**V1, "splits": {"train": {"datasets": [A]}}}, "one": {**HEAD, "splits": {"train": A}}}
     for name, value in inner.items():
         written(data, value, f"{name}.yaml")
@@ -198,7 +200,7 @@ def test_a_sound_blend_is_accepted_by_all(data: Path, text_tokenizer_dir: Path, 
     (data / "page.html").unlink(missing_ok=True)
 
 
-def test_a_link_to_a_blend_is_read_from_where_the_link_lies(data: Path, tmp_path: Path) -> None:
+def test_a_linked_metadataset_is_relative_to_the_folder_of_the_link(data: Path, tmp_path: Path) -> None:
     """As by Energon: paths start from the folder of the name that was passed."""
     (tmp_path / "elsewhere").mkdir()
     target = written(tmp_path / "elsewhere", train(A, kind="blend_epochized"))
@@ -238,7 +240,9 @@ def test_verify_of_a_dataset_without_tars_fails(data: Path, tmp_path: Path) -> N
         assert (done.exit_code, json.loads(done.stdout)["passed"]) == (1, False)
 
 
-def test_what_two_parsers_read_apart_is_refused_before_energon_runs_it(data: Path, tmp_path: Path) -> None:
+def test_files_that_two_parsers_read_differently_are_refused_before_energon_runs_them(
+    data: Path, tmp_path: Path
+) -> None:
     """PyYAML ends a text in the last line without a line end; the parser of Energon adds a line end."""
     head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
     entry = f"    path: {data / 'a'}\n    subflavors:\n      x: |\n        text"
@@ -248,12 +252,12 @@ def test_what_two_parsers_read_apart_is_refused_before_energon_runs_it(data: Pat
             LOADERS[name](written(tmp_path, head + entry), data)
 
 
-def test_files_that_stand_for_billions_of_datasets_are_refused_at_once(data: Path) -> None:
+def test_files_that_expand_to_billions_of_datasets_are_refused_at_once(data: Path) -> None:
     names = ["a"]
     for depth in range(12):
         written(data, train(*({"path": names[-1]} for _ in range(20))), f"wide{depth}.yaml")
         names.append(f"wide{depth}.yaml")
-    with pytest.raises(FormatError, match=r"stands for more than 10,000 datasets"):
+    with pytest.raises(FormatError, match=r"expands to more than 10,000 datasets"):
         steps_per_epoch(data / names[-1])
 
 

@@ -1,4 +1,4 @@
-"""The recipes in metadatasets/ load as they are, with data where they say it is."""
+"""The recipes in metadatasets/ load without changes, with data at the paths that they name."""
 
 import collections
 import itertools

@@ -1,4 +1,4 @@
-"""One tar has the same samples and the same faults for every command and loader that reads it."""
+"""A tar has the same samples and the same faults for every command and loader that reads it."""
 
 import contextlib
 import gzip
@@ -212,7 +212,7 @@ def dataset(folder: Path, content: bytes, name: str = "x.tar") -> Path:
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_a_sound_tar_has_three_samples_for_all(tmp_path: Path, name: str, encoder: ChatEncoder) -> None:
+def test_a_valid_tar_has_three_samples_for_every_reader(tmp_path: Path, name: str, encoder: ChatEncoder) -> None:
     pairs = dataset(tmp_path / "pairs", SOUND[name](PAIRS)) / "x.tar"
     assert as_source(pairs) == Rows(["p0", "p1", "p2"], [])
     assert inspected(pairs).items() >= {"packs": 3, "members": 6, "problems": []}.items()
@@ -230,9 +230,7 @@ def test_a_sound_tar_has_three_samples_for_all(tmp_path: Path, name: str, encode
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_member_that_is_not_a_regular_file_is_one_fault_for_all(
-    tmp_path: Path, name: str, encoder: ChatEncoder
-) -> None:
+def test_an_irregular_member_is_one_fault_for_every_reader(tmp_path: Path, name: str, encoder: ChatEncoder) -> None:
     fault = FAULTS[name]
 
     def with_fault(entries: Entries, place: int) -> bytes:
@@ -264,7 +262,7 @@ def test_a_member_that_is_not_a_regular_file_is_one_fault_for_all(
 
 
 @pytest.mark.parametrize("name", [*DAMAGED, *OTHER])
-def test_a_damaged_tar_has_one_message_for_all(tmp_path: Path, name: str) -> None:
+def test_a_damaged_tar_has_the_same_message_for_every_reader(tmp_path: Path, name: str) -> None:
     make, message = (DAMAGED | OTHER)[name]
     folder = dataset(tmp_path / "packs", whole(PACKS))
     run("nv-meta", folder)
@@ -293,7 +291,9 @@ def test_a_damaged_tar_has_one_message_for_all(tmp_path: Path, name: str) -> Non
         (lambda _: GLOBAL, "the global header at byte 2048 makes Energon read past the end of a sample"),
     ],
 )
-def test_what_energon_would_misread_is_named(tmp_path: Path, before: Callable[[str], bytes], problem: str) -> None:
+def test_members_that_energon_would_misread_are_named(
+    tmp_path: Path, before: Callable[[str], bytes], problem: str
+) -> None:
     entries = [(f"dir/{name}", content) for name, content in PACKS]
     folder = dataset(tmp_path / "packs", whole(entries))
     run("nv-meta", folder)
@@ -306,7 +306,7 @@ def test_what_energon_would_misread_is_named(tmp_path: Path, before: Callable[[s
     assert problem in run("verify", folder, "--fast")
 
 
-def test_a_part_that_occurs_twice_is_one_fault_for_all(tmp_path: Path) -> None:
+def test_a_repeated_part_is_one_fault_for_every_reader(tmp_path: Path) -> None:
     twice = [*PACKS[:2], PACKS[1], *PACKS[2:]]
     path = dataset(tmp_path / "packs", whole(twice)) / "x.tar"
     message = "p0.img0_0.jpg occurs twice in the tar; write it again"
@@ -324,7 +324,7 @@ def test_packing_a_tar_of_macos_with_a_fifo(tmp_path: Path, tokenizer_dir: Path)
     parts = [member(name, content) for name, content in PAIRS]
     parts[2] = member("p1.jpg", kind=b"6")
     hidden = [member(f"._{name}", b"\0\x05\x16\x07") for name, _ in PAIRS]
-    both = b"".join(one for pair in zip(hidden, parts, strict=True) for one in pair)
+    both = b"".join(block for pair in zip(hidden, parts, strict=True) for block in pair)
     (tmp_path / "x.tar").write_bytes(both + END)
     result = pack(
         tmp_path / "x.tar",
@@ -342,8 +342,8 @@ def test_packing_a_tar_of_macos_with_a_fifo(tmp_path: Path, tokenizer_dir: Path)
 
 def read_all(path: Path) -> list[tuple[str, bytes, int, int]]:
     with open_tar(path) as tar:
-        found = list(tar)
-    return [(one.name, read_content(path, one), one.header, one.offset) for one in found]
+        members = list(tar)
+    return [(member.name, read_content(path, member), member.header, member.offset) for member in members]
 
 
 NAMES = st.text(
@@ -376,7 +376,7 @@ def test_any_archive_is_read_as_tarfile_reads_it(tmp_path: Path, made: tuple[int
     path = tmp_path / "a.tar"
     path.write_bytes(written(*made))
     with tarfile.open(path, "r:") as tar:
-        theirs = [(one.name, tar.extractfile(one).read(), one.offset, one.offset_data) for one in tar]  # type: ignore[union-attr]
+        theirs = [(info.name, tar.extractfile(info).read(), info.offset, info.offset_data) for info in tar]  # type: ignore[union-attr]
         end = tar.offset
     assert read_all(path) == theirs
     with open_tar(path) as ours:
@@ -416,14 +416,14 @@ def test_any_changed_byte_of_a_header_is_an_error_or_harmless(
     path = tmp_path / "a.tar"
     path.write_bytes(content)
     before = read_all(path)
-    header = data.draw(st.sampled_from([one[2] for one in before]))
+    header = data.draw(st.sampled_from([entry[2] for entry in before]))
     content[header + data.draw(st.integers(0, BLOCK - 1))] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
     with contextlib.suppress(TarError):
         assert read_all(path) == before  # the check sum field alone has several spellings
 
 
-def test_what_gnu_tar_writes(tmp_path: Path) -> None:
+def test_tars_of_gnu_tar_are_read(tmp_path: Path) -> None:
     """Long names, a sparse file, a hard link and a FIFO, in each of its formats."""
     folder = tmp_path / "files"
     folder.mkdir()
@@ -441,7 +441,7 @@ def test_what_gnu_tar_writes(tmp_path: Path) -> None:
         path = tmp_path / "a.tar"
         subprocess.run(["tar", "-cSf", path, *arguments, "-C", folder, *names], check=True)
         with open_tar(path) as tar:
-            found = {one.name: one for one in tar}
+            found = {member.name: member for member in tar}
         assert sorted(found) == sorted(names), arguments
         faults = [found[name].fault or "" for name in names]
         assert [fault.partition(" is a ")[2].partition(",")[0] for fault in faults] == [

@@ -1,12 +1,15 @@
-"""Energon sample dataclasses, each with its `sample_loader` and `part_filter`: thin shells over the codecs.
+"""Energon sample dataclasses. Input: the raw parts of a tar key. Output: a dataclass with the columns of the pack.
+
+Each module has a dataclass, its `sample_loader` and its `part_filter`, which datasets name in `.nv-meta`; all are thin
+shells over the codecs.
 
     PackedCaptioningSample   image and text samples, raw: prompts, captions, image bytes
     PackedMultiMixQASample   full conversations: any roles, tools, video frames
     MultiMixQASample         one unpacked conversation, for packing on the fly
     PackedTokensSample       tokenized offline, image bytes kept
-    StoredPack               a flavor without a dataclass of its own
+    StoredPack               any flavor without a dataclass
 
-Every flavor returns its samples as `stored_samples()`, which is all that encoding needs.
+Every flavor returns its samples as `stored_samples()`, the only input of encoding.
 """
 
 import importlib
@@ -24,17 +27,17 @@ from energon_packed.formats import Codec
 
 
 def flavor_class(codec: Codec) -> type[PackSample]:
-    """The Energon dataclass of a codec."""
+    """Return the Energon dataclass of a codec."""
     return _flavor(codec.flavor_module, codec.flavor_class)[1]
 
 
-def load_pack(codec: Codec, raw: Mapping[str, Any], **sample_keys: Any) -> PackSample:
-    """A pack of its flavor from raw parts.
+def load_pack(codec: Codec, raw: Mapping[str, Any], sample_keys: Mapping[str, Any] | None = None) -> PackSample:
+    """Make the Energon sample of a pack from its raw parts.
 
     Args:
-        codec: of the flavor.
+        codec: codec of the flavor.
         raw: `__key__` and bytes by part name.
-        sample_keys: Energon's keys of every sample; made up where there are none.
+        sample_keys: fields of Energon's `Sample`, such as `__key__` and `__subflavors__`; by default the key of `raw`.
 
     Raises:
         FormatError: a part is missing or damaged.
@@ -44,10 +47,11 @@ def load_pack(codec: Codec, raw: Mapping[str, Any], **sample_keys: Any) -> PackS
     return flavor(**keys, **sample_loader(raw))
 
 
+# By name rather than by class: a codec that is registered later may name a module of its package.
 @cache
 def _flavor(module: str, name: str) -> tuple[Callable[[Mapping[str, Any]], dict[str, Any]], type[PackSample]]:
-    found = importlib.import_module(module)
-    return found.sample_loader, getattr(found, name)
+    flavor = importlib.import_module(module)
+    return flavor.sample_loader, getattr(flavor, name)
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""PackSample: what every flavor can do."""
+"""PackSample, the base class of all flavors, and the conversion between the columns of a codec and of a flavor."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,13 +13,13 @@ from energon_packed.records import Conversation
 
 
 class TokenRow(NamedTuple):
-    """A row of tokenized text without images.
+    """Row of tokenized text without images.
 
     Attributes:
-        ids: names of the S samples.
+        ids: ids of the S samples.
         input_ids: int64 (T,).
-        labels: int64 (T,), -100 where not supervised.
-        cu_seqlens: int32 (S+1,), boundaries.
+        labels: int64 (T,), -100 for tokens that are not supervised.
+        cu_seqlens: int32 (S+1,), boundaries of the samples.
     """
 
     ids: Sequence[str | None]
@@ -30,39 +30,40 @@ class TokenRow(NamedTuple):
 
 @edataclass
 class PackSample(Sample):
-    """One member of a shard: one sample, or several that share a row."""
+    """One pack of a shard: several samples that share a row, or one sample."""
 
     @abstractmethod
     def stored_samples(self) -> list[StoredSample]:
-        """The samples inside, in order."""
+        """Return the samples in order."""
 
     def conversations(self) -> list[Conversation]:
-        """The conversations inside, in order."""
+        """Return the conversations in order."""
         return [sample.conversation for sample in self.stored_samples()]
 
     def expected_lengths(self) -> list[int | None]:
-        """Recorded tokens of each sample, None where none was recorded."""
+        """Return the recorded tokens of each sample, or None for each."""
         return [sample.length for sample in self.stored_samples()]
 
     def token_row(self) -> TokenRow | None:
-        """The row, where it is tokenized text without images."""
+        """Return the row if it is tokenized text without images; None otherwise."""
         return None
 
 
 def flavor_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns of a codec as flavors hold them: images as bytes, and lists."""
-    positions = fields["patch_positions"] and [list(one) for one in fields["patch_positions"]]
-    images = [[image.data for image in one] for one in fields["images"]]
+    """Convert the columns of a codec to fields of a flavor: images as bytes, tuples as lists."""
+    positions = fields["patch_positions"] and [list(files) for files in fields["patch_positions"]]
+    images = [[image.data for image in sample] for sample in fields["images"]]
     return {**fields, "images": images, "patch_positions": positions}
 
 
 def codec_fields(sample: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The inverse of `flavor_fields`; the extensions of images are not known any more.
+    """Convert fields of a flavor back to columns of a codec, without the extensions of images, which flavors lack.
 
     Args:
-        sample: of a flavor.
-        names: of its columns, without `images` and `patch_positions`.
+        sample: sample of a flavor.
+        names: names of its columns, without `images` and `patch_positions`.
     """
-    images = [tuple([StoredImage("", data) for data in one]) for one in sample.images]
-    positions = sample.patch_positions and [tuple(one) for one in sample.patch_positions]
+    images = [tuple([StoredImage("", data) for data in files]) for files in sample.images]
+    # `and` keeps None and an empty list as they are.
+    positions = sample.patch_positions and [tuple(files) for files in sample.patch_positions]
     return {name: getattr(sample, name) for name in names} | {"images": images, "patch_positions": positions}

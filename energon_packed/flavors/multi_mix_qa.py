@@ -1,4 +1,4 @@
-"""MultiMixQASample: one unpacked conversation."""
+"""Flavor MultiMixQASample: the parts of a tar key to one unpacked conversation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,14 +14,14 @@ _CODEC = SingleMultiMixCodec()
 
 @edataclass
 class MultiMixQASample(PackSample):
-    """One conversation, packed with others while training.
+    """One conversation, which is packed with other conversations while training.
 
     Attributes:
         sample: id, length, and one of messages / text / input_ids + labels, with tools, video, fps,
-            timestamp_decimal when given.
+            timestamp_decimal if present.
         images: bytes of the images.
         patch_positions: bytes of the .npy files.
-        length: tokens.
+        length: number of tokens, or None.
     """
 
     sample: dict[str, Any]
@@ -30,14 +30,14 @@ class MultiMixQASample(PackSample):
     length: int | None = None
 
     def stored_samples(self) -> list[StoredSample]:
-        """The one sample."""
+        """Return the only sample."""
         images = tuple([StoredImage("", data) for data in self.images])
         positions = [tuple(self.patch_positions)]
         return _CODEC.samples({"samples": [self.sample], "images": [images], "patch_positions": positions})
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a MultiMixQASample from the parts of a tar member."""
+    """Convert the parts of a tar key to the fields of a MultiMixQASample."""
     fields = flavor_fields(_CODEC.fields(raw))
     sample = fields["samples"][0]
     images, positions = fields["images"][0], fields["patch_positions"][0]
@@ -45,5 +45,5 @@ def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part_filter(part: str) -> bool:
-    """Which parts are read from the tar."""
+    """Return whether Energon reads a part from the tar."""
     return _CODEC.part_filter(part)

@@ -1,6 +1,6 @@
-"""PackedCaptioningSample: a pack of image and text samples, encoded at training time.
+"""Flavor PackedCaptioningSample: the parts of a tar key to a pack of image and text samples, encoded at training time.
 
-It loads our packs in the default layout and in layout llava-onevision2, and packs of LLaVA-OneVision-1.5 and -2. The
+It loads packs in the default layout and in layout llava-onevision2, and packs of LLaVA-OneVision-1.5 and -2. The
 class of this name in LLaVA-OneVision-2's `aiak_training_llm` loads layout llava-onevision2 only.
 """
 
@@ -25,9 +25,9 @@ class PackedCaptioningSample(PackSample):
         prompts: user turns of each sample.
         captions: assistant turns of each sample; a plain text has no prompt and one caption.
         sample_count: S.
-        ids: names, or None in data from other packers.
+        ids: ids, or None in third-party packs.
         systems: system prompts, or None.
-        lengths: tokens, or None in data from other packers.
+        lengths: tokens of each sample, or None in third-party packs.
         patch_positions: bytes of the .npy files of each sample, or None.
         timestamp_decimal: decimals of frame timestamps, or None.
         fps: frames per second, or None.
@@ -53,15 +53,15 @@ class PackedCaptioningSample(PackSample):
     truncated: list[bool] | None = None
 
     def stored_samples(self) -> list[StoredSample]:
-        """The samples inside, in order."""
+        """Return the samples in order."""
         return _CODEC.samples(codec_fields(self, ("prompts", "captions", "sample_count", "truncate", *COLUMNS)))
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a PackedCaptioningSample from the parts of a tar member."""
+    """Convert the parts of a tar key to the fields of a PackedCaptioningSample."""
     return flavor_fields(_CODEC.fields(raw))
 
 
 def part_filter(part: str) -> bool:
-    """Which parts are read from the tar."""
+    """Return whether Energon reads a part from the tar."""
     return _CODEC.part_filter(part)

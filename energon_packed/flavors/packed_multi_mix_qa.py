@@ -1,4 +1,4 @@
-"""PackedMultiMixQASample: a pack of full conversations."""
+"""Flavor PackedMultiMixQASample: the parts of a tar key to a pack of full conversations."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,10 +18,10 @@ class PackedMultiMixQASample(PackSample):
 
     Attributes:
         samples: id, length, and one of messages / text / input_ids + labels, with tools, video, fps,
-            timestamp_decimal when given.
+            timestamp_decimal if present.
         images: bytes of the images of each sample.
         patch_positions: bytes of the .npy files of each sample.
-        lengths: tokens.
+        lengths: tokens of each sample.
     """
 
     samples: list[dict[str, Any]]
@@ -30,16 +30,16 @@ class PackedMultiMixQASample(PackSample):
     lengths: list[int | None]
 
     def stored_samples(self) -> list[StoredSample]:
-        """The samples inside, in order."""
+        """Return the samples in order."""
         return _CODEC.samples(codec_fields(self, ("samples",)))
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a PackedMultiMixQASample from the parts of a tar member."""
+    """Convert the parts of a tar key to the fields of a PackedMultiMixQASample."""
     fields = flavor_fields(_CODEC.fields(raw))
     return fields | {"lengths": [sample.get("length") for sample in fields["samples"]]}
 
 
 def part_filter(part: str) -> bool:
-    """Which parts are read from the tar."""
+    """Return whether Energon reads a part from the tar."""
     return _CODEC.part_filter(part)

@@ -1,4 +1,4 @@
-"""PackedTokensSample: a pack tokenized offline; loading it costs a copy, not a tokenizer."""
+"""Flavor PackedTokensSample: the parts of a tar key to a pack tokenized offline, which loads without a tokenizer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,10 +20,10 @@ class PackedTokensSample(PackSample):
 
     Attributes:
         input_ids: int32 (T,), images as runs of the image token.
-        labels: int32 (T,), unshifted, -100 where not supervised.
+        labels: int32 (T,), unshifted, -100 for tokens that are not supervised.
         cu_seqlens: int32 (S+1,).
         images: bytes of the images of each sample.
-        ids: names of the samples.
+        ids: ids of the samples.
         patch_positions: bytes of the .npy files of each sample, or None.
     """
 
@@ -35,26 +35,27 @@ class PackedTokensSample(PackSample):
     patch_positions: list[list[bytes]] | None = None
 
     def stored_samples(self) -> list[StoredSample]:
-        """The samples inside, in order, already tokenized."""
+        """Return the tokenized samples in order."""
         return _CODEC.samples(codec_fields(self, ("input_ids", "labels", "cu_seqlens", "ids")))
 
     def expected_lengths(self) -> list[int | None]:
-        """Tokens of each sample."""
+        """Return the tokens of each sample."""
         return list(np.diff(self.cu_seqlens).tolist())
 
     def token_row(self) -> TokenRow | None:
-        """The row, where it has no images."""
+        """Return the row if it has no images; None otherwise."""
         if any(self.images):
             return None
+        # Whole arrays rather than samples: text packs skip the conversion of each sample.
         ids, labels = self.input_ids.astype(np.int64), self.labels.astype(np.int64)
         return TokenRow(self.ids, ids, labels, self.cu_seqlens)
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a PackedTokensSample from the parts of a tar member."""
+    """Convert the parts of a tar key to the fields of a PackedTokensSample."""
     return flavor_fields(_CODEC.fields(raw))
 
 
 def part_filter(part: str) -> bool:
-    """Which parts are read from the tar."""
+    """Return whether Energon reads a part from the tar."""
     return _CODEC.part_filter(part)

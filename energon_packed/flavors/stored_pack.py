@@ -1,4 +1,4 @@
-"""StoredPack: the flavor of codecs without a dataclass of their own."""
+"""Flavor StoredPack: the parts of a tar key to samples, for codecs without a dataclass."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from energon_packed.formats import StoredSample, codec_of
 
 @edataclass
 class StoredPack(PackSample):
-    """A pack as its codec reads it.
+    """The samples of a pack, as the codec reads them.
 
     Attributes:
         stored: the samples.
@@ -20,15 +20,15 @@ class StoredPack(PackSample):
     stored: list[StoredSample]
 
     def stored_samples(self) -> list[StoredSample]:
-        """The samples inside, in order."""
+        """Return the samples in order."""
         return self.stored
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a StoredPack from the parts of a tar member, by the codec that matches them."""
+    """Convert the parts of a tar key to the fields of a StoredPack, by the codec that matches them."""
     return {"stored": codec_of(raw).read(raw)}
 
 
 def part_filter(part: str) -> bool:
-    """All parts are read from the tar."""
+    """Return True: Energon reads all parts, as any codec may be registered."""
     return True

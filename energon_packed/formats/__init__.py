@@ -1,16 +1,14 @@
-"""Flavors on disk: one codec each, with what a pack of it looks like, written and read in one place.
+"""Codecs: each converts the samples of a pack to the files of a tar key, and back. Every flavor has a codec.
 
-codec.py         Codec: matches, check, write, read, lengths
-sample.py        StoredSample: what is written and read back
-parts.py         JSON and media parts
-captioning.py    PackedCaptioningSample
-multi_mix_qa.py  PackedMultiMixQASample, MultiMixQASample
-tokens.py        PackedTokensSample
-llava_onevision2.py  the layout that LLaVA-OneVision-2's reader takes
-loongforge.py    packs of LoongForge, read only
-foreign_names.py members that packs of LLaVA-OneVision name otherwise
+    codec.py         the interface: `Codec.check`, `write`, `read` and `lengths`; `StoredSample`, its input and output
+    parts.py         JSON and media files of a pack, shared by the codecs below
+    captioning.py    PackedCaptioningSample
+    multi_mix_qa.py  PackedMultiMixQASample, MultiMixQASample
+    tokens.py        PackedTokensSample
+    third_party.py   the layout for LLaVA-OneVision-2, and LoongForge's packs, which are only read
 
-A new flavor is one subclass of `Codec` with `@register_codec`; its dataclass in `energon_packed.flavors` is optional.
+A custom flavor is one subclass of `Codec` with `@register_codec`; its dataclass in `energon_packed.flavors` is
+optional.
 """
 
 from energon_packed.errors import ConfigError, FormatError
@@ -24,43 +22,44 @@ from energon_packed.formats.tokens import TokensCodec
 CODECS: dict[str, Codec] = {
     codec.sample_class: codec for codec in (CaptioningCodec(), MultiMixCodec(), SingleMultiMixCodec(), TokensCodec())
 }
-"""By `sample_class`; `codec_of` asks them in this order, those registered later first."""
+"""Codecs by `sample_class`. `codec_of` tries the last registered codec first."""
 LAYOUTS: dict[str, Codec] = {codec.layout: codec for codec in (LlavaOnevision2Codec(),)}
-"""Stricter forms of a flavor, for the readers of other packages, by `layout`."""
+"""Variants of a flavor for third-party readers, by `layout`."""
 READ_ONLY: dict[str, Codec] = {
     codec.sample_class: codec for codec in (LoongForgeMultiMixCodec(), LoongForgeChatMixCodec())
 }
-"""Layouts of other packers that are read and not written; `codec_of` asks them first."""
+"""Codecs of third-party packs that are read and not written, by `sample_class`. `codec_of` tries them first."""
 
 
 def register_codec(codec: type[Codec]) -> type[Codec]:
-    """Add a flavor of your own (a class decorator)."""
+    """Register a custom codec (class decorator)."""
     CODECS[codec.sample_class] = codec()
     return codec
 
 
 def codec_for(sample_class: str, layout: str = "") -> Codec:
-    """The codec of a flavor, or of a layout of it.
+    """Return the codec of a flavor, or of a layout of it.
 
     Raises:
-        ConfigError: an unknown name; the message lists the valid ones.
+        ConfigError: the name is unknown; the message lists the valid names.
     """
     if layout:
         if layout not in LAYOUTS:
             raise ConfigError(f"unknown layout {layout!r}; use one of {', '.join(LAYOUTS)}")
         return LAYOUTS[layout]
-    found = CODECS.get(sample_class) or READ_ONLY.get(sample_class)
-    if found is None:
+    codec = CODECS.get(sample_class) or READ_ONLY.get(sample_class)
+    if codec is None:
         raise ConfigError(f"unknown sample class {sample_class!r}; use one of {', '.join(CODECS)}")
-    return found
+    return codec
 
 
 def codec_of(raw: RawPack) -> Codec:
-    """The codec of a pack, by its parts.
+    """Return the codec of a pack, recognized by its parts.
 
     Raises:
-        FormatError: none matches.
+        FormatError: no codec matches; the message lists the keys of the json part.
     """
+    # LoongForge's packs also have the `messages` of MultiMixQASample, so their stricter tests come first.
     for codec in (*READ_ONLY.values(), *reversed(CODECS.values())):
         if codec.matches(raw):
             return codec

@@ -1,6 +1,7 @@
-"""Codec: what a pack of one flavor looks like on disk, written and read in one place.
+"""Interface of codecs: `Codec.write` converts `StoredSample`s to the parts of a pack, `Codec.read` converts them back.
 
-StoredSample: one sample as a codec writes it into a pack and reads it back.
+A part is (name, bytes), one file of a tar key. A codec also recognizes the packs of its flavor (`matches`), rejects
+conversations that the flavor cannot store (`check`) and reads lengths without the media (`lengths`).
 """
 
 import re
@@ -16,12 +17,12 @@ from energon_packed.records import Conversation, MediaReference
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """An image of a sample.
+    """An encoded image of a sample.
 
     Attributes:
         extension: file extension of its format, without a dot.
         data: the bytes of the file.
-        part: the member that it was read from; "" before it is written.
+        part: the member it was read from; "" before it is written.
     """
 
     extension: str
@@ -30,14 +31,14 @@ class StoredImage:
 
 
 class StoredSample(NamedTuple):
-    """One sample of a pack; what `Codec.write` takes and `Codec.read` returns.
+    """One sample of a pack: the input of `Codec.write` and the result of `Codec.read`.
 
     Attributes:
         conversation: the sample. Read back, its media are the bytes in `images` and `patch_positions`.
-        length: tokens, after truncation; None where the packer recorded none.
+        length: tokens after truncation; None if the packer recorded no lengths.
         truncate: tokens that longer samples were truncated to, or None.
-        is_truncated: this one was longer.
-        images: of the conversation, in order.
+        is_truncated: the sample was longer than `truncate`.
+        images: images of the conversation, in order.
         patch_positions: bytes of each .npy file.
     """
 
@@ -50,56 +51,54 @@ class StoredSample(NamedTuple):
 
 
 def media_references(images: tuple[StoredImage, ...]) -> tuple[MediaReference, ...]:
-    """The bytes of images as references of a conversation."""
+    """Return the bytes of images as references of a conversation."""
     return tuple([MediaReference(data=image.data) for image in images])
 
 
 def byte_references(files: tuple[bytes, ...]) -> tuple[MediaReference, ...]:
-    """Bytes as references of a conversation."""
+    """Return file contents as references of a conversation."""
     return tuple([MediaReference(data=data) for data in files])
 
 
-_READERS = {"read", "lengths", "fields", "samples"}  # methods that meet the damage of a pack
+_READERS = {"read", "lengths", "fields", "samples"}  # methods of a codec that parse a pack, which may be damaged
 _MEDIA = re.compile(r"img\w*\.\w+")
 T = TypeVar("T")
 Part = tuple[str, bytes]
 """(part name, content): `("json", b"...")` becomes the member `{key}.json`."""
 RawPack = Mapping[str, Any]
-"""`__key__` and the content of each member by what follows the first dot of its name."""
+"""`__key__`, and the content of each member by its part name (the name after the first dot)."""
 
 
-def _damage_named(read: Callable[[Any, Mapping[str, Any]], T]) -> Callable[[Any, Mapping[str, Any]], T]:
-    """A method that reads the parts of a pack, or the columns in them.
-
-    What it raises over parts that do not fit, such as a missing column, becomes a FormatError.
-    """
+def _as_format_error(read: Callable[[Any, Mapping[str, Any]], T]) -> Callable[[Any, Mapping[str, Any]], T]:
+    """Decorate a method that parses a pack, so that errors such as a missing column become a FormatError."""
 
     @wraps(read)
-    def named(codec: Any, parts: Mapping[str, Any]) -> T:
+    def wrapper(codec: Any, parts: Mapping[str, Any]) -> T:
         try:
             return read(codec, parts)
         except FormatError:
             raise
+        # The errors that indexing and converting a value of a wrong type raise; others are bugs, and pass.
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             pack = parts.get("__key__") or "the pack"
-            what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise FormatError(f"{pack} is damaged, or no {codec.sample_class} ({what})") from error
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise FormatError(f"{pack} is damaged, or no {codec.sample_class} ({cause})") from error
 
-    return named
+    return wrapper
 
 
 class Codec(ABC):
-    """The parts of a pack of one flavor. `read(write(samples)) == samples` holds for what `check` accepts.
+    """Base class: reads and writes the packs of a flavor. `read(write(samples)) == samples` if `check` accepts them.
 
     Attributes:
-        sample_class: name of the flavor, as `pack --sample-class` takes it.
-        flavor_class, flavor_module: its Energon dataclass in `energon_packed.flavors`, and the module with that, its
-            `sample_loader` and `part_filter`. The defaults serve any codec that is registered where the data is
-            loaded.
-        layout: name of a stricter form of the flavor, as `pack --layout` takes it; images are then JPEGs named `.jpg`.
-        packed: a member holds a pack; False for one sample per member.
+        sample_class: name of the flavor, the value of `pack --sample-class`.
+        flavor_class, flavor_module: Energon dataclass of the flavor in `energon_packed.flavors`, and the module with
+            the dataclass, its `sample_loader` and `part_filter`. The defaults work for any codec that is also
+            registered in the process that loads the data.
+        layout: name of a stricter variant of the flavor, the value of `pack --layout`; images are then `.jpg` files.
+        packed: a tar key has several samples; False for one sample per key.
         stores_tokens: conversations are written as `input_ids` and `labels`.
-        lengths_part: the one part that `lengths` needs.
+        lengths_part: name of the only part that `lengths` needs.
     """
 
     sample_class: ClassVar[str]
@@ -110,33 +109,34 @@ class Codec(ABC):
     stores_tokens: ClassVar[bool] = False
     lengths_part: ClassVar[str] = "json"
 
+    # Wrapped here rather than by a decorator on each method, which a custom codec would forget.
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         for name in _READERS & cls.__dict__.keys():
-            setattr(cls, name, _damage_named(cls.__dict__[name]))
+            setattr(cls, name, _as_format_error(cls.__dict__[name]))
 
     @abstractmethod
     def matches(self, raw: RawPack) -> bool:
-        """Whether a pack is of this flavor, by its parts."""
+        """Return whether a pack is of this flavor, by its parts."""
 
     def check(self, conversation: Conversation) -> None:  # noqa: B027 - by default everything fits
-        """Reject a conversation that this flavor cannot hold; called while measuring.
+        """Reject a conversation that this flavor cannot store; called while measuring.
 
         Raises:
-            RecordError: the message names what it cannot hold, and a flavor that can.
+            RecordError: the message names the unsupported content, and a flavor that can store it.
         """
 
     def fitted(self, conversation: Conversation) -> Conversation:
-        """A conversation that `check` accepts, as this flavor holds it; it is measured in this form."""
+        """Convert a conversation that `check` accepts to its stored form; the result is measured and written."""
         return conversation
 
     @abstractmethod
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
-        """The parts of one pack."""
+        """Convert the samples of one pack to its parts."""
 
     @abstractmethod
     def read(self, raw: RawPack) -> list[StoredSample]:
-        """The samples of one pack.
+        """Convert the parts of one pack to its samples.
 
         Raises:
             FormatError: a part is missing or damaged.
@@ -144,12 +144,12 @@ class Codec(ABC):
 
     @abstractmethod
     def lengths(self, raw: RawPack) -> list[int | None]:
-        """Tokens of each sample as recorded, None where none was; `raw` needs `lengths_part` only.
+        """Return the recorded tokens of each sample, or None for each; `raw` needs only `lengths_part`.
 
         Raises:
             FormatError: the part is missing or damaged.
         """
 
     def part_filter(self, part: str) -> bool:
-        """Which parts are read from the tar; others are not of this flavor."""
+        """Return whether a part belongs to this flavor, so that it is read from the tar."""
         return part == "json" or _MEDIA.fullmatch(part) is not None

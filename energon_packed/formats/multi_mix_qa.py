@@ -1,9 +1,11 @@
-"""PackedMultiMixQASample and MultiMixQASample: full conversations, as records gave them.
+"""Codecs of PackedMultiMixQASample and MultiMixQASample: full conversations to the parts of a tar key, and back.
 
-{key}.json   packed: {"sample_count": S, "samples": [SAMPLE, ...]}, single: SAMPLE
-             SAMPLE: id, length, one of messages (role, content, what else the template is passed, and weight: 0
-             where the turn is context) / text / input_ids + labels, images,
-             and, when given: tools, patch_positions, video, fps, timestamp_decimal, truncate, truncated
+{key}.json   {"sample_count": S, "samples": [SAMPLE, ...]} of a pack, SAMPLE of a MultiMixQASample
+             SAMPLE has id, length, images, and one of
+                 messages (role, content, other fields for the chat template, and weight; weight 0 is context)
+                 text
+                 input_ids and labels
+             and, if present: tools, patch_positions, video, fps, timestamp_decimal, truncate, truncated
 {key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample; i is 0 in a single sample
 """
 
@@ -22,7 +24,7 @@ from energon_packed.formats.codec import (
     media_references,
 )
 from energon_packed.formats.parts import (
-    any_given,
+    has_value,
     read_files,
     read_images,
     read_json,
@@ -34,32 +36,32 @@ from energon_packed.records import Conversation, Message
 
 
 class MultiMixCodec(Codec):
-    """Several conversations in one member."""
+    """Codec of several conversations in one tar key."""
 
     sample_class = "PackedMultiMixQASample"
     flavor_class = "PackedMultiMixQASample"
     flavor_module = "energon_packed.flavors.packed_multi_mix_qa"
 
     def matches(self, raw: RawPack) -> bool:
-        """By the `samples` of the json."""
+        """Return whether the json has `samples`."""
         return "samples" in read_object(raw)
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
-        """Parts of one pack."""
+        """Convert the samples of one pack to its parts."""
         media, values = _values(samples)
         return [("json", write_json({"sample_count": len(samples), "samples": values})), *media]
 
     def read(self, raw: RawPack) -> list[StoredSample]:
-        """The samples of one pack."""
+        """Convert the parts of one pack to its samples."""
         return self.samples(self.fields(raw))
 
     def samples(self, fields: Mapping[str, Any]) -> list[StoredSample]:
-        """The samples of columns as `fields` returns them."""
+        """Return the samples in columns as `fields` returns them."""
         columns = zip(fields["samples"], fields["images"], fields["patch_positions"], strict=True)
         return [_sample(*column) for column in columns]
 
     def fields(self, raw: RawPack) -> dict[str, Any]:
-        """The columns of a pack: SAMPLE objects, `images` as StoredImage, bytes of .npy files."""
+        """Return the columns of a pack: SAMPLE objects, `images` as StoredImage, bytes of .npy files."""
         samples = self._objects(raw)
         return {
             "samples": samples,
@@ -68,7 +70,7 @@ class MultiMixCodec(Codec):
         }
 
     def lengths(self, raw: RawPack) -> list[int | None]:
-        """Tokens of each sample."""
+        """Return the recorded tokens of each sample, or None."""
         return [sample.get("length") for sample in self._objects(raw)]
 
     def _objects(self, raw: RawPack) -> list[dict[str, Any]]:
@@ -76,7 +78,7 @@ class MultiMixCodec(Codec):
 
 
 class SingleMultiMixCodec(MultiMixCodec):
-    """One conversation in one member, for packing on the fly."""
+    """Codec of a single conversation per tar key, for packing on the fly."""
 
     sample_class = "MultiMixQASample"
     flavor_class = "MultiMixQASample"
@@ -84,11 +86,11 @@ class SingleMultiMixCodec(MultiMixCodec):
     packed = False
 
     def matches(self, raw: RawPack) -> bool:
-        """By the messages, text or input_ids of the json."""
+        """Return whether the json has messages, text or input_ids."""
         return not {"messages", "text", "input_ids"}.isdisjoint(read_object(raw))
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
-        """Parts of one sample."""
+        """Convert one sample to its parts."""
         media, values = _values(samples)
         return [("json", write_json(values[0])), *media]
 
@@ -97,7 +99,7 @@ class SingleMultiMixCodec(MultiMixCodec):
 
 
 def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str, Any]]]:
-    """(media parts, SAMPLE objects)."""
+    """Return the media parts and the SAMPLE objects."""
     media, images, positions = write_media(samples)
     values = []
     for sample, image_names, position_names in zip(samples, images, positions, strict=True):
@@ -110,7 +112,7 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
         else:
             value["messages"] = [_message_dict(message) for message in c.messages]
         value["images"] = image_names
-        given = {
+        more = {
             "tools": c.tools,
             "patch_positions": position_names,
             "video": c.video,
@@ -119,7 +121,8 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
             "truncate": sample.truncate,
             "truncated": sample.is_truncated,
         }
-        value.update({name: one for name, one in given.items() if any_given([one])})
+        # Absent rather than null: most samples have none of these fields.
+        value.update({name: item for name, item in more.items() if has_value([item])})
         values.append(value)
     return media, values
 
@@ -149,11 +152,12 @@ def _sample(value: Mapping[str, Any], images: tuple[StoredImage, ...], positions
 
 
 def _message(value: Mapping[str, Any]) -> Message:
-    extra = {key: one for key, one in value.items() if key not in ("role", "content", "weight")}
+    extra = {name: item for name, item in value.items() if name not in ("role", "content", "weight")}
     return Message(value["role"], value["content"], extra, value.get("weight", 1.0))
 
 
 def _message_dict(message: Message) -> dict[str, Any]:
+    # Only weights other than 1 are stored; the template must not see the field, so `as_dict` lacks it.
     weight = {} if message.weight == 1 else {"weight": message.weight}
     return message.as_dict() | weight
 

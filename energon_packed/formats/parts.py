@@ -1,15 +1,17 @@
-"""What the built-in codecs share: JSON parts, media parts and their names.
+"""JSON and media parts of a pack, shared by the built-in codecs. Input: samples or parts. Output: parts or contents.
 
-Members that a pack's JSON means, where it gives them other names than the tar does.
+    write_json, read_json, read_object       the `json` part
+    write_media, read_images, read_files     image and .npy parts
+    names_by_sample, member_names            third-party packs whose JSON has other names than their members
 
-LLaVA-OneVision-2's packer lists `img000_sub000.jpg` and stores `img0_0.jpg`; LLaVA-OneVision-1.5's lists paths and
-stores `img0.jpg`. A name that no member has therefore stands for its position:
+LLaVA-OneVision-2's packer lists `img000_sub000.jpg` and stores `img0_0.jpg`; LLaVA-OneVision-1.5's packer lists paths
+and stores `img0.jpg`. A name that no member has is therefore resolved by its position:
 
     img{i}_{j}.*   image j of sample i
-    img0_{k}.*     image k of the pack, where the JSON lists the images of all samples in one list
+    img0_{k}.*     image k of the pack, if the JSON lists the images of all samples in one list
     img{k}.*       image k of the pack
 
-One of these holds for all absent names of a pack. Source: `s4_pack_samples.py` and `s5_convert_to_webdataset.py` of
+All absent names of a pack follow the same pattern. Source: `s4_pack_samples.py` and `s5_convert_to_webdataset.py` of
 LLaVA-OneVision-2, `4_convert_packedsample_to_wds.py` of its 1.5 examples.
 """
 
@@ -23,53 +25,25 @@ from energon_packed.errors import FormatError
 from energon_packed.formats.codec import Part, RawPack, StoredImage, StoredSample
 from energon_packed.records import IMAGE_PLACEHOLDER
 
-
-def write_media(samples: Sequence[StoredSample]) -> tuple[list[Part], list[list[str]], list[list[str]]]:
-    """Media parts of a pack, the image names and the .npy names of each sample."""
-    parts: list[Part] = []
-    images: list[list[str]] = []
-    positions: list[list[str]] = []
-    for i, sample in enumerate(samples):
-        if not sample.images and not sample.patch_positions:
-            images.append([])
-            positions.append([])
-            continue
-        images.append([f"img{i}_{j}.{image.extension}" for j, image in enumerate(sample.images)])
-        positions.append([f"img{i}_{j}.npy" for j in range(len(sample.patch_positions))])
-        parts += zip(images[-1], (image.data for image in sample.images), strict=True)
-        parts += zip(positions[-1], sample.patch_positions, strict=True)
-    return parts, images, positions
-
-
-def read_images(raw: RawPack, names: Any) -> list[tuple[StoredImage, ...]]:
-    """Images named for each sample.
-
-    Raises:
-        FormatError: a member is missing, or a decoder has turned it into something other than bytes.
-    """
-    return [
-        tuple([StoredImage(name.rpartition(".")[2], _content(raw, name), name) for name in _names(listed)])
-        if listed
-        else ()
-        for listed in names
-    ]
-
-
-def read_files(raw: RawPack, names: Any) -> list[tuple[bytes, ...]]:
-    """Bytes of the members named for each sample. Raises as `read_images` does."""
-    return [tuple([_content(raw, name) for name in _names(listed)]) for listed in names]
+_NO_IMAGES = ("npy", "json", "txt")  # extensions of parts that are not images; any other extension is an image
+_Position = tuple[int, int, int]  # (sample i, image j of the sample, image k of the pack)
+_STEMS: tuple[Callable[[_Position], str], ...] = (
+    lambda position: f"img{position[0]}_{position[1]}",
+    lambda position: f"img0_{position[2]}",
+    lambda position: f"img{position[2]}",
+)
 
 
 def write_json(value: Any) -> bytes:
-    """Compact JSON, keys in the order given; a type that JSON does not have, such as a decimal, as text."""
+    """Serialize compact JSON in the order of the keys; a type that JSON lacks, such as a decimal, becomes a string."""
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY, default=str)
 
 
 def read_json(raw: RawPack) -> dict[str, Any]:
-    """The `json` part, as bytes or as some decoder left it.
+    """Parse the `json` part, from bytes or as a decoder left it.
 
     Raises:
-        FormatError: there is none, or it is not an object.
+        FormatError: the part is missing, or not an object.
     """
     value = raw.get("json")
     if isinstance(value, bytes | bytearray | memoryview | str):
@@ -85,26 +59,62 @@ def read_json(raw: RawPack) -> dict[str, Any]:
 
 
 def read_object(raw: RawPack) -> dict[str, Any]:
-    """As `read_json`; {} where there is none or it is damaged: for `Codec.matches`."""
+    """Parse the `json` part for `Codec.matches`: {} if it is missing or damaged."""
     try:
         return read_json(raw)
     except FormatError:
         return {}
 
 
-def any_given(values: Sequence[Any]) -> bool:
-    """True when one value is neither None, False nor empty."""
-    return any(value is not None and value is not False and value != () and value != [] for value in values)
+def has_value(column: Sequence[Any]) -> bool:
+    """Return whether any value of a column is neither None, False nor empty."""
+    return any(value is not None and value is not False and value != () and value != [] for value in column)
 
 
-def optional(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """The columns in which any sample has a value."""
-    return {name: column for name, column in values.items() if any_given(column)}
+def optional(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Return the columns in which any sample has a value."""
+    return {name: column for name, column in columns.items() if has_value(column)}
+
+
+def write_media(samples: Sequence[StoredSample]) -> tuple[list[Part], list[list[str]], list[list[str]]]:
+    """Return the media parts of a pack, and the image names and .npy names of each sample."""
+    parts: list[Part] = []
+    images: list[list[str]] = []
+    positions: list[list[str]] = []
+    for i, sample in enumerate(samples):
+        if not sample.images and not sample.patch_positions:  # text: most samples of many datasets
+            images.append([])
+            positions.append([])
+            continue
+        images.append([f"img{i}_{j}.{image.extension}" for j, image in enumerate(sample.images)])
+        positions.append([f"img{i}_{j}.npy" for j in range(len(sample.patch_positions))])
+        parts += zip(images[-1], (image.data for image in sample.images), strict=True)
+        parts += zip(positions[-1], sample.patch_positions, strict=True)
+    return parts, images, positions
+
+
+def read_images(raw: RawPack, names: Any) -> list[tuple[StoredImage, ...]]:
+    """Return the images named for each sample.
+
+    Raises:
+        FormatError: a member is missing, or a decoder has converted it from bytes.
+    """
+    return [
+        tuple([StoredImage(name.rpartition(".")[2], _content(raw, name), name) for name in _names(listed)])
+        if listed
+        else ()
+        for listed in names
+    ]
+
+
+def read_files(raw: RawPack, names: Any) -> list[tuple[bytes, ...]]:
+    """Return the bytes of the members named for each sample. Raises as `read_images` does."""
+    return [tuple([_content(raw, name) for name in _names(listed)]) for listed in names]
 
 
 def image_count(names: Iterable[str]) -> int:
-    """How many of these member names are images of a pack."""
-    return sum(name.rpartition(".")[2].lower() not in ("json", "npy", "txt") for name in names)
+    """Return how many of the member names are images of a pack."""
+    return sum(name.rpartition(".")[2].lower() not in _NO_IMAGES for name in names)
 
 
 def _names(listed: Any) -> list[str]:
@@ -121,73 +131,64 @@ def _content(raw: RawPack, name: str) -> bytes:
     return bytes(raw[name])
 
 
-Position = tuple[int, int, int]
-"""(sample i, image j of it, image k of the pack)."""
-_STEMS: tuple[Callable[[Position], str], ...] = (
-    lambda at: f"img{at[0]}_{at[1]}",
-    lambda at: f"img0_{at[2]}",
-    lambda at: f"img{at[2]}",
-)
-_NO_IMAGES = ("npy", "json", "txt")
-
-
-def names_by_sample(raw: RawPack, listed: Any, texts: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Image names of each sample.
+def names_by_sample(raw: RawPack, listed: Any, turns: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the image names of each sample.
 
     Args:
         raw: the pack, for its key.
-        listed: `images` of the json: a list for each sample, or one list for all.
-        texts: all turns of each sample; placeholders in them say whose the images of one list are.
+        listed: `images` of the json: a list for each sample, or one list for the pack.
+        turns: turns of each sample; their placeholders assign the images of one list to samples.
 
     Raises:
-        FormatError: neither their number nor the placeholders say which image belongs to which sample.
+        FormatError: neither the counts nor the placeholders assign the images to samples.
     """
     if not listed:
-        return [[] for _ in texts]
-    if not all(isinstance(one, str) for one in listed):
-        if len(listed) != len(texts):
-            raise FormatError(f"{raw.get('__key__')} lists the images of {len(listed)} samples, but has {len(texts)}")
-        return [[one] if isinstance(one, str) else list(one or ()) for one in listed]
-    counts = [sum(text.count(IMAGE_PLACEHOLDER) for text in turns) for turns in texts]
+        return [[] for _ in turns]
+    if not all(isinstance(names, str) for names in listed):
+        if len(listed) != len(turns):
+            raise FormatError(f"{raw.get('__key__')} lists the images of {len(listed)} samples, but has {len(turns)}")
+        return [[names] if isinstance(names, str) else list(names or ()) for names in listed]
+    counts = [sum(text.count(IMAGE_PLACEHOLDER) for text in texts) for texts in turns]
     if sum(counts) != len(listed):
-        if len(listed) == len(texts):  # one each
-            return [[one] for one in listed]
+        if len(listed) == len(turns):  # one image per sample
+            return [[name] for name in listed]
         raise FormatError(
-            f"{raw.get('__key__')} lists {len(listed)} images in one list for {len(texts)} samples with {sum(counts)} "
+            f"{raw.get('__key__')} lists {len(listed)} images in one list for {len(turns)} samples with {sum(counts)} "
             f"{IMAGE_PLACEHOLDER} placeholders, so whose they are is not known; list them per sample"
         )
-    left = iter(listed)
-    return [[next(left) for _ in range(number)] for number in counts]
+    remaining = iter(listed)
+    return [[next(remaining) for _ in range(images)] for images in counts]
 
 
 def member_names(raw: RawPack, names: Sequence[Sequence[str]], *, extension: str = "") -> list[list[str]]:
-    """The member of each name: itself where the tar has it, else the one at its position.
+    """Return the member of each name: the name itself if it is in the pack, else the member at its position.
 
     Args:
         raw: the pack.
-        names: of each sample; an empty name is none, and keeps its position.
-        extension: of the members to find, such as `npy`; images without it.
+        names: names of each sample; an empty name means that there is no file, and keeps its position.
+        extension: extension of the members, such as `npy`; "" for images.
 
     Returns:
-        As `names`; a name without a member stays, so that reading it names it.
+        As `names`; a name without a member stays, so that the error of reading it has the name.
     """
     known = {"", *raw}
     if all(name in known for listed in names for name in listed):
         return [list(listed) for listed in names]
-    running = count()
-    add_location = [[(name, (i, j, next(running))) for j, name in enumerate(listed)] for i, listed in enumerate(names)]
-    absent = [at for listed in add_location for name, at in listed if name not in known]
-    stems = _members_by_stem(raw, extension)
+    k = count()
+    located = [[(name, (i, j, next(k))) for j, name in enumerate(listed)] for i, listed in enumerate(names)]
+    absent = [position for listed in located for name, position in listed if name not in known]
+    members = _members_by_stem(raw, extension)
     for stem in _STEMS:
-        if all(stem(at) in stems for at in absent):
-            return [[name if name in known else stems[stem(at)] for name, at in listed] for listed in add_location]
+        # All or none: with one pattern for some names and another for the rest, images would change places.
+        if all(stem(position) in members for position in absent):
+            return [[name if name in known else members[stem(at)] for name, at in listed] for listed in located]
     return [list(listed) for listed in names]
 
 
 def _members_by_stem(raw: Mapping[str, Any], extension: str) -> dict[str, str]:
-    found = {}
+    members = {}
     for part in raw:
-        stem, _, end = part.rpartition(".")
-        if stem and (end.lower() == extension if extension else end.lower() not in _NO_IMAGES):
-            found[stem] = part
-    return found
+        stem, _, suffix = part.rpartition(".")
+        if stem and (suffix.lower() == extension if extension else suffix.lower() not in _NO_IMAGES):
+            members[stem] = part
+    return members

@@ -1,29 +1,30 @@
-"""The layout that LLaVA-OneVision-2's own reader takes, with `pack --layout llava-onevision2`.
+"""Codecs of third-party packs: one layout is written for LLaVA-OneVision-2, and the packs of LoongForge are only read.
+
+`pack --layout llava-onevision2` writes packs that the reader of LLaVA-OneVision-2 can load:
 
     {key}.json       always: images, prompts, captions, sample_count, patch_positions, timestamp_decimal;
-                     fps and videos when given; and ids and lengths, which its reader does not look at
+                     if present: fps and videos; also ids and lengths, which that reader ignores
     {key}.img{i}_{j}.jpg   image j of sample i, a JPEG
-    {key}.img{i}_{j}.npy   its patch positions, when given
+    {key}.img{i}_{j}.npy   its patch positions, if present
 
-It is a PackedCaptioningSample that is stricter than ours: every image name ends in `.jpg`, every image has an entry in
-`patch_positions` ("" for none), every sample has as many prompts as captions. The reader has no place for a system
-prompt, so that one is the start of the first prompt, in the measured length too. What the reader would change or
-cannot hold is rejected: documents, turns that are not supervised, `<video>` in the text.
+It is a stricter PackedCaptioningSample: every image name ends in `.jpg`, every image has an entry in `patch_positions`
+("" for none), every sample has as many prompts as captions. The reader has no field for a system prompt, so it becomes
+the start of the first prompt, in the measured length too. Content that the reader would change or cannot store is
+rejected: documents, turns that are not supervised, `<video>` in the text. Source: the generated `sample_loader.py`
+(`s5_convert_to_webdataset.py`), and `TaskEncoder.encode_sample` and `Qwen2VLTaskEncoder` in
+`aiak_training_llm/data/multimodal` of EvolvingLMMs-Lab/LLaVA-OneVision-2.
 
-Source: the generated `sample_loader.py` (`s5_convert_to_webdataset.py`), and `TaskEncoder.encode_sample` and
-`Qwen2VLTaskEncoder` in `aiak_training_llm/data/multimodal` of EvolvingLMMs-Lab/LLaVA-OneVision-2.
+LoongForge uses names of this package for other flavors, so its packs are recognized by their json:
 
-LoongForge's packs, read and not written. Its flavors share names with ours, so they are told by content.
+    packed_multi_mix_qa   texts {prompts, captions}, media_files, media_type, _meta
+                          class PackedMultiMixQASample, with other columns than here
+    packed_chat_mix       messages (one object per sample, with messages and tools), media_files, media_type, _meta
 
-packed_multi_mix_qa   json: texts {prompts, captions}, media_files, media_type, _meta
-                      its class is PackedMultiMixQASample, as ours, with other columns
-packed_chat_mix       json: messages (one object per sample, with messages and tools), media_files, media_type, _meta
-
-A prompt or caption is a text, or a list of turns. `media_files` names the members of each sample, such as
-`s000_cat.jpg`. `_meta` has `sample_ids` and `token_lens`; the lengths are of its own tokenizer and template, and are
-not taken as recorded ones. Packs of videos are refused: video files are not decoded. Each sample becomes the
-conversation that `normalize` makes of it. Source: `wds_pack/io/webdataset_writer.py` and the cookers of
-`base/task_encoder.py` of baidu-baige/LoongForge.
+A prompt or caption is a string, or a list of turns. `media_files` lists the members of each sample, such as
+`s000_cat.jpg`. `_meta` has `sample_ids` and `token_lens`; the lengths are ignored, as they are of LoongForge's
+tokenizer and template. Packs of videos are refused: video files are not decoded. Each sample becomes the conversation
+that `normalize` makes of it. Source: `wds_pack/io/webdataset_writer.py` and the cookers of `base/task_encoder.py` of
+baidu-baige/LoongForge.
 """
 
 import re
@@ -40,20 +41,22 @@ from energon_packed.records import Conversation, Message, normalize
 from energon_packed.records.normalize import FPS_STORED
 
 SYSTEM_IN_PROMPT = "system prompt in the first prompt"
-"""Note of a conversation whose system prompt its reader finds only there."""
+"""Note of a conversation whose system prompt is stored in the first prompt."""
 TIMESTAMPS_ADDED = "fps: the reader adds timestamps to the measured length"
-"""Note of a conversation that its trainer makes longer (`_rewrap_vision_by_frame`); leave space in `seq_len`."""
+"""Note of a conversation that the trainer makes longer (`_rewrap_vision_by_frame`); leave space in `seq_len`."""
 _VIDEO = "<video>"
 _READER = "the reader of layout llava-onevision2"
+_MEMBER = re.compile(r"s\d{3}_.*\.\w+")  # {sample}_{name of the file}, of LoongForge
+_MESSAGE_FIELDS = ("messages", "conversations", "tools", "system")  # that `normalize` reads
 
 
 class LlavaOnevision2Codec(CaptioningCodec):
-    """PackedCaptioningSample as LLaVA-OneVision-2's reader takes it."""
+    """Codec of the layout that LLaVA-OneVision-2's reader loads."""
 
     layout = "llava-onevision2"
 
     def check(self, conversation: Conversation) -> None:
-        """Pairs of a prompt and a supervised caption, with nothing that its reader would change."""
+        """Reject conversations that are not pairs of prompt and caption, and content that the reader would change."""
         super().check(conversation)
         if conversation.text is not None:
             raise RecordError(
@@ -76,7 +79,7 @@ class LlavaOnevision2Codec(CaptioningCodec):
             )
 
     def fitted(self, conversation: Conversation) -> Conversation:
-        """The system prompt at the start of the first prompt."""
+        """Move the system prompt to the start of the first prompt."""
         messages = conversation.messages
         if conversation.fps and conversation.images:
             notes = [note for note in conversation.notes if note != FPS_STORED]
@@ -92,17 +95,20 @@ class LlavaOnevision2Codec(CaptioningCodec):
         )
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
-        """Parts of one pack."""
+        """Convert the samples of one pack to its parts."""
         media, images, positions = write_media(samples)
         conversations = [sample.conversation for sample in samples]
-        turns = [(c, role) for role in ("user", "assistant") for c in conversations]
-        texts = [[message.content for message in c.messages if message.role == role] for c, role in turns]
+        prompts, captions = (
+            [[message.content for message in c.messages if message.role == role] for c in conversations]
+            for role in ("user", "assistant")
+        )
+        # The reader indexes `patch_positions` and `timestamp_decimal` of every sample, so both are always written.
         value: dict[str, Any] = {
             "images": images,
-            "prompts": texts[: len(samples)],
-            "captions": texts[len(samples) :],
+            "prompts": prompts,
+            "captions": captions,
             "sample_count": len(samples),
-            "patch_positions": [given or [""] * len(listed) for given, listed in zip(positions, images, strict=True)],
+            "patch_positions": [names or [""] * len(listed) for names, listed in zip(positions, images, strict=True)],
             "timestamp_decimal": [c.timestamp_decimal or 1 for c in conversations],
         }
         value |= optional({"fps": [c.fps for c in conversations], "videos": [c.video for c in conversations]})
@@ -110,28 +116,25 @@ class LlavaOnevision2Codec(CaptioningCodec):
         return [("json", write_json(value)), *media]
 
 
-_MEMBER = re.compile(r"s\d{3}_.*\.\w+")  # {sample}_{name of the file}
-_MESSAGE_FIELDS = ("messages", "conversations", "tools", "system")
-
-
 class LoongForgeCodec(Codec):
-    """What its layouts share."""
+    """Base class of the codecs that read LoongForge's packs."""
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
-        """Nothing writes these layouts."""
+        """Raise an error: these packs are only read."""
         raise FormatError(f"{self.sample_class} is read, not written; write PackedMultiMixQASample")
 
     @abstractmethod
     def _records(self, raw: RawPack, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The record of each sample, without images."""
+        """Return the record of each sample, without images."""
 
     def read(self, raw: RawPack) -> list[StoredSample]:
-        """The samples of one pack.
+        """Convert the parts of one pack to its samples.
 
         Raises:
-            FormatError: it holds videos, columns of different lengths, or a sample that cannot be used.
+            FormatError: the pack has videos, columns of different lengths, or a sample that cannot be used.
         """
         key, value = raw.get("__key__"), read_json(raw)
+        # Checked before the records: a video pack has `media_files` that are not images.
         kind = str(value.get("media_type") or "").lower()
         if kind not in ("image", "text"):
             raise FormatError(
@@ -145,31 +148,31 @@ class LoongForgeCodec(Codec):
         images = read_images(raw, files if kind == "image" else [[]] * len(records))
         ids = (value.get("_meta") or {}).get("sample_ids") or [None] * len(records)
         samples = []
-        for i, (record, ident, found) in enumerate(zip(records, ids, images, strict=True)):
-            more = {"images": list(media_references(found))} if found else {}
+        for i, (record, name, sample_images) in enumerate(zip(records, ids, images, strict=True)):
+            media = {"images": list(media_references(sample_images))} if sample_images else {}
             try:
-                conversation = normalize({"id": ident, **record, **more})
+                conversation = normalize({"id": name, **record, **media})
             except RecordError as error:
                 raise FormatError(f"sample {i} of {key}: {error}") from error
-            samples.append(StoredSample(conversation=conversation, length=None, images=found))
+            samples.append(StoredSample(conversation=conversation, length=None, images=sample_images))
         return samples
 
     def lengths(self, raw: RawPack) -> list[int | None]:
-        """None for each sample: its lengths are those of another template."""
+        """Return None for each sample: the recorded lengths are of LoongForge's template."""
         return [None] * len(self._records(raw, read_json(raw)))
 
     def part_filter(self, part: str) -> bool:
-        """The json and members such as `s000_cat.jpg`."""
+        """Return whether a part is the json or a media file such as `s000_cat.jpg`."""
         return part == "json" or _MEMBER.fullmatch(part) is not None
 
 
 class LoongForgeMultiMixCodec(LoongForgeCodec):
-    """`packed_multi_mix_qa`: columns of prompts and captions."""
+    """Codec of `packed_multi_mix_qa`: columns of prompts and captions."""
 
     sample_class = "LoongForge.PackedMultiMixQASample"
 
     def matches(self, raw: RawPack) -> bool:
-        """By `texts` with prompts, and `media_files`."""
+        """Return whether the json has an object `texts`, and `media_files`."""
         value = read_object(raw)
         return "media_files" in value and isinstance(value.get("texts"), dict)
 
@@ -190,19 +193,20 @@ class LoongForgeMultiMixCodec(LoongForgeCodec):
 
 
 class LoongForgeChatMixCodec(LoongForgeCodec):
-    """`packed_chat_mix`: conversations with tools."""
+    """Codec of `packed_chat_mix`: conversations with tools."""
 
     sample_class = "LoongForge.PackedChatMixSample"
 
     def matches(self, raw: RawPack) -> bool:
-        """By `messages` of objects that have messages of their own, and `media_files`."""
+        """Return whether the json has `media_files`, and `messages` whose items are conversations."""
         value = read_object(raw)
-        found = value.get("messages")
-        return "media_files" in value and isinstance(found, list) and all(_is_conversation(one) for one in found)
+        samples = value.get("messages")
+        return "media_files" in value and isinstance(samples, list) and all(map(_is_conversation, samples))
 
     def _records(self, raw: RawPack, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [
-            {name: one[name] for name in _MESSAGE_FIELDS if one.get(name) is not None} for one in value["messages"]
+            {name: sample[name] for name in _MESSAGE_FIELDS if sample.get(name) is not None}
+            for sample in value["messages"]
         ]
 
 

@@ -17,10 +17,10 @@ from energon_packed.metadatasets import (
     NV_META,
     SPLIT_FILE,
     TRUST_REMEDY,
-    joined,
-    mappings,
+    energon_join,
+    iter_mappings,
     read_metadataset,
-    runs_code,
+    untrusted_object,
 )
 from energon_packed.shards.nv_meta import OLD_INFO, loader_files
 
@@ -71,7 +71,7 @@ def _behind(path: Path) -> list[tuple[Path, str]]:
         for folder in (entry.path, *entry.aux.values()):
             if (folder / NV_META).is_dir():
                 found[folder, entry.dataset_config or "dataset.yaml"] = None
-                _check_data(joined(folder / NV_META, entry.split_config or SPLIT_FILE))
+                _check_data(energon_join(folder / NV_META, entry.split_config or SPLIT_FILE))
     return list(found)
 
 
@@ -79,7 +79,7 @@ def _check_folder(folder: Path, config: str) -> None:
     meta = folder / NV_META
     for name in ("split.yaml", "split.json", ".info.json", OLD_INFO):
         _check_data(meta / name)
-    file = joined(meta, config)
+    file = energon_join(meta, config)
     if not file.is_file():
         return  # Energon says what is missing
     value = _parsed(file)
@@ -96,7 +96,7 @@ def _check_folder(folder: Path, config: str) -> None:
         )
     is_standard = is_standard or is_ours  # perhaps with subflavors of its user
     if not is_standard or not _CLASS.fullmatch(str(kind.get("__class__"))) or "__function__" in kind:
-        raise runs_code(file, kind, folder)
+        raise untrusted_object(file, kind, folder)
     if not is_ours and (named := [name for name in _LOADER if isinstance(value.get(name), str)]):
         raise ConfigError(
             f"{file} names {value[named[0]]!r} as {named[0]}, which is not what energon-packed writes; loading would "
@@ -107,9 +107,9 @@ def _check_folder(folder: Path, config: str) -> None:
             f"{file} sets {unknown[0][:100]!r}, which decides what Energon reads or runs: {TRUST_REMEDY}, or run "
             f"energon-packed nv-meta {folder}"
         )
-    for one in mappings(rest):
+    for one in iter_mappings(rest):
         if "__module__" in one:
-            raise runs_code(file, one, folder)
+            raise untrusted_object(file, one, folder)
 
 
 def _loads_ours(value: dict[str, Any], loader: Path) -> bool:
@@ -129,9 +129,9 @@ def _check_data(file: Path) -> None:
     content = file.read_bytes()
     if b"__module__" not in content and b"\\" not in content:  # nor written with escapes
         return
-    for one in mappings(_parsed(file)):
+    for one in iter_mappings(_parsed(file)):
         if "__module__" in one:
-            raise runs_code(file, one)
+            raise untrusted_object(file, one)
 
 
 def _parsed(file: Path) -> Any:

@@ -12,7 +12,7 @@ import orjson
 from filelock import BaseFileLock, FileLock, Timeout
 
 from energon_packed.errors import ConfigError
-from energon_packed.files import atomic_write, named, open_regular, remove
+from energon_packed.files import atomic_write, error_of_path, open_regular, remove_if_possible
 
 _LOCK = "lock"
 _OWNER = "owner.json"
@@ -51,7 +51,7 @@ class FolderLock:
         except BaseException as error:
             self.__exit__(type(error), error, None)
             if isinstance(error, OSError):
-                raise named(error, self._work / _OWNER) from error
+                raise error_of_path(error, self._work / _OWNER) from error
             raise
         return self
 
@@ -266,7 +266,7 @@ class Workspace:
             *self.root.glob(".rejects.jsonl.*.tmp"),
         ]
         for leftover in own:
-            remove(leftover)
+            remove_if_possible(leftover)
 
     def forget(self, *fingerprints: str) -> None:
         """Drop the restart state of these fingerprints."""

@@ -1,15 +1,24 @@
-"""The on-disk format around the packs: tars, the tar index, `.nv-meta`, and the manifest `packing.json`.
+"""The files of a dataset around its packs: tars, their indexes, and `.nv-meta`. Codecs (`formats`) define the packs.
 
-tar.py        deterministic tar files
-index.py      `.tar.idx` and `index.sqlite`, as `energon prepare` makes them
-nv_meta.py    dataset.yaml, split.yaml, sample_loader.py, .info.json
-manifest.py   packing.json: what was packed, with what, and the hashes of the shards; typed.py checks its values
-reader.py     any pack by its number, from memory-mapped tars
-complete.py   whether the files are as many and as long as they say
-scan.py       members of a tar and their faults, by `energon_packed.tarfiles`
-split.py      which shards are in a split
-repair.py     .nv-meta and indexes for tars that exist already
-steps.py      steps per epoch on each rank
+Writing, in the order of `pack`:
+
+    tar.py        parts of packs to a deterministic tar, and the index rows of that tar
+    index.py      index rows to `.tar.idx` and `index.sqlite`, as `energon prepare` writes them
+    nv_meta.py    dataset.yaml, sample_loader.py, split.yaml, .info.json; finds the folder and the shards of a split
+    manifest.py   packing.json: counts, settings and hashes
+
+Reading:
+
+    reader.py     pack index to the parts of a pack, by `.tar.idx`; detects files that changed while open
+    counts.py     compares the counts in `.nv-meta` with the files; counts datasets without packing.json
+    steps.py      pack counts to steps per epoch on each rank
+
+Existing tars:
+
+    scan.py       tar to its members and the faults that Energon would not report
+    repair.py     folder of tars to `.tar.idx` and `.nv-meta` (`energon-packed nv-meta`)
+
+`standalone_loader.py` is copied into datasets for other packages.
 """
 
 from energon_packed.shards.manifest import PackingManifest, ShardEntry

@@ -1,6 +1,8 @@
-"""Whether the files of a dataset are as many and as long as they say, before any of them is read.
+"""Counts of a dataset. Input: a dataset folder. Output: an error if files are missing or cut, or a counted manifest.
 
-Counts of a dataset without packing.json, as other packers leave it: from its indexes and the json of each pack.
+check_complete     compares packing.json, .info.json, split.yaml and file sizes before any tar is read
+shard_counts       packs of each shard by .info.json
+counted_manifest   counts of a third-party dataset without packing.json, from its indexes and JSON parts
 """
 
 import json
@@ -18,25 +20,25 @@ from energon_packed.shards.manifest import PackingManifest, ShardEntry
 from energon_packed.shards.nv_meta import OLD_INFO
 from energon_packed.shards.reader import ShardReader
 
-_OFFSET = 8  # bytes of an entry of .tar.idx: one for each pack, and the end of the last one
+_OFFSET = 8  # bytes of an entry of .tar.idx, which has the offset of each pack and the end of the last pack
 _REMEDY = (
     "copy the complete folder again or pack it again; if the change is intended, run energon-packed nv-meta on it"
 )
 
 
 def check_complete(folder: Path, split: str, manifest: PackingManifest | None) -> None:
-    """Refuse a dataset that is shorter than it says; the contents of the tars are not read.
+    """Refuse a dataset with fewer shards, packs or bytes than it declares; the contents of the tars are not read.
 
-    The names, packs and sizes in packing.json and .info.json must be those of split.yaml, of the tars and of their
-    indexes. A shard that split.yaml excludes may be missing.
+    The names, packs and sizes in packing.json and .info.json must agree with split.yaml, the tars and their indexes. A
+    shard that split.yaml excludes may be missing.
 
     Args:
-        folder: with `.nv-meta`.
-        split: the one that is read.
-        manifest: its packing.json; None where another tool packed it.
+        folder: folder with `.nv-meta`.
+        split: the split to be read.
+        manifest: packing.json of the folder; None for a third-party dataset.
 
     Raises:
-        FormatError: they differ; the message names the file, both numbers and the remedy.
+        FormatError: they differ; the message has the file, both counts and the remedy.
     """
     splits = read_split(folder)
     names = splits.shards(split)
@@ -48,21 +50,29 @@ def check_complete(folder: Path, split: str, manifest: PackingManifest | None) -
                 f"{folder / NV_META / 'split.yaml'} does not have {missing[0]} in split {split!r}, one of "
                 f"{len(missing)} shards that packing.json lists there; {_REMEDY}"
             )
+        # A shard that packing.json does not list is checked by .info.json alone.
         for name in names:
             if name in listed:
-                _expect(folder / name, listed[name].bytes, "bytes", "packing.json")
-                _expect_packs(folder, counts, name, listed[name].packs, "packing.json")
+                packs = listed[name].packs
+                _expect_size(folder / name, listed[name].bytes, "packing.json")
+                if counts and counts.get(name) != packs:
+                    raise FormatError(
+                        f"{folder / NV_META / '.info.json'} counts {counts.get(name, 0)} packs in {name}, "
+                        f"packing.json {packs}; {_REMEDY}"
+                    )
     for name in names:
-        if name in counts:
-            _expect_index(folder / name, counts[name])
+        index = (folder / name).with_suffix(".tar.idx")
+        if name in counts and index.is_file():  # if it is missing, Energon raises an error
+            _expect_size(index, _OFFSET * (counts[name] + 1), f"the {counts[name]} packs of .info.json")
 
 
 def shard_counts(folder: Path) -> Mapping[str, int]:
-    """Packs of each shard, as Energon reads them; empty where there is none of its files, which it reports itself.
+    """Return the number of packs of each shard, as Energon reads it; {} if the file is missing, which Energon reports.
 
     Raises:
         FormatError: the file is damaged.
     """
+    # Energon 7 writes and reads .info.json; earlier versions have .info.yaml.
     for name in (".info.json", OLD_INFO):
         file = folder / NV_META / name
         if not file.is_file():
@@ -75,41 +85,28 @@ def shard_counts(folder: Path) -> Mapping[str, int]:
     return {}
 
 
-def _expect_packs(folder: Path, counts: Mapping[str, int], name: str, packs: int, by: str) -> None:
-    if counts and counts.get(name) != packs:
-        raise FormatError(
-            f"{folder / NV_META / '.info.json'} counts {counts.get(name, 0)} packs in {name}, {by} {packs}; {_REMEDY}"
-        )
-
-
-def _expect_index(tar: Path, packs: int) -> None:
-    index = tar.with_suffix(".tar.idx")
-    if index.is_file():  # Energon says so where it is missing
-        _expect(index, _OFFSET * (packs + 1), "bytes", f"the {packs} packs of .info.json")
-
-
-def _expect(file: Path, size: int, unit: str, by: str) -> None:
+def _expect_size(file: Path, size: int, by: str) -> None:
     try:
-        found = file.stat().st_size
+        actual = file.stat().st_size
     except OSError as error:
         raise FormatError(f"{file}: {error.strerror}; {_REMEDY}") from error
-    if found != size:
-        raise FormatError(f"{file} has {found} {unit}, and {size} by {by}; {_REMEDY}")
+    if actual != size:
+        raise FormatError(f"{file} has {actual} bytes, and {size} by {by}; {_REMEDY}")
 
 
 def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:
-    """What a scan of the packs tells of a manifest: counts of shards, packs, samples and images.
+    """Return a manifest with counts of shards, packs, samples and images, from a scan of the packs.
 
-    Tokens are counted where the packer recorded lengths; `seq_len` is then the longest pack, else 0. Nothing is known
-    of rejected records, settings and hashes.
+    If the packer recorded lengths, tokens are counted and `seq_len` is the longest pack; otherwise both are 0.
+    Rejected records, settings and hashes stay empty, as the packs do not have them.
 
     Raises:
         FormatError: a shard, an index or a pack is missing or damaged.
-        ConfigError: there is no shard.
+        ConfigError: no split has a shard.
     """
     entries: list[ShardEntry] = []
     longest = images = 0
-    is_known = True
+    has_lengths = True
     splits = read_split(folder)
     for split in splits.parts:
         for name in splits.shards(split):
@@ -117,23 +114,24 @@ def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:
             reader = ShardReader([tar])
             samples = tokens = 0
             for pack in range(len(reader)):
-                part = reader.part(pack, codec.lengths_part)
-                lengths = codec.lengths(part)
+                lengths = codec.lengths(reader.part(pack, codec.lengths_part))
                 known = [length for length in lengths if length is not None]
-                is_known = is_known and len(known) == len(lengths)
+                has_lengths = has_lengths and len(known) == len(lengths)
                 samples, tokens, longest = samples + len(lengths), tokens + sum(known), max(longest, sum(known))
-                images += image_count(member.name for member, _ in reader.members(pack, only=""))
+                images += image_count(
+                    member.name for member, _ in reader.members(pack, only="")
+                )  # reads headers, not contents
             entries.append(
                 ShardEntry(
-                    name=name, split=split, packs=len(reader), samples=samples, tokens=tokens if is_known else 0,
+                    name=name, split=split, packs=len(reader), samples=samples, tokens=tokens if has_lengths else 0,
                     bytes=tar.stat().st_size, sha256="",
                 )
             )  # fmt: skip
     if not entries:
         raise ConfigError(f"{folder} has no shards in any split")
     packs, samples = (sum(getattr(entry, name) for entry in entries) for name in ("packs", "samples"))
-    tokens = sum(entry.tokens for entry in entries) if is_known else 0
-    seq_len = longest if is_known else 0
+    tokens = sum(entry.tokens for entry in entries) if has_lengths else 0
+    seq_len = longest if has_lengths else 0
     return PackingManifest(
         sample_class=codec.sample_class,
         shard_prefix="",

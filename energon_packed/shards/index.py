@@ -1,4 +1,4 @@
-"""The two indexes of a shard folder, identical to those that `energon prepare` writes.
+"""Index files of a dataset. Input: `ShardRows` of tars. Output: two indexes, equal to the files of `energon prepare`.
 
     {shard}.tar.idx         uint64 little-endian: offset of each sample, then the end of the last sample
     .nv-meta/index.sqlite   tables `samples` and `sample_parts` over all shards
@@ -43,10 +43,10 @@ CREATE INDEX idx_sample_parts_full
 
 
 def open_sqlite_index(path: Path) -> sqlite3.Connection:
-    """Open `index.sqlite` for reading; whoever wrote it decides rows, and nothing else.
+    """Open an untrusted `index.sqlite` for reading; its schema cannot run code.
 
     Raises:
-        sqlite3.Error: it is no database, or `samples` and `sample_parts` are not tables but code, such as views.
+        sqlite3.Error: it is not a database, or `samples` or `sample_parts` is a view or other code, not a table.
     """
     database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     try:
@@ -66,41 +66,42 @@ def write_tar_index(tar: Path, rows: ShardRows) -> None:
 
 
 def write_sqlite_index(path: Path, shards: Iterable[ShardRows]) -> None:
-    """Write `index.sqlite` for the shards, numbered in the given order.
+    """Write `index.sqlite` for the shards; `tar_file_id` is their position.
 
     Raises:
-        OSError: the disk is full, or fails; SQLite tells no more.
+        OSError: the disk is full, or fails.
     """
     with atomic_path(path) as temporary, _os_errors(path):
-        temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)  # of an earlier process with the same PID: its tables would remain
         database = sqlite3.connect(temporary, isolation_level=None)
         try:
+            # A crash leaves only the temporary file, so the database needs no journal; `atomic_path` syncs it.
             database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;" + _TABLES)
             database.execute("BEGIN")
-            for number, rows in enumerate(shards):
+            for shard, rows in enumerate(shards):
                 sizes = np.diff(rows.offsets).tolist()
                 database.executemany(
                     "INSERT INTO samples VALUES (?, ?, ?, ?, ?)",
                     (
-                        (number, key, place, offset, size)
-                        for place, (key, offset, size) in enumerate(zip(rows.keys, rows.offsets, sizes, strict=False))
+                        (shard, key, sample, offset, size)
+                        for sample, (key, offset, size) in enumerate(zip(rows.keys, rows.offsets, sizes, strict=False))
                     ),
                 )
                 database.executemany(
-                    "INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", ((number, *part) for part in rows.parts)
+                    "INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", ((shard, *part) for part in rows.parts)
                 )
             database.execute("COMMIT")
-            database.executescript(_INDEXES)
+            database.executescript(_INDEXES)  # after the rows: sorting once is faster than an update per row
         finally:
             database.close()
 
 
 @contextmanager
 def _os_errors(path: Path) -> Iterator[None]:
-    """What SQLite calls an operational error is one of the disk: the statements are ours."""
+    """Convert errors of SQLite to OSError: the statements are fixed, so only the disk can fail."""
     try:
         yield
-    except (sqlite3.OperationalError, sqlite3.DatabaseError) as error:
+    except sqlite3.DatabaseError as error:
         is_full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
         number, text = (errno.ENOSPC, os.strerror(errno.ENOSPC)) if is_full else (errno.EIO, f"SQLite: {error}")
         raise OSError(number, text, str(path)) from error

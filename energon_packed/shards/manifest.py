@@ -1,9 +1,9 @@
-"""PackingManifest: `packing.json` with counts, settings and shard hashes.
+"""PackingManifest: counts, settings and shard hashes of a dataset. Input and output: `.nv-meta/packing.json`.
 
-It contains no timestamps or host names. Builds of the same input differ at most in `counters` and `tokenizer_engine`,
-which describe the work of one run, and in the paths in `encoder` and `sources`.
+The file contains no timestamps or host names. Builds of the same input differ at most in `counters` and
+`tokenizer_engine`, which describe the work of the run, and in the paths in `encoder` and `sources`.
 
-`typed`: a dataclass from JSON of strangers, every value of the declared type and within bounds.
+A manifest is untrusted when it is read: `_typed` checks that every value has the declared type and is within limits.
 """
 
 import math
@@ -20,78 +20,20 @@ from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, prepared_folder
 from energon_packed.version import FORMAT_VERSION, __version__
 
+FILE_NAME = "packing.json"
 T = TypeVar("T")
 _LARGEST = 2**63 - 1
+_LONGEST = 2**31 - 1  # tokens in a row: cu_seqlens are int32
 _MOST_SHOWN = 60  # characters of a value in a message
 
 
-def typed(cls: type[T], value: Any, place: str = "") -> T:
-    """An object of a dataclass whose fields are numbers, texts, and lists, mappings and dataclasses of them.
-
-    Args:
-        cls: the dataclass. `Any` in it stands for a number, a text, true, false or null.
-        value: parsed JSON.
-        place: of the value in the file, for messages.
-
-    Raises:
-        TypeError: a field is missing, unknown or of another type.
-        ValueError: a number is negative, not finite, or needs more than 63 bits.
-    """
-    if not isinstance(value, dict):
-        raise TypeError(f"{place or 'the content'} is {_shown(value)}, not an object")
-    hints = get_type_hints(cls)
-    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-    if unknown := sorted(value.keys() - known):
-        raise TypeError(f"{place or 'it'} has an unknown field {_shown(unknown[0])}")
-    return cls(**{name: _value(hints[name], item, f"{place}.{name}".lstrip(".")) for name, item in value.items()})
-
-
-def _value(kind: Any, value: Any, place: str) -> Any:
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        if value is None and NoneType in arguments:
-            return None
-        return _value(next(one for one in arguments if one is not NoneType), value, place)
-    if is_dataclass(kind):
-        return typed(kind, value, place)  # type: ignore[arg-type]
-    if origin in (list, dict):
-        if not isinstance(value, origin):
-            raise TypeError(f"{place} is {_shown(value)}, not {'a list' if origin is list else 'an object'}")
-        if origin is list:
-            return [_value(arguments[0], item, f"{place}[{number}]") for number, item in enumerate(value)]
-        return {name: _value(arguments[1], item, f"{place}.{_shown(name)}") for name, item in value.items()}
-    if kind is Any:
-        if isinstance(value, dict | list):
-            raise TypeError(f"{place} is {_shown(value)}, not a number or a text")
-        return _bounded(value, place) if isinstance(value, int | float) else value
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number if kind is float else type(value) is kind):
-        raise TypeError(f"{place} is {_shown(value)}, not {kind.__name__}")
-    return _bounded(value, place) if is_number else value
-
-
-def _bounded(value: float, place: str) -> float:
-    if not math.isfinite(value) or not 0 <= value <= _LARGEST:
-        raise ValueError(f"{place} is {value}; it must be from 0 to {_LARGEST}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value) if isinstance(value, str | int | float | NoneType) else type(value).__name__
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
-
-
-FILE_NAME = "packing.json"
-_LONGEST = 2**31 - 1  # tokens in a row: cu_seqlens are int32
-
-
 class NewerFormatError(FormatError):
-    """A newer release wrote the manifest: nothing is known of the dataset, and nothing of it may be replaced."""
+    """A newer release wrote the manifest; its dataset must not be changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """Manifest entry of one shard.
+    """Manifest entry of a shard.
 
     Attributes:
         name: file name.
@@ -112,14 +54,14 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceEntry:
-    """Manifest entry of one input: its settings as given, and its totals.
+    """Manifest entry of an input: its settings and its totals.
 
     Attributes:
         path: files, globs or folders; `(others)` for all inputs past the first 200.
-        image_root, map, adapter, source_split: settings of this input; None where it has none of its own.
-        weight: how often each record was to be packed.
-        files: that were read.
-        records: in them, each repetition counted; `packed` of them are in packs, as `tokens` tokens.
+        image_root, map, adapter, source_split: per-source settings; None if the input has no such setting.
+        weight: repetition factor; 0.5 samples half of the records.
+        files: files that were read.
+        records: their records, counted once per repetition; `packed` of them are in packs, as `tokens` tokens.
     """
 
     path: list[str]
@@ -136,33 +78,34 @@ class SourceEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingManifest:
-    """Counts and settings of one packed dataset.
+    """Counts and settings of a packed dataset.
 
     Attributes:
         sample_class: flavor in `energon_packed.flavors`.
-        layout: stricter form of the flavor that was written, or None.
-        dataset_module: package whose sample class dataset.yaml names, or None for ours.
+        layout: stricter variant of the flavor that was written, or None.
+        dataset_module: package whose sample class dataset.yaml names, or None for energon-packed.
         records: input records; `packed` of them are in packs, `rejects` counts the others by reason.
-        unused_fields: records that have each field that nothing reads, by its name, the most common first.
-        notes: records with each remark of the reader, such as an image without a placeholder.
+        unused_fields: records with each field that is not read, by field name, the most common first.
+        notes: records with each note of the reader, such as an image without a placeholder.
         max_samples_per_pack: maximum samples per pack, or None.
         truncated: packed samples that were truncated to seq_len; `tokens_cut` tokens were removed.
         packs, tokens, images: totals over all shards; tokens exclude padding.
-        images_decoded: images whose pixels were decoded when they were measured; the others were checked by header and
-            structure. None where an earlier version packed.
-        check_images: `header`, or `full`, which decodes all of them.
-        supervised_tokens: tokens that are targets; None where the encoder does not tell, or an earlier version packed.
+        images_decoded: images whose pixels were decoded when they were measured; other images were checked by header
+            and structure. None in manifests of earlier versions.
+        check_images: `header`, or `full`, which decodes all images.
+        supervised_tokens: tokens that are targets; None if the encoder does not count them, or in manifests of earlier
+            versions.
         seq_len: tokens per row.
         utilization: tokens / (packs * seq_len).
-        split: share of the packs that each split was to get; {} where an earlier version packed.
+        split: requested share of the packs by split; {} in manifests of earlier versions.
         pad_multiple: sample lengths were rounded up to a multiple of this many tokens.
         overlong: handling of samples longer than seq_len: drop, error or truncate.
         template_fingerprint: SHA-256 of the chat template's Jinja source; "" without one.
         tokenizer_fingerprint: digest of tokenizer, template, image settings and loss options.
         input_fingerprint: digest of the input files.
-        tokenizer_engine: what tokenized the texts of this run: `tokenizers` or `fastokens`; "" where nothing did.
+        tokenizer_engine: implementation used in this run, `tokenizers` or `fastokens`; "" without tokenization.
         encoder: options to recreate the encoder.
-        counters: records measured, texts tokenized, records whose length an earlier run had measured (`reused`),
+        counters: records measured, strings tokenized, records whose length an earlier run had measured (`reused`),
             `shards_written`, and `shards_reused` from an earlier run.
         sources: all inputs, in order.
         shards: all tars, in order.
@@ -212,7 +155,7 @@ class PackingManifest:
         return self.packed / self.packs if self.packs else 0.0
 
     def packs_in(self, split: str) -> int:
-        """Number of packs in one split."""
+        """Return the number of packs in `split`."""
         return sum(shard.packs for shard in self.shards if shard.split == split)
 
     def save(self, folder: Path) -> None:
@@ -222,7 +165,7 @@ class PackingManifest:
 
     @classmethod
     def load(cls, path: str | Path) -> "PackingManifest":
-        """Read the manifest of a shard folder, or of an output folder that holds one in `webdataset`.
+        """Read the manifest of a shard folder, or of an output folder with a shard folder `webdataset`.
 
         Raises:
             FormatError: the manifest is missing, invalid or from a newer version.
@@ -230,13 +173,13 @@ class PackingManifest:
         root = Path(path)
         if root.is_file():
             raise FormatError(f"{root} is a file; pass a single dataset folder")
-        if (found := cls.load_if_there(prepared_folder(root) or root)) is None:
+        if (manifest := cls.load_if_there(prepared_folder(root) or root)) is None:
             raise FormatError(f"{root} has no {NV_META}/{FILE_NAME}; pass a folder written by energon-packed")
-        return found
+        return manifest
 
     @classmethod
     def load_if_there(cls, folder: Path) -> "PackingManifest | None":
-        """The manifest of a shard folder; None if there is no packing.json, as in data packed by other tools.
+        """Read the manifest of a shard folder; None if there is no packing.json, as in third-party datasets.
 
         Raises:
             FormatError: the manifest is invalid or from a newer version.
@@ -248,18 +191,19 @@ class PackingManifest:
     def _parse(cls, file: Path) -> "PackingManifest":
         try:
             value = orjson.loads(file.read_bytes())
-            found = value["format_version"]
-            if found > FORMAT_VERSION:
+            written = value["format_version"]
+            if written > FORMAT_VERSION:  # before `_typed`, which would report the unknown fields of a newer version
                 raise NewerFormatError(
-                    f"{file} has format version {found}, and this release reads up to {FORMAT_VERSION}; upgrade "
+                    f"{file} has format version {written}, and this release reads up to {FORMAT_VERSION}; upgrade "
                     "energon-packed, or pack the data again"
                 )
-            manifest = typed(cls, value)
+            manifest = _typed(cls, value)
             check_inner(shard.name for shard in manifest.shards)
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, FormatError):
+            if isinstance(error, FormatError):  # a ValueError, too: it has its message already
                 raise
             raise FormatError(f"{file} is not a packing manifest: {visible(str(error))}") from error
+        # Values that later code uses as names or sizes, which would fail there with an unrelated error.
         if manifest.sample_class not in CODECS:
             raise FormatError(
                 f"{file} names the unknown sample class {visible(manifest.sample_class)!r}, and not one of "
@@ -267,5 +211,64 @@ class PackingManifest:
             )
         for name, value in (("seq_len", manifest.seq_len), ("pad_multiple", manifest.pad_multiple)):
             if not 1 <= value <= _LONGEST:
-                raise FormatError(f"{file} has {name} {value}; it must be from 1 to {_LONGEST}; pack the data again")
+                raise FormatError(f"{file}: {name} must be from 1 to {_LONGEST}, got {value}; pack the data again")
         return manifest
+
+
+def _typed(cls: type[T], value: Any, location: str = "") -> T:
+    """Convert untrusted JSON to a dataclass of numbers, strings, lists, mappings and dataclasses.
+
+    Args:
+        cls: the dataclass. A field of type `Any` accepts a number, a string, true, false or null.
+        value: parsed JSON.
+        location: path of the value in the file, for messages.
+
+    Raises:
+        TypeError: a field is missing, unknown or of another type.
+        ValueError: a number is negative, not finite, or needs more than 63 bits.
+    """
+    if not isinstance(value, dict):
+        raise TypeError(f"{location or 'the content'} is {_shown(value)}, not an object")
+    hints = get_type_hints(cls)
+    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    if unknown := sorted(value.keys() - known):
+        raise TypeError(f"{location or 'it'} has an unknown field {_shown(unknown[0])}")
+    return cls(**{name: _value(hints[name], item, f"{location}.{name}".lstrip(".")) for name, item in value.items()})
+
+
+def _value(kind: Any, value: Any, location: str) -> Any:
+    """Convert a value to the declared type `kind`."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    # Unions are `X | None`; dataclasses of manifests have no other unions.
+    if origin is UnionType:
+        if value is None and NoneType in arguments:
+            return None
+        return _value(next(argument for argument in arguments if argument is not NoneType), value, location)
+    if is_dataclass(kind):
+        return _typed(kind, value, location)  # type: ignore[arg-type]
+    if origin in (list, dict):
+        if not isinstance(value, origin):
+            raise TypeError(f"{location} is {_shown(value)}, not {'a list' if origin is list else 'an object'}")
+        if origin is list:
+            return [_value(arguments[0], item, f"{location}[{index}]") for index, item in enumerate(value)]
+        return {name: _value(arguments[1], item, f"{location}.{_shown(name)}") for name, item in value.items()}
+    if kind is Any:
+        if isinstance(value, dict | list):
+            raise TypeError(f"{location} is {_shown(value)}, not a number or a string")
+        return _bounded(value, location) if isinstance(value, int | float) else value
+    # JSON has one type of number: an integer is a valid float, and true is not a number.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number if kind is float else type(value) is kind):
+        raise TypeError(f"{location} is {_shown(value)}, not {kind.__name__}")
+    return _bounded(value, location) if is_number else value
+
+
+def _bounded(value: float, location: str) -> float:
+    if not math.isfinite(value) or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{location} must be from 0 to {_LARGEST}, got {value}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if isinstance(value, str | int | float | NoneType) else type(value).__name__
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"

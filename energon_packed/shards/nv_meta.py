@@ -1,6 +1,8 @@
-"""The `.nv-meta` folder that makes a folder of tars an Energon dataset.
+"""The `.nv-meta` folder, which makes a folder of tars an Energon dataset.
 
-The folder of a dataset of packs, and the tars of one of its splits.
+dataset_folder, shards_in_split   path of a dataset to its shard folder and the tars of a split
+write_nv_meta                     codec, shards, index rows and splits to all files of `.nv-meta` but packing.json
+loader_files                      codec to the three files by which Energon loads the packs
 """
 
 import json
@@ -8,6 +10,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -19,12 +22,20 @@ from energon_packed.shards import standalone_loader
 from energon_packed.shards.index import write_sqlite_index
 from energon_packed.shards.tar import ShardRows, ShardSummary
 
+CRUDE = "crude.yaml"
+OLD_INFO = ".info.yaml"  # of Energon before version 7
+SPLITS = ("train", "val", "test")  # the names that Energon knows
+# Fixed, so that index.uuid depends on the hashes of the shards alone.
+_NAMESPACE = uuid.UUID("1e7d7c39-6f6c-5b0c-8d6c-6f4f0d1a7a11")
+_HEADER = "# Written by energon-packed.\n"
+_LOADER = {name: f"sample_loader.py:{name}" for name in ("part_filter", "sample_loader")}  # keys of dataset.yaml
+
 
 def dataset_folder(path: str | Path) -> Path:
-    """Folder that contains `.nv-meta`: `path` or `path/webdataset`.
+    """Return the folder that contains `.nv-meta`: `path` or `path/webdataset`.
 
     Raises:
-        FormatError: neither folder contains it, or one of its files is a FIFO or device, which would be waited for.
+        FormatError: neither folder contains it, or it contains a FIFO or device, which would block.
     """
     root = Path(path)
     if root.is_file():
@@ -33,7 +44,7 @@ def dataset_folder(path: str | Path) -> Path:
             "verify and report accept a Metadataset)"
         )
     if folder := prepared_folder(root):
-        check_regular_files(folder)
+        check_regular_files(folder)  # here, since datasets are opened through this function
         check_regular_files(folder / NV_META)
         return folder
     if not root.exists():
@@ -42,25 +53,18 @@ def dataset_folder(path: str | Path) -> Path:
 
 
 def shards_in_split(folder: Path, split: str) -> list[Path]:
-    """Tar files of one split.
+    """Return the tar files of `split`.
 
     Raises:
         ConfigError: the split is unknown or empty (the message lists the others), or single packs are excluded.
     """
-    found = read_split(folder)
-    if single := found.excluded_packs:
+    splits = read_split(folder)
+    if excluded := splits.excluded_packs:
         raise ConfigError(
-            f"split.yaml of {folder} excludes single packs, such as {single[0]}, which only Energon's own loader "
+            f"split.yaml of {folder} excludes single packs, such as {excluded[0]}, which only Energon's own loader "
             "supports; use get_packed_loader, or remove them from the tar"
         )
-    return [folder / name for name in found.required(split)]
-
-
-CRUDE = "crude.yaml"
-OLD_INFO = ".info.yaml"
-SPLITS = ("train", "val", "test")
-_NAMESPACE = uuid.UUID("1e7d7c39-6f6c-5b0c-8d6c-6f4f0d1a7a11")
-_HEADER = "# Written by energon-packed.\n"
+    return [folder / name for name in splits.required(split)]
 
 
 def write_nv_meta(
@@ -73,17 +77,17 @@ def write_nv_meta(
     exclude: Sequence[str] = (),
     dataset_module: str | None = None,
 ) -> None:
-    """Write everything in `.nv-meta` but the manifest.
+    """Write all files of `.nv-meta` but packing.json.
 
     Args:
         folder: the folder of the tars.
-        codec: of the flavor.
+        codec: codec of the flavor.
         shards: finished shards, in order.
-        rows: the index rows of each, in the same order; one shard is held at a time.
-        splits: shard names of `train`, `val` and `test`; all three are always written, as Energon's tools ask for
-            all three.
+        rows: index rows of each shard, in the same order; one shard is in memory at a time.
+        splits: shard names of `train`, `val` and `test`; all three are always written, as Energon's tools expect
+            them.
         exclude: names of shards, and `SHARD/KEY` of packs, that Energon skips.
-        dataset_module: package whose sample class dataset.yaml names; None for ours.
+        dataset_module: package whose sample class dataset.yaml names; None for energon-packed.
     """
     meta = folder / NV_META
     parts = {name: list(splits.get(name, [])) for name in SPLITS}
@@ -93,46 +97,48 @@ def write_nv_meta(
         atomic_write(meta / name, content)
     atomic_write(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
     atomic_write(meta / ".info.json", json.dumps(info, indent=2).encode())
-    if codec.layout or dataset_module or (meta / OLD_INFO).is_file():  # of Energon before 7
+    if codec.layout or dataset_module or (meta / OLD_INFO).is_file():
         atomic_write(meta / OLD_INFO, yaml.safe_dump(info, sort_keys=False).encode())
     atomic_write(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode())
     write_sqlite_index(meta / "index.sqlite", rows)
 
 
 def loader_files(codec: Codec, dataset_module: str | None = None) -> dict[str, bytes]:
-    """Content of `sample_loader.py`, `dataset.yaml` and `crude.yaml`: the same for every dataset of a flavor.
+    """Return the content of `sample_loader.py`, `dataset.yaml` and `crude.yaml`, equal for all datasets of a flavor.
 
     Args:
-        codec: of the flavor.
-        dataset_module: package that has the sample class, with a `sample_loader.py` that imports nothing of ours;
-            Energon decodes the parts for it. None for our own.
+        codec: codec of the flavor.
+        dataset_module: package of the sample class. `sample_loader.py` then imports nothing of energon-packed, and
+            Energon decodes the parts for it. None for the dataclasses of energon-packed.
     """
+    # For users who read the raw parts: Energon reads crude.yaml if a Metadataset names it as `dataset_config`.
     crude = {
         "__module__": "megatron.energon",
         "__class__": "CrudeWebdataset",
         "subflavors": {"sample_class": codec.sample_class},
     }
-    files = {CRUDE: (_HEADER + yaml.safe_dump(crude, sort_keys=False)).encode()}
+    files = {CRUDE: _yaml(crude)}
     if dataset_module is not None:
-        loader_of = {"part_filter": "sample_loader.py:part_filter", "sample_loader": "sample_loader.py:sample_loader"}
-        kind = {"__module__": dataset_module, "__class__": codec.sample_class}
+        sample_type = {"__module__": dataset_module, "__class__": codec.sample_class}
         return files | {
             "sample_loader.py": Path(standalone_loader.__file__).read_bytes(),
-            "dataset.yaml": (_HEADER + yaml.safe_dump({"sample_type": kind, **loader_of}, sort_keys=False)).encode(),
+            "dataset.yaml": _yaml({"sample_type": sample_type, **_LOADER}),
         }
-    names = ("part_filter", "sample_loader")
-    loader = "".join(f"from {codec.flavor_module} import {name} as {name}\n" for name in names)
+    loader = "".join(f"from {codec.flavor_module} import {name} as {name}\n" for name in _LOADER)
     dataset = {
         "sample_type": {"__module__": "energon_packed.flavors", "__class__": codec.flavor_class},
-        "part_filter": "sample_loader.py:part_filter",
-        "sample_loader": "sample_loader.py:sample_loader",
+        **_LOADER,
         # Parts reach the loader as bytes: Energon's default decoder would turn images into tensors.
         "decoder": None,
     }
     return files | {
         "sample_loader.py": (_HEADER + loader).encode(),
-        "dataset.yaml": (_HEADER + yaml.safe_dump(dataset, sort_keys=False)).encode(),
+        "dataset.yaml": _yaml(dataset),
     }
+
+
+def _yaml(value: dict[str, Any]) -> bytes:
+    return (_HEADER + yaml.safe_dump(value, sort_keys=False)).encode()
 
 
 def _energon_version() -> str:

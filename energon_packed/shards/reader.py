@@ -1,11 +1,10 @@
-"""ShardReader: random access to packs in tars through their `.tar.idx`.
+"""ShardReader: random access to packs. Input: tars with `.tar.idx`, and a pack index. Output: the parts of a pack.
 
-Tars are read, not mapped: a mapped file that another process cuts, or a disk that fails, ends the process (SIGBUS).
+Tars are read, not mapped: if another process truncates a mapped file, or the disk fails, the process dies (SIGBUS).
 
-OpenedFiles: whether the files of a dataset are those that a loader opened.
-
-Loaders open tars one by one, by name, hours after they read what the dataset holds. A tar that was packed again
-meanwhile has other packs at the same places: without this, a run would read old and new data in one epoch.
+Loaders open each tar by name when they need it, hours after they read the counts of the dataset. If a tar was packed
+again in the meantime, it has other packs at the same offsets, and a run would read old and new data in one epoch.
+`OpenedFiles` detects that.
 """
 
 import os
@@ -22,89 +21,14 @@ from energon_packed.files import IrregularFile, Streams, open_regular
 from energon_packed.shards.manifest import PackingManifest
 from energon_packed.tarfiles import Member, TarReader, key_faults, read_range
 
-_REMEDY = "open the dataset again; states that were saved before belong to what it held then"
-_Stamp = tuple[int, int]
-
-
-class OpenedFiles:
-    """Size and time of the last change of every file, as they were when this was made.
-
-    A tar of another time, such as a copy of itself, still counts as the same where packing.json lists the same bytes.
-
-    Args:
-        files: tars of a dataset, or inputs.
-        digests: SHA-256 of the tars that packing.json lists.
-
-    Raises:
-        FormatError: a file is missing.
-    """
-
-    def __init__(self, files: Iterable[Path], digests: Mapping[Path, str] | None = None) -> None:
-        self._digests = dict(digests or {})
-        self._stamps: dict[Path, _Stamp] = {}
-        for file in files:
-            try:
-                self._stamps[file] = _stamp(os.stat(file))
-            except OSError as error:
-                raise FormatError(f"{file}: {error.strerror}; copy the complete folder, or pack it again") from error
-
-    def __contains__(self, file: Path) -> bool:
-        return file in self._stamps
-
-    def check(self, file: Path, found: os.stat_result | None = None) -> None:
-        """Refuse a file that is not the one of before.
-
-        Args:
-            file: one of `files`.
-            found: of the open file; by default of what has that name now.
-
-        Raises:
-            DataChangedError: it was replaced, changed or removed.
-        """
-        try:
-            stamp = _stamp(os.stat(file) if found is None else found)
-        except OSError as error:
-            raise DataChangedError(
-                f"{file} cannot be read any more ({error.strerror}): it was removed or replaced while it was in use; "
-                f"{_REMEDY}"
-            ) from error
-        before = self._stamps[file]
-        if stamp == before:
-            return
-        if stamp[0] != before[0] or not self._is_listed(file):
-            sizes = f"{before[0]} bytes before, {stamp[0]} now" if stamp[0] != before[0] else "by its time"
-            raise DataChangedError(f"{file} was replaced or changed while it was in use ({sizes}); {_REMEDY}")
-        self._stamps[file] = stamp
-
-    def check_all(self) -> None:
-        """`check` for every file.
-
-        Raises:
-            DataChangedError: as `check`.
-        """
-        for file in self._stamps:
-            self.check(file)
-
-    def _is_listed(self, tar: Path) -> bool:
-        """Whether packing.json still lists the bytes that this tar had."""
-        if tar not in self._digests:
-            return False
-        try:
-            manifest = PackingManifest.load_if_there(tar.parent)
-        except FormatError:
-            return False
-        shards = manifest.shards if manifest is not None else ()
-        return any(shard.name == tar.name and shard.sha256 == self._digests[tar] for shard in shards)
-
-
-def _stamp(found: os.stat_result) -> _Stamp:
-    return found.st_size, found.st_mtime_ns
+_REMEDY = "open the dataset again; states that were saved before belong to the old content"
+_Stamp = tuple[int, int]  # (size, time of the last change in ns)
 
 
 class ShardReader:
-    """Random access to the packs of a list of shards.
+    """Random access to the packs of a list of shards by pack index, counted over all shards.
 
-    Offsets take 16 bytes of memory per pack. Each process opens a shard on first access, so a reader can be pickled
+    Offsets need 16 bytes of memory per pack. Each process opens a shard on first access, so a reader can be pickled
     and used after a fork.
     """
 
@@ -113,7 +37,7 @@ class ShardReader:
 
         Args:
             tars: shards.
-            digests: as for `OpenedFiles`.
+            digests: as in `OpenedFiles`.
 
         Raises:
             FormatError: a shard or its index is missing, or the two do not match.
@@ -121,8 +45,10 @@ class ShardReader:
         offsets = [_read_offsets(tar) for tar in tars]
         self.tars = list(tars)
         self._opened = OpenedFiles(tars, digests)
+        # Flat arrays over all shards. The leading 0, cut off again, sets the dtype if there are no shards.
         self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]
         self._ends = np.concatenate([[0], *(index[1:] for index in offsets)])[1:]
+        # Index of the first pack of each shard, for the binary search of `locate`. A list: bisect is slower on arrays.
         self._first = np.cumsum([0, *(len(index) - 1 for index in offsets)]).tolist()
         self._streams = Streams()
 
@@ -130,15 +56,16 @@ class ShardReader:
         return len(self._starts)
 
     def __getitem__(self, pack: int) -> dict[str, Any]:
-        """All parts of a pack: `__key__`, and the bytes of each member by part name (text after the first dot).
+        """Return `__key__` and the bytes of each member by part name (the name after the first dot).
 
         Raises:
             IndexError: `pack` is out of range.
             FormatError: the tar does not match its index, or cannot be read.
-            DataChangedError: the tar is not the one that was opened.
+            DataChangedError: the tar was replaced or changed since this reader was made.
         """
         raw: dict[str, Any] = {}
         for member, content in self.members(pack):
+            # The index of another tar with equal sizes has offsets in the middle of packs.
             if raw.setdefault("__key__", member.key) != member.key:
                 tar = self.tars[self.locate(pack)[0]]
                 raise FormatError(
@@ -149,7 +76,7 @@ class ShardReader:
         return raw
 
     def part(self, pack: int, part: str) -> dict[str, Any]:
-        """As `[i]`, but read only this part."""
+        """Return `__key__` and one part of a pack, without reading the contents of other parts."""
         raw: dict[str, Any] = {}
         for member, content in self.members(pack, only=part):
             raw.setdefault("__key__", member.key)
@@ -165,23 +92,24 @@ class ShardReader:
         """
         shard, start, end = self.locate(pack)
         read = self._window(shard, start, end, whole=only is None)
-        found = list(TarReader(self.tars[shard], read, start, end))
-        for _, fault in key_faults(found):
+        members = list(TarReader(self.tars[shard], read, start, end))
+        for _, fault in key_faults(members):
             raise FormatError(f"{self.tars[shard]}: {fault}")
-        for member in found:
+        for member in members:
             yield member, read(member.offset, member.size) if only is None or member.part == only else b""
 
     def locate(self, pack: int) -> tuple[int, int, int]:
-        """(shard number, start byte, end byte) of a pack."""
+        """Return (shard index, start byte, end byte) of a pack."""
         if not 0 <= pack < len(self):
             raise IndexError(f"pack {pack} is out of range for {len(self)} packs")
         shard = bisect_right(self._first, pack) - 1
         return shard, int(self._starts[pack]), int(self._ends[pack])
 
     def _window(self, shard: int, start: int, end: int, *, whole: bool) -> Callable[[int, int], bytes]:
-        """A function of (start, size) that gives bytes of a pack, from one read of all of it, or read by read."""
+        """Return a function (start, size) for bytes of a pack, from one read of the whole pack or a read per call."""
         if not whole:
             return lambda at, size: self._read(shard, at, size)
+        # The parts of a pack are adjacent, so one read is faster than a read per header and content.
         data = self._read(shard, start, end - start)
         return lambda at, size: data[at - start : at - start + size]
 
@@ -189,6 +117,7 @@ class ShardReader:
         tar = self.tars[shard]
         stream = self._stream(tar)
         try:
+            # Before every read: the open file itself can be overwritten in place. `fstat` needs no path lookup.
             self._opened.check(tar, os.fstat(stream.fileno()))
             data = read_range(stream.fileno(), start, size)
         except OSError as error:
@@ -206,18 +135,95 @@ class ShardReader:
         except IrregularFile as error:
             raise DataChangedError(f"{tar} {error}, and was one when the dataset was opened; copy it again") from error
         except OSError as error:
-            self._opened.check(tar)
+            self._opened.check(tar)  # a removed tar is a DataChangedError, as a replaced tar is
             raise FormatError(
                 f"{tar} cannot be opened: {error.strerror}; copy the complete folder, or pack it again"
             ) from error
 
 
+class OpenedFiles:
+    """Detects changes of files: records size and modification time of every file when it is created.
+
+    A tar with another time, such as a copy, counts as unchanged if packing.json still lists the same hash.
+
+    Args:
+        files: tars of a dataset, or input files.
+        digests: SHA-256 of the tars, as packing.json lists them.
+
+    Raises:
+        FormatError: a file is missing.
+    """
+
+    def __init__(self, files: Iterable[Path], digests: Mapping[Path, str] | None = None) -> None:
+        self._digests = dict(digests or {})
+        self._stamps: dict[Path, _Stamp] = {}
+        for file in files:
+            try:
+                self._stamps[file] = _stamp(os.stat(file))
+            except OSError as error:
+                raise FormatError(f"{file}: {error.strerror}; copy the complete folder, or pack it again") from error
+
+    def __contains__(self, file: Path) -> bool:
+        return file in self._stamps
+
+    def check(self, file: Path, status: os.stat_result | None = None) -> None:
+        """Refuse a file that changed since this object was created.
+
+        Args:
+            file: an element of `files`.
+            status: status of the open file; by default the status of the file that has this name now.
+
+        Raises:
+            DataChangedError: it was replaced, changed or removed.
+        """
+        try:
+            stamp = _stamp(os.stat(file) if status is None else status)
+        except OSError as error:
+            raise DataChangedError(
+                f"{file} cannot be read any more ({error.strerror}): it was removed or replaced while it was in use; "
+                f"{_REMEDY}"
+            ) from error
+        before = self._stamps[file]
+        if stamp == before:
+            return
+        # A copied or restored tar has a new time. packing.json decides, as hashing the tar would stop the training.
+        if stamp[0] != before[0] or not self._is_listed(file):
+            sizes = f"{before[0]} bytes before, {stamp[0]} now" if stamp[0] != before[0] else "by its time"
+            raise DataChangedError(f"{file} was replaced or changed while it was in use ({sizes}); {_REMEDY}")
+        self._stamps[file] = stamp  # packing.json is read once for each change, not for each pack
+
+    def check_all(self) -> None:
+        """Run `check` for every file.
+
+        Raises:
+            DataChangedError: as `check`.
+        """
+        for file in self._stamps:
+            self.check(file)
+
+    def _is_listed(self, tar: Path) -> bool:
+        """Return whether packing.json still lists the hash that this tar had."""
+        if tar not in self._digests:
+            return False
+        try:
+            manifest = PackingManifest.load_if_there(tar.parent)
+        except FormatError:
+            return False
+        shards = manifest.shards if manifest is not None else ()
+        return any(shard.name == tar.name and shard.sha256 == self._digests[tar] for shard in shards)
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return status.st_size, status.st_mtime_ns
+
+
 def _read_offsets(tar: Path) -> npt.NDArray[np.int64]:
-    """Offset of each sample, then the end of the last sample: int64 (packs + 1,)."""
+    """Read the offset of each pack, then the end of the last pack: int64 (packs + 1,)."""
     index = tar.with_suffix(".tar.idx")
     try:
         with open_regular(index) as stream:
             content = stream.read()
+        # A cut index may end inside an entry; `check_complete` reports its size.
         offsets = np.frombuffer(content[: len(content) // 8 * 8], dtype="<u8").astype(np.int64)
         size = tar.stat().st_size
     except IrregularFile as error:
@@ -226,6 +232,7 @@ def _read_offsets(tar: Path) -> npt.NDArray[np.int64]:
         raise FormatError(
             f"{error.filename}: {error.strerror}; copy the complete folder, or run energon-packed nv-meta to index it"
         ) from error
+    # Every pack has at least a header, so offsets increase.
     if len(offsets) == 0 or (np.diff(offsets) <= 0).any() or offsets[-1] > size:
         raise FormatError(
             f"{index} does not match {tar.name} ({size} bytes); pack again or run energon-packed nv-meta"

@@ -1,4 +1,4 @@
-"""`make_nv_meta`: indexes and `.nv-meta` for a folder of tars that are there already, without rewriting them."""
+"""`make_nv_meta`. Input: a folder of existing tars. Output: indexes and `.nv-meta`; the tars stay as they are."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ from energon_packed.shards.tar import ShardRows, ShardSummary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairedFolder:
-    """What was written.
+    """Result of `make_nv_meta`.
 
     Attributes:
         folder: the folder of the tars.
         sample_class: flavor in dataset.yaml.
         shards: the tars, with their packs.
         splits: shard names by split.
-        kept_split: a split.yaml named all tars, and was kept.
-        dropped_manifest: a packing.json did not describe these shards; it is now packing.json.stale.
+        kept_split: split.yaml listed all tars, and was kept.
+        dropped_manifest: packing.json did not describe these shards, and was renamed to packing.json.stale.
     """
 
     folder: Path
@@ -40,36 +40,39 @@ class RepairedFolder:
 def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolder:
     """Write or replace `.tar.idx` files and `.nv-meta` of a folder of tars.
 
-    The tars are ours, or what LLaVA-OneVision-1.5, LLaVA-OneVision-2 or LoongForge packed (`formats`). A dataset.yaml
-    that names the class of another package is replaced, unless packing.json says that `pack` wrote it.
+    The tars were written by energon-packed, LLaVA-OneVision-1.5, LLaVA-OneVision-2 or LoongForge (`formats`). A
+    dataset.yaml that names the class of another package is replaced, unless packing.json shows that `pack` wrote it.
 
     Args:
-        folder: with `*.tar`, or the output folder above it. Tars stay in the split, and in the exclusions, that an
-            existing split.yaml gives them; others are for training.
-        sample_class: flavor; None finds it by the parts of the first pack.
+        folder: folder with `*.tar`, or the output folder above it. Splits and exclusions of an existing split.yaml are
+            kept; tars that it does not list are added to `train`.
+        sample_class: flavor; by default it is recognized by the parts of the first pack.
 
     Raises:
         FormatError: there is no tar, a tar has faulty members, a key is in two tars, or a pack is not of the flavor.
-            split.yaml is broken or has splits of other names, or packing.json is of a newer release. Nothing is
-            written then.
-        ConfigError: an unknown flavor.
+            Also if split.yaml is invalid or has splits of other names, or packing.json is of a newer release. Nothing
+            is written in these cases.
+        ConfigError: the flavor is unknown.
     """
     if not any(folder.glob("*.tar")) and any((folder / "webdataset").glob("*.tar")):
         folder = folder / "webdataset"
     tars = sorted(folder.glob("*.tar"))
     if not tars:
-        raise FormatError(f"{folder} holds no .tar files; give the folder of the shards")
+        raise FormatError(f"{folder} contains no .tar files; pass the folder of the shards")
     summaries, first_packs = _checked(tars)
     codec = codec_for(sample_class) if sample_class else codec_of(first_packs[0])
+    # One pack of each tar: tars of several flavors in a folder are the likely mistake, and packs of a tar are alike.
     for tar, pack in zip(tars, first_packs, strict=True):
         try:
             codec.read(pack)
         except FormatError as error:
             raise FormatError(f"{tar}: {pack['__key__']} is not a {codec.sample_class}: {error}") from error
-    found = read_split(folder) if (folder / NV_META / SPLIT_FILE).is_file() else None
-    splits, kept = _splits(folder, [tar.name for tar in tars], found.parts if found else {})
+    existing = read_split(folder) if (folder / NV_META / SPLIT_FILE).is_file() else None
+    splits, kept = _splits(folder, [tar.name for tar in tars], existing.parts if existing else {})
     manifest = _manifest_of(folder, summaries, splits)
     stale = manifest is None and (folder / NV_META / FILE_NAME).is_file()
+    # All checks are done; files are changed only after this line. Headers are read again rather than kept in memory:
+    # index rows have an entry for every member.
     for index in folder.glob("*.tar.idx"):
         if not index.with_suffix("").is_file():
             index.unlink()
@@ -83,7 +86,7 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
         shards=summaries,
         rows=(scan_tar(tar).rows() for tar in tars),
         splits=splits,
-        exclude=found.exclude_patterns if found else [],
+        exclude=existing.exclude_patterns if existing else [],
         dataset_module=manifest.dataset_module if manifest is not None else None,
     )
     return RepairedFolder(
@@ -97,13 +100,13 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
 
 
 def _checked(tars: list[Path]) -> tuple[list[ShardSummary], list[dict[str, Any]]]:
-    """Summary and first pack of every tar, with its faults looked for; one tar's rows are held at a time."""
+    """Check every tar, and return its summary and first pack; only the rows of the current tar are in memory."""
     summaries, first_packs = [], []
     owner: dict[str, str] = {}
     for tar in tars:
         scan = scan_tar(tar)
         rows = scan.rows()
-        for key in rows.keys:
+        for key in rows.keys:  # index.sqlite has a unique index of keys
             if key in owner:
                 raise FormatError(f"key {key} is in {owner[key]} and in {tar.name}; keys must be unique in a dataset")
             owner[key] = tar.name
@@ -113,38 +116,38 @@ def _checked(tars: list[Path]) -> tuple[list[ShardSummary], list[dict[str, Any]]
 
 
 def _digest(rows: ShardRows) -> str:
-    """Tells two folders apart, from names and places alone."""
+    """Return a hash of names, keys and offsets, for index.uuid; hashing the contents would read all of the data."""
     return hashlib.sha256(repr((rows.name, rows.size, rows.keys, rows.parts)).encode()).hexdigest()
 
 
-def _splits(folder: Path, names: list[str], found: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], bool]:
-    """Shards by split: where an existing split.yaml puts them, new ones for training; whether it knew them all.
+def _splits(folder: Path, names: list[str], existing: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], bool]:
+    """Return the shards by split, new shards in `train`, and whether the existing split.yaml listed all of them.
 
     Raises:
         FormatError: split.yaml has other splits, which would be lost.
     """
-    if unknown := set(found) - set(SPLITS):
+    if unknown := set(existing) - set(SPLITS):
         raise FormatError(
             f"split.yaml of {folder} has the split {sorted(unknown)[0]}, which is not one of {', '.join(SPLITS)}; "
             "rename it, or delete the file to train on everything"
         )
-    known = {name for shards in found.values() for name in shards}
+    known = {name for shards in existing.values() for name in shards}
     if missing := sorted(known - set(names)):
         raise FormatError(
-            f"split.yaml of {folder} names {missing[0]}, which is not here ({len(missing)} of {len(known)} shards are "
-            "missing); copy the whole folder, or take the names out of split.yaml to go on without them"
+            f"split.yaml of {folder} lists {len(missing)} of {len(known)} shards that are missing, such as "
+            f"{missing[0]}. Copy the whole folder, or remove them from split.yaml."
         )
-    splits = {split: [name for name in shards if name in names] for split, shards in found.items()}
+    splits = {split: [name for name in shards if name in names] for split, shards in existing.items()}
     new = [name for name in names if name not in known]
     splits["train"] = [*splits.get("train", []), *new]
     return splits, not new
 
 
 def _manifest_of(folder: Path, summaries: list[ShardSummary], splits: dict[str, list[str]]) -> PackingManifest | None:
-    """The packing.json, if it describes these shards."""
+    """Return the manifest if it describes these shards; None otherwise."""
     try:
         manifest = PackingManifest.load_if_there(folder)
-    except NewerFormatError:
+    except NewerFormatError:  # cannot be compared, and must not be renamed
         raise
     except FormatError:
         return None

@@ -1,7 +1,7 @@
-"""Members of a tar and their faults, as a dataset for Energon must not have them.
+"""Check of a tar of a dataset. Input: a tar. Output: `TarScan`, its members and the faults that Energon ignores.
 
-Members are grouped as in Energon and WebDataset: the key ends at the first dot of the file name, and the parts of a
-sample are adjacent.
+Energon and WebDataset group members by key, which ends at the first dot of the file name, and expect the parts of a
+sample to be adjacent. They lose or mix samples of other tars without a message.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from energon_packed.formats import CODECS, READ_ONLY
 from energon_packed.shards.tar import ShardRows
 from energon_packed.tarfiles import Member, NotATarError, TarError, key_faults, open_tar, read_range
 
-_MOST_PROBLEMS = 20
+_MOST_PROBLEMS = 20  # per tar; a wrong name usually repeats in every member
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class TarScan:
         path: path of the tar.
         members: members in order, up to the first damage.
         end: byte offset of the end of the last member.
-        problems: first twenty faults that cause readers to lose or mix samples; empty for a valid tar.
+        problems: the first 20 faults; empty for a valid tar.
         is_cut: the tar is truncated or damaged, so that its last pack may lack members.
     """
 
@@ -37,15 +37,15 @@ class TarScan:
     is_cut: bool = False
 
     def keys(self) -> list[str]:
-        """Key of each pack, in order."""
+        """Return the key of each pack, in order."""
         return [key for key, _ in groupby(self.members, key=_key)]
 
     def packs(self, first: int = 0, limit: int | None = None) -> Iterator[dict[str, Any]]:
-        """`__key__` and bytes by part name of `limit` packs from `first` on.
+        """Yield `__key__` and bytes by part name of `limit` packs, starting at pack `first`.
 
-        Members that are not files are left out, and the pack that is cut off at the end of the tar.
+        Members that are not files are omitted, and also the last pack of a cut tar.
         """
-        count = len(self.keys()) - self.is_cut
+        count = len(self.keys()) - self.is_cut  # the last pack of a cut tar may lack members
         last = count if limit is None else min(count, first + limit)
         with self.path.open("rb") as stream:
             for key, members in islice(groupby(self.members, key=_key), first, max(first, last)):
@@ -53,7 +53,7 @@ class TarScan:
                 yield {"__key__": key, **parts}
 
     def rows(self) -> ShardRows:
-        """Index rows, without a content hash.
+        """Return the index rows, without a content hash.
 
         Raises:
             FormatError: the tar has problems.
@@ -85,6 +85,7 @@ def scan_tar(path: Path) -> TarScan:
         TarError: `path` is not an uncompressed tar, or cannot be read.
     """
     members: list[Member] = []
+    # Damage ends the scan, but not the report: faults of the members before it are listed as well.
     damage: str | None = None
     with open_tar(path) as tar:
         try:
@@ -101,15 +102,16 @@ def scan_tar(path: Path) -> TarScan:
 
 
 def _faults(members: list[Member]) -> Iterator[str]:
-    """Yield faults of members that readers would misinterpret."""
+    """Yield the faults of members."""
     if not members:
         yield "no members"
-    finished: set[str] = set()
+    finished: set[str] = set()  # keys seen before; Energon starts a new sample each time that the key changes
     for key, group in groupby(members, key=_key):
         parts = list(group)
         for member in parts:
             if member.name == key:
                 yield f"{member.name} has no key; name members KEY.PART"
+            # A part with a dot is usually a key with a dot: `a.b.json` has the key `a`.
             elif "." in member.part and not _is_known(member.part):
                 yield (
                     f"{member.name}: the key ends at the first dot, so it is {key!r} with the unknown part "
@@ -123,5 +125,5 @@ def _faults(members: list[Member]) -> Iterator[str]:
 
 
 def _is_known(part: str) -> bool:
-    """Whether a flavor has a part of this name."""
+    """Return whether any flavor has a part of this name."""
     return any(codec.part_filter(part) for codec in (*CODECS.values(), *READ_ONLY.values()))

@@ -1,4 +1,4 @@
-"""Exact steps per epoch from the number of packs, following Energon's sharding over ranks and workers.
+"""Exact steps per epoch. Input: pack counts, ranks and workers. Output: micro batches of each rank.
 
 Energon assigns each worker of each rank one contiguous slice of the samples. Slice sizes differ by at most one; the
 larger slices are distributed in bit-reversal order. Each worker batches its own slice, so its last batch can be short.
@@ -19,14 +19,14 @@ def steps_of_ranks(
     num_workers: int = 0,
     drop_last: bool = False,
 ) -> list[int]:
-    """Micro batches of each rank in one epoch; the workers of a rank batch their own packs.
+    """Return the micro batches of each rank in one epoch; each worker of a rank makes batches of its packs.
 
     Args:
-        packs: of each dataset, and how often an epoch has each of them.
+        packs: (number of packs, repetitions per epoch) of each dataset.
         world_size: data-parallel ranks.
         micro_batch_size: packs per micro batch.
         num_workers: loader workers per rank.
-        drop_last: drop the short batch at the end of each worker's slice.
+        drop_last: drop the last batch of each worker if it is short.
 
     Raises:
         ConfigError: an argument is below its minimum.
@@ -37,14 +37,16 @@ def steps_of_ranks(
         ("num_workers", num_workers, 0),
     ):
         if value < least:
-            raise ConfigError(f"`{name}` is {value}; it must be at least {least}")
-    workers = max(1, num_workers)
+            raise ConfigError(f"`{name}` must be at least {least}, got {value}")
+    workers = max(1, num_workers)  # without worker processes, the main process is the only worker of its rank
     totals = [0] * (world_size * workers)
     before = 0
     for count, times in packs:
         for worker, share in enumerate(packs_per_worker(count, len(totals), before)):
+            # Energon repeats the slice of each worker, and rounds the repetitions of a slice down.
             totals[worker] += int(share * times)
         before += count
+    # Each worker makes batches of its own packs, so counts are rounded per worker, not per rank.
     round_up = 0 if drop_last else micro_batch_size - 1
     return [
         sum((count + round_up) // micro_batch_size for count in totals[rank * workers : (rank + 1) * workers])
@@ -53,25 +55,27 @@ def steps_of_ranks(
 
 
 def packs_per_worker(packs: int, workers: int, before: int = 0) -> list[int]:
-    """Packs read by each of `workers` workers, counted over all ranks.
+    """Return the packs read by each worker of all ranks.
 
     Args:
-        packs: of the dataset.
-        workers: of all ranks.
-        before: packs of the datasets before it in a blend: it goes on with the worker behind the last one of them.
+        packs: packs of the dataset.
+        workers: number of workers of all ranks.
+        before: packs of the preceding datasets of a blend: the larger slices continue after the last worker that got
+            a larger slice.
     """
     least, longer = divmod(packs, workers)
     counts = [least] * workers
     order = _bit_reversal(list(range(workers)))
-    for place in range(before, before + longer):
-        counts[order[place % workers]] += 1
+    for position in range(before, before + longer):
+        counts[order[position % workers]] += 1
     return counts
 
 
 def _bit_reversal(indices: list[int]) -> list[int]:
-    """Bit-reversal order for any length: recursively interleave the two halves."""
+    """Return the bit-reversal order for any length: recursively interleave the two halves."""
     if len(indices) <= 2:
         return indices
     middle = len(indices) // 2
+    # For a power of two this is the usual bit reversal: 0 4 2 6 1 5 3 7.
     pairs = zip_longest(_bit_reversal(indices[:middle]), _bit_reversal(indices[middle:]))
     return [index for pair in pairs for index in pair if index is not None]

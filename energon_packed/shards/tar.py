@@ -1,4 +1,4 @@
-"""Deterministic tar shards: identical parts produce identical bytes.
+"""TarShardWriter. Input: the parts of packs. Output: a tar file and its index rows; equal parts produce equal bytes.
 
 Members are POSIX ustar without timestamps, users or hosts. A shard appears under its final name only when complete.
 """
@@ -21,15 +21,15 @@ _END = bytes(2 * _BLOCK)  # POSIX.1-1988: an archive ends with two zero blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRows:
-    """Index data of one finished shard.
+    """Index rows of a finished shard.
 
     Attributes:
         name: file name.
         size: bytes of the file.
         sha256: hex digest of the file.
         keys: key of each sample, in order.
-        offsets: byte offset of the first header of each sample, then the end of the last one: len(keys) + 1 entries.
-        parts: (sample number, part name, offset of the content, bytes of the content) of every member.
+        offsets: byte offset of the first header of each sample, then the end of the last sample: len(keys) + 1.
+        parts: (sample index, part name, offset of the content, bytes of the content) of every member.
     """
 
     name: str
@@ -41,22 +41,22 @@ class ShardRows:
 
     @property
     def summary(self) -> "ShardSummary":
-        """Summary that is kept after the rows are written to disk."""
+        """Summary of the shard, which stays in memory after the rows are written to disk."""
         return ShardSummary(self.name, self.size, self.sha256, len(self.keys))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-serializable dict."""
+        """Return a JSON-serializable dict."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> "ShardRows":
-        """Inverse of `as_dict`."""
+        """Make rows from the result of `as_dict`."""
         return cls(**{**value, "parts": [(int(a), str(b), int(c), int(d)) for a, b, c, d in value["parts"]]})
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSummary:
-    """Summary of one finished shard.
+    """Summary of a finished shard.
 
     Attributes:
         name: file name.
@@ -72,7 +72,7 @@ class ShardSummary:
 
 
 class TarShardWriter:
-    """Writes one shard and records its index data.
+    """Writes one shard; after the block, `rows` has its index rows.
 
     with TarShardWriter(folder / "demo-000000.tar") as shard:
         shard.add("demo_00000000", [("json", b"{}")])
@@ -110,30 +110,33 @@ class TarShardWriter:
             FormatError: the key is empty or contains a dot or slash, or a member name exceeds 100 bytes.
         """
         if not key or "." in key or "/" in key:
-            raise FormatError(f"invalid key {key!r}; it must be a nonempty name without dots or slashes")
+            raise FormatError(f"key must be a nonempty name without dots or slashes, got {key!r}")
         self._offsets.append(self._offset)
         for name, content in parts:
+            # A ustar header has 100 bytes for a name without folders.
             header = tarfile.TarInfo(f"{key}.{name}")
             if len(header.name.encode()) > tarfile.LENGTH_NAME:
                 raise FormatError(
                     f"member name {header.name!r} exceeds {tarfile.LENGTH_NAME} bytes; use a shorter `shard_prefix`"
                 )
             header.size = len(content)
+            # No time, user or host: TarInfo has zeros and empty names by default.
             self._write(header.tobuf(format=tarfile.USTAR_FORMAT))
             self._parts.append((len(self._keys), name, self._offset, len(content)))
             self._write(content)
             self._write(bytes(-len(content) % _BLOCK))
         self._keys.append(key)
 
+    # Hashed while writing: packing.json needs the digest, and reading a shard again would double the time.
     def _write(self, data: bytes) -> None:
         self._stream.write(data)
         self._digest.update(data)
         self._offset += len(data)
 
     def _finish(self) -> None:
-        end = self._offset
+        end = self._offset  # the index has the end of the last member, not of the file
         self._write(_END)
-        self._write(bytes(-self._offset % tarfile.RECORDSIZE))
+        self._write(bytes(-self._offset % tarfile.RECORDSIZE))  # as tar programs do; readers ignore it
         self.rows = ShardRows(
             name=self.path.name,
             size=self._offset,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import SourceError
-from energon_packed.files import irregular
+from energon_packed.files import irregular_kind
 from energon_packed.metadatasets import is_metadataset
 from energon_packed.records import Adapter, FieldMap
 from energon_packed.sources.arrow import ArrowSource, ParquetSource
@@ -215,7 +215,7 @@ def _refuse_irregular(path: Path) -> None:
         raise SourceError(
             f"{str(path)!r} is not UTF-8; rename it, because packing.json contains the names of the inputs"
         ) from error
-    kind = irregular(path.stat().st_mode)
+    kind = irregular_kind(path.stat().st_mode)
     if kind is not None and not path.is_dir():
         raise SourceError(
             f"{path} is {kind}, not a regular file. Write its content to a file, because inputs are read repeatedly."

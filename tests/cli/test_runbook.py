@@ -170,7 +170,7 @@ def test_a_blend_by_records_with_typed_subflavors(tmp_path: Path, text_tokenizer
     assert [entry["weight"] for entry in entries] == [8, 5]  # lines of the input, broken ones included
     common = {"augmentation": False, "epoch": 3, "rate": 0.5, "code": "1", "mode": "on", "zip": "007"}
     assert [entry["subflavors"] for entry in entries] == [common, {**common, "source": "web", "augmentation": True}]
-    with pytest.raises(ConfigError, match="c has subflavors, but is no input"):
+    with pytest.raises(ConfigError, match="c has subflavors, but is not an input"):
         (tmp_path / "c").mkdir()
         make_blend([(a, None)], input_subflavors={tmp_path / "c": {"x": 1}})
     (a / "webdataset" / ".nv-meta" / "packing.json").unlink()

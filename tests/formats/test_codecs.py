@@ -1,4 +1,4 @@
-"""What a codec writes it reads back: `read(write(samples)) == samples`, for every flavor."""
+"""Every codec reads back the samples that it writes: `read(write(samples)) == samples`."""
 
 import io
 import json
@@ -53,7 +53,7 @@ def conversations(draw: Any, kind: str, images: int) -> dict[str, Any]:
 def stored_samples(draw: Any, kinds: tuple[str, ...], truncate: int | None, with_extras: bool) -> StoredSample:
     """A sample as the write stage hands it to a codec."""
     data = draw(st.lists(st.binary(min_size=1, max_size=30), max_size=3))
-    images = tuple(StoredImage(draw(st.sampled_from(["jpg", "png", "webp"])), one) for one in data)
+    images = tuple(StoredImage(draw(st.sampled_from(["jpg", "png", "webp"])), content) for content in data)
     positions = tuple(npy(n + 1) for n in range(len(images))) if draw(st.booleans()) else ()
     fields = draw(conversations(draw(st.sampled_from(kinds)), len(images)))
     if with_extras:
@@ -61,8 +61,8 @@ def stored_samples(draw: Any, kinds: tuple[str, ...], truncate: int | None, with
         fields["timestamp_decimal"] = draw(st.none() | st.integers(0, 3))
     conversation = Conversation(
         id=draw(TEXT),
-        images=tuple(MediaReference(data=one) for one in data),
-        patch_positions=tuple(MediaReference(data=one) for one in positions),
+        images=tuple(MediaReference(data=content) for content in data),
+        patch_positions=tuple(MediaReference(data=content) for content in positions),
         **fields,
     )
     length = len(conversation.input_ids) if conversation.input_ids is not None else draw(st.integers(1, 99))
@@ -78,7 +78,7 @@ def stored_samples(draw: Any, kinds: tuple[str, ...], truncate: int | None, with
 
 @given(data=st.data(), name=st.sampled_from(sorted(CODECS)))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-def test_what_is_written_is_read_back(data: Any, name: str) -> None:
+def test_read_returns_the_written_samples(data: Any, name: str) -> None:
     codec = codec_for(name)
     truncate = None if codec.stores_tokens else data.draw(st.none() | st.integers(1, 50))
     kinds = ("tokens",) if codec.stores_tokens else ("messages", "text", "tools", "tokens")
@@ -122,7 +122,7 @@ def test_a_missing_member_is_named(name: str) -> None:
         codec.read(raw)
 
 
-def test_arrays_that_others_wrote_are_read_and_objects_are_not() -> None:
+def test_third_party_arrays_are_read_and_pickles_are_refused() -> None:
     """int64 and other byte orders, as `np.save` of another tool leaves them; a pickle is never opened."""
     arrays = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "cu_seqlens": [0, 3]}
     value = json.dumps({"ids": ["a"], "images": [[]], "sample_count": 1}).encode()
@@ -147,7 +147,7 @@ def saved(array: npt.NDArray[Any]) -> bytes:
 
 
 @pytest.mark.parametrize("name", sorted(CODECS))
-def test_a_json_of_another_form_is_one_error(name: str) -> None:
+def test_a_json_with_other_types_is_a_format_error(name: str) -> None:
     """A key that is missing, or holds something else, as one flipped bit makes it."""
     codec = codec_for(name)
     ids = np.array([1, 2, 3])

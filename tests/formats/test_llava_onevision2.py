@@ -1,4 +1,4 @@
-"""`pack --layout llava-onevision2`: what LLaVA-OneVision-2's reader needs of a pack, and what it cannot hold."""
+"""Packs of `pack --layout llava-onevision2` have the fields of its reader, and other content is rejected."""
 
 import ast
 import importlib.util
@@ -83,7 +83,7 @@ def written(source: Path, vision_encoder: ChatEncoder, tmp_path_factory: pytest.
     return packed(source, tmp_path_factory.mktemp("written"), vision_encoder, dataset_module=MODULE)
 
 
-def test_every_pack_has_what_the_reader_needs(written: PackResult, source: Path) -> None:
+def test_every_pack_has_the_fields_of_the_reader(written: PackResult, source: Path) -> None:
     records = {record["id"]: record for record in RECORDS}
     seen = set()
     for parts in read_packs(written.shards).values():
@@ -220,7 +220,9 @@ def test_the_written_loader_is_self_contained_and_reads_bytes(written: PackResul
         assert all(module.part_filter(part) for part in parts)
 
 
-def test_our_readers_take_the_same_folder(written: PackResult, vision_encoder: ChatEncoder, tmp_path: Path) -> None:
+def test_loaders_of_this_package_read_the_layout(
+    written: PackResult, vision_encoder: ChatEncoder, tmp_path: Path
+) -> None:
     """By crude.yaml: the package that dataset.yaml names is not installed."""
     loader = get_packed_loader(written.shards, vision_encoder, epochs=1, num_workers=0)
     assert sum(batch.num_samples for batch in loader) == len(RECORDS)
@@ -229,7 +231,7 @@ def test_our_readers_take_the_same_folder(written: PackResult, vision_encoder: C
     blend.write_text(BLEND.format(written.shards))
     options: dict[str, Any] = {"epochs": 1, "num_workers": 0}
     with pytest.raises(
-        ConfigError, match=r"dataset\.yaml names their_package.*neither of energon-packed nor of Energon"
+        ConfigError, match=r"dataset\.yaml names their_package.*neither to energon-packed nor to Energon"
     ):
         get_packed_loader(blend, vision_encoder, **options)
     with pytest.raises(ConfigError, match=r"No module named 'their_package'; a dataset\.yaml names that package"):
@@ -265,11 +267,11 @@ def test_an_empty_system_prompt_is_none() -> None:
         ({"messages": [{"role": "tool", "content": "x"}, *turns("p", "a")]}, "bad_role", "turn 0 is tool"),
     ],
 )  # fmt: skip
-def test_what_the_reader_would_lose_is_rejected(
+def test_content_that_the_reader_would_lose_is_rejected(
     record: dict[str, Any], reason: str, message: str, encoder: ChatEncoder, tmp_path: Path
 ) -> None:
     source = tmp_path / "data.jsonl"
-    source.write_text("".join(json.dumps(one) + "\n" for one in ({"messages": turns("p", "a")}, record)))
+    source.write_text("".join(json.dumps(row) + "\n" for row in ({"messages": turns("p", "a")}, record)))
     result = packed(source, tmp_path / "out", encoder, max_reject_rate=1)
     assert result.manifest.rejects == {reason: 1}
     assert message in json.loads(result.rejects.read_text())["detail"]
@@ -287,6 +289,6 @@ def test_what_the_reader_would_lose_is_rejected(
         ({"layout": "llava"}, "`layout` is 'llava'; use one of llava-onevision2"),
     ],
 )
-def test_options_that_the_reader_does_not_follow(options: dict[str, Any], message: str, encoder: Any) -> None:
+def test_options_that_the_reader_ignores_are_refused(options: dict[str, Any], message: str, encoder: Any) -> None:
     with pytest.raises(ConfigError, match=message):
         packed(Path("data.jsonl"), Path("out"), encoder, **options)

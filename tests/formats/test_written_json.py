@@ -1,4 +1,4 @@
-"""The json of a pack, key by key: what is always there, and what only a sample that has it brings."""
+"""The JSON part of each flavor: keys that are always present, and keys that depend on the samples."""
 
 import io
 import json
@@ -104,7 +104,7 @@ def test_tokens_without_labels_are_all_targets() -> None:
     assert [read.conversation.input_ids.tolist(), read.conversation.labels.tolist()] == [[5, 6], [5, 6]]
 
 
-def test_images_are_what_is_neither_json_nor_array_nor_text() -> None:
+def test_parts_other_than_json_arrays_and_text_are_images() -> None:
     assert image_count(["json", "img0_0.jpg", "img0_0.npy", "input_ids.npy", "note.TXT", "img1_0.PNG"]) == 2
 
 
@@ -125,7 +125,7 @@ def test_the_layout_of_llava_onevision2() -> None:
         ({"jpg": b"x"}, r"k matches no known flavor: it has no json part$"),
     ],
 )
-def test_a_pack_of_no_flavor_is_described(raw: dict[str, Any], message: str) -> None:
+def test_the_error_of_an_unknown_pack_describes_it(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(FormatError, match=message):
         codec_of({"__key__": "k", **raw})
 
@@ -143,7 +143,7 @@ def test_a_json_that_cannot_be_read_is_named(raw: dict[str, Any], message: str) 
         codec_for("PackedCaptioningSample").read({"__key__": "k", **raw})
 
 
-def test_unknown_names_are_told_with_the_known_ones() -> None:
+def test_errors_of_unknown_names_list_the_valid_names() -> None:
     with pytest.raises(ConfigError, match="unknown sample class 'Packed'; use one of PackedCaptioningSample, .*"):
         codec_for("Packed")
     with pytest.raises(ConfigError, match="unknown layout 'llava'; use one of llava-onevision2"):
@@ -151,13 +151,13 @@ def test_unknown_names_are_told_with_the_known_ones() -> None:
     assert codec_for("LoongForge.PackedChatMixSample").sample_class == "LoongForge.PackedChatMixSample"
 
 
-def test_a_type_that_json_does_not_have_is_text() -> None:
+def test_types_that_json_lacks_become_strings() -> None:
     conversation = replace(FULL.conversation, tools=[{"name": "f", "limit": Decimal("1.50")}])
     value = written("MultiMixQASample", FULL._replace(conversation=conversation))
     assert value["tools"] == [{"name": "f", "limit": "1.50"}]
 
 
-def test_what_captions_cannot_hold_is_told() -> None:
+def test_unsupported_content_of_captions_is_rejected_by_name() -> None:
     codec = codec_for("PackedCaptioningSample")
     call = Message("assistant", "It.", {"tool_calls": [], "name": "f"})
     tools = [{"name": "f"}]

@@ -1,4 +1,4 @@
-"""Datasets that earlier code packed load as they were written: by both loaders, Energon itself, verify and inspect.
+"""Datasets of earlier releases load as they were written: by both loaders, Energon itself, verify and inspect.
 
 What is in the folders is in README.md. Nothing here writes to them, and no expectation is made from what is read.
 """
@@ -67,13 +67,13 @@ def by_dataset(folder: Path, encoder: ChatEncoder, **options: Any) -> Iterator[A
 
 def by_loader(folder: Path, encoder: ChatEncoder, **options: Any) -> Iterator[Any]:
     settings = {"epochs": 1, "num_workers": 0, "max_failures": 0}
-    return (one for batch in get_packed_loader(folder, encoder, **settings, **options) for one in batch.split())
+    return (sample for batch in get_packed_loader(folder, encoder, **settings, **options) for sample in batch.split())
 
 
 READINGS = [(by_dataset, name) for name in DATASETS] + [(by_loader, name) for name in SHORT]
 
 
-@pytest.mark.parametrize(("read", "name"), [one for one in READINGS if one[1] != "identity-6/special"])
+@pytest.mark.parametrize(("read", "name"), [reading for reading in READINGS if reading[1] != "identity-6/special"])
 def test_tokens_targets_and_image_sizes(
     golden: Path, golden_encoder: ChatEncoder, name: str, read: Callable[..., Iterator[Any]]
 ) -> None:
@@ -87,21 +87,21 @@ def test_tokens_targets_and_image_sizes(
         with pytest.raises(FormatError, match="sample x0 of pack .* has 49 tokens, but 43 were recorded"):
             list(read(golden / name, golden_encoder, **options))
         return
-    found = {sample.id: as_seen(sample) for sample in read(golden / name, golden_encoder, **options)}
-    assert sorted(found) == expected_ids(name)
-    assert found == {ident: EXPECTED[ident]["seen"] for ident in found}
+    actual = {sample.id: as_seen(sample) for sample in read(golden / name, golden_encoder, **options)}
+    assert sorted(actual) == expected_ids(name)
+    assert actual == {ident: EXPECTED[ident]["seen"] for ident in actual}
 
 
 @pytest.mark.parametrize("read", [by_dataset, by_loader])
-def test_special_tokens_that_were_control_tokens(
+def test_special_tokens_in_old_datasets_stay_control_tokens(
     golden: Path, golden_encoder: ChatEncoder, read: Callable[..., Iterator[Any]]
 ) -> None:
     folder = golden / "identity-6" / "special"
     with pytest.raises(FormatError, match="sample x0 of pack .* has 49 tokens, but 43 were recorded: use"):
         list(read(folder, golden_encoder))
     as_then = ChatEncoder.from_pretrained(golden / "tokenizer", allow_special_in_text=True)
-    found = {sample.id: as_seen(sample) for sample in read(folder, as_then)}
-    assert found == {"x0": EXPECTED["x0"]["seen with special tokens in text"], "x1": EXPECTED["x1"]["seen"]}
+    actual = {sample.id: as_seen(sample) for sample in read(folder, as_then)}
+    assert actual == {"x0": EXPECTED["x0"]["seen with special tokens in text"], "x1": EXPECTED["x1"]["seen"]}
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -121,12 +121,12 @@ def test_verify_and_inspect(golden: Path, golden_encoder: ChatEncoder, name: str
         assert not problems
     shown = CliRunner().invoke(cli, ["inspect", "--json", "--limit", "9", str(golden / name)])
     assert shown.exit_code == 0, shown.output
-    samples = [one for line in shown.stdout.splitlines() for one in json.loads(line).get("samples", [])]
-    assert sorted(one["id"] for one in samples) == expected_ids(name)
-    for one in samples:
-        sizes = [[image["width"], image["height"]] for image in one["images"]]
-        assert sizes == EXPECTED[one["id"]]["images"]
-        assert [image["problem"] for image in one["images"]] == [None] * len(sizes)
+    samples = [sample for line in shown.stdout.splitlines() for sample in json.loads(line).get("samples", [])]
+    assert sorted(sample["id"] for sample in samples) == expected_ids(name)
+    for sample in samples:
+        sizes = [[image["width"], image["height"]] for image in sample["images"]]
+        assert sizes == EXPECTED[sample["id"]]["images"]
+        assert [image["problem"] for image in sample["images"]] == [None] * len(sizes)
 
 
 class Whole(DefaultTaskEncoder):  # type: ignore[misc]
@@ -150,8 +150,8 @@ def test_energon_alone(golden: Path, name: str) -> None:
             assert all(image.data.startswith(b"\xff\xd8") for image in sample.images)
             assert len(sample.images) == len(names)
         else:
-            assert [image.data for image in sample.images] == [(HERE / "inputs" / one).read_bytes() for one in names]
-        arrays = [(HERE / "inputs" / one).read_bytes() for one in expected.get("arrays", [])]
+            assert [image.data for image in sample.images] == [(HERE / "inputs" / file).read_bytes() for file in names]
+        arrays = [(HERE / "inputs" / file).read_bytes() for file in expected.get("arrays", [])]
         assert list(sample.patch_positions) == arrays
         length = len(expected["seen"]["input_ids"])
         then = {"x0": 43}.get(sample.conversation.id, length) if "identity-7" not in name else length

@@ -1,4 +1,4 @@
-"""Files of another version: an earlier release's go on or are refused with the remedy, a newer one's are refused."""
+"""Files of other versions: earlier versions are read or refused with a remedy, newer versions are refused."""
 
 import json
 import re
@@ -129,7 +129,7 @@ def test_commands_refuse_a_newer_format(newer: Path, tmp_path: Path, command: st
     assert before == {file: file.read_bytes() for file in newer.rglob("*") if file.is_file()}
 
 
-def test_restart_files_of_another_release_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_files_of_another_release_are_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"seq_len": 160, "workers": 1, "sample_class": "PackedTokensSample"}
     inputs, tokenizer = HERE / "inputs" / "texts.jsonl", HERE / "tokenizer"
 

@@ -1,4 +1,4 @@
-"""A dataset that is shorter than it says is refused when it is opened, whichever of its files says so."""
+"""A dataset with fewer shards, packs or bytes than any of its files declares is refused when it is opened."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Energon's own tools take what we write: stock command line, index and sharder."""
+"""Written datasets agree with Energon's own command line, indexes and sharder."""
 
 import itertools
 import random
@@ -35,7 +35,7 @@ def test_info_lint_and_preview_succeed(pack_demo: Packer, flavor: str) -> None:
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_prepare_gives_the_same_indexes(pack_demo: Packer, flavor: str, tmp_path: Path) -> None:
+def test_indexes_equal_energon_prepare(pack_demo: Packer, flavor: str, tmp_path: Path) -> None:
     ours = pack_demo(sample_class=flavor, max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}).shards
     copy = tmp_path / "copy"
     shutil.copytree(ours, copy)
@@ -61,7 +61,7 @@ def test_prepare_gives_the_same_indexes(pack_demo: Packer, flavor: str, tmp_path
         assert _rows(ours, f"PRAGMA table_info({table})") == _rows(copy, f"PRAGMA table_info({table})")
 
 
-def test_full_prepare_finds_the_same_shards(pack_demo: Packer, tmp_path: Path) -> None:
+def test_full_energon_prepare_finds_the_same_shards(pack_demo: Packer, tmp_path: Path) -> None:
     ours = pack_demo(max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}).shards
     copy = tmp_path / "copy"
     shutil.copytree(ours, copy, ignore=shutil.ignore_patterns(".nv-meta", "*.idx"))
@@ -71,7 +71,7 @@ def test_full_prepare_finds_the_same_shards(pack_demo: Packer, tmp_path: Path) -
     assert info[0] == info[1]
 
 
-def test_steps_equal_what_energon_deals() -> None:
+def test_steps_equal_the_sharding_of_energon() -> None:
     rng = random.Random(0)
     for _ in range(200):
         packs, world, workers = rng.randint(0, 300), rng.randint(1, 7), rng.randint(1, 5)
@@ -91,13 +91,11 @@ def test_steps_per_epoch_by_hand(pack_demo: Packer) -> None:
     assert sum(steps_per_epoch(result.manifest, world_size=3, num_workers=2)) == packs
     dropped = steps_per_epoch(result.manifest, micro_batch_size=packs + 1, drop_last=True)
     assert dropped == [0]
-    with pytest.raises(ValueError, match="`world_size` is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="`world_size` must be at least 1, got 0"):
         steps_per_epoch(result.manifest, world_size=0)
 
 
-def test_steps_are_those_of_a_split_without_the_excluded_shards(
-    pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path
-) -> None:
+def test_steps_ignore_excluded_shards(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:
     result = pack_demo(max_packs_per_shard=3)
     shards = shutil.copytree(result.shards, tmp_path / "shards")
     split = shards / ".nv-meta" / "split.yaml"

@@ -1,4 +1,4 @@
-"""Shards can be read with nothing but `tarfile` and `json`, as the layout of captioning packs promises."""
+"""Packs can be read with only `tarfile` and `json`, as the layout of captioning packs promises."""
 
 import json
 import tarfile
@@ -40,7 +40,7 @@ def read_packs(folder: Path) -> dict[str, list[dict[str, Any]]]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_every_sample_is_there_with_its_images(pack_demo: Packer, demo: Any) -> None:
+def test_plain_reader_yields_every_sample_with_its_images(pack_demo: Packer, demo: Any) -> None:
     packs = read_packs(pack_demo(max_packs_per_shard=5).shards)
     assert list(packs) == [f"pack_{number:08d}" for number in range(len(packs))]
     records = {r["id"]: r for line in demo.jsonl.open() if (r := _parsed(line))}
@@ -62,7 +62,7 @@ def test_every_sample_is_there_with_its_images(pack_demo: Packer, demo: Any) -> 
 
 
 @pytest.mark.parametrize("keys", [{"captions", "images", "sample_count"}, {"captions", "images", "prompts"}])
-def test_a_pack_of_another_packer_loads_without_our_keys(keys: set[str]) -> None:
+def test_a_third_party_pack_loads_without_optional_keys(keys: set[str]) -> None:
     from energon_packed import PackedCaptioningSample
     from tests.internals import captioning_sample_loader as sample_loader
 

@@ -1,4 +1,4 @@
-"""`nv-meta` for folders that other packers wrote: sound ones load, faulty ones are told apart by name."""
+"""`nv-meta` on third-party folders: valid folders load, and errors name the faulty members."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def llava_pack(key: str, colours: list[str]) -> Members:
     ]
 
 
-def test_a_folder_of_another_packer_is_repaired_and_loads(encoder: ChatEncoder, tmp_path: Path) -> None:
+def test_a_third_party_folder_is_repaired_and_loads(encoder: ChatEncoder, tmp_path: Path) -> None:
     for number in range(2):
         packs = [llava_pack(f"ps_{number}{i}", ["red", "green", "blue"][: i + 1]) for i in range(3)]
         write_tar(tmp_path / f"pretrain-{number}.tar", [member for pack in packs for member in pack])
@@ -67,7 +67,7 @@ def test_a_folder_of_another_packer_is_repaired_and_loads(encoder: ChatEncoder, 
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_our_own_folder_gets_the_same_files_again(pack_demo: Packer, flavor: str, tmp_path: Path) -> None:
+def test_repairing_a_packed_folder_writes_the_same_files(pack_demo: Packer, flavor: str, tmp_path: Path) -> None:
     ours = pack_demo(sample_class=flavor, max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}).shards
     shutil.copytree(ours, tmp_path / "copy")
     meta = tmp_path / "copy" / ".nv-meta"
@@ -125,7 +125,7 @@ def test_a_key_in_two_tars_and_a_cut_tar_are_named(tmp_path: Path) -> None:
     (tmp_path / "y.tar").write_bytes(b"not a tar at all" * 100)
     with pytest.raises(FormatError, match=r"y\.tar is not an uncompressed tar file"):
         make_nv_meta(tmp_path)
-    with pytest.raises(FormatError, match=r"holds no \.tar files"):
+    with pytest.raises(FormatError, match=r"contains no \.tar files"):
         make_nv_meta(tmp_path / "nothing")
 
 
@@ -142,7 +142,7 @@ def test_long_names_and_folders_are_indexed_as_energon_does(tmp_path: Path, styl
     assert (tmp_path / "x.tar.idx").read_bytes() == ours
 
 
-def test_damage_in_the_middle_and_joined_tars_are_not_taken_for_the_end(tmp_path: Path) -> None:
+def test_damage_in_the_middle_and_joined_tars_are_errors(tmp_path: Path) -> None:
     members = [member for i in range(4) for member in llava_pack(f"p{i}", ["red"])]
     write_tar(tmp_path / "x.tar", members)
     content = bytearray((tmp_path / "x.tar").read_bytes())
@@ -157,7 +157,7 @@ def test_damage_in_the_middle_and_joined_tars_are_not_taken_for_the_end(tmp_path
         make_nv_meta(tmp_path)
 
 
-def test_splits_and_exclusions_stay_and_a_stale_manifest_goes(pack_demo: Packer, tmp_path: Path) -> None:
+def test_splits_and_exclusions_are_kept_and_a_stale_manifest_is_renamed(pack_demo: Packer, tmp_path: Path) -> None:
     ours = pack_demo(max_packs_per_shard=3, split={"train": 0.7, "val": 0.3}).shards
     shutil.copytree(ours, tmp_path / "copy")
     meta = tmp_path / "copy" / ".nv-meta"
@@ -178,7 +178,7 @@ def test_splits_and_exclusions_stay_and_a_stale_manifest_goes(pack_demo: Packer,
         PackedDataset(tmp_path / "copy", StoredTokens())
 
 
-def test_names_in_the_prefix_field_are_read_whole(tmp_path: Path) -> None:
+def test_names_in_the_prefix_field_are_read_in_full(tmp_path: Path) -> None:
     key = "a" * 60 + "/" + "b" * 60
     write_tar(tmp_path / "x.tar", llava_pack(key, ["red"]), style=tarfile.USTAR_FORMAT)
     make_nv_meta(tmp_path)
@@ -187,10 +187,10 @@ def test_names_in_the_prefix_field_are_read_whole(tmp_path: Path) -> None:
     assert set(reader.part(0, "json")) == {"__key__", "json"}
 
 
-def test_a_shard_that_split_yaml_names_and_nobody_has_is_told(pack_demo: Packer, tmp_path: Path) -> None:
+def test_missing_shards_of_split_yaml_are_refused(pack_demo: Packer, tmp_path: Path) -> None:
     ours = pack_demo(max_packs_per_shard=3, split={"train": 0.7, "val": 0.3}).shards
     shutil.copytree(ours, tmp_path / "copy")
     (tmp_path / "copy" / "pack-000001.tar").unlink()
-    with pytest.raises(FormatError, match=r"names pack-000001.tar, which is not here \(1 of \d+ shards are missing\)"):
+    with pytest.raises(FormatError, match=r"1 of \d+ shards that are missing, such as pack-000001.tar\. Copy"):
         make_nv_meta(tmp_path / "copy")
     assert (tmp_path / "copy" / ".nv-meta" / "packing.json").exists()

@@ -1,4 +1,4 @@
-"""Tars are deterministic, whole or absent, and plain."""
+"""Tars are deterministic, complete or absent, and plain ustar."""
 
 import tarfile
 from pathlib import Path
@@ -16,7 +16,7 @@ def write(path: Path, packs: int = 3) -> ShardRows:
     return shard.rows
 
 
-def test_the_same_parts_give_the_same_bytes(tmp_path: Path) -> None:
+def test_equal_parts_produce_equal_bytes(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a.tar"), write(tmp_path / "b.tar")
     assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
     assert first.sha256 == second.sha256
@@ -26,7 +26,7 @@ def test_the_same_parts_give_the_same_bytes(tmp_path: Path) -> None:
             assert member.isreg()
 
 
-def test_rows_say_where_everything_is(tmp_path: Path) -> None:
+def test_rows_have_the_offsets_of_all_parts(tmp_path: Path) -> None:
     rows = write(tmp_path / "a.tar")
     with tarfile.open(tmp_path / "a.tar") as tar:
         members = tar.getmembers()
@@ -38,7 +38,7 @@ def test_rows_say_where_everything_is(tmp_path: Path) -> None:
     assert ShardRows.from_dict(rows.as_dict()) == rows
 
 
-def test_a_failed_shard_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_shard_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stop"), TarShardWriter(tmp_path / "a.tar") as shard:
         shard.add("a_0", [("json", b"{}")])
         assert not (tmp_path / "a.tar").exists()

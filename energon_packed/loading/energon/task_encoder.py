@@ -85,7 +85,7 @@ def cook_pack(sample: CrudeSample) -> PackSample:
     """
     named = (sample.get("__subflavors__") or {}).get("sample_class")
     codec = codec_for(named) if named else codec_of(sample)
-    return load_pack(codec, sample, **basic_sample_keys(sample))
+    return load_pack(codec, sample, basic_sample_keys(sample))
 
 
 @edataclass

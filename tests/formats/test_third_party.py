@@ -1,4 +1,4 @@
-"""Packs that LLaVA-OneVision-1.5, -2 and LoongForge wrote are read as our own pack of the same records is."""
+"""Packs of LLaVA-OneVision-1.5, -2 and LoongForge encode like packs that this package makes of the same records."""
 
 import io
 import json
@@ -68,7 +68,7 @@ def encoded(path: Path, encoder: ChatEncoder) -> Samples:
     dataset = PackedDataset(path, encoder)
     found: Samples = {}
     for number in range(len(dataset)):
-        stored = [one.conversation for one in dataset.sample(number).stored_samples()]
+        stored = [sample.conversation for sample in dataset.sample(number).stored_samples()]
         for conversation, sample in zip(stored, dataset[number], strict=True):
             key = (*(m.content for m in conversation.messages), *(image.read() for image in conversation.images))
             assert key not in found
@@ -76,7 +76,7 @@ def encoded(path: Path, encoder: ChatEncoder) -> Samples:
     return found
 
 
-def test_written_by_them_read_by_us_equals_ours(
+def test_third_party_packs_encode_like_the_source_records(
     records: tuple[list[dict[str, Any]], Path], vision_encoder: ChatEncoder, tmp_path: Path
 ) -> None:
     rows, root = records
@@ -92,14 +92,14 @@ def test_written_by_them_read_by_us_equals_ours(
     assert repaired.kept_split
     assert repaired.splits["train"] == sorted(before)
     assert {tar.name: tar.read_bytes() for tar in theirs.glob("*.tar")} == before
-    expected, found = encoded(tmp_path / "ours", vision_encoder), encoded(theirs, vision_encoder)
-    assert set(found) == set(expected)
-    assert len(found) == len(rows)
+    expected, actual = encoded(tmp_path / "ours", vision_encoder), encoded(theirs, vision_encoder)
+    assert set(actual) == set(expected)
+    assert len(actual) == len(rows)
     for key, sample in expected.items():
         for name in ("input_ids", "labels", "position_ids", "pixel_values", "image_grid_thw", "patch_positions"):
-            one, other = getattr(sample, name), getattr(found[key], name)
-            assert (one is None) == (other is None)
-            assert one is None or torch.equal(torch.as_tensor(one), torch.as_tensor(other)), name
+            want, got = getattr(sample, name), getattr(actual[key], name)
+            assert (want is None) == (got is None)
+            assert want is None or torch.equal(torch.as_tensor(want), torch.as_tensor(got)), name
     batches = list(get_packed_loader(theirs, vision_encoder, seq_len=512, epochs=1, num_workers=0))
     assert sum(batch.num_samples for batch in batches) == len(rows)
     packs = len(PackedDataset(theirs, vision_encoder))
@@ -110,7 +110,7 @@ def test_written_by_them_read_by_us_equals_ours(
         assert done.returncode == 0, done.stderr
 
 
-def test_it_is_an_input_before_and_after_nv_meta(
+def test_third_party_packs_are_inputs_before_and_after_nv_meta(
     records: tuple[list[dict[str, Any]], Path], vision_encoder: ChatEncoder, tmp_path: Path
 ) -> None:
     rows, root = records
@@ -127,7 +127,7 @@ def test_it_is_an_input_before_and_after_nv_meta(
     assert packed("after") == before
 
 
-def test_a_report_counts_where_there_is_no_manifest(
+def test_reports_count_datasets_without_a_manifest(
     records: tuple[list[dict[str, Any]], Path], vision_encoder: ChatEncoder, tmp_path: Path
 ) -> None:
     rows, root = records
@@ -169,7 +169,9 @@ JPEG = picture(1)
          ["img0_0", "img0_1"], [2]),
     ],
 )  # fmt: skip
-def test_names_that_no_member_has_are_positions(value: dict[str, Any], members: list[str], counts: list[int]) -> None:
+def test_names_without_a_member_are_resolved_by_position(
+    value: dict[str, Any], members: list[str], counts: list[int]
+) -> None:
     contents = [picture(number) for number in range(len(members))]
     raw = {"__key__": "k", "json": value} | {f"{m}.jpg": c for m, c in zip(members, contents, strict=True)}
     samples = codec_of(raw).read(raw)
@@ -183,18 +185,18 @@ def test_names_that_no_member_has_are_positions(value: dict[str, Any], members: 
             codec_of(broken).read(broken)
 
 
-def test_placeholders_that_do_not_match_go_before_the_first_turn() -> None:
+def test_images_without_matching_placeholders_precede_the_first_turn() -> None:
     value = {"images": [["a.jpg", "a.jpg"]], "prompts": [["<image>\n\np", "q"]], "captions": [["a\n", "b"]]}
     raw = {"__key__": "k", "json": {**value, "timestamp_decimal": [2]}, "a.jpg": JPEG}
     (sample,) = codec_of(raw).read(raw)
     said = [message.content.replace("<image>", "") for message in sample.conversation.messages]
-    assert [one.strip("\n") for one in said] == ["p", "a", "q", "b"]
+    assert [text.strip("\n") for text in said] == ["p", "a", "q", "b"]
     assert said[1] == "a\n"
     assert sample.conversation.messages[0].content == "<image><image>p"
     assert sample.conversation.timestamp_decimal == 2
 
 
-def test_texts_and_names_alone_are_one_each() -> None:
+def test_a_string_counts_as_a_list_of_one_turn_or_name() -> None:
     """A text is no list of characters, a name no list of files; a name may have dots, and an image its positions."""
     value = {
         "images": ["cat.v2.jpg", ["x.jpg"], None], "prompts": ["What is it?", ["And it?"], None],
@@ -214,7 +216,7 @@ def test_texts_and_names_alone_are_one_each() -> None:
         codec_of(raw).read(raw)
 
 
-def test_only_conversations_beside_media_files_are_loongforge() -> None:
+def test_loongforge_needs_conversations_and_media_files() -> None:
     chat = READ_ONLY["LoongForge.PackedChatMixSample"]
     assert chat.matches({"json": {"media_files": [[]], "messages": [{"conversations": []}, {"messages": []}]}})
     for other in (
@@ -228,13 +230,13 @@ def test_only_conversations_beside_media_files_are_loongforge() -> None:
         chat.write([])
 
 
-def test_frames_per_second_are_a_list_a_number_or_nothing() -> None:
+def test_fps_may_be_a_list_a_number_or_absent() -> None:
     value = {"images": [["a.jpg"]] * 4, "prompts": [["<image>"]] * 4, "captions": [["A."]] * 4}
     raw = {"__key__": "k", "json": {**value, "fps": [[30], 24, None, []]}, "a.jpg": JPEG}
     assert [sample.conversation.fps for sample in codec_of(raw).read(raw)] == [30, 24, None, None]
 
 
-def test_members_of_loongforge_are_told_by_their_names() -> None:
+def test_members_of_loongforge_are_recognized_by_name() -> None:
     codec = READ_ONLY["LoongForge.PackedMultiMixQASample"]
     assert [codec.part_filter(part) for part in ("json", "s000_cat.jpg", "txt", "img0_0.jpg")] == [
         True,
@@ -263,7 +265,7 @@ def test_members_of_loongforge_are_told_by_their_names() -> None:
         ({"media_files": [], "messages": [{"messages": []}], "media_type": "text"}, "sample 0 of k: "),
     ],
 )  # fmt: skip
-def test_what_cannot_be_told_is_refused_by_name(value: dict[str, Any], message: str) -> None:
+def test_ambiguous_packs_are_refused_with_their_key(value: dict[str, Any], message: str) -> None:
     raw = {"__key__": "k", "json": value, "a.jpg": JPEG}
     with pytest.raises(FormatError, match=message):
         codec_of(raw).read(raw)
@@ -275,7 +277,7 @@ def loongforge_members(kind: str) -> list[tuple[str, Any]]:
     first, second = turns("<image>\nWhat?", "A cat.", "Sure?", "Yes."), turns("<image>\nWhere?", "Here.")
     files = [["s000_cat.one.jpg"], ["s001_dog.png"]]
     if kind == "packed_multi_mix_qa":
-        asked = [[turn["content"] for turn in one[:2]] for one in (first, second)]
+        asked = [[turn["content"] for turn in turns_of[:2]] for turns_of in (first, second)]
         value = {"texts": {"prompts": [p for p, _ in asked], "captions": [[c] for _, c in asked]}}
     else:
         value = {"messages": [{"messages": first, "source": {"x": 1}}, {"messages": second, "name": ["y.png"]}]}
@@ -309,7 +311,7 @@ def test_loongforge_packs_are_recognized_by_content(
     assert torch.equal(batch.input_ids[0], torch.as_tensor(np.concatenate(expected)))
 
 
-def test_an_image_that_only_pillow_can_tell_is_read(tmp_path: Path, vision_encoder: ChatEncoder) -> None:
+def test_an_image_that_only_pillow_recognizes_is_read(tmp_path: Path, vision_encoder: ChatEncoder) -> None:
     out = io.BytesIO()
     Image.new("P", (56, 56)).save(out, "GIF")
     value = {"images": [["img000_sub000.jpg"]], "prompts": [["What?"]], "captions": [["Black."]], "sample_count": 1}
