@@ -232,7 +232,7 @@ def test_our_readers_take_the_same_folder(written: PackResult, vision_encoder: C
         ConfigError, match=r"dataset\.yaml names their_package.*neither of energon-packed nor of Energon"
     ):
         get_packed_loader(blend, vision_encoder, **options)
-    with pytest.raises(ConfigError, match=r"No module named 'their_package'; a dataset\.yaml names that package"):
+    with pytest.raises(ConfigError, match=r"No module named 'their_package'\. A dataset\.yaml names that package"):
         get_packed_loader(blend, vision_encoder, trust_sample_loader=True, **options)
     blend.write_text(BLEND.format(written.shards) + "    dataset_config: crude.yaml\n")
     loader = get_packed_loader(blend, vision_encoder, epochs=1, num_workers=0)

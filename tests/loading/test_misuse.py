@@ -133,7 +133,7 @@ def test_after_ctrl_c_inside_the_loader_no_wrong_state_is_saved(folder: Path) ->
     with pytest.raises(KeyboardInterrupt):
         ids(loader)
     for call in (loader.state_dict, lambda: ids(loader)):
-        with pytest.raises(WorkerError, match=r"the loader failed before \(KeyboardInterrupt\); make a new"):
+        with pytest.raises(WorkerError, match=r"the loader failed before \(KeyboardInterrupt\). Create a new"):
             call()
     resumable = DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=1, collator=Interrupted())
     batches, given = iter(resumable), []

@@ -157,9 +157,9 @@ def test_auto_restores_the_iteration_that_megatron_lm_loaded(
 def test_a_foreign_or_damaged_state_is_refused(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:
     iterator = new_iterator(pack_demo, encoder)
     energon = SavableDataLoaderState(worker_states=[], next_worker_id=0, micro_batch_size=1)
-    with pytest.raises(BatchError, match=r"dprank000.pt holds objects, as Energon's own loader saves them"):
+    with pytest.raises(BatchError, match=r"dprank000.pt contains Python objects, as Energon's own loader saves them"):
         restore_iterator(iterator, saved_by(tmp_path / "energon", energon), 0)
-    with pytest.raises(BatchError, match=r"holds no state of a loader of energon-packed"):
+    with pytest.raises(BatchError, match=r"has no state of a loader of energon-packed"):
         restore_iterator(iterator, saved_by(tmp_path / "other", {"position": 3}), 0)
     other = saved_by(tmp_path / "seed", new_iterator(pack_demo, encoder, seed=7).save_state())
     with pytest.raises(BatchError, match=r"dprank000.pt: the saved state is of another loader: seed 7 saved, 0 now"):
