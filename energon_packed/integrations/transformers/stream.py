@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from energon_packed.errors import BatchError, ConfigError
-from energon_packed.integrations.accelerate import refuse_other_place
+from energon_packed.integrations.accelerate import check_loader_rank
 from energon_packed.integrations.trainer_state import ConsumedBatches, exact_steps
 from energon_packed.loading.ranks import check_not_resharded, group_place, refuse_dispatch
 from energon_packed.loading.state import gathered
@@ -78,7 +78,7 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
         Raises:
             ConfigError: the loader is of another rank or number of ranks.
         """
-        refuse_other_place(self.loader, index, num_shards)
+        check_loader_rank(self.loader, index, num_shards)
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -97,7 +97,7 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
                 "a TrainerStream is read in a worker process of the Trainer, and its loader has its own: set "
                 "dataloader_num_workers=0, and `num_workers` of the loader"
             )
-        refuse_other_place(self.loader, *group_place())
+        check_loader_rank(self.loader, *group_place())
         return self._endless()
 
     def _endless(self) -> Iterator[Any]:
