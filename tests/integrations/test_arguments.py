@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from energon_packed import (
     BatchError,
@@ -130,7 +130,7 @@ def test_packed_trainer_groups_by_the_lengths_of_the_data(text_packs: list[Path]
     loader = DataflowLoader(MapDistributor(data, balance="attention"), batch_size=8, seed=args.seed)
     expected = [batch.input_ids.tolist() for batch in loader]
     assert [inputs["input_ids"].tolist() for inputs in trainer.get_train_dataloader()] == expected
-    with pytest.raises(ConfigError, match="`use_cache` is True"):
+    with pytest.raises(ConfigError, match="`use_cache` must be False, got True"):
         PackedTrainer(tiny_qwen2(), made(tmp_path, use_cache=True), train_dataset=data)
 
 
@@ -165,3 +165,8 @@ def test_a_finished_row_stays_alone_and_a_resumed_gathered_loader_goes_on(text_p
         rest = [batch["input_ids"].tolist() for batch in second]
         end = (used // len(loader) + 1) * len(loader)
         assert rest == stream[used:end], f"after {used} batches"
+
+
+def test_packed_trainer_has_the_arguments_of_trainer() -> None:
+    own, theirs = (list(signature(kind.__init__).parameters) for kind in (PackedTrainer, Trainer))
+    assert own == theirs

@@ -91,7 +91,7 @@ def test_a_missing_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent does not exist; pass restore=None"):
         state_file(tmp_path / "absent", 0)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
-    with pytest.raises(ConfigError, match="a checkpoint of iteration 100, and .* no data position of it"):
+    with pytest.raises(ConfigError, match="a checkpoint of iteration 100, but .* has no loader state of it"):
         state_file(tmp_path, 0)
     saved_by(tmp_path / "iter_0000100" / "mp_rank_00", {"version": 4, "rank": 0})
     with pytest.raises(ConfigError, match="states of 1 data-parallel ranks and none of rank 1: .* state redist first"):
@@ -148,7 +148,7 @@ def test_auto_restores_the_iteration_that_megatron_lm_loaded(
     with pytest.raises(ConfigError, match=r"iter_0000004 has no train_dataloader_dprank000.pt; pass restore=None"):
         restore_iterator(new_iterator(pack_demo, encoder), "auto", 0)
     arguments.dataloader_save = None
-    with pytest.raises(ConfigError, match="resumes at iteration 4, and its data position was not saved"):
+    with pytest.raises(ConfigError, match="resumes at iteration 4, but the loader state was not saved"):
         restore_iterator(new_iterator(pack_demo, encoder), "auto", 0)
     arguments.iteration = 0
     restore_iterator(second, "auto", 0)  # a first start
