@@ -40,8 +40,8 @@ def made(tmp_path: Path, **arguments: Any) -> TrainingArguments:
 MAP_STYLE: list[tuple[dict[str, Any], str, str]] = [
     ({"accelerator_config": {"dispatch_batches": True}}, "`dispatch_batches`", "'dispatch_batches': False"),
     ({"train_sampling_strategy": "group_by_length"}, "`train_sampling_strategy`", "or use PackedTrainer"),
-    ({"train_sampling_strategy": "batch_rebalance"}, "`train_sampling_strategy`", "set it to 'random'"),
-    ({"use_cache": True}, "`use_cache`", "set it to False"),
+    ({"train_sampling_strategy": "batch_rebalance"}, "`train_sampling_strategy`", "Set it to 'random'"),
+    ({"use_cache": True}, "`use_cache`", "Set it to False"),
 ]
 
 
@@ -102,7 +102,7 @@ def test_a_stream_says_all_that_it_needs(text_packs: list[Path], tmp_path: Path)
     names = ["dispatch_batches", "split_batches", "max_steps", "ignore_data_skip", "per_device_train_batch_size"]
     names += ["dataloader_num_workers", "auto_find_batch_size"]
     assert [line.split("`")[1] for line in lines] == names
-    assert f"an epoch has {packs} batches, so set max_steps={-(-packs // 2)}" in str(caught.value)
+    assert f"An epoch has {packs} batches: set max_steps={-(-packs // 2)}" in str(caught.value)
     right = packed_training_arguments(str(tmp_path), stream, use_cpu=True, gradient_accumulation_steps=2)
     assert right.max_steps == -(-3 * packs // 2)  # 3 epochs by default
 
@@ -114,10 +114,10 @@ def test_data_without_a_known_length_need_max_steps(
         inputs=(str(text_packs[2].parent / "a.jsonl"),), tokenizer=text_tokenizer_dir, packing_length=384
     )
     stream = TrainerStream(PackedIterableDataset(config))
-    with pytest.raises(ConfigError, match="no length that is known in advance, so set the number of steps"):
+    with pytest.raises(ConfigError, match="not known in advance: set the number of steps"):
         packed_training_arguments(str(tmp_path), stream, use_cpu=True)
     assert packed_training_arguments(str(tmp_path), stream, use_cpu=True, max_steps=7).max_steps == 7
-    with pytest.raises(ConfigError, match="pass `steps`, the batches of one iteration"):
+    with pytest.raises(ConfigError, match="Pass `steps`, the batches of one iteration"):
         GatheredLoader(PackedIterableDataset(config))
     loader = GatheredLoader(PackedIterableDataset(config), steps=2)
     assert [len(list(loader)) for _ in range(4)] == [2] * 4
