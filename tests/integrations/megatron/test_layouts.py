@@ -155,5 +155,5 @@ def test_megatron_gpt_layout(pack_demo: Packer, encoder: ChatEncoder) -> None:
     assert inputs["max_seqlen"].shape == (1,)
     assert torch.equal(inputs["labels"], batch.megatron_inputs()["labels"])
     images = next(iter(get_packed_loader(pack_demo().shards, encoder, epochs=1, num_workers=0)))
-    with pytest.raises(ConfigError, match="reads no images; use layout 'bridge'"):
+    with pytest.raises(ConfigError, match="reads no images. Use layout 'bridge'"):
         megatron_batch(images, "megatron-gpt")

@@ -166,5 +166,5 @@ def test_a_foreign_or_damaged_state_is_refused(pack_demo: Packer, encoder: ChatE
         restore_iterator(iterator, other, 0)
     shutil.copy(other, tmp_path / "half.pt")
     (tmp_path / "half.pt").write_bytes(other.read_bytes()[:1000])
-    with pytest.raises(BatchError, match=r"half.pt is damaged \(.*\); use an earlier checkpoint"):
+    with pytest.raises(BatchError, match=r"half.pt is damaged \(.*\). Use an earlier checkpoint"):
         restore_iterator(iterator, tmp_path / "half.pt", 0)
