@@ -252,7 +252,7 @@ def test_gathered_states_of_energon_loaders_change_ranks(folder: Path) -> None:
     again = get_packed_loader(folder, rank=1, world_size=2, num_workers=1)
     again.load_state_dict(gathered)
     assert next(iter(again)).ids == next(iter(ranks[1])).ids
-    with pytest.raises(BatchError, match="which 3 ranks cannot share"):
+    with pytest.raises(BatchError, match="must divide the .* got 3"):
         get_packed_loader(folder, rank=1, world_size=3, num_workers=1).load_state_dict(gathered)
 
 

@@ -132,14 +132,14 @@ def test_context_parallelism_needs_padding_that_it_can_divide() -> None:
 
 
 def test_what_the_multimodal_example_would_do_silently_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="replaces the boundaries of samples"):
+    with pytest.raises(ConfigError, match="replaces the sample boundaries"):
         check_parallelism(place(2), "megatron-lm", None)
     with pytest.raises(ConfigError, match="`loss_weighting` must be 'token' with layout 'megatron-lm', got 'sqrt'"):
         check_parallelism(place(), "megatron-lm", PaddingFreeCollator(loss_weighting="sqrt"))
     check_parallelism(place(), "megatron-gpt", PaddingFreeCollator(loss_weighting="sqrt"))
     arguments = Namespace(sequence_parallel=True)
     monkeypatch.setattr(ranks, "megatron_lm_args", lambda: arguments)
-    with pytest.raises(ConfigError, match="replaces the boundaries of samples"):
+    with pytest.raises(ConfigError, match="replaces the sample boundaries"):
         check_parallelism(place(), "megatron-lm", None)
 
 
