@@ -1,9 +1,10 @@
-"""Thin adapters to training frameworks; each imports its framework when it is used.
+"""Loaders and batches to the input of training frameworks; each module imports its framework on first use.
 
-isolation.py    check_isolation: packed samples must not influence each other
-transformers/   Trainer: arguments, streams, evaluation, callbacks
-accelerate.py   prepare_loader: a loader of a rank, not split again
-gathered.py     GatheredLoader: one state for all ranks, for Lightning, Fabric and DeepSpeed
-consumed.py     ConsumedBatches: the loader state after each used batch, for trainers that read ahead
-megatron/       Megatron-LM and Megatron-Bridge
+| module | content |
+|---|---|
+| isolation.py | check_isolation: samples of a packed row must not influence each other |
+| trainer_state.py | ConsumedBatches, GatheredLoader: states for trainers that read ahead or save a single state |
+| accelerate.py | prepare_loader: a loader of this rank for accelerate, without sharding it again |
+| transformers/ | Trainer: arguments, streams, evaluation, callbacks |
+| megatron/ | Megatron-LM and Megatron-Bridge |
 """

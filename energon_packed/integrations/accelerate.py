@@ -1,13 +1,13 @@
-"""accelerate: loaders that deal packs to ranks themselves, prepared without being split or dispatched again.
+"""A loader that is sharded over ranks to a DataLoader of accelerate, which does not shard or dispatch it again.
 
-accelerator.prepare is right for a torch DataLoader over a PackedDataset, whatever `split_batches` is. It must not
-touch a loader that knows its rank: it would split each rank's part over ranks once more. `prepare_loader` gives such a
-loader what accelerator.prepare gives others: the device, the end of an epoch for `accelerator.accumulate`, a state for
-`register_for_checkpointing`, and `skip_first_batches`.
+| input | use |
+|---|---|
+| torch DataLoader over a PackedDataset | `accelerator.prepare`, with any `split_batches` |
+| PackedLoader, DataflowLoader, PackedIterableDataset | `prepare_loader` |
 
-accelerator             from Accelerator(...)
-  .prepare              DataLoader(PackedDataset, collate_fn=PaddingFreeCollator())
-prepare_loader          PackedLoader, DataflowLoader, PackedIterableDataset
+`accelerator.prepare` would shard the batches of a rank over ranks again. `prepare_loader` adds only the other services
+of accelerate: the device, the end of an epoch for `accelerator.accumulate`, a state for `register_for_checkpointing`,
+and `skip_first_batches`.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,92 +22,94 @@ from energon_packed.loading.state import gathered
 
 
 class PreparedLoader(DataLoaderShard):
-    """A loader of this rank as accelerate wants it; `prepare_loader` makes it.
+    """DataLoader of accelerate over a loader of this rank, made by `prepare_loader`.
 
-    It gives `transformers_inputs()` of each batch, on the device. `len()` is the batches of an epoch.
+    It yields `transformers_inputs()` of each batch on the device. `len()` is the number of batches of an epoch.
     """
 
     def __len__(self) -> int:
-        """Batches of this rank in one epoch.
+        """Return the batches of this rank in one epoch.
 
         Raises:
-            TypeError: not known in advance.
+            TypeError: the number is not known in advance.
         """
         return len(self.dataset)
 
     def skip_on_resume(self, batches: int) -> None:
-        """Put empty batches in front of the next iteration, for a trainer that skips as many when it resumes."""
+        """Add empty batches before the next iteration, for a trainer that skips this many batches when it resumes."""
         self.dataset.placeholders = batches
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all ranks after the last batch that was handed out, in plain types; every rank must call it."""
+        """Return the state of all ranks after the last yielded batch, in plain types; every rank must call it."""
         return gathered(self.dataset.state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue after the batch at which the state was saved; call it before iterating.
 
         Raises:
-            BatchError: the check of the loader fails.
+            BatchError: the loader refuses the state.
         """
         self.dataset.restore(state_dict)
 
 
 def prepare_loader(accelerator: Any, loader: Any, *, to_inputs: Callable[[Any], Any] | None = None) -> Any:
-    """Prepare a loader that deals packs to ranks itself; do not pass it to `accelerator.prepare`.
+    """Prepare a loader that is sharded over ranks already; do not pass the loader to `accelerator.prepare`.
 
         accelerator = Accelerator()
         loader = prepare_loader(accelerator, get_packed_loader("out", encoder, epochs=1))
         accelerator.register_for_checkpointing(loader)
 
     Args:
-        accelerator: made before the loader, as it begins the process group.
+        accelerator: created before the loader, as it initializes the process group.
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank.
-        to_inputs: makes the inputs of the model of each batch; by default `transformers_inputs()`.
+        to_inputs: converts a batch to the inputs of the model; by default `transformers_inputs()`.
 
     Returns:
-        a DataLoader of accelerate that gives the inputs of each batch on the accelerator's device. Each iteration is
-        one epoch. `accelerator.prepare` returns it as it is.
+        a DataLoader of accelerate that yields the inputs of each batch on the accelerator's device. Each iteration is
+        one epoch. `accelerator.prepare` returns it unchanged.
 
     Raises:
-        ConfigError: the loader is of another rank or number of ranks than this process.
+        ConfigError: the loader has another rank or world size than this process.
     """
-    refuse_other_place(loader, accelerator.process_index, accelerator.num_processes)
+    check_loader_rank(loader, accelerator.process_index, accelerator.num_processes)
     return prepared_loader(accelerator, loader, to_inputs or _inputs_of)
 
 
 def prepared_loader(accelerator: Any, loader: Any, to_inputs: Callable[[Any], Any]) -> PreparedLoader:
-    """As `prepare_loader`, of a loader whose data-parallel place is right."""
+    """Prepare a loader whose rank was checked; see `prepare_loader`."""
     prepared = PreparedLoader(
-        _Ahead(loader, to_inputs),
+        _ConsumedDataset(loader, to_inputs),
         device=accelerator.device if accelerator.device_placement else None,
         batch_size=None,
         collate_fn=_unchanged,
     )
-    prepared._is_accelerate_prepared = True  # what accelerator.prepare looks at
-    found: PreparedLoader = accelerator.prepare(prepared)
-    return found
+    # With this mark, accelerator.prepare only registers the loader, and does not wrap it again.
+    prepared._is_accelerate_prepared = True
+    registered: PreparedLoader = accelerator.prepare(prepared)
+    return registered
 
 
-def refuse_other_place(loader: Any, rank: int, world_size: int) -> None:
-    """Refuse a loader that was made for another place among the ranks.
+def check_loader_rank(loader: Any, rank: int, world_size: int) -> None:
+    """Check that a loader was created for this rank.
 
     Raises:
-        ConfigError: it differs; the message names both.
+        ConfigError: rank or world size differ; the message names both.
     """
     made = getattr(loader, "place", (rank, world_size))
     if made != (rank, world_size):
         raise ConfigError(
-            f"the loader is of rank {made[0]} of {made[1]}, and this process is rank {rank} of {world_size}: make it "
-            "after the process group (Accelerator() or TrainingArguments begins it), or pass `rank` and `world_size`"
+            f"the loader must be of rank {rank} of {world_size}, as this process, got rank {made[0]} of {made[1]}. "
+            "Create it after the process group (Accelerator() or TrainingArguments initialize it), or pass `rank` and "
+            "`world_size`."
         )
 
 
-class _Ahead(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """The batches of one epoch for accelerate, which hands a batch out when it has read the next one.
+class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """Dataset of the batches of one epoch for accelerate, which yields a batch only after it has read the next batch.
 
     Attributes:
-        placeholders: empty batches that come first in the next iteration, for a Trainer that skips as many: the loader
-            is after the batches that these stand for.
+        placeholders: empty batches at the start of the next iteration, for a Trainer that skips this many: the loader
+            continues after the batches that they replace.
     """
 
     def __init__(self, loader: Any, to_inputs: Callable[[Any], Any]) -> None:
@@ -115,29 +117,29 @@ class _Ahead(torch.utils.data.IterableDataset[dict[str, Any]]):
         self._to_inputs = to_inputs
         self._batches = ConsumedBatches(loader)
         self.placeholders = 0
-        self._waiting: dict[str, Any] | None = None  # read, and not handed out as far as one can know
+        self._waiting: dict[str, Any] | None = None  # read, and perhaps not yielded
 
     def __len__(self) -> int:
         steps = exact_steps(self._loader)
         if steps is None:
-            raise TypeError("the number of batches in an epoch of this loader is not known in advance")
+            raise TypeError("len() is undefined: the loader does not know the number of batches of an epoch")
         return steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for _ in range(self.placeholders):
             yield {}
         self.placeholders = 0
-        if self._waiting is not None:  # an iteration that was broken off had read one more
+        if self._waiting is not None:  # an interrupted iteration had read this batch in advance
             yield self._waiting
         for batch in self._batches.epoch():
-            self._batches.use(self._batches.read - 1)  # the batch before is handed out
+            self._batches.use(self._batches.read - 1)  # the previous batch was yielded
             self._waiting = self._to_inputs(batch)
             yield self._waiting
         self._batches.use(self._batches.read)
         self._waiting = None
 
     def state(self) -> dict[str, Any]:
-        """State after the last batch that was handed out."""
+        """Return the state after the last yielded batch."""
         return self._batches.state()
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -1,8 +1,10 @@
-"""check_isolation: a model's logits in one packed sample must not depend on the other samples of the row.
+"""A model to how far the samples of a packed row influence each other: check_isolation.
 
-row        |-- first --|- second -|-- third --|
-change 1   x x x x x x              every token of the first sample; later logits must stay as they are
-change 2                x x x x x x every token of the last sample; earlier logits can show rounding only
+The logits of a sample must not depend on the other samples of its row. Three forward passes compare:
+
+    row        |-- first --|- second -|-- third --|
+    change 1   x x x x x x              every token of the first sample; later logits must not change
+    change 2                x x x x x x every token of the last sample; earlier logits may only show rounding
 """
 
 import json
@@ -21,9 +23,10 @@ from energon_packed.errors import IsolationError
 from energon_packed.loading import PackedBatch
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens
 
-_LENGTHS = (8, 6, 7, 5)
-_ROUNDING = 1e-5  # of the change that a sample's own tokens make
-_MOST_ROUNDING = 0.05
+_LENGTHS = (8, 6, 7, 5)  # tokens of the samples of the default row
+# Fractions of the change in the changed sample itself. A leak changes later logits by far more than rounding does.
+_ROUNDING = 1e-5
+_MAX_ROUNDING = 0.05
 _ONE_SAMPLE_A_ROW = (
     "pack with `max_samples_per_pack=1` and train with one pack in a batch, or choose a model that the page "
     "'Isolation' lists as clean"
@@ -32,13 +35,13 @@ _ONE_SAMPLE_A_ROW = (
 
 @dataclass(frozen=True, slots=True)
 class IsolationResult:
-    """How far samples of one row change the logits of each other.
+    """Result of check_isolation: how far samples of a row change the logits of each other.
 
     Attributes:
-        later: largest change of the later samples' logits when every token of the first sample changes, as a share of
-            the largest change in the first sample itself.
-        earlier: the same for the samples before the last one, when the tokens of the last change. A causal model
-            cannot look ahead, so this is rounding: with routed experts, the sizes of matrix products change.
+        later: largest change of the later samples' logits if every token of the first sample changes, as a fraction
+            of the largest change in the first sample itself.
+        earlier: the same for the samples before the last sample, if the tokens of the last sample change. A causal
+            model cannot look ahead, so this is rounding: with routed experts, the sizes of matrix products change.
     """
 
     later: float
@@ -46,58 +49,58 @@ class IsolationResult:
 
     @property
     def leaks(self) -> bool:
-        """Whether the change is more than rounding."""
-        return self.later > max(_ROUNDING, 5 * self.earlier) or max(self.later, self.earlier) > _MOST_ROUNDING
+        """Whether the change is larger than rounding."""
+        return self.later > max(_ROUNDING, 5 * self.earlier) or max(self.later, self.earlier) > _MAX_ROUNDING
 
 
 def check_isolation(model: Any, batch: PackedBatch | None = None) -> IsolationResult:
-    """Raise where a model does not keep the samples of a packed row apart.
+    """Check that a model keeps the samples of a packed row apart.
 
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
         check_isolation(model)
 
-    Three forward passes over one short row, without gradients, in training mode and with the same random numbers. With
-    sharded parameters (FSDP, DeepSpeed), call it on every rank. A model that is known to leak in the installed release
-    of Transformers is refused by name, before any pass.
+    Runs three forward passes over one short row, without gradients, in training mode and with the same random numbers.
+    With sharded parameters (FSDP, DeepSpeed), call it on every rank. A model that is known to leak in the installed
+    release of Transformers is refused by name, before any pass.
 
     Args:
         model: a Hugging Face causal language model or vision-language model, wrapped (PEFT, DDP) or not.
-        batch: the row to use, of at least two samples, images included; by default 26 random tokens in 4 samples. In
-            the first and the last sample, all tokens but the special ones of the model's configuration change.
+        batch: row to use, of at least two samples, images included; by default 26 random tokens in 4 samples. In the
+            first and the last sample, all tokens change except special tokens of the model's configuration.
 
     Raises:
-        IsolationError: logits of a sample change with the tokens of another one, the model cannot take packed rows, or
-            its logits are not finite.
+        IsolationError: logits of a sample change with the tokens of another sample, the model does not accept packed
+            rows, or its logits are not finite.
         BatchError: `batch` has fewer than two samples.
     """
     refuse_known(model)
     inputs, bounds = _inputs(model, batch)
     try:
-        found = measure(model, inputs, bounds)
+        result = measure(model, inputs, bounds)
     except (TypeError, ValueError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise IsolationError(f"{describe(model)} cannot take packed rows: {reason}; {_ONE_SAMPLE_A_ROW}") from error
-    if not isfinite(found.later) or not isfinite(found.earlier):
+    if not isfinite(result.later) or not isfinite(result.earlier):
         raise IsolationError(
-            f"{describe(model)} gives logits that are not finite, or that do not depend on their own tokens, so "
-            "isolation cannot be checked; load trained weights, or use another dtype"
+            f"{describe(model)} returns logits that are not finite, or that do not depend on their tokens, so "
+            "isolation cannot be checked. Load trained weights, or use another dtype."
         )
-    if found.leaks:
+    if result.leaks:
         raise IsolationError(
             f"{describe(model)} does not keep packed samples apart: other tokens in the first sample change the "
-            f"logits of later ones by {found.later:.1e} of the change in the first (rounding: {found.earlier:.1e}); "
+            f"logits of later ones by {result.later:.1e} of the change in the first (rounding: {result.earlier:.1e}); "
             f"{_remedy(model)}"
         )
-    return found
+    return result
 
 
 def measure(model: Any, inputs: dict[str, Any], bounds: list[int]) -> IsolationResult:
-    """The influence of the first and of the last sample on the others.
+    """Measure the influence of the first and of the last sample on the other samples.
 
     Args:
         model: as in `check_isolation`.
         inputs: arguments of the model for one row of T tokens, without labels.
-        bounds: where the samples begin and end in the row, S+1 numbers; the last is at most T.
+        bounds: sample boundaries in the row, S+1 numbers from 0; the last number is at most T.
     """
     first, last = slice(0, bounds[1]), slice(bounds[-2], bounds[-1])
     later, earlier = slice(bounds[1], bounds[-1]), slice(0, bounds[-2])
@@ -106,18 +109,18 @@ def measure(model: Any, inputs: dict[str, Any], bounds: list[int]) -> IsolationR
         changed = _logits(model, _changed(model, inputs, first))
         control = _logits(model, _changed(model, inputs, last))
     return IsolationResult(
-        later=_share(changed - plain, later, first),
-        earlier=_share(control - plain, earlier, last),
+        later=_relative_change(changed - plain, later, first),
+        earlier=_relative_change(control - plain, earlier, last),
     )
 
 
 def refuse_known(model: Any) -> None:
     """Refuse a model that the table of this release lists as leaking; see docs/isolation.md.
 
-    The table holds for the release of Transformers that it was made with; with another one nothing is refused by name.
+    The table is valid for one release of Transformers; with another release, no model is refused by name.
 
     Raises:
-        IsolationError: it is in the list.
+        IsolationError: the table lists the model as leaking.
     """
     table = isolation_table()
     if table["transformers"] == version("transformers") and _known(model).get(attention_of(model)) == "leaks":
@@ -129,7 +132,7 @@ def refuse_known(model: Any) -> None:
 
 @cache
 def isolation_table() -> dict[str, Any]:
-    """Families tested with tiny random models by tools/isolation_table.py.
+    """Return the families tested with tiny random models by tools/isolation_table.py.
 
     `transformers` is the release; `families` has, by class name: `model_type`, `kind` (`text` or `vision`), and by
     attention implementation `clean`, `leaks`, `kernel` (needs the package in `needs`) or `refuses` (it raises).
@@ -140,12 +143,12 @@ def isolation_table() -> dict[str, Any]:
 
 
 def describe(model: Any) -> str:
-    """Class and attention implementation of a model, for messages."""
+    """Return class and attention implementation of a model, for messages."""
     return f"{type(_transformer(model)).__name__} with attn_implementation={attention_of(model)!r}"
 
 
 def attention_of(model: Any) -> str:
-    """The attention implementation of a model's text part."""
+    """Return the attention implementation of a model's text part."""
     config = _transformer(model).config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return str(getattr(text, "_attn_implementation", None) or getattr(config, "_attn_implementation", None))
@@ -164,17 +167,17 @@ def _known(model: Any) -> dict[str, Any]:
 
 
 def _transformer(model: Any) -> Any:
-    """The Hugging Face model inside wrappers."""
+    """Return the Hugging Face model inside wrappers."""
     from transformers import PreTrainedModel
 
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
 def _inputs(model: Any, batch: PackedBatch | None) -> tuple[dict[str, Any], list[int]]:
-    """Arguments of the model on its device, and where the samples are."""
+    """Return arguments of the model on its device, and the sample boundaries."""
     row = short_row(model) if batch is None else batch
     if row.num_samples < 2:
-        raise IsolationError(f"the batch has {row.num_samples} sample; isolation is between at least two: pass more")
+        raise IsolationError(f"`batch` must have at least 2 samples, got {row.num_samples}. Pass a longer row.")
     device = next(model.parameters()).device
     inputs = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
@@ -186,7 +189,7 @@ def _inputs(model: Any, batch: PackedBatch | None) -> tuple[dict[str, Any], list
 
 
 def short_row(model: Any) -> PackedBatch:
-    """A row of 26 random text tokens in 4 samples, with the positions that the model takes."""
+    """Return a row of 26 random text tokens in 4 samples, with the positions that the model needs."""
     config = _transformer(model).config
     bounds = cu_seqlens_from_lengths(torch.tensor(_LENGTHS).numpy())
     allowed = _text_tokens(config)
@@ -207,11 +210,11 @@ def short_row(model: Any) -> PackedBatch:
 
 
 def _text_tokens(config: Any) -> torch.Tensor:
-    """Token ids that stand for text: all but those that a configuration names."""
+    """Return the ids of text tokens: all ids that the configuration does not name."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     allowed = torch.ones(text.vocab_size, dtype=torch.bool)
     special = _special_tokens(config.to_dict())
-    allowed[[one for one in special if 0 <= one < len(allowed)]] = False
+    allowed[[token for token in special if 0 <= token < len(allowed)]] = False
     return allowed.nonzero()[:, 0]
 
 
@@ -220,7 +223,7 @@ def _special_tokens(values: dict[str, Any]) -> Iterator[int]:
         if isinstance(value, dict):
             yield from _special_tokens(value)
         elif isinstance(name, str) and "token" in name and ("id" in name or "index" in name):
-            yield from (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
+            yield from (token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int))
 
 
 def _has_mrope(model: Any) -> bool:
@@ -228,18 +231,19 @@ def _has_mrope(model: Any) -> bool:
 
 
 def _changed(model: Any, inputs: dict[str, Any], part: slice) -> dict[str, Any]:
-    """The inputs with every text token in `part` replaced by another one."""
+    """Return the inputs with every text token in `part` replaced by another text token."""
     allowed = _text_tokens(_transformer(model).config).to(inputs["input_ids"].device)
     ids = inputs["input_ids"].clone()
     inside = ids[0, part]
-    place = torch.searchsorted(allowed, inside).clamp(max=len(allowed) - 1)
-    others = allowed[(place + len(allowed) // 2) % len(allowed)]
-    ids[0, part] = torch.where(allowed[place] == inside, others, inside)
+    index = torch.searchsorted(allowed, inside).clamp(max=len(allowed) - 1)
+    others = allowed[(index + len(allowed) // 2) % len(allowed)]
+    # Special tokens stay: an image token without its image, for example, would raise in the model.
+    ids[0, part] = torch.where(allowed[index] == inside, others, inside)
     return inputs | {"input_ids": ids}
 
 
 def _logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """float32 (T, vocabulary), with the random numbers that every pass has."""
+    """Return float32 logits (T, vocabulary), with the same random numbers in every pass."""
     device = inputs["input_ids"].device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -247,13 +251,13 @@ def _logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return logits
 
 
-def _share(change: torch.Tensor, others: slice, own: slice) -> float:
+def _relative_change(change: torch.Tensor, others: slice, own: slice) -> float:
     return float(change[others].abs().max() / change[own].abs().max())
 
 
 @contextmanager
 def _repeatable(model: Any) -> Iterator[None]:
-    """Training mode without gradients, as running statistics stay; the mode of every module is restored."""
+    """Use training mode without gradients and without running statistics; restore the mode of every module."""
     before = [(module, module.training) for module in model.modules()]
     model.train()
     for module, _ in before:

@@ -1,11 +1,13 @@
-"""ConsumedBatches: batches of a loader for a trainer that reads ahead, and the loader's state after each used batch.
+"""A loader to batches and a loader state that fit a trainer which reads ahead, or which saves a single state.
 
-read        1  2  3  4  5  6  7  8  9 10     the trainer reads ahead
-used        1  2  3  4  5  6  7              `use(7)`
-positions                        7  8  9 10  of the loader; earlier ones are dropped
-state()     the state of the loader after batch 7, with every update of a mixture until now
+ConsumedBatches keeps the position of the loader after each batch that the trainer has read, but not used:
 
-GatheredLoader: a loader whose state is that of all ranks, for trainers that keep the state of one process.
+    read        1  2  3  4  5  6  7  8  9 10     the trainer reads ahead
+    used        1  2  3  4  5  6  7              `use(7)`
+    positions                        7  8  9 10  of the loader; earlier positions are dropped
+    state()     the state of the loader after batch 7, with every update of a mixture until now
+
+GatheredLoader has a state of all ranks, for trainers that save the state of one process.
 """
 
 from collections import deque
@@ -16,16 +18,18 @@ from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading import gather_state
 from energon_packed.loading.state import check_numbers, damage_named, position_of, state_at
 
+_STEP = "iteration_step"  # key in the states of GatheredLoader
+
 
 class ConsumedBatches:
-    """Counts the batches of a loader, and keeps its position after each batch that is read and not used.
+    """Iterate a loader, and keep its position after each batch that was read, but not used.
 
-    The state of a loader is that after the last batch that was *read*. A trainer that reads ahead saves the state
-    after the last batch that it has *used*. Nothing is read again, and memory grows with what is read ahead alone.
+    The state of a loader is the state after the last batch that was *read*. A trainer that reads ahead saves the state
+    after the last batch that it has *used*. No batch is read again, and memory grows only with the unused batches.
 
     Args:
         loader: PackedLoader, DataflowLoader, PackedIterableDataset, JointLoader, or another iterable with `state_dict`
-            and `load_state_dict`, that resumes after the last batch and begins a new epoch after the last batch of
+            and `load_state_dict`, that resumes after the last batch and starts a new epoch after the last batch of
             an epoch.
 
     Attributes:
@@ -38,8 +42,8 @@ class ConsumedBatches:
     def __init__(self, loader: Any) -> None:
         if missing := [name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(loader, name)]:
             raise ConfigError(
-                f"a {type(loader).__name__} has no {missing[0]}, so it cannot resume; pass the loader of "
-                "get_packed_loader, a DataflowLoader or a PackedIterableDataset"
+                f"`loader` must have {missing[0]} to resume, got a {type(loader).__name__}. Pass the loader of "
+                "get_packed_loader, a DataflowLoader or a PackedIterableDataset."
             )
         self.loader = loader
         self.read = 0
@@ -47,34 +51,34 @@ class ConsumedBatches:
         self._positions: deque[tuple[int, Any]] = deque()
 
     def epoch(self) -> Iterator[Any]:
-        """The batches of the current epoch that were not read yet; after the last batch, those of the next epoch."""
-        self._begin()
+        """Yield the remaining batches of the current epoch; after the last batch, the batches of the next epoch."""
+        self._start()
         while True:
             before = self.read
             for batch in self.loader:
                 self.read += 1
                 self._resumed = False
                 self._positions.append((self.read, position_of(self.loader)))
-                yield batch[1] if isinstance(batch, tuple) else batch  # a JointLoader gives the name, too
+                yield batch[1] if isinstance(batch, tuple) else batch  # a JointLoader yields (name, batch)
             if self.read > before or not self._resumed:
                 return
-            self._resumed = False  # the state was at the end of an epoch: this is the next one
+            self._resumed = False  # the state was at the end of an epoch: read the next epoch
 
     def use(self, used: int) -> None:
-        """Batches up to number `used`, from 1, are used: no state of an earlier batch can be asked for."""
+        """Drop the positions before batch `used`, from 1: all batches up to it are used."""
         while len(self._positions) > 1 and self._positions[0][0] < used:
             self._positions.popleft()
 
     def state(self) -> dict[str, Any]:
-        """State of the loader after the last used batch, in plain types."""
-        self._begin()
+        """Return the state of the loader after the last used batch, in plain types."""
+        self._start()
         return state_at(self.loader, self._positions[0][1])
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the batch at which `state` was saved; call it before iterating.
 
         Raises:
-            BatchError: the state is of other data or settings.
+            BatchError: the dataset or the settings differ.
         """
         if not isinstance(state, dict):
             raise BatchError(f"the saved state must be a dict, got {type(state).__name__}. Load what was saved.")
@@ -82,46 +86,43 @@ class ConsumedBatches:
         self.read, self._resumed = 0, True
         self._positions.clear()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         if not self._positions:
             self._positions.append((self.read, position_of(self.loader)))
 
 
-_PLACE = "iteration_step"
-
-
 class GatheredLoader:
-    """Wraps a loader so that its state_dict() has the states of all ranks, and gives inputs of a Transformers model.
+    """Wrap a loader so that its state_dict() contains the states of all ranks, for trainers that save only rank 0.
 
         loader = GatheredLoader(get_packed_loader("out", encoder, epochs=1))
         lightning.Trainer(...).fit(module, loader)                 # saves and restores its state
 
-    Lightning, Fabric and DeepSpeed write one checkpoint, with the state of rank 0. It is that of the loader, as
-    `gather_state` returns it, and the place in this iteration.
+    Lightning, Fabric and DeepSpeed write one checkpoint, with the state of rank 0. It contains the result of
+    `gather_state`, and the step of this iteration. Iterating yields `transformers_inputs()` of each batch.
 
     Args:
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank.
-        steps: batches of one iteration; the loader continues with its next epoch where it ends before. By default as
-            many as an epoch of the loader has.
+        steps: batches of one iteration; a loader that ends earlier continues with its next epoch. By default the
+            batches of an epoch of the loader.
 
     Raises:
-        ConfigError: the loader repeats indefinitely, or packs on the fly, and `steps` is not given.
+        ConfigError: the loader repeats indefinitely, or packs on the fly, and `steps` is None.
     """
 
     def __init__(self, loader: Any, *, steps: int | None = None) -> None:
         if steps is not None and steps < 1:
-            raise ConfigError(f"`steps` is {steps}; it must be at least 1")
+            raise ConfigError(f"`steps` must be at least 1, got {steps}.")
         if not hasattr(loader, "state_dict"):
             raise ConfigError(
-                f"a {type(loader).__name__} has no state_dict, so it cannot resume; pass the loader of "
-                "get_packed_loader, a DataflowLoader or a PackedIterableDataset"
+                f"`loader` must have state_dict to resume, got a {type(loader).__name__}. Pass the loader of "
+                "get_packed_loader, a DataflowLoader or a PackedIterableDataset."
             )
         self.loader = loader
         self._steps = exact_steps(loader) if steps is None else steps
         if self._steps is None:
             raise ConfigError(
-                "the number of batches in an epoch of this loader is not known in advance, and trainers that read "
-                "ahead need it: pass `steps`, the batches of one iteration"
+                "the number of batches in an epoch of this loader is not known in advance, but trainers that read "
+                "ahead need it. Pass `steps`, the batches of one iteration."
             )
         self._used = 0
 
@@ -129,8 +130,8 @@ class GatheredLoader:
         return int(self._steps or 0)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """`transformers_inputs()` of each batch of this iteration that was not given yet."""
-        self._used %= len(self)  # a loop that counts its steps does not come to the end of the last iteration
+        """Yield `transformers_inputs()` of each remaining batch of this iteration."""
+        self._used %= len(self)  # a loop that counts its steps does not meet the end of the last iteration
         empty = 0
         while self._used < len(self):
             before = self._used
@@ -140,28 +141,30 @@ class GatheredLoader:
                 if self._used == len(self):
                     break
             empty = empty + 1 if self._used == before else 0
-            if empty > 1:  # once: the end of an epoch whose last batch was the last one of an iteration
-                raise BatchError(f"the loader gave no batch in an epoch; this iteration has {before} of {len(self)}")
+            if empty > 1:  # once: the last batch of the last iteration may be the last batch of its epoch
+                raise BatchError(
+                    f"the loader has no batch in an epoch; this iteration has {before} of {len(self)} batches"
+                )
         self._used = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all ranks after the last batch, in plain types; every rank must call it."""
-        return gather_state(self.loader) | {_PLACE: self._used}
+        """Return the state of all ranks after the last batch, in plain types; every rank must call it."""
+        return gather_state(self.loader) | {_STEP: self._used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch at which `state` was saved; call it before iterating.
 
         Raises:
-            BatchError: the check of the loader fails.
+            BatchError: the loader refuses the state.
         """
         with damage_named():
-            check_numbers({_PLACE: state.get(_PLACE, 0)}, _PLACE)
+            check_numbers({_STEP: state.get(_STEP, 0)}, _STEP)
         self.loader.load_state_dict(state)
-        self._used = int(state.get(_PLACE, 0))
+        self._used = int(state.get(_STEP, 0))
 
 
 def exact_steps(loader: Any) -> int | None:
-    """Batches of this rank in one epoch of a loader; None where that is not known in advance."""
+    """Return the batches of this rank in one epoch of a loader; None if the number is not known in advance."""
     loader = getattr(loader, "loader", loader)  # of a PackedIterableDataset
     try:
         return len(loader)

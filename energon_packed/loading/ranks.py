@@ -66,26 +66,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """Part `index` of the `count` parts of one epoch. Parts are disjoint, and together they are the epoch.
+    """The slice of one epoch that a single loader worker of one rank reads. Shards are disjoint and cover the epoch.
 
     Attributes:
-        index: number of the part, from 0: worker w of rank r reads part `r * num_workers + w`.
-        count: parts of the epoch: workers of all ranks.
+        index: of the shard, from 0: worker w of rank r reads shard `r * num_workers + w`.
+        num_shards: shards of the epoch: workers of all ranks.
         epoch: from 0.
         seed: of the loader.
     """
 
     index: int = 0
-    count: int = 1
+    num_shards: int = 1
     epoch: int = 0
     seed: int = 0
 
-    def part(self, items: int) -> range:
-        """The numbers that this share has of `items`: every `count`-th, from `index` on."""
-        return range(self.index, items, self.count)
+    def shard_indices(self, items: int) -> range:
+        """Return the indices of this shard among `items` items: every `num_shards`-th, from `index` on."""
+        return range(self.index, items, self.num_shards)
 
     def rng(self, *salt: int) -> np.random.Generator:
-        """Random numbers of the epoch, the same in all shares unless `salt` distinguishes them."""
+        """Return random numbers of the epoch, the same in all shards unless `salt` distinguishes them."""
         return np.random.default_rng([self.seed, self.epoch, *salt])
 
 
@@ -129,10 +129,10 @@ def check_rank(made: tuple[int, int], rank: int | None, world_size: int | None) 
         )
 
 
-def shuffled(items: Sequence[int] | int, share: ShardSpec, *salt: int, shuffle: bool = True) -> npt.NDArray[np.int64]:
+def shuffled(items: Sequence[int] | int, shard: ShardSpec, *salt: int, shuffle: bool = True) -> npt.NDArray[np.int64]:
     """Numbers in the order of an epoch, int64 (n,): a seeded permutation, or as they are."""
     numbers = np.arange(items) if isinstance(items, int) else np.asarray(items, dtype=np.int64)
-    return share.rng(*salt).permutation(numbers) if shuffle else numbers
+    return shard.rng(*salt).permutation(numbers) if shuffle else numbers
 
 
 def warn_uneven(rank: int, world_size: int, length: Callable[[int], int]) -> None:

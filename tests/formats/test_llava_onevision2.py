@@ -234,7 +234,7 @@ def test_loaders_of_this_package_read_the_layout(
         ConfigError, match=r"dataset\.yaml names their_package.*neither to energon-packed nor to Energon"
     ):
         get_packed_loader(blend, vision_encoder, **options)
-    with pytest.raises(ConfigError, match=r"No module named 'their_package'; a dataset\.yaml names that package"):
+    with pytest.raises(ConfigError, match=r"No module named 'their_package'\. A dataset\.yaml names that package"):
         get_packed_loader(blend, vision_encoder, trust_sample_loader=True, **options)
     blend.write_text(BLEND.format(written.shards) + "    dataset_config: crude.yaml\n")
     loader = get_packed_loader(blend, vision_encoder, epochs=1, num_workers=0)

@@ -62,7 +62,9 @@ def test_states_of_an_earlier_release_are_refused_with_a_remedy(texts: Path, gol
 
 
 def test_a_state_that_was_an_object_is_refused() -> None:
-    with pytest.raises(BatchError, match="loader-2.pt holds objects, .*continue with the loader that saved it, or st"):
+    with pytest.raises(
+        BatchError, match="loader-2.pt contains Python objects, .*Continue with the loader that saved it, or st"
+    ):
         read_state(HERE / "states" / "loader-2.pt")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from energon_packed import (
     BatchError,
@@ -40,8 +40,8 @@ def made(tmp_path: Path, **arguments: Any) -> TrainingArguments:
 MAP_STYLE: list[tuple[dict[str, Any], str, str]] = [
     ({"accelerator_config": {"dispatch_batches": True}}, "`dispatch_batches`", "'dispatch_batches': False"),
     ({"train_sampling_strategy": "group_by_length"}, "`train_sampling_strategy`", "or use PackedTrainer"),
-    ({"train_sampling_strategy": "batch_rebalance"}, "`train_sampling_strategy`", "set it to 'random'"),
-    ({"use_cache": True}, "`use_cache`", "set it to False"),
+    ({"train_sampling_strategy": "batch_rebalance"}, "`train_sampling_strategy`", "Set it to 'random'"),
+    ({"use_cache": True}, "`use_cache`", "Set it to False"),
 ]
 
 
@@ -102,7 +102,7 @@ def test_a_stream_says_all_that_it_needs(text_packs: list[Path], tmp_path: Path)
     names = ["dispatch_batches", "split_batches", "max_steps", "ignore_data_skip", "per_device_train_batch_size"]
     names += ["dataloader_num_workers", "auto_find_batch_size"]
     assert [line.split("`")[1] for line in lines] == names
-    assert f"an epoch has {packs} batches, so set max_steps={-(-packs // 2)}" in str(caught.value)
+    assert f"An epoch has {packs} batches: set max_steps={-(-packs // 2)}" in str(caught.value)
     right = packed_training_arguments(str(tmp_path), stream, use_cpu=True, gradient_accumulation_steps=2)
     assert right.max_steps == -(-3 * packs // 2)  # 3 epochs by default
 
@@ -114,10 +114,10 @@ def test_data_without_a_known_length_need_max_steps(
         inputs=(str(text_packs[2].parent / "a.jsonl"),), tokenizer=text_tokenizer_dir, packing_length=384
     )
     stream = TrainerStream(PackedIterableDataset(config))
-    with pytest.raises(ConfigError, match="no length that is known in advance, so set the number of steps"):
+    with pytest.raises(ConfigError, match="not known in advance: set the number of steps"):
         packed_training_arguments(str(tmp_path), stream, use_cpu=True)
     assert packed_training_arguments(str(tmp_path), stream, use_cpu=True, max_steps=7).max_steps == 7
-    with pytest.raises(ConfigError, match="pass `steps`, the batches of one iteration"):
+    with pytest.raises(ConfigError, match="Pass `steps`, the batches of one iteration"):
         GatheredLoader(PackedIterableDataset(config))
     loader = GatheredLoader(PackedIterableDataset(config), steps=2)
     assert [len(list(loader)) for _ in range(4)] == [2] * 4
@@ -130,7 +130,7 @@ def test_packed_trainer_groups_by_the_lengths_of_the_data(text_packs: list[Path]
     loader = DataflowLoader(MapDistributor(data, balance="attention"), batch_size=8, seed=args.seed)
     expected = [batch.input_ids.tolist() for batch in loader]
     assert [inputs["input_ids"].tolist() for inputs in trainer.get_train_dataloader()] == expected
-    with pytest.raises(ConfigError, match="`use_cache` is True"):
+    with pytest.raises(ConfigError, match="`use_cache` must be False, got True"):
         PackedTrainer(tiny_qwen2(), made(tmp_path, use_cache=True), train_dataset=data)
 
 
@@ -165,3 +165,8 @@ def test_a_finished_row_stays_alone_and_a_resumed_gathered_loader_goes_on(text_p
         rest = [batch["input_ids"].tolist() for batch in second]
         end = (used // len(loader) + 1) * len(loader)
         assert rest == stream[used:end], f"after {used} batches"
+
+
+def test_packed_trainer_has_the_arguments_of_trainer() -> None:
+    own, theirs = (list(signature(kind.__init__).parameters) for kind in (PackedTrainer, Trainer))
+    assert own == theirs

@@ -78,7 +78,7 @@ def test_the_rest_is_identical_from_every_batch_that_was_used(text_packs: list[P
 
 
 def test_loaders_without_a_state_are_named() -> None:
-    with pytest.raises(ConfigError, match="a list has no state_dict, so it cannot resume"):
+    with pytest.raises(ConfigError, match="`loader` must have state_dict to resume, got a list"):
         ConsumedBatches([])
 
 

@@ -90,10 +90,10 @@ def test_complete_epochs_need_data_that_repeats_and_ends(
     pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path
 ) -> None:
     shards = pack_demo(sample_class="PackedTokensSample").shards
-    with pytest.raises(ConfigError, match="`complete_epochs` is about repeating; leave it out"):
+    with pytest.raises(ConfigError, match="`complete_epochs` applies only to `epochs=None`. Remove it"):
         get_packed_loader(shards, encoder, epochs=1, complete_epochs=True)
     write_metadataset(make_blend([(shards, 1)]), tmp_path / "blend.yaml")
-    with pytest.raises(ConfigError, match="draws by weight indefinitely, so it has no epoch; leave out"):
+    with pytest.raises(ConfigError, match="draws by weight indefinitely, so it has no epoch. Remove `complete"):
         get_packed_loader(tmp_path / "blend.yaml", encoder, complete_epochs=True, num_workers=0)
     loader = get_packed_loader(shards, encoder, complete_epochs=True, num_workers=0)
     next(iter(loader))

@@ -145,14 +145,14 @@ def test_another_encoder_is_noticed(pack_demo: Packer, tokenizer_dir: Path) -> N
     [
         ({"seq_len": 512}, "packed with seq_len 1024, more than `seq_len` 512"),
         ({"split": "val"}, "has no packs in split 'val'; it has train"),
-        ({"num_workers": -1}, "`num_workers` is -1"),
-        ({"epochs": 2}, "`epochs` is 2; use None to repeat indefinitely, or 1"),
-        ({"shuffle": False}, "set `epochs=1` with it"),
-        ({"micro_batch_size": 0}, "`micro_batch_size` is 0"),
+        ({"num_workers": -1}, "`num_workers` must be at least 0, got -1"),
+        ({"epochs": 2}, "`epochs` must be None .repeat indefinitely. or 1 .one exact pass., got 2"),
+        ({"shuffle": False}, "`shuffle=False` requires `epochs=1`"),
+        ({"micro_batch_size": 0}, "`micro_batch_size` must be at least 1, got 0"),
         ({"sead": 3}, "unknown argument 'sead'; did you mean `seed`"),
-        ({"packing_buffer_size": 0}, "`packing_buffer_size` is 0"),
+        ({"packing_buffer_size": 0}, "`packing_buffer_size` must be at least 1, got 0"),
         ({"rank": 1}, "pass both `rank` and `world_size`"),
-        ({"rank": 2, "world_size": 2}, "`rank` 2 is not below `world_size` 2"),
+        ({"rank": 2, "world_size": 2}, "`rank` must be from 0 to below `world_size` 2, got 2"),
     ],
 )
 def test_bad_options_are_named(pack_demo: Packer, encoder: ChatEncoder, options: dict[str, Any], message: str) -> None:

@@ -1,11 +1,12 @@
 """Loaders in unusual hands: iterators that stay open, states that are refused, damaged or of another loader."""
 
 import copy
+import inspect
 import json
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from energon_packed import (
     DataflowLoader,
     IterableDistributor,
     JointLoader,
+    LoaderConfig,
     MapDistributor,
     PackedDataset,
     PackedIterableDataset,
@@ -133,7 +135,7 @@ def test_after_ctrl_c_inside_the_loader_no_wrong_state_is_saved(folder: Path) ->
     with pytest.raises(KeyboardInterrupt):
         ids(loader)
     for call in (loader.state_dict, lambda: ids(loader)):
-        with pytest.raises(WorkerError, match=r"the loader failed before \(KeyboardInterrupt\); make a new"):
+        with pytest.raises(WorkerError, match=r"the loader failed before \(KeyboardInterrupt\). Create a new"):
             call()
     resumable = DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=1, collator=Interrupted())
     batches, given = iter(resumable), []
@@ -304,3 +306,18 @@ def test_packs_have_numbers(folder: Path, number: int) -> None:
         with pytest.raises(IndexError, match=f"pack {number} is not among the 24 packs"):
             read(number)
     assert dataset.sample(-1).__key__ == dataset.sample(PACKS - 1).__key__
+
+
+def _options_of(function: Any, name: str) -> dict[str, Any]:
+    """Types of the keyword arguments that a function takes by `**name: Unpack[...]`."""
+    (options,) = get_args(get_type_hints(function, include_extras=True)[name])
+    return get_type_hints(options)
+
+
+def test_keyword_arguments_agree_with_the_settings_that_they_fill() -> None:
+    config, settings = get_type_hints(LoaderConfig), get_type_hints(torch_loader.Settings)
+    assert _options_of(get_packed_loader, "settings") == config
+    options = _options_of(DataflowLoader.__init__, "options")
+    of_torch = options.keys() - settings.keys()
+    assert {name: options[name] for name in settings} == settings
+    assert of_torch <= inspect.signature(torch.utils.data.DataLoader.__init__).parameters.keys()

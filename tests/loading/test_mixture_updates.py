@@ -120,16 +120,16 @@ def test_an_update_holds_from_the_first_item_of_the_next_epoch() -> None:
 
 def test_what_cannot_be_learned_from_is_one_line() -> None:
     mixture = new_mixture()
-    with pytest.raises(ConfigError, match="a reward names 'x', and the mixture has a, b, c; pass `names`"):
+    with pytest.raises(ConfigError, match="Unknown reward name 'x'. Known names: a, b, c. Pass `names`"):
         mixture.update({"x": 1.0})
-    with pytest.raises(ConfigError, match="the reward of 'a' is nan on rank 0; leave out"):
+    with pytest.raises(ConfigError, match="the reward of 'a' must be finite, got nan on rank 0. Leave it out"):
         mixture.update({"a": torch.tensor(float("nan"))})
-    with pytest.raises(ConfigError, match="`smoothing` is 1; it must be at least 0 and below 1"):
+    with pytest.raises(ConfigError, match="`smoothing` must be at least 0 and below 1, got 1"):
         MixtureDistributor([MapDistributor([1])], [1], smoothing=1)
-    with pytest.raises(ConfigError, match="`names` has 1 different names for 2 distributors"):
+    with pytest.raises(ConfigError, match="`names` must have 2 different names, got 1"):
         MixtureDistributor([MapDistributor([1])] * 2, [1, 1], names=["a", "a"])
     MixtureDistributor([mixture, MapDistributor([1])], [1, 1])
-    with pytest.raises(ConfigError, match="part of another one; call `update` on the outer mixture"):
+    with pytest.raises(ConfigError, match="part of another mixture. Call `update` on the outer mixture"):
         mixture.update({"a": 1.0})
 
 
@@ -176,7 +176,7 @@ def test_four_ranks_decide_alike_resume_alike_and_the_shares_follow(tmp_path: Pa
     weights = outputs[0][1]
     assert len(weights) == 500
     assert all(one[1] == weights for one in outputs)
-    assert {one[2] for one in outputs} == {"the reward of 'a' is inf on rank 2; leave out what is not finite"}
+    assert {one[2] for one in outputs} == {"The reward of 'a' must be finite, got inf on rank 2. Leave it out."}
     assert len({tuple(one) for one in weights}) > 490  # the first ones explore alone: K * ln K updates
     for source in range(3):
         expected = [one[source] for one in [[1 / 3] * 3, *weights[:-1]]]

@@ -33,7 +33,7 @@ def test_a_rank_or_worker_without_packs_is_refused(pack_demo: Packer, encoder: C
     with pytest.raises(ConfigError, match=message):
         get_packed_loader(result.shards, encoder, rank=0, world_size=20, num_workers=2)
     for choice in ("repeat", "drop"):
-        with pytest.raises(ConfigError, match=r"rank \d+ of 40 has no batch while others have 1"):
+        with pytest.raises(ConfigError, match=r"rank \d+ of 40 has no batch, and other ranks have 1"):
             get_packed_loader(
                 result.shards, encoder, rank=0, world_size=40, num_workers=0, epochs=1, even_ranks=choice
             )

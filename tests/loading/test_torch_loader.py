@@ -134,14 +134,15 @@ class Gap(Distributor):
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
 
-    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
+    def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
         for number in self.numbers[start:]:
             yield Item(number, FEATURES[number])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
-    ("numbers", "message"), [([0, 1, 3], "item 3 of Gap follows item 1"), ([0, 1, 1], "item 1 of Gap comes again")]
+    ("numbers", "message"),
+    [([0, 1, 3], "Gap.items must yield item 2 next, got item 3"), ([0, 1, 1], "item 2 next, got item 1")],
 )
 def test_items_with_a_gap_or_a_repeat_raise(numbers: list[int], message: str, num_workers: int) -> None:
     with pytest.raises(BatchError, match=message) as raised:
@@ -151,14 +152,14 @@ def test_items_with_a_gap_or_a_repeat_raise(numbers: list[int], message: str, nu
 
 def test_a_distributor_that_ignores_where_it_begins_raises() -> None:
     class Deaf(Gap):
-        def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
-            return super().items(share, 0)
+        def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
+            return super().items(shard, 0)
 
     loader = DataflowLoader(Deaf([0, 1, 2, 3]), batch_size=2)
     next(iter(loader))
     resumed = DataflowLoader(Deaf([0, 1, 2, 3]), batch_size=2)
     resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(BatchError, match="item 0 of Deaf comes again, where item 2 must come"):
+    with pytest.raises(BatchError, match=r"Deaf.items must yield item 2 next, got item 0: data would be repeated"):
         list(resumed)
 
 
@@ -179,30 +180,35 @@ def test_a_one_shot_iterator_is_saved_unless_samples_are_out_of_order() -> None:
         list(resumed)
     loader = DataflowLoader(IterableDistributor(stream()), packer=PoolPacker(16, pool_size=6))
     next(iter(loader))
-    with pytest.raises(BatchError, match="PoolPacker holds samples out of order, and IterableDistributor cannot"):
+    with pytest.raises(BatchError, match="PoolPacker buffers samples out of order, and IterableDistributor reads"):
         loader.state_dict()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 2, "packer": SequentialPacker(16)}, "`batch_size` 2 and SequentialPacker both decide"),
-        ({"batch_size": 2, "shuffle": True}, "drop `shuffle`: set it on the distributor"),
-        ({"sampler": [1]}, "drop `sampler`"),
-        ({"collate_fn": list}, "drop `collate_fn`: pass a `collator`"),
-        ({"packer": SequentialPacker(16), "drop_last": True}, "`drop_last` belongs to `batch_size`; drop it"),
-        ({"prefetch_factor": 2}, "`prefetch_factor` needs worker processes; drop it"),
+        (
+            {"batch_size": 2, "packer": SequentialPacker(16)},
+            "Pass either `batch_size` or `packer`, not both .got batch_size=2 and Seq",
+        ),
+        ({"batch_size": 2, "shuffle": True}, "Unsupported argument `shuffle`: set it on the distributor"),
+        ({"sampler": [1]}, "Unsupported argument `sampler`"),
+        ({"collate_fn": list}, "Unsupported argument `collate_fn`: pass a `collator`"),
+        ({"packer": SequentialPacker(16), "drop_last": True}, "`drop_last` works only with `batch_size`"),
+        ({"prefetch_factor": 2}, "`prefetch_factor` needs worker processes. Remove it"),
         ({"num_worker": 2}, "unknown option 'num_worker'"),
         ({"rank": 2, "world_size": 2}, "`rank` 2 is not below `world_size` 2"),
         ({"rank": 0}, "pass both `rank` and `world_size`"),
-        ({"num_workers": -1}, "`num_workers` is -1"),
-        ({"batch_size": 0}, "`batch_size` is 0"),
+        ({"num_workers": -1}, "`num_workers` must be an integer of at least 0, got -1"),
+        ({"batch_size": 0}, "`batch_size` must be an integer of at least 1, got 0"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataflowLoader(MapDistributor(FEATURES), **options)
-    with pytest.raises(ConfigError, match="`distributor` is a list; pass a Distributor, such as MapDistributor"):
+    with pytest.raises(
+        ConfigError, match="`distributor` must be a Distributor, got list. Wrap map-style data in MapDistributor"
+    ):
         DataflowLoader(FEATURES)  # type: ignore[arg-type]
 
 
@@ -282,7 +288,9 @@ def test_a_packer_that_loses_a_sample_raises() -> None:
         def select(self, lengths: Any) -> list[Any]:
             return [torch.arange(len(lengths) - 1).numpy()]
 
-    with pytest.raises(BatchError, match="Loses.select returned 3 sample numbers for 4 samples"):
+    with pytest.raises(
+        BatchError, match="Loses.select must return every sample .*, got 3 sample indices for 4 samples"
+    ):
         list(DataflowLoader(MapDistributor(FEATURES), packer=Loses()))
 
 
@@ -309,15 +317,15 @@ def test_mixture_draws_by_ratio_the_same_on_every_rank() -> None:
     sequences = []
     for rank in range(2):
         mixture = MixtureDistributor(data, weights, repeat=True)
-        share = ShardSpec(index=rank, count=2, seed=7)
-        sequences.append([item.value for item, _ in zip(mixture.read(share), range(draws), strict=False)])
+        shard = ShardSpec(index=rank, num_shards=2, seed=7)
+        sequences.append([item.value for item, _ in zip(mixture.read(shard), range(draws), strict=False)])
     assert sequences[0] == sequences[1]
     for index, weight in enumerate(weights):
         p = weight / sum(weights)
         assert abs(sequences[0].count(index) - draws * p) < 3 * (draws * p * (1 - p)) ** 0.5
-    with pytest.raises(ConfigError, match="3 distributors have 2 `weights`"):
+    with pytest.raises(ConfigError, match="`weights` must have one weight for each of the 3 distributors, got 2"):
         MixtureDistributor(data, [1, 2])
-    with pytest.raises(ConfigError, match="`weights` has 0"):
+    with pytest.raises(ConfigError, match="All `weights` must be above 0 and finite, got 0"):
         MixtureDistributor(data, [1, 2, 0])
 
 

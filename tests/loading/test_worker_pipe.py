@@ -40,9 +40,9 @@ class Broken(Distributor):
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
+    def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
         for number in range(start, 5):
-            if number == 3 and share.index == 0:
+            if number == 3 and shard.index == 0:
                 raise self.error
             yield Item(number, FEATURES[number])
 

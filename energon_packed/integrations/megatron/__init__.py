@@ -1,10 +1,11 @@
-"""Megatron-Bridge and Megatron-LM.
+"""A packed dataset to the iterators and batches of Megatron-Bridge and Megatron-LM.
 
-layouts.py   the dictionaries that their training steps read
-iterator.py  MegatronIterator: the endless iterator whose state goes into their checkpoints
-provider.py  train_valid_test_dataloaders_provider; ordered_loader: its loader in the global order
-ranks.py     ranks of this process, and settings that would be wrong there
-restore.py   the file with the loader state of this rank in a checkpoint
+| module | content |
+|---|---|
+| provider.py | train_valid_test_dataloaders_provider for `pretrain` |
+| layouts.py | megatron_batch: the dictionaries that the training steps read |
+| restore.py | MegatronIterator, and the file with its state in a checkpoint |
+| ranks.py | the rank of this process, and checks of parallelism |
 """
 
 from energon_packed.integrations.megatron.layouts import LAYOUTS, Layout, VisualInputs, megatron_batch

@@ -1,7 +1,7 @@
-"""The dictionaries that Megatron's training steps read, one function for each layout.
+"""A PackedBatch to the dictionary of a Megatron training step: megatron_batch.
 
     bridge        Megatron-Bridge's packed steps (`gpt_step`, `vlm_step`): labels already shifted, THD metadata
-    megatron-lm   Megatron-LM's examples/multimodal/train.py: labels one longer than tokens, shifted by the step itself
+    megatron-lm   Megatron-LM's examples/multimodal/train.py: labels longer by 1 than tokens, shifted by the step
     megatron-gpt  Megatron-LM's pretrain_gpt.py with --sft: text only, labels already shifted, with the loss mask
 
 Sources: `get_batch_from_iterator` and `get_packed_seq_params` of Megatron-Bridge, `get_batch` of the two files of
@@ -19,12 +19,12 @@ from energon_packed.loading import PackedBatch
 
 Layout = Literal["bridge", "megatron-lm", "megatron-gpt"]
 LAYOUTS: tuple[Layout, ...] = ("bridge", "megatron-lm", "megatron-gpt")
-_ABOVE_ROUNDING = 1 + 2**-18
+_ABOVE_ROUNDING = 1 + 2**-18  # larger than the rounding error of a float32 sum, smaller than one target in 2**18
 
 
 @dataclass(slots=False)
 class VisualInputs:
-    """What Megatron-Bridge moves to the device and hands to the vision tower.
+    """Inputs that Megatron-Bridge moves to the device and passes to the vision tower.
 
     Attributes:
         pixel_values: (patches, patch_dim), float32 or the collator's `pixel_dtype`; None on pipeline stages without a
@@ -38,20 +38,22 @@ class VisualInputs:
     patch_positions: torch.Tensor | None = None
 
     def normalized_for_model(self) -> dict[str, torch.Tensor]:
-        """Arguments of the model; only those that are there."""
+        """Return the arguments of the model without None."""
         return {name: value for name, value in self.__dict__.items() if value is not None}
 
 
 def check_layout(layout: str) -> None:
-    """Raises:
-    ConfigError: an unknown layout.
+    """Check the name of a layout.
+
+    Raises:
+        ConfigError: the layout is unknown.
     """
     if layout not in LAYOUTS:
-        raise ConfigError(f"`layout` is {layout!r}; use one of {', '.join(LAYOUTS)}")
+        raise ConfigError(f"`layout` must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
 
 
 def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = True) -> dict[str, Any]:
-    """A batch in the words of one training step.
+    """Convert a batch to the dictionary of a training step.
 
     Args:
         batch: one row.
@@ -60,23 +62,23 @@ def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = Tr
 
     Returns:
         `bridge`: tokens and input_ids, labels, loss_mask, position_ids, cu_seqlens_q/kv, cu_seqlens_q_padded/kv_padded
-        where they differ, max_seqlen_q/kv int32 (), total_tokens (int), padding_mask where the collator pads,
+        if they differ, max_seqlen_q/kv int32 (), total_tokens (int), padding_mask if the collator pads,
         visual_inputs or None.
         `megatron-lm`: tokens (1, T), labels (1, T + 1) unshifted, imgs (patches, patch_dim), num_tiles int32
         (images,) patches of each image, cu_lengths int32 (1, S + 1), max_lengths int32 (1, 1); for a row without
-        images, imgs and num_tiles are zeros of shape (1, 1), as that example has it.
+        images, imgs and num_tiles are zeros of shape (1, 1), as in that example.
         `megatron-gpt`: tokens, labels, loss_mask, position_ids (1, T), cu_seqlens int32 (1, S + 1), cu_seqlens_padded
         of the same shape or None, max_seqlen int32 (1,), attention_mask None.
 
     Raises:
-        ConfigError: an unknown layout, or a row that it cannot express: for `megatron-lm` padding between sub-samples
-            and loss weights, for `megatron-gpt` images.
+        ConfigError: the layout is unknown, or does not support the row: padding between samples and loss weights with
+            `megatron-lm`, images with `megatron-gpt`.
     """
     check_layout(layout)
     if batch.vision_inputs:
         raise ConfigError(
-            f"layout {layout!r} carries pixel_values of patches and image_grid_thw; this vision family has "
-            f"{', '.join(batch.vision_inputs)}; use `transformers_inputs()`"
+            f"layout {layout!r} supports only pixel_values of patches and image_grid_thw, got "
+            f"{', '.join(batch.vision_inputs)} of this vision family. Use `transformers_inputs()`."
         )
     if layout == "megatron-lm":
         return _megatron_lm(batch)
@@ -101,12 +103,12 @@ def _bridge(batch: PackedBatch, *, with_pixels: bool) -> dict[str, Any]:
 def _megatron_lm(batch: PackedBatch) -> dict[str, Any]:
     if batch.cu_seqlens_padded is not None:
         raise ConfigError(
-            "layout 'megatron-lm' has no boundaries for padded sub-samples; use pad_multiple=1 or 'bridge'"
+            "layout 'megatron-lm' has no boundaries for padded samples. Use pad_multiple=1 or layout 'bridge'."
         )
     if _is_weighted(batch.loss_mask):
         raise ConfigError(
-            "layout 'megatron-lm' cannot carry loss weights: examples/multimodal makes its own loss mask of ones; set "
-            "`loss_weighting` to 'token', or use layout 'bridge' or 'megatron-gpt'"
+            "layout 'megatron-lm' does not support loss weights, as examples/multimodal uses a loss mask of ones. Set "
+            "`loss_weighting` to 'token', or use layout 'bridge' or 'megatron-gpt'."
         )
     end = torch.full_like(batch.labels[:, :1], IGNORE_INDEX)
     with_images = batch.pixel_values is not None and batch.image_grid_thw is not None
@@ -126,7 +128,7 @@ def _megatron_lm(batch: PackedBatch) -> dict[str, Any]:
 
 def _megatron_gpt(batch: PackedBatch) -> dict[str, Any]:
     if batch.pixel_values is not None and (not batch.num_images or any(batch.num_images)):  # a dummy image is padding
-        raise ConfigError("layout 'megatron-gpt' is for text: pretrain_gpt.py reads no images; use layout 'bridge'")
+        raise ConfigError("layout 'megatron-gpt' is for text: pretrain_gpt.py reads no images. Use layout 'bridge'.")
     inputs = batch.megatron_inputs()
     positions = batch.position_ids
     return {
@@ -146,9 +148,9 @@ def _is_weighted(loss_mask: torch.Tensor) -> bool:
 
 
 def _countable(loss_mask: torch.Tensor) -> torch.Tensor:
-    """Weights whose sum, cut to an integer, is the number of targets.
+    """Return weights whose sum, truncated to an integer, is the number of targets.
 
-    Megatron divides by `loss_mask.sum().to(int)`. Weights sum to the number of targets only up to rounding, so that a
-    target would often be lost; a factor just above one keeps the sum on the right side.
+    Megatron divides by `loss_mask.sum().to(int)`. Weights sum to the number of targets only up to rounding, so the
+    integer would often be too small by 1. A factor slightly above 1 prevents that.
     """
     return loss_mask * _ABOVE_ROUNDING if _is_weighted(loss_mask) else loss_mask

@@ -1,9 +1,8 @@
-"""A data loader provider for Megatron's `pretrain`."""
+"""A packed dataset to the data loader provider of Megatron's `pretrain`, and to its loader in the global order."""
 
 from collections.abc import Callable, Mapping
-from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from energon_packed.blends import has_split
 from energon_packed.encoding import Processor
@@ -11,13 +10,52 @@ from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron.layouts import Layout, check_layout
 from energon_packed.integrations.megatron.ranks import MegatronRanks, check_parallelism
 from energon_packed.integrations.megatron.restore import MegatronIterator, restore_iterator
-from energon_packed.loading import Collator, DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
+from energon_packed.loading import (
+    Collator,
+    DataflowLoader,
+    LoaderConfig,
+    MapDistributor,
+    PackedDataset,
+    Packer,
+    get_packed_loader,
+)
 from energon_packed.loading.distributors.datasets import Balance
+from energon_packed.loading.energon.config import EvenRanks
 from energon_packed.packing.balance import CostModel
 
 Provider = Callable[[Any], tuple[MegatronIterator | None, MegatronIterator | None, MegatronIterator | None]]
 Order = Literal["global", "energon"]
-_DECIDED = ("rank", "world_size", "split", "epochs", "shuffle")
+_DECIDED = ("rank", "world_size", "split", "epochs", "shuffle")  # by Megatron
+
+
+class OrderedOptions(TypedDict, total=False):
+    """Options of `ordered_loader` that Megatron does not decide."""
+
+    micro_batch_size: int
+    num_workers: int
+    seed: int
+    collator: Collator | None
+    balance: Balance | None
+    cost: CostModel | None
+    max_failures: int
+    check_encoder: bool
+    check_lengths: bool
+    trust_sample_loader: bool
+    timeout: float
+    order_log: str | Path | None
+
+
+class ProviderOptions(OrderedOptions, total=False):
+    """Options of the provider: of `ordered_loader`, and of `get_packed_loader` with order='energon'."""
+
+    config: LoaderConfig | None
+    packer: Packer | None
+    seq_len: int | None
+    complete_epochs: bool
+    shuffle_buffer_size: int
+    packing_buffer_size: int | None
+    drop_last: bool
+    even_ranks: EvenRanks
 
 
 def train_valid_test_dataloaders_provider(
@@ -27,53 +65,55 @@ def train_valid_test_dataloaders_provider(
     layout: Layout = "bridge",
     restore: str | Path | Literal["auto"] | None = "auto",
     order: Order = "global",
-    **options: Any,
+    **options: Unpack[ProviderOptions],
 ) -> Provider:
-    """A provider for Megatron's `pretrain`: called on every rank, it gives (train, valid, test) iterators.
+    """Return a provider for Megatron's `pretrain`: called on every rank, it returns (train, valid, test) iterators.
 
         provider = train_valid_test_dataloaders_provider("out", encoder, micro_batch_size=2, num_workers=4)
         pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
 
-    Ranks are those of `megatron.core.parallel_state`. In `bridge` layout every rank loads: those of one data-parallel
-    rank read the same rows, and middle pipeline stages get all but pixels. In `megatron-lm` layout the first
-    tensor-parallel rank of the first and last stage loads, in `megatron-gpt` that of every stage, and the step
-    broadcasts. `valid` and `test` are None where the data has no such split.
+    Ranks come from `megatron.core.parallel_state`. In `bridge` layout every rank loads: processes of the same
+    data-parallel rank read the same rows, and middle pipeline stages get everything except pixels. In `megatron-lm`
+    layout the first tensor-parallel rank of the first and last stage loads, in `megatron-gpt` layout the first
+    tensor-parallel rank of every stage, and the step broadcasts. `valid` and `test` are None if the dataset does not
+    have the split.
 
     Args:
         path: a packed dataset, or a Metadataset YAML.
-        encoder: the Processor that the data was packed with; None where `get_packed_loader` needs none.
+        encoder: the Processor that the dataset was packed with; None as in `get_packed_loader`.
         layout: `bridge`, `megatron-lm` or `megatron-gpt`.
-        restore: where the data position of a restarted run comes from. `auto`: under Megatron-LM, the file in
-            `--dataloader-save` of the iteration that `--load` restored; Megatron-Bridge restores by itself. A path: a
-            checkpoint folder (of its last complete iteration), an iteration folder or a file. None starts anew.
+        restore: source of the loader state of a restarted run. `auto`: under Megatron-LM, the file in
+            `--dataloader-save` of the iteration that `--load` restored; Megatron-Bridge restores the state without
+            help. A path: a checkpoint folder (its last complete iteration is used), an iteration folder or a file.
+            None reads the data from its start.
         order: `global`: packs in one order for all ranks, epoch after epoch, so that every rank has a pack at every
             step, and a checkpoint continues exactly with any number of ranks and workers. `energon`: the order of
             Energon's loader, which also packs on the fly and draws a blend by weight without an epoch.
-        options: with `global`, those of `ordered_loader`; with `energon`, those of `get_packed_loader` without rank,
-            world_size, split, epochs and shuffle.
+        options: with `global`, the options of `ordered_loader`; with `energon`, the options of `get_packed_loader`
+            except rank, world_size, split, epochs and shuffle.
 
     Raises:
-        ConfigError: an unknown layout, order or option, or an option that Megatron decides; when called, settings that
-            this layout or parallelism cannot have, megatron-core is missing, or there is no state to restore.
-        BatchError: when called, the state is of another loader.
+        ConfigError: a layout, order or option is unknown, or Megatron decides the option; when the provider is called,
+            the layout or the parallelism does not support the settings, megatron-core is missing, or there is no
+            state to restore.
+        BatchError: when the provider is called, the state does not match the loader.
     """
     check_layout(layout)
     _check_options(options, order)
 
     def provider(train_val_test_num_samples: Any = None) -> tuple[Any, Any, Any]:
-        place = MegatronRanks.of_this_process()
-        check_parallelism(place, layout, options.get("collator"))
-        if not place.loads(layout):
+        ranks = MegatronRanks.of_this_process()
+        check_parallelism(ranks, layout, options.get("collator"))
+        if not ranks.loads(layout):
             return None, None, None
 
         def iterator(split: str) -> MegatronIterator:
-            ranks: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
             make: Any = ordered_loader if order == "global" else get_packed_loader
-            loader = make(path, encoder, split=split, **ranks, **options)
-            return MegatronIterator(loader, layout, with_pixels=not place.is_middle_stage)
+            loader = make(path, encoder, split=split, rank=ranks.rank, world_size=ranks.world_size, **options)
+            return MegatronIterator(loader, layout, with_pixels=not ranks.is_middle_stage)
 
         train = iterator("train")
-        restore_iterator(train, restore, place.rank)
+        restore_iterator(train, restore, ranks.rank)
         valid, test = (iterator(split) if has_split(path, split) else None for split in ("val", "test"))
         return train, valid, test
 
@@ -101,19 +141,19 @@ def ordered_loader(
     timeout: float = 0,
     order_log: str | Path | None = None,
 ) -> DataflowLoader:
-    """A loader of packs in their global order, epoch after epoch without end.
+    """Return a loader of packs in their global order, epoch after epoch without end.
 
     Args:
         path, encoder, split, check_encoder, check_lengths, trust_sample_loader: as for PackedDataset.
-        rank, world_size: data-parallel place.
-        micro_batch_size: packs in one batch; they are joined into one row.
+        rank, world_size: data-parallel rank and world size.
+        micro_batch_size: packs in one batch, which are joined into one row.
         num_workers: worker processes; 0 loads in this process.
         seed: of the order.
         collator: by default PaddingFreeCollator.
         balance, cost: as for MapDistributor.
         max_failures: packs of this rank that may fail to load and are skipped.
         timeout: seconds to wait for a batch of the worker processes; 0 waits as long as they live.
-        order_log: folder where every step is written down.
+        order_log: folder in which every step is recorded.
 
     Raises:
         ConfigError, FormatError: as PackedDataset and DataflowLoader.
@@ -147,13 +187,13 @@ def _check_options(options: Mapping[str, Any], order: str) -> None:
     for name in _DECIDED:
         if name in options:
             raise ConfigError(
-                f"`{name}` is no option of the provider: Megatron sets ranks and splits, and its loop repeats "
-                "shuffled data; remove it"
+                f"`{name}` is not an option of the provider: Megatron sets ranks and splits, and its loop repeats "
+                "shuffled data. Remove it."
             )
-    known = signature(ordered_loader).parameters
+    known = OrderedOptions.__annotations__
     for name in options:
         if order == "global" and name not in known:
             raise ConfigError(
-                f"`{name}` is not an option of the global order, which has {', '.join(list(known)[5:])}. Drop it, or "
-                "set order='energon'."
+                f"`{name}` is not an option of the global order, which has {', '.join(known)}. Remove it, or set "
+                "order='energon'."
             )

@@ -1,4 +1,4 @@
-"""The data position of one rank in a checkpoint of Megatron-LM or Megatron-Bridge.
+"""A loader to the iterator of Megatron's training loop, restored from the state file of a checkpoint.
 
     DATALOADER_SAVE/iter_0000100/mp_rank_00/train_dataloader_dprank000.pt      Megatron-LM, without pipeline stages
     DATALOADER_SAVE/iter_0000100/mp_rank_00_000/train_dataloader_dprank000.pt  Megatron-LM, with pipeline stages
@@ -6,11 +6,9 @@
 
 Both write {"dataloader_state_dict": state} there before the checkpoint is complete, and name the last complete one in
 `latest_checkpointed_iteration.txt` (Megatron-LM) or `latest_train_state.pt` (Megatron-Bridge). So the newest folder
-may be of a checkpoint that was never finished, and is not what a restart loads. Sources: `maybe_save_dataloader_state`
-and `get_checkpoint_name` in megatron/training/checkpointing.py of Megatron-LM and in
+may belong to a checkpoint that was never finished, and that a restart does not load. Sources:
+`maybe_save_dataloader_state` and `get_checkpoint_name` in megatron/training/checkpointing.py of Megatron-LM and in
 megatron/bridge/training/checkpointing.py.
-
-MegatronIterator: what Megatron's training loop reads, and saves into its checkpoints.
 """
 
 import logging
@@ -28,15 +26,18 @@ from energon_packed.integrations.megatron.ranks import megatron_lm_args
 from energon_packed.loading import DataflowLoader, PackedLoader
 from energon_packed.loading.energon.states import read_state
 
+_log = logging.getLogger(__name__)
+_REMEDY = "pass restore=None to read the data from its start"
+
 
 class MegatronIterator(Iterator[dict[str, Any]]):
-    """An endless iterator over a loader, as Megatron's training loop takes it.
+    """Endless iterator over a loader, for Megatron's training loop.
 
     Megatron-LM and Megatron-Bridge call `save_state` at every checkpoint; Megatron-Bridge calls `restore_state` too.
     """
 
     def __init__(self, loader: PackedLoader | DataflowLoader, layout: Layout, *, with_pixels: bool = True) -> None:
-        """Use `train_valid_test_dataloaders_provider`.
+        """Create an iterator; use `train_valid_test_dataloaders_provider`.
 
         Args:
             loader: repeats indefinitely.
@@ -52,29 +53,25 @@ class MegatronIterator(Iterator[dict[str, Any]]):
         return megatron_batch(next(self._batches), self._layout, with_pixels=self._with_pixels)
 
     def save_state(self) -> dict[str, Any]:
-        """State of this data-parallel rank: nested dicts and lists of numbers and strings."""
+        """Return the state of this data-parallel rank: nested dicts and lists of numbers and strings."""
         return self._loader.state_dict()
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state; call it before the first batch is taken.
+        """Resume from a saved state; call it before the first batch.
 
         Raises:
-            BatchError: the state is of another loader; the message names what differs.
+            BatchError: the state does not match the loader; the message names the difference.
         """
         self._loader.load_state_dict(state)
         self._batches = iter(self._loader)
 
 
-_log = logging.getLogger(__name__)
-_REMEDY = "pass restore=None to start the data from the beginning"
-
-
 def restore_iterator(iterator: MegatronIterator, restore: str | Path | None, rank: int) -> None:
-    """Move an iterator to the position that a checkpoint holds for this data-parallel rank.
+    """Move an iterator to the position of this data-parallel rank in a checkpoint.
 
     Raises:
-        ConfigError: there is no state where one is expected, or it is not clear which one.
-        BatchError: the file or the state is not that of this loader.
+        ConfigError: the state is missing, or there are several states.
+        BatchError: the file is damaged, or the state does not match the loader.
     """
     if restore is None:
         return
@@ -90,14 +87,14 @@ def restore_iterator(iterator: MegatronIterator, restore: str | Path | None, ran
 
 
 def state_file(path: Path, rank: int) -> Path:
-    """The state file of a data-parallel rank.
+    """Return the state file of a data-parallel rank.
 
     Args:
         path: a file, an iteration folder, or a checkpoint folder, whose last complete iteration counts.
         rank: data-parallel rank.
 
     Raises:
-        ConfigError: no such file; the message names the path, and what is there.
+        ConfigError: there is not exactly one such file; the message names the path and its files.
     """
     if path.is_file():
         return path
@@ -109,13 +106,13 @@ def state_file(path: Path, rank: int) -> Path:
 
 
 def _of_megatron_lm(rank: int) -> Path | None:
-    """The file that Megatron-LM saved with the iteration it resumes at; None when there is nothing to resume."""
+    """Return the file that Megatron-LM saved with the iteration at which it resumes; None if it does not resume."""
     args = megatron_lm_args()
     if args is None:
         if "megatron.bridge" not in sys.modules:
             _log.warning(
-                "restore='auto' knows the iteration of Megatron-LM, and Megatron-Bridge restores by itself; neither "
-                "runs here, so the data starts from the beginning: pass restore=PATH after a restart"
+                "restore='auto' needs Megatron-LM or Megatron-Bridge, and both are not running, so the data is read "
+                "from its start; pass restore=PATH after a restart"
             )
         return None
     iteration = getattr(args, "iteration", 0)
@@ -124,24 +121,24 @@ def _of_megatron_lm(rank: int) -> Path | None:
     folder = getattr(args, "dataloader_save", None)
     if not folder:
         raise ConfigError(
-            f"Megatron resumes at iteration {iteration}, and its data position was not saved: give --dataloader-save "
-            f"DIR from the start, pass restore=PATH, or {_REMEDY}"
+            f"Megatron resumes at iteration {iteration}, but the loader state was not saved. Run with "
+            f"--dataloader-save DIR from the start, pass restore=PATH, or {_REMEDY}."
         )
     return _only_file(Path(folder) / f"iter_{iteration:07d}", rank)
 
 
 def _only_file(iteration: Path, rank: int) -> Path:
-    found = _in_iteration(iteration, rank)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"restore: {iteration} has several states, {', '.join(map(str, found))}; pass one of them")
+    files = _in_iteration(iteration, rank)
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise ConfigError(f"restore: {iteration} has several states, {', '.join(map(str, files))}; pass one of them")
     others = sorted(iteration.rglob(_name("*")))
     if others and "rank" not in read_state(others[0]).state:
         return others[0]  # the same on all ranks
     if not others:
         raise ConfigError(f"restore: {iteration} has no {_name(f'{rank:03d}')}; {_REMEDY}")
-    ranks = len({one.name for one in others})
+    ranks = len({file.name for file in others})
     raise ConfigError(
         f"restore: {iteration} has states of {ranks} data-parallel ranks and none of rank {rank}: the number of ranks "
         f"changed; run energon-packed state redist first, or {_REMEDY}"
@@ -158,12 +155,12 @@ def _name(rank: str) -> str:
 
 
 def _last_iteration(folder: Path) -> Path:
-    """The iteration folder of the last complete checkpoint.
+    """Return the iteration folder of the last complete checkpoint.
 
-    `folder` is that of the checkpoints or of the data positions, which may lie in it or beside its tracker.
+    `folder` is the folder of checkpoints or of loader states, which may be in it or beside its tracker.
     """
-    for place in (folder, folder.parent):
-        iteration = _tracked_iteration(place)
+    for parent in (folder, folder.parent):
+        iteration = _tracked_iteration(parent)
         if iteration is None:
             continue
         name = f"iter_{iteration:07d}"
@@ -171,7 +168,7 @@ def _last_iteration(folder: Path) -> Path:
             if next((root / name).rglob(_name("*")), None) is not None:
                 return root / name
         raise ConfigError(
-            f"restore: {place} has a checkpoint of iteration {iteration}, and {folder} no data position of it; "
+            f"restore: {parent} has a checkpoint of iteration {iteration}, but {folder} has no loader state of it; "
             f"{_REMEDY}"
         )
     raise ConfigError(
@@ -181,7 +178,7 @@ def _last_iteration(folder: Path) -> Path:
 
 
 def _tracked_iteration(folder: Path) -> int | None:
-    """Iteration of the last complete checkpoint; None without a tracker."""
+    """Return the iteration of the last complete checkpoint; None without a tracker."""
     bridge, megatron_lm = folder / "latest_train_state.pt", folder / "latest_checkpointed_iteration.txt"
     try:
         if bridge.is_file():

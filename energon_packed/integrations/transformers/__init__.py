@@ -1,9 +1,10 @@
-"""transformers.Trainer on packed data.
+"""A packed dataset or a loader to the input of transformers.Trainer.
 
-arguments.py    packed_training_arguments, check_training_arguments: arguments that fit packed data
-stream.py       TrainerStream and TrainerStreamCallback: a loader as streaming data, resumed exactly
-trainer.py      PackedTrainer: the global order of the data, evaluation loss as the mean over tokens
-callbacks.py    IsolationCheckCallback, SetEpochCallback
+| module | content |
+|---|---|
+| arguments.py | packed_training_arguments, check_training_arguments: arguments that fit packed data |
+| stream.py | TrainerStream, TrainerStreamCallback: a loader as streaming data, resumed exactly |
+| trainer.py | PackedTrainer, IsolationCheckCallback, SetEpochCallback |
 """
 
 from energon_packed.integrations.transformers.arguments import check_training_arguments, packed_training_arguments

@@ -1,4 +1,11 @@
-"""TrainerStream: a loader as streaming data of transformers.Trainer; TrainerStreamCallback saves and restores it."""
+"""A loader to streaming data of transformers.Trainer, with its state in the checkpoints of the Trainer.
+
+| name | content |
+|---|---|
+| TrainerStream | the dataset of the Trainer |
+| LoaderState | callback that saves a loader state in each checkpoint, and restores it |
+| TrainerStreamCallback | LoaderState of a TrainerStream |
+"""
 
 import os
 from abc import ABC, abstractmethod
@@ -12,31 +19,31 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from energon_packed.errors import BatchError, ConfigError
-from energon_packed.integrations.accelerate import refuse_other_place
+from energon_packed.integrations.accelerate import check_loader_rank
 from energon_packed.integrations.trainer_state import ConsumedBatches, exact_steps
 from energon_packed.loading.ranks import check_not_resharded, group_place, refuse_dispatch
 from energon_packed.loading.state import gathered
 
-_KEY = "energon_packed_stream"  # in trainer_state.json; no name of a callback
+_KEY = "energon_packed_stream"  # in trainer_state.json, beside the names of callbacks
 
 
 class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[Any]):
-    """Batches of a loader, epoch after epoch, each process its own.
+    """Iterable dataset that feeds a loader to transformers.Trainer, with a separate stream for each process.
 
         stream = TrainerStream(lambda: get_packed_loader("out", encoder, epochs=1))
         args = packed_training_arguments("run", stream, num_train_epochs=2)
         trainer = Trainer(model, args, train_dataset=stream, data_collator=PaddingFreeCollator(),
                           callbacks=[TrainerStreamCallback(stream)])
 
-    accelerate asks a dataset of this kind for the part of its process, and this one is that part: nothing is split
-    again. Each item is a finished row, so the loader decides the batch size. It does not end: `max_steps` does.
+    The loader has the batches of this rank already, so accelerate does not shard the stream again. Each item is a
+    finished row, so the loader decides the batch size. The stream does not end: `max_steps` ends the training.
 
     Args:
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank; or a function that returns it,
-            called when it is first needed. TrainingArguments begins the process group that a loader needs.
+            called on first use, since TrainingArguments initializes the process group that a loader needs.
 
     Attributes:
-        used: batches that the Trainer has used; None unless TrainerStreamCallback counts them.
+        used: batches that the Trainer has used; None if no TrainerStreamCallback counts them.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -55,66 +62,66 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
 
     @property
     def batches(self) -> ConsumedBatches:
-        """The batches, with the state after each used batch."""
+        """The batches of the loader, with the state after each used batch."""
         if self._batches is None:
             self._batches = ConsumedBatches(self.loader)
         return self._batches
 
     @property
     def steps(self) -> int | None:
-        """Batches of this rank in one epoch; None where that is not known in advance."""
+        """Batches of this rank in one epoch; None if the number is not known in advance."""
         return exact_steps(self.loader)
 
     @property
     def num_shards(self) -> int:
-        """One for each process."""
+        """Number of processes: accelerate requests a shard for each process."""
         return group_place()[1]
 
     n_shards = num_shards
 
     def shard(self, num_shards: int, index: int, contiguous: bool = True) -> "TrainerStream":
-        """The part of a process, which this is.
+        """Return this stream, which is the shard of its process.
 
         Raises:
-            ConfigError: the loader is of another rank or number of ranks.
+            ConfigError: the loader has another rank or world size.
         """
-        refuse_other_place(self.loader, index, num_shards)
+        check_loader_rank(self.loader, index, num_shards)
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing: the loader counts its epochs."""
+        """Do nothing: the loader counts its epochs."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches without end.
+        """Yield batches without end.
 
         Raises:
-            ConfigError: accelerate splits or dispatches them, or they are read in a worker process.
+            ConfigError: accelerate splits or dispatches the batches, or a worker process reads them.
         """
         refuse_dispatch()
         check_not_resharded(max(2, group_place()[1]))
         if torch.utils.data.get_worker_info() is not None:
             raise ConfigError(
-                "a TrainerStream is read in a worker process of the Trainer, and its loader has its own: set "
-                "dataloader_num_workers=0, and `num_workers` of the loader"
+                "a worker process of the Trainer reads a TrainerStream, whose loader has worker processes already. "
+                "Set dataloader_num_workers=0, and `num_workers` of the loader."
             )
-        refuse_other_place(self.loader, *group_place())
+        check_loader_rank(self.loader, *group_place())
         return self._endless()
 
     def _endless(self) -> Iterator[Any]:
         while True:
             before = self.batches.read
             for batch in self.batches.epoch():
-                if self.used is None:  # nobody saves
+                if self.used is None:  # no callback saves the state
                     self.batches.use(self.batches.read)
                 yield batch
             if self.batches.read == before:
-                raise BatchError("the loader gave no batch in an epoch; check its data")
+                raise BatchError("the loader has no batch in an epoch. Check its data.")
 
 
 class LoaderState(TrainerCallback, ABC):
-    """Base class: saves the state of a loader in each checkpoint, and restores it: no replay, no skip.
+    """Base class of callbacks that save the state of a loader in each checkpoint, and restore it exactly.
 
-    It is in `trainer_state.json`, for all ranks. A subclass implements `restore` and `state`.
+    The state of all ranks is in `trainer_state.json`. A subclass implements `restore` and `state`.
 
     Raises:
         BatchError: the checkpoint has no state of the loader.
@@ -128,7 +135,7 @@ class LoaderState(TrainerCallback, ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """State of the loader for all ranks, after the last batch that was used."""
+        """Return the state of the loader for all ranks, after the last used batch."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the state of a checkpoint that training resumes from."""
@@ -137,21 +144,20 @@ class LoaderState(TrainerCallback, ABC):
         saved = (state.stateful_callbacks or {}).get(_KEY)
         if saved is None or saved["step"] != state.global_step:
             raise BatchError(
-                f"the checkpoint of step {state.global_step} has no state of the data; {self.remedy}, or resume from "
+                f"the checkpoint of step {state.global_step} has no loader state; {self.remedy}, or resume from "
                 "another checkpoint"
             )
         self.restore(saved["state"], args, state)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the state to the checkpoint; every rank takes part."""
+        """Add the state to the checkpoint; every rank must call it."""
         state.stateful_callbacks[_KEY] = {"step": state.global_step, "state": self.state()}
         if not args.should_save:
             return
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME
         if not path.is_file():
-            raise ConfigError(
-                f"{path} is missing, so the state of the data cannot be saved; set save_on_each_node=True"
-            )
+            raise ConfigError(f"{path} is missing, so the loader state cannot be saved. Set save_on_each_node=True.")
+        # The Trainer has written the file before callbacks run; it is replaced atomically.
         atomic_path = path.with_name(path.name + ".tmp")
         state.save_to_json(str(atomic_path))
         os.replace(atomic_path, path)
@@ -160,10 +166,10 @@ class LoaderState(TrainerCallback, ABC):
 class TrainerStreamCallback(LoaderState):
     """TrainerCallback that saves the state of a TrainerStream in each checkpoint, and restores it.
 
-    Micro batches that the Trainer has read ahead and not used when it saves are read again.
+    Micro batches that the Trainer has read ahead, but not used, at the time of the save are read again.
 
     Raises:
-        ConfigError: arguments that the stream contradicts; see `check_training_arguments`.
+        ConfigError: the arguments do not fit the stream; see `check_training_arguments`.
         BatchError: the checkpoint has no state of the stream.
     """
 
@@ -185,18 +191,18 @@ class TrainerStreamCallback(LoaderState):
         self.stream.batches.restore(state)
 
     def state(self) -> dict[str, Any]:
-        """State of the stream for all ranks."""
+        """Return the state of the stream for all ranks."""
         return gathered(self.stream.batches.state())
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count a micro batch of a step as used."""
-        self._use_one()
+        self._count_used()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the last micro batch of a step as used."""
-        self._use_one()
+        self._count_used()
 
-    def _use_one(self) -> None:
+    def _count_used(self) -> None:
         self.stream.used = (self.stream.used or 0) + 1
         self.stream.batches.use(self.stream.used)
 
@@ -206,5 +212,5 @@ def _is_function(loader: Any) -> bool:
 
 
 def _no_examples() -> Iterator[Any]:
-    """The parent class needs a source of examples; this one is never read."""
+    """Yield no examples: the parent class requires a source, which is never read."""
     yield from ()

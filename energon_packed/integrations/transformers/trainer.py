@@ -1,19 +1,17 @@
-"""PackedTrainer: a Trainer with the order of training and the loss of packed data.
+"""Packed data to training and evaluation of transformers.Trainer: PackedTrainer, and callbacks for any Trainer.
 
-train     the global order of the data: one state for all ranks, and every pack once in each epoch
-evaluate  the mean over tokens. A stock Trainer's evaluation loss is the mean of the rows' losses, in which a row with
-          few targets counts as much as a row with many, and with several processes some packs count twice.
-
-Callbacks for transformers.Trainer: isolation before the first step, and the packs of a blend in each epoch.
+Training uses the global order of the data: one state for all ranks, and every pack once in each epoch. The evaluation
+loss is the mean over tokens. The evaluation loss of a stock Trainer is the mean of the losses of rows, in which a row
+with few targets has the same weight as a row with many targets, and with several processes some packs count twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.accelerate import prepared_loader
@@ -23,55 +21,57 @@ from energon_packed.integrations.transformers.stream import LoaderState, Trainer
 from energon_packed.loading import Collator, DataflowLoader, MapDistributor, PackedDataset, PlannedDataset
 
 
-class IsolationCheckCallback(TrainerCallback):
-    """Runs `check_isolation` on the model when training begins: `Trainer(..., callbacks=[IsolationCheckCallback()])`.
-
-    Raises:
-        IsolationError: the model does not keep packed samples apart.
-    """
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
-        """Check once; every process does the same."""
-        check_isolation(model)
-
-
-class SetEpochCallback(TrainerCallback):
-    """Draws the packs of a blend anew in each epoch: `Trainer(..., callbacks=[SetEpochCallback(dataset)])`.
-
-    The Trainer tells its sampler the number of the epoch, and not the data. Resuming draws the epoch that was saved.
-
-    Args:
-        dataset: PackedDataset over a Metadataset.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Draw the packs of this epoch."""
-        self.dataset.set_epoch(int((state.epoch or 0) + 1e-6))
-
-
 class PackedTrainer(Trainer):
-    """A Trainer that checks arguments and isolation before the first step and evaluates by token.
+    """Trainer that checks arguments and isolation before the first step, and evaluates by token.
 
         trainer = PackedTrainer(model, args, eval_dataset=dataset, data_collator=PaddingFreeCollator())
 
     A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
-    with any number of processes, blends are drawn anew in each epoch, and a checkpoint continues exactly, also with
-    another number of processes. In a last step without a pack for some process, that process gets a row without
-    targets. `train_sampling_strategy="group_by_length"` aligns the packs of a step by cost. A TrainerStream is saved
-    and restored.
+    with any number of processes, a blend is drawn in each epoch, and a checkpoint continues exactly, also with another
+    number of processes. If the last step has no pack for a process, that process gets a row without targets.
+    `train_sampling_strategy="group_by_length"` aligns the packs of a step by cost. The state of a TrainerStream is
+    saved and restored.
 
     `eval_loss` is sum(loss of each target) / number of targets, over all rows of all processes, and every pack counts
-    once. `compute_metrics` gets a row of -100 labels where a process has fewer rows. Everything else is as in Trainer.
+    once. `compute_metrics` gets a row of -100 labels if a process has fewer rows.
+
+    Args: as in Trainer.
 
     Raises:
-        ConfigError: arguments that do not fit the data; see `check_training_arguments`.
+        ConfigError: the arguments do not fit the data; see `check_training_arguments`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
         self._sums: torch.Tensor | None = None
         self.add_callback(IsolationCheckCallback())
         data = self.train_dataset
@@ -84,7 +84,7 @@ class PackedTrainer(Trainer):
             self.add_callback(_OrderState(self))
 
     def get_train_dataloader(self) -> Any:
-        """This process's rows of each step, in the global order of the data."""
+        """Return the rows of this process in each step, in the global order of the data."""
         data, args = self.train_dataset, self.args
         if not self._has_order(data):
             return super().get_train_dataloader()
@@ -109,25 +109,25 @@ class PackedTrainer(Trainer):
         return self._loader
 
     def num_examples(self, dataloader: Any) -> int:
-        """Packs of one epoch, for the Trainer's log."""
+        """Return the packs of one epoch, for the log of the Trainer."""
         if dataloader is self._loader and self._loader is not None:
             return len(self.train_dataset)
         return int(super().num_examples(dataloader))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """This process's rows of the packs; every process has the same number of rows."""
+        """Return the evaluation rows of this process; every process has the same number of rows."""
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         return self._rows_of(self.eval_dataset if eval_dataset is None else eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """As `get_eval_dataloader`."""
+        """Return the rows of this process; see `get_eval_dataloader`."""
         return self._rows_of(test_dataset)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As in Trainer; while evaluating, the loss is the mean over this row's targets, and it is summed up."""
+        """Compute the loss as in Trainer; during evaluation, add the mean over the targets of the row to the sum."""
         if self._sums is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         targets = (inputs["labels"][..., 1:] != -100).sum()
@@ -138,9 +138,14 @@ class PackedTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def evaluation_loop(
-        self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> Any:
-        """As in Trainer, with the loss per token.
+        """Evaluate as in Trainer, with the loss per token.
 
         Raises:
             ConfigError: no row has a target.
@@ -148,30 +153,31 @@ class PackedTrainer(Trainer):
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         try:
             output = super().evaluation_loop(
-                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
+            # float64 sums of all processes: the result does not depend on the number of processes.
             loss, targets = self.accelerator.reduce(self._sums, reduction="sum").tolist()
         finally:
             self._sums = None
         if not targets:
-            raise ConfigError("no token of the evaluation data is a target; pack it with another `loss_on`")
+            raise ConfigError("no token of the evaluation data is a target. Pack it with another `loss_on`.")
         packs = getattr(getattr(dataloader, "dataset", None), "packs", output.num_samples)
         return output._replace(
             metrics={**output.metrics, f"{metric_key_prefix}_loss": loss / targets}, num_samples=packs
         )
 
     def _has_order(self, data: Any) -> bool:
-        """Whether the Trainer reads `data` in its global order."""
+        """Return whether the Trainer reads `data` in its global order."""
         return isinstance(data, PackedDataset | PlannedDataset) and isinstance(self.data_collator, Collator)
 
     def _place(self) -> tuple[int, int]:
-        """Data-parallel (rank, world size): processes of tensor, context and sequence parallelism share their data."""
+        """Return data-parallel (rank, world size): tensor, context and sequence parallelism share their data."""
         replicas = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
         return self.accelerator.process_index // replicas, self.accelerator.num_processes // replicas
 
     def _rows_of(self, packs: Any) -> Any:
         if packs is None:
-            raise ConfigError("evaluation needs `eval_dataset`; pass a PackedDataset of another split")
+            raise ConfigError("evaluation needs `eval_dataset`. Pass a PackedDataset of another split.")
         rows = _EvaluationRows(packs, self.data_collator, self.args.eval_batch_size, self._place())
         return DataLoaderShard(
             rows,
@@ -181,16 +187,46 @@ class PackedTrainer(Trainer):
         )
 
 
-class _OrderState(LoaderState):
-    """Saves and restores the position of a PackedTrainer in the order of its data."""
+class IsolationCheckCallback(TrainerCallback):
+    """TrainerCallback that checks the model when training starts: `callbacks=[IsolationCheckCallback()]`.
 
-    remedy = "it was saved by another Trainer: resume it there"
+    Raises:
+        IsolationError: the model does not keep packed samples apart.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        """Run `check_isolation`, the same on every process."""
+        check_isolation(model)
+
+
+class SetEpochCallback(TrainerCallback):
+    """TrainerCallback that draws the packs of a blend in each epoch: `callbacks=[SetEpochCallback(dataset)]`.
+
+    The Trainer passes the epoch to its sampler, but not to the dataset. Resuming draws the saved epoch.
+
+    Args:
+        dataset: PackedDataset over a Metadataset.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw the packs of this epoch."""
+        # `state.epoch` is a float that sums fractions of steps, and may be slightly below the next integer.
+        self.dataset.set_epoch(int((state.epoch or 0) + 1e-6))
+
+
+class _OrderState(LoaderState):
+    """Callback that saves and restores the position of a PackedTrainer in the order of its data."""
+
+    remedy = "resume it with the Trainer that saved it"
 
     def __init__(self, trainer: PackedTrainer) -> None:
         self._trainer = trainer
 
     def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:
-        """Move the loader to a saved state, in front of as many batches as the Trainer skips in this epoch."""
+        """Move the loader to a saved state, and add the empty batches that the Trainer skips in this epoch."""
         loader = self._trainer._loader
         loader.load_state_dict(state)
         if not args.ignore_data_skip:
@@ -199,13 +235,16 @@ class _OrderState(LoaderState):
             loader.skip_on_resume(trainer_state.global_step % steps * accumulated)
 
     def state(self) -> dict[str, Any]:
-        """State of the loader, the same on all ranks."""
-        found: dict[str, Any] = self._trainer._loader.state_dict()
-        return found
+        """Return the state of the loader, the same on all ranks."""
+        state: dict[str, Any] = self._trainer._loader.state_dict()
+        return state
 
 
 class _EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Rows of one process: packs in order, dealt out by rows; a process without a row repeats one, without targets."""
+    """Evaluation rows of one process: packs in order, a row for each process in turn.
+
+    A process without a row in the last step repeats pack 0 without targets.
+    """
 
     def __init__(self, packs: Any, collator: Any, batch_size: int, place: tuple[int, int]) -> None:
         self.packs = len(packs)
@@ -217,8 +256,8 @@ class _EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, step: int) -> dict[str, Any]:
         if step >= len(self):
-            raise IndexError(f"row {step} is not among the {len(self)} rows")
+            raise IndexError(f"row index must be below {len(self)}, got {step}")
         first = (step * self._world_size + self._rank) * self._batch_size
-        numbers: Sequence[int] = range(first, min(first + self._batch_size, self.packs))
-        row: dict[str, Any] = self._collator([self._data[number] for number in numbers or [0]])
-        return row if numbers else row | {"labels": torch.full_like(row["labels"], -100)}
+        indices: Sequence[int] = range(first, min(first + self._batch_size, self.packs))
+        row: dict[str, Any] = self._collator([self._data[index] for index in indices or [0]])
+        return row if indices else row | {"labels": torch.full_like(row["labels"], -100)}

@@ -1,6 +1,9 @@
 """DataflowLoader: the four roles under torch's DataLoader, with exact resume.
 
-loader.py: the loader and its worker processes. steps.py: the steps of known packs, position (epoch, step), and of
-streams, one position for each worker shard. worker_stream.py: the four roles of one worker shard. transport.py:
-how batches travel from worker processes.
+| module | content |
+|---|---|
+| loader.py | the loader and its worker processes |
+| steps.py | the position in an epoch, and the steps from there: of known packs, and of streams |
+| worker_stream.py | the four roles of one worker shard |
+| transport.py | batches from worker processes to the main process |
 """

@@ -1,8 +1,10 @@
-"""Settings of DataflowLoader, and options of torch's DataLoader under it: which go together.
+"""The four roles to batches: DataflowLoader, a torch DataLoader that resumes exactly at every step.
 
-WorkerSteps: the dataset under torch's DataLoader, which yields the steps of each worker process.
-
-DataflowLoader: the four roles under torch's DataLoader, with exact resume.
+| name | content |
+|---|---|
+| Settings, LoaderOptions | options of DataflowLoader: as values, and as types of its arguments |
+| DataflowLoader | the loader, in the main process |
+| WorkerSteps | the dataset under torch's DataLoader, in the worker processes |
 """
 
 import gc
@@ -10,12 +12,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
@@ -46,7 +48,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of `DataflowLoader`; see there."""
+    """Settings of `DataflowLoader`, which documents them."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -62,59 +64,82 @@ class Settings:
             raise ConfigError(f"`even_ranks` must be 'off' or 'mask', got {self.even_ranks!r}.")
         for name in ("seed", "max_failures"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
-                raise ConfigError(f"`{name}` is {getattr(self, name)}; it must be at least 0")
+                raise ConfigError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
 
 
-def refuse_contradictions(
-    distributor: Any, packer: Packer | None, batch_size: int | None, options: dict[str, Any]
+class TorchOptions(TypedDict, total=False):
+    """Options that DataflowLoader passes to torch's DataLoader."""
+
+    persistent_workers: bool
+    pin_memory: bool
+    prefetch_factor: int | None
+    timeout: float
+    multiprocessing_context: Any
+    worker_init_fn: Callable[[int], None] | None
+
+
+class LoaderOptions(TorchOptions, total=False):
+    """Options of `DataflowLoader` beside the roles: those of Settings, and of torch."""
+
+    rank: int | None
+    world_size: int | None
+    seed: int
+    max_failures: int | None
+    drop_last: bool
+    allow_changed_weights: bool
+    order_log: str | Path | None
+    even_ranks: Literal["off", "mask"]
+
+
+def _check_contradictions(
+    distributor: Any, packer: Packer | None, batch_size: int | None, options: Mapping[str, Any]
 ) -> None:
-    """Refuse what the roles decide already.
+    """Refuse options that contradict the roles.
 
     Raises:
-        ConfigError: the message says what to drop.
+        ConfigError: the message names the option to remove.
     """
     for name, remedy in _REFUSED.items():
         if options.get(name) is not None:
-            raise ConfigError(f"drop `{name}`: {remedy}")
+            raise ConfigError(f"Unsupported argument `{name}`: {remedy}.")
     if not isinstance(distributor, Distributor):
         raise ConfigError(
-            f"`distributor` is a {type(distributor).__name__}; pass a Distributor, such as MapDistributor(data) for "
-            "what has a length, or IterableDistributor(data)"
+            f"`distributor` must be a Distributor, got {type(distributor).__name__}. Wrap map-style data in "
+            "MapDistributor(data), iterables in IterableDistributor(data)."
         )
     if batch_size is not None and packer is not None:
         raise ConfigError(
-            f"`batch_size` {batch_size} and {type(packer).__name__} both decide what shares a row; drop one of them"
+            f"Pass either `batch_size` or `packer`, not both (got batch_size={batch_size} and "
+            f"{type(packer).__name__})."
         )
     if options.get("drop_last") and batch_size is None:
-        raise ConfigError("`drop_last` belongs to `batch_size`; drop it, as packers give everything")
+        raise ConfigError("`drop_last` works only with `batch_size`; a packer emits every row. Remove it.")
 
 
-def corrected(of_torch: dict[str, Any], num_workers: int) -> dict[str, Any]:
-    """The options, without those that need workers where there are none.
+def _without_worker_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return torch's options without those that need worker processes.
 
     Raises:
-        ConfigError: one that cannot be left out silently.
+        ConfigError: an option cannot be ignored silently.
     """
-    if num_workers:
-        return of_torch
-    if of_torch.get("persistent_workers"):
+    if options.get("persistent_workers"):
         _log.warning("`persistent_workers` needs `num_workers` of at least 1; it is set to False")
-        of_torch = {**of_torch, "persistent_workers": False}
+        options = {**options, "persistent_workers": False}
     for name in ("prefetch_factor", "multiprocessing_context", "timeout"):
-        if of_torch.get(name) not in (None, 0):
-            raise ConfigError(f"`{name}` needs worker processes; drop it, or set `num_workers` to at least 1")
-    return of_torch
+        if options.get(name) not in (None, 0):
+            raise ConfigError(f"`{name}` needs worker processes. Remove it, or set `num_workers` to at least 1.")
+    return options
 
 
-_PARENT_CHECK_SECONDS = 2.0  # between two looks at the parent process
+_PARENT_CHECK_SECONDS = 2.0  # between two checks of the parent process
 
 
 class WorkerSteps(torch.utils.data.IterableDataset[Any]):
-    """In each worker process, the messages with its steps; without worker processes, the steps.
+    """Dataset whose items are the messages of each worker process, or the steps if there are no worker processes.
 
     Args:
-        steps: of this rank.
-        in_flight: messages of a worker that torch asks for in advance.
+        steps: steps of this rank.
+        in_flight: messages of a worker that torch requests in advance.
     """
 
     def __init__(self, steps: PlannedSteps | StreamSteps, in_flight: int) -> None:
@@ -127,13 +152,16 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
         self._by_loader = False
 
     @contextmanager
-    def begin(self, position: Any) -> Iterator[None]:
-        """Set where the iteration begins that is made inside; only workers that start now see more than its epoch."""
+    def starting_at(self, position: Any) -> Iterator[None]:
+        """Set the start position of an iteration that is made in this context.
+
+        Workers that run already see only its epoch: they start an epoch together, at its first step.
+        """
         self._epoch[0] = position.epoch
-        # A mark keeps every update of a mixture since then, and workers do not need it.
+        # A mark keeps every later update of a mixture in memory, and workers do not need it.
         self._start = replace(position, mark=None) if isinstance(position, StreamPosition) else position
         self.plan.roles.failures.start(is_whole=not position.step and not getattr(position, "shards", ()))
-        self.counts.begin()
+        self.counts.reset()
         self._by_loader = True
         try:
             yield
@@ -143,9 +171,8 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Step | Message]:
         if not self._by_loader:
             raise ConfigError(
-                "the data of a DataflowLoader is iterated by another loader, which loses its order, state and ranks: "
-                "do not pass a DataflowLoader to accelerator.prepare or Trainer; iterate it directly, and move each "
-                "batch to the device"
+                "Another DataLoader is iterating this DataflowLoader's dataset, which loses order, state and ranks. "
+                "Iterate the DataflowLoader directly, and do not pass it to accelerator.prepare or Trainer."
             )
         info = torch.utils.data.get_worker_info()
         epoch = int(self._epoch[0])
@@ -156,9 +183,9 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
         if info is None:
             return steps
         _end_with_parent()
-        gc.freeze()  # what the main process had loaded is not searched for garbage again and again
+        gc.freeze()  # objects of the main process are not searched for garbage in every collection
         gc.set_threshold(100_000)
-        one_by_one = self.plan.roles.distributor.schedule is not None  # it counts what workers were asked for
+        one_by_one = self.plan.roles.distributor.schedule is not None  # a schedule counts requested steps
         worker = (turn + getattr(start, "next_worker", 0)) % self.plan.num_workers
         return messages(guarded(steps, turn), worker, self.counts, self.in_flight, one_by_one=one_by_one)
 
@@ -166,8 +193,8 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
 def _end_with_parent() -> None:
     """End this worker process when its parent was killed.
 
-    Torch's worker notices that, too. But then it waits until its queue is empty, and the reader of the queue is gone:
-    the worker, and what holds its output open, would wait indefinitely.
+    Torch's worker notices that, too, but then it waits until its queue is empty. The reader of the queue is gone, so
+    the worker, and each process that reads its output, would wait indefinitely.
     """
     if any(thread.name == _end_with_parent.__name__ for thread in threading.enumerate()):
         return  # a persistent worker in a later epoch
@@ -182,55 +209,52 @@ def _end_with_parent() -> None:
 
 
 Position = PlannedPosition | StreamPosition
-_TORCH = (
-    "persistent_workers",
-    "pin_memory",
-    "prefetch_factor",
-    "timeout",
-    "multiprocessing_context",
-    "worker_init_fn",
-)
 _NAME = "DataflowLoader"
-"""In states, of subclasses too."""
+"""Name in loader states, also in states of subclasses."""
 
 
 class DataflowLoader(torch.utils.data.DataLoader[Any]):
-    """Wires a Distributor, a Processor, a Packer and a Collator, once in every worker process.
+    """Load batches through a Distributor, a Processor, a Packer and a Collator, once in every worker process.
 
         loader = DataflowLoader(MapDistributor(dataset), packer=PoolPacker(4096), num_workers=2)
         for batch in loader:                            # one epoch of PackedBatch; iterate again for the next
             ...
         state = loader.state_dict()                     # exact at every step
 
-    Iterating again after a break resumes after the last batch; after the last batch of an epoch the next one begins,
-    whether the loop met the end or counted steps.
+    Iterating again after a break resumes after the last batch. After the last batch of an epoch, iterating again
+    starts the next epoch, whether the loop met the end or counted steps.
 
     Args:
-        distributor: the items of every rank and worker.
+        distributor: assigns items to ranks and workers.
         processor: encodes conversations and records; by default data must be tokenized.
-        packer: which samples share a row; by default every item is a row (PlannedPacker).
+        packer: decides which samples share a row; by default every item is a row (PlannedPacker).
         collator: makes the batch; by default PaddingFreeCollator.
-        batch_size: items in one batch, in place of a packer: builds a SimpleBatcher.
-        num_workers: worker processes; 0 loads in this one.
-        options: `rank` and `world_size`, data-parallel place, by default from torch.distributed; `seed`;
-            `max_failures`, samples of this rank that may fail to load in an epoch; `drop_last`, with `batch_size`;
-            `allow_changed_weights`, a state of other weights of a mixture or blend is restored, and what follows is
-            drawn by the new weights; `order_log`, a folder where every step is written down (`energon-packed order
-            check` reads it); `even_ranks`, "mask" gives a rank without an item in the last step a row without
-            targets, so that all ranks have as many batches; and these options of torch's DataLoader:
-            `persistent_workers`, `pin_memory`, `prefetch_factor`, `timeout`, `multiprocessing_context`,
-            `worker_init_fn`.
+        batch_size: items in one batch, instead of a packer: builds a SimpleBatcher.
+        num_workers: worker processes; 0 loads in this process.
+        options: further options, all with defaults:
+
+            - `rank`, `world_size`: data-parallel rank and world size; by default from torch.distributed.
+            - `seed`: of the order; by default 0.
+            - `max_failures`: samples of this rank that may fail to load in an epoch; 0 raises the first failure.
+            - `drop_last`: drop a short last batch; with `batch_size`.
+            - `allow_changed_weights`: accept a state with other weights of a mixture or blend, and draw the rest by
+              the new weights.
+            - `order_log`: folder in which every step is recorded (`energon-packed order check` reads it).
+            - `even_ranks`: "mask" yields a row without targets on a rank without an item in the last step, so that
+              all ranks have the same number of batches.
+            - `persistent_workers`, `pin_memory`, `prefetch_factor`, `timeout`, `multiprocessing_context`,
+              `worker_init_fn`: as in torch's DataLoader.
 
     Attributes:
         failures: samples of the current epoch that failed or were dropped: `counts` by reason, and the first `rows`.
 
-    accelerator.prepare returns it as it is, as it deals batches to ranks itself; see `integrations.accelerate`.
+    accelerator.prepare returns it unchanged, as it is sharded over ranks already; see `integrations.accelerate`.
 
     Raises:
-        ConfigError: options that are unknown or contradict each other; the message says what to drop.
+        ConfigError: options are unknown or contradict each other; the message names the option to remove.
     """
 
-    _is_accelerate_prepared = True  # otherwise accelerator.prepare splits each rank's part over ranks
+    _is_accelerate_prepared = True  # otherwise accelerator.prepare splits the data of each rank over ranks again
 
     def __init__(
         self,
@@ -241,15 +265,19 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         *,
         batch_size: int | None = None,
         num_workers: int = 0,
-        **options: Any,
+        **options: Unpack[LoaderOptions],
     ) -> None:
-        refuse_contradictions(distributor, packer, batch_size, options)
-        of_torch = {name: options.pop(name) for name in _TORCH if name in options}
-        settings = make(Settings, options, what="option")
+        _check_contradictions(distributor, packer, batch_size, options)
+        torch_names = TorchOptions.__annotations__
+        of_torch: dict[str, Any] = {name: value for name, value in options.items() if name in torch_names}
+        own = {name: value for name, value in options.items() if name not in torch_names}
+        settings = make(Settings, own, what="option")
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
-            raise ConfigError(f"`num_workers` is {num_workers!r}; it must be an integer of at least 0")
+            raise ConfigError(f"`num_workers` must be an integer of at least 0, got {num_workers!r}.")
         if batch_size is not None:
             packer = SimpleBatcher(batch_size, drop_last=settings.drop_last)
+        if not num_workers:
+            of_torch = _without_worker_options(of_torch)
         context = of_torch.get("multiprocessing_context")
         self.failures = FailureLog(settings.max_failures, context=context, readers=distributor.readers)
         self._roles = LoaderParts(
@@ -261,42 +289,44 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         )
         self._settings = settings
         self._rank, self._world_size = resolve_rank(settings.rank, settings.world_size)
+        # Rows of known items need no packing at run time: their steps follow from epoch and step alone.
         planned = isinstance(distributor, MapDistributor) and self._roles.packer.rows is not None
-        place = (self._roles, self._rank, self._world_size, max(1, num_workers), settings.seed)
+        common = (self._roles, self._rank, self._world_size, max(1, num_workers), settings.seed)
         mask = settings.even_ranks == "mask"
         if mask and not planned:
             raise ConfigError("`even_ranks` 'mask' needs items with a global order, got a stream. Use 'off'.")
-        self._plan: PlannedSteps | StreamSteps = PlannedSteps(*place, mask=mask) if planned else StreamSteps(*place)
+        self._plan: PlannedSteps | StreamSteps = PlannedSteps(*common, mask=mask) if planned else StreamSteps(*common)
         self._order_log = (
             None if settings.order_log is None else OrderLog(Path(settings.order_log), self._rank, planned=planned)
         )
-        self._here: Any = self._plan.begin(0)
-        self._given = self._empty_epochs = 0  # batches of the epoch
-        self._moves = 0  # states that were loaded
+        self._position: Any = self._plan.begin(0)
+        self._yielded = 0  # batches of the epoch
+        self._empty_epochs = 0  # in succession
+        self._restores = 0  # states that were loaded
         self._is_warned = False
-        self._to_come: Iterator[Any] | None = None
+        self._steps: Iterator[Any] | None = None  # of the workers, while an epoch is not finished
         self._schedule = distributor.schedule
         super().__init__(
             WorkerSteps(self._plan, in_flight=of_torch.get("prefetch_factor") or 2),
             batch_size=None,
             num_workers=num_workers,
             collate_fn=_unchanged,
-            **corrected(of_torch, num_workers),
+            **of_torch,
         )
         if self._schedule is not None:
             self._schedule.in_flight = num_workers * (self.prefetch_factor or 0)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches of the current epoch that were not given yet; after its last one, those of the next epoch.
+        """Yield the remaining batches of the current epoch; after its last batch, the batches of the next epoch.
 
         Raises:
-            ConfigError: two epochs in succession have no batch, the process group is another one than when the loader
-                was made, or another tool splits the batches over ranks again.
+            ConfigError: two epochs in succession have no batch, the process group changed since the loader was
+                created, or another tool splits the batches over ranks again.
         """
-        return iterate_epoch(self.rest_of_epoch, empty=int(self._here.step > 0))
+        return iterate_epoch(self.rest_of_epoch, empty=int(self._position.step > 0))
 
     def rest_of_epoch(self) -> Iterator[Any]:
-        """The batches of the current epoch that were not given yet: none after its last batch.
+        """Yield the remaining batches of the current epoch: no batch after its last batch.
 
         Raises:
             ConfigError: as iterating.
@@ -306,55 +336,56 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         if not self._is_warned:
             self._is_warned = True
             warn_uneven(self._rank, self._world_size, self._plan.length)
-        steps, began = self._steps_to_come(), (self.epoch, self._moves)
+        steps, started = self._remaining_steps(), (self.epoch, self._restores)
         while (step := self._next_of(steps)) is not None:
             if self._schedule is not None and not step.ended:
-                self._schedule.handed_out(step.worker)
-            self._here = self._plan.after(self._here, step)
+                self._schedule.count_step(step.worker)
+            # Before the batch is yielded: a state saved in the loop body is the state after this batch.
+            self._position = self._plan.after(self._position, step)
             if self._order_log is not None:
                 place = (self._rank, self._world_size, self._plan.num_workers)
-                self._order_log.write(place, self._here, step)
+                self._order_log.write(place, self._position, step)
             if step.batch is not None:
-                self._given += 1
+                self._yielded += 1
                 yield step.batch
-                if is_left(began, (self.epoch, self._moves)):
+                if is_left(started, (self.epoch, self._restores)):
                     return
         self._end_epoch()
 
-    def _steps_to_come(self) -> Iterator[Any]:
-        """The steps of the workers; an iteration that counted steps continues with the same workers."""
-        if self._to_come is None:
-            if self._here.step:
-                self._iterator = None  # new workers, which begin at the position
+    def _remaining_steps(self) -> Iterator[Any]:
+        """Return the steps of the workers; iterating again after a break continues with the same workers."""
+        if self._steps is None:
+            if self._position.step:
+                self._iterator = None  # new workers, which start at the position; persistent workers know no step
             if self._schedule is not None:
-                self._schedule.begin()
+                self._schedule.start_epoch()
             dataset: WorkerSteps = self.dataset  # type: ignore[assignment]
-            with dataset.begin(self._here):
-                self._to_come = watched(super().__iter__(), type(self).__name__)
+            with dataset.starting_at(self._position):
+                self._steps = watched(super().__iter__(), type(self).__name__)
             if self.num_workers:
-                self._to_come = round_robin(self._to_come, getattr(self._here, "next_worker", 0), dataset.counts)
-        return self._to_come
+                self._steps = round_robin(self._steps, getattr(self._position, "next_worker", 0), dataset.counts)
+        return self._steps
 
     def _next_of(self, steps: Iterator[Any]) -> Any:
-        """The next step, or None; after an error, iterating starts again, at the state."""
+        """Return the next step, or None; after an error, iterating starts again at the position."""
         try:
             return next(steps, None)
         except BaseException:
-            self._iterator = self._to_come = None
+            self._iterator = self._steps = None
             raise
 
     def __len__(self) -> int:
-        """Batches of this rank in one epoch, where the distributor and the packer know.
+        """Return the number of batches of this rank in one epoch.
 
         Raises:
-            TypeError: they do not.
+            TypeError: the distributor or the packer do not know it.
         """
         return self._plan.length(self._rank)
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that the next batch belongs to, from 0."""
-        return int(self._here.epoch)
+        """Index of the epoch of the next batch, from 0."""
+        return int(self._position.epoch)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -362,69 +393,70 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         return self._rank, self._world_size
 
     def position(self) -> Position:
-        """The position after the last batch that was given: small, for `state_dict` of later."""
-        return self._here  # type: ignore[no-any-return]
+        """Return the position after the last yielded batch: a small object, for a later `state_dict`."""
+        return self._position  # type: ignore[no-any-return]
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
-        """The state after the last batch that was given, in plain types.
+        """Return the state after the last yielded batch, in plain types.
 
         Args:
-            position: after an earlier batch, for a trainer that reads ahead: the state is as after that batch, with
-                all updates of a mixture until now.
+            position: position after an earlier batch, for a trainer that reads ahead: the state is as after that
+                batch, with all updates of a mixture until now.
 
         Raises:
-            BatchError: a packer holds samples that the distributor cannot read again.
+            BatchError: a packer buffers samples that the distributor cannot read again.
         """
-        plain = self._plan.to_plain(position or self._here)  # type: ignore[arg-type]
+        plain = self._plan.to_plain(position or self._position)  # type: ignore[arg-type]
         return make_state(_NAME, self._identity(), plain, self._plan.place)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch at which `state` was saved; call it before iterating.
 
         Items with a global order (a MapDistributor whose items are rows) continue exactly with any number of ranks and
-        workers, and with another `batch_size`. A stream is identical with as many ranks and workers as before. With
-        others, the new workers finish the shards of the begun epoch; `state` then is what `gather_state` returned, or
-        the state of the only rank.
+        workers, and with another `batch_size`. A stream is identical with the same number of ranks and workers. With
+        another number, the new workers finish the shards of the current epoch, and `state` must be the result of
+        `gather_state`, or the state of the only rank.
 
         Raises:
-            BatchError: the state is of other data or settings (the message names what differs), or of a stream that
-                cannot be continued with this number of ranks or workers.
+            BatchError: the dataset or the settings differ (the message names the difference), or a stream cannot be
+                continued with this number of ranks or workers.
         """
         with damage_named():
             states = states_of(state)
-            for one in states:
-                check_state(one, _NAME)
+            for state_of_rank in states:
+                check_state(state_of_rank, _NAME)
             allow = self._settings.allow_changed_weights
-            self._here = self._plan.from_plain(states, self._identity(), allow_changed_weights=allow)
-        self._given = self._here.step
-        self._moves += 1
-        self._iterator = self._to_come = None
+            self._position = self._plan.from_plain(states, self._identity(), allow_changed_weights=allow)
+        self._yielded = self._position.step
+        self._restores += 1
+        self._iterator = self._steps = None
 
     @cached_property
     def _processor(self) -> str:
-        """Digest of what decides tokens, of megabytes of tokenizer: made once."""
+        """Digest of the settings that decide tokens; computed once, as it reads megabytes of tokenizer."""
         return self._roles.processor.fingerprint()
 
     def _identity(self) -> dict[str, Any]:
-        """Data and settings that a state has in common with every loader that continues from it."""
+        """Return the data and settings that a loader must share with a state to continue from it."""
         own = {"processor": self._processor} if self._processor else {}
         return {"seed": self._settings.seed} | own | self._plan.identity()
 
     def _end_epoch(self) -> None:
         self.failures.end_epoch(self.epoch, is_alone=self._world_size == 1)
-        self._empty_epochs = 0 if self._given else self._empty_epochs + 1
+        self._empty_epochs = 0 if self._yielded else self._empty_epochs + 1
         if self._empty_epochs:
             message = (
                 f"rank {self._rank} of {self._world_size} has no item in epoch {self.epoch}: there are fewer items "
-                "than ranks and workers, or all were dropped; use fewer of them, or more data"
+                "than ranks and workers, or all were dropped. Use fewer ranks and workers, or more data."
             )
+            # Once is a warning: items may be dropped by chance, and other ranks have batches in this epoch.
             if self._empty_epochs > 1:
                 raise ConfigError(message)
             _log.warning("%s", message)
         if self._schedule is not None:
             self._schedule.end_epoch()
-        self._here = self._plan.begin(self.epoch + 1)
-        self._given, self._to_come = 0, None
+        self._position = self._plan.begin(self.epoch + 1)
+        self._yielded, self._steps = 0, None
 
 
 def _unchanged(step: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How batches travel from worker processes to the main process.
+"""Steps of worker processes to the steps of the main process: how batches travel through torch's queue.
 
     worker   PackedBatch ──reduced: small tensors as bytes──┐
              Step, Step, ... ──────► Message ───────────────┴─queue of torch's DataLoader──┐
@@ -36,7 +36,7 @@ _LARGE = 1 << 20  # bytes of a tensor above which shared memory is cheaper than 
 _STEPS = 16  # maximum steps in a message
 _BYTES = 1 << 19  # a message is sent when it has as many
 _SECONDS = 0.5  # or when it is as old
-# dtypes that ids, labels and positions, or weights may fit
+# Narrower dtypes to try: for ids, labels and positions, and for loss weights.
 _NARROWER = {"int64": ("int16", "int32"), "float32": ("bool",)}
 _WORTH = 1 << 10  # minimum elements of an array that is narrowed
 _REDUCERS: dict[Any, Any] = {}  # classes of `send_by_value`
@@ -44,9 +44,9 @@ Class = TypeVar("Class", bound=type)
 
 
 def send_by_value(cls: Class) -> Class:
-    """Class decorator: small tensors in the fields of `cls` are sent as bytes. Files that contain it do not change.
+    """Class decorator that sends small tensors in the fields of `cls` as bytes; pickle files do not change.
 
-    Subclasses, which may have a pickled form of their own, are sent as torch sends them.
+    Subclasses may have a custom pickled form, so they are sent as torch sends them.
     """
     ForkingPickler.register(cls, _reduced)
     _REDUCERS[cls] = _reduced
@@ -55,12 +55,12 @@ def send_by_value(cls: Class) -> Class:
 
 def _reduced(value: Any) -> tuple[Any, ...]:
     make, args, (attributes, slots) = value.__reduce_ex__(2)[:3]
-    return make, args, (attributes, {name: _by_value(one) for name, one in slots.items()})
+    return make, args, (attributes, {name: _by_value(field) for name, field in slots.items()})
 
 
 def _by_value(value: Any) -> Any:
     if type(value) is dict:
-        return {name: _by_value(one) for name, one in value.items()}
+        return {name: _by_value(entry) for name, entry in value.items()}
     if type(value) is not torch.Tensor or value.nbytes > _LARGE:
         return value
     try:
@@ -121,26 +121,28 @@ class WorkerProgress:
         self.yielded = torch.zeros((2, num_workers), dtype=torch.int64)
         torch.Tensor.share_memory_(self.yielded)  # type: ignore[no-untyped-call]
 
-    def begin(self) -> None:
-        """Start an epoch, or the rest of an epoch."""
+    def reset(self) -> None:
+        """Count from zero, for an epoch or the rest of an epoch."""
         self.yielded.zero_()
 
 
 def messages(
     steps: Iterator[Any], worker: int, counts: WorkerProgress, in_flight: int, *, one_by_one: bool
 ) -> Iterator[Message]:
-    """The messages of one worker: its steps and errors, in order.
+    """Yield the messages of one worker: its steps and errors, in order.
 
     Args:
         steps: the Steps, and errors as values (`guarded`).
-        worker: number of the worker.
-        counts: what the main process yielded.
+        worker: index of the worker.
+        counts: steps that the main process yielded.
         in_flight: messages that torch requests in advance.
         one_by_one: each step is a message.
     """
     yielded, made = counts.yielded[:, worker].numpy(), np.zeros(2, dtype=np.int64)
     most, ended = 1 if one_by_one else _STEPS, False
     while not ended:
+        # An empty message answers torch's request without a step: otherwise a fast worker would fill the memory of the
+        # main process while it waits for the step of a slow worker.
         while not one_by_one and _is_far_ahead(made - yielded, in_flight):
             yield Message(worker, [])
         start, entries, size, ended = time.monotonic(), list[Any](), 0, True
@@ -161,7 +163,7 @@ def _is_far_ahead(waiting: npt.NDArray[np.int64], in_flight: int) -> bool:
 
 
 def _entry(step: Any) -> tuple[Any, int]:
-    """(entry, bytes that it counts for): a small step is pickled here; others are pickled by torch's queue.
+    """Return (entry, bytes that it counts for): a small step is pickled here, a large step by torch's queue.
 
     An entry of bytes is unpickled when its turn comes, perhaps after its worker ended. Shared memory must be received
     before that, so steps that torch shares are unpickled on arrival.
@@ -179,8 +181,8 @@ def _is_small(batch: Any) -> bool:
     if type(batch) not in _REDUCERS:
         return batch is None
     values = [getattr(batch, name) for name in type(batch).__dataclass_fields__]
-    tensors = [one for value in values for one in (value.values() if type(value) is dict else [value])]
-    return sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor)) <= _LARGE
+    entries = [entry for value in values for entry in (value.values() if type(value) is dict else [value])]
+    return sum(entry.nbytes for entry in entries if isinstance(entry, torch.Tensor)) <= _LARGE
 
 
 def _received(entry: Any) -> Any:
@@ -196,7 +198,7 @@ def _pinned(step: Any) -> Any:
 
 
 def guarded(steps: Iterator[Any], worker: int) -> Iterator[Any]:
-    """The steps; an error is the last value, so that the main process raises it when its turn comes."""
+    """Yield the steps; an error is the last value, so that the main process raises it when its turn comes."""
     try:
         yield from steps
     except EnergonPackedError as error:  # torch would turn it into a traceback
@@ -206,7 +208,7 @@ def guarded(steps: Iterator[Any], worker: int) -> Iterator[Any]:
 
 
 def round_robin(received: Iterator[Message], first: int, counts: WorkerProgress) -> Iterator[Any]:
-    """The steps, round-robin over workers from worker `first` on, until all ended.
+    """Yield the steps, round-robin over workers from worker `first` on, until all ended.
 
     Raises:
         EnergonPackedError: a worker raised it.

@@ -1,31 +1,42 @@
-"""WorkerStream: the four roles of one share, from any point of its epoch on.
+"""Items of one worker shard to batches, from any point of its epoch on, with the state after each batch.
 
-    Distributor ──items──► Processor ──samples──► PackBuffer ──groups──► Collator ──► Step(batch, state behind it)
+    Distributor ──items──► Processor ──samples──► PackBuffer ──groups──► Collator ──► Step(batch, state after it)
 
-A state names what the packer holds by the keys of its items, and where the distributor continues. Items that were
-read and encoded ahead are in neither: they are read again.
+| name | content |
+|---|---|
+| LoaderParts | the four roles and the log of failures |
+| Step | a batch on its way to the main process |
+| WorkerStream | the steps of one shard |
+| BufferedItem, PackBuffer | the samples without a row, and the rows without a batch |
+
+A state lists the buffered items by their keys, and where the distributor continues. Items that were read and encoded
+ahead are not part of the state: they are read again.
 """
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
-from energon_packed.encoding import Processor
+import numpy as np
+import orjson
+
+from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.errors import REQUESTED_REJECTS, BatchError, EnergonPackedError, RecordError, Reject
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.failures import FailureLog
-from energon_packed.loading.packers.base import Packer, unfit
-from energon_packed.loading.packers.buffer import BufferedItem, PackBuffer
+from energon_packed.loading.packers.base import Packer, Sizes, unfit
 from energon_packed.loading.process import Encoded, RecordAt, WithSource, encode_items
 from energon_packed.loading.ranks import ShardSpec
+from energon_packed.packing.balance import RowSizes
 
 
 class LoaderParts(NamedTuple):
-    """What a dataflow is made of."""
+    """The four roles of a dataflow, and its log of failures."""
 
     distributor: Distributor
     processor: Processor
@@ -38,12 +49,12 @@ class Step(NamedTuple):
     """A batch on its way from a worker to the main process.
 
     Attributes:
-        worker: number of the worker in its rank.
-        batch: of the collator; None if no item of the step could be used, and at the end.
-        state: (shard, JSON) of a stream after this batch, or a text that says why it cannot be saved; None for items
-            with a global order.
-        items: numbers of the items in the batch: in their shard, or places in the global order.
-        dropped: numbers of the items that were used up without a batch since the last step.
+        worker: index of the worker in its rank.
+        batch: result of the collator; None if no item of the step could be used, and at the end.
+        state: (shard, JSON) of a stream after this batch, or a JSON string that says why it cannot be saved; None for
+            items with a global order.
+        items: indices of the items in the batch: in their shard, or positions in the global order.
+        dropped: indices of the items that were used up without a batch since the last step.
         ended: the worker has no more steps in this epoch.
     """
 
@@ -55,45 +66,141 @@ class Step(NamedTuple):
     ended: bool = False
 
 
-class _Encoded(NamedTuple):
-    """An item without its value.
+class BufferedItem:
+    """An encoded item that waits for its row.
 
     Attributes:
-        number, cursor: of the item.
-        held: its samples; None where there are none.
-        error: why not, or None where it stands for no sample.
-        name: of the item, where there is an error.
-        at: where its record is, if it is one of an input file, and its dataset.
+        number: index of the item in its shard.
+        samples: the encoded samples of the item.
+        size: (tokens, images, patches).
+        squares: sum of the squared sample lengths.
+        at: location of its record, if it is a record of an input file.
+        ref: number and key of the item as JSON: the state after every step lists them, so they are made once.
+    """
+
+    __slots__ = ("at", "number", "ref", "samples", "size", "squares")
+
+    def __init__(self, key: Any, number: int, samples: Sequence[EncodedSample], at: RecordAt | None = None) -> None:
+        self.number = number
+        self.at = at
+        self.samples = samples
+        self.ref = orjson.dumps([number, key]).decode()
+        tokens = images = patches = squares = 0
+        for sample in samples:
+            length = len(sample.input_ids)
+            tokens += length
+            squares += length**2
+            images += sample.num_images
+            if sample.image_grid_thw is not None:
+                patches += int(sample.image_grid_thw.prod(dim=1).sum())
+        self.squares = squares
+        self.size = tokens, images, patches
+
+
+class PackBuffer:
+    """Buffer of encoded items from which a packer makes rows.
+
+    Args:
+        packer: groups the samples.
+        on_drop: called with an item that fits no row (and the reason), or that is part of a dropped last group (and
+            None).
+
+    Attributes:
+        waiting: items without a row.
+        ready: rows without a batch.
+    """
+
+    def __init__(self, packer: Packer, on_drop: Callable[[BufferedItem, Reject | None], None]) -> None:
+        self.packer = packer
+        self.waiting: list[BufferedItem] = []
+        self.ready: deque[list[BufferedItem]] = deque()
+        self._on_drop = on_drop
+
+    def push(self, item: BufferedItem) -> None:
+        """Add an item; a full buffer makes rows.
+
+        Raises:
+            EnergonPackedError: the item fits no row, and `on_drop` raises.
+        """
+        if (reject := self.packer.reject_reason(*item.size)) is not None:
+            self._on_drop(item, reject)
+            return
+        self.waiting.append(item)
+        if len(self.waiting) >= self.packer.buffer_size and self.packer.should_flush(len(self.waiting)):
+            self._form(final=False)
+
+    def flush(self) -> None:
+        """Make rows of all waiting items, at the end of the epoch."""
+        if self.packer.drop_last and len(self.waiting) < self.packer.buffer_size:
+            for item in self.waiting:
+                self._on_drop(item, None)
+            self.waiting = []
+        if self.waiting:
+            self._form(final=True)
+
+    def state(self) -> str:
+        """Return numbers and keys of the buffered items: the JSON entries `"ready"` and `"waiting"`."""
+        return f'"ready": [{", ".join(map(_refs, self.ready))}], "waiting": {_refs(self.waiting)}'
+
+    def items(self) -> list[BufferedItem]:
+        """Return all buffered items."""
+        return [item for group in self.ready for item in group] + self.waiting
+
+    def _form(self, *, final: bool) -> None:
+        sizes = Sizes(*np.array([item.size for item in self.waiting], dtype=np.int64).T)
+        squares = np.array([item.squares for item in self.waiting], dtype=np.int64)
+        groups = self.packer.groups(sizes)
+        columns = (sizes.lengths, squares, sizes.patches)
+        sums = [np.array([int(column[group].sum()) for group in groups], dtype=np.int64) for column in columns]
+        rows = RowSizes(tokens=sums[0], squares=sums[1], patches=sums[2])
+        ready, later = self.packer.pop_ready(groups, rows, final=final)
+        self.ready += [[self.waiting[i] for i in group] for group in ready]
+        self.waiting = [self.waiting[i] for group in later for i in group]
+
+
+def _refs(group: Iterable[BufferedItem]) -> str:
+    return f"[{', '.join([item.ref for item in group])}]"
+
+
+class _Encoded(NamedTuple):
+    """An item whose value was encoded.
+
+    Attributes:
+        number, resume_state: as in Item.
+        buffered: its samples; None if there are no samples.
+        error: why the item cannot be used; None also for an item of zero samples.
+        name: of the item, in messages of an error.
+        at: location of its record and its dataset, if it is a record of an input file.
     """
 
     number: int
     resume_state: Any
-    held: BufferedItem | None
-    error: EnergonPackedError | None
-    name: str
+    buffered: BufferedItem | None
+    error: EnergonPackedError | None = None
+    name: str = ""
     at: tuple[RecordAt, str] | None = None
 
 
 class WorkerStream:
-    """The steps of one share.
+    """Iterator over the steps of one shard.
 
     Args:
         roles: of the dataflow.
-        share: part, epoch and seed.
-        state: of an earlier stream of the same share; None begins the epoch.
-        worker: number of the worker that makes the steps.
+        shard: index, epoch and seed.
+        state: of an earlier stream of the same shard; None starts the epoch.
+        worker: index of the worker that makes the steps.
     """
 
     def __init__(
-        self, roles: LoaderParts, share: ShardSpec, state: dict[str, Any] | None = None, worker: int = 0
+        self, roles: LoaderParts, shard: ShardSpec, state: dict[str, Any] | None = None, worker: int = 0
     ) -> None:
         self.roles = roles
-        self.share = share
+        self.shard = shard
         self.worker = worker
         state = state or {"cursor": 0, "number": 0, "last": -1, "ended": False, "ready": [], "waiting": []}
-        self._cursor: Any = state["cursor"]
+        self._resume_state: Any = state["cursor"]
         self._number = int(state["number"])
-        self._last = int(state["last"])  # the highest number in a batch
+        self._last = int(state["last"])  # the highest item index in a batch
         self._ended = bool(state["ended"])
         self._dropped: list[int] = []
         self._rest: Iterator[Item] | None = None
@@ -105,6 +212,7 @@ class WorkerStream:
         if schedule is not None:
             schedule.start(self._saved.get("schedule"))
         while True:
+            # Before the step, not after it: new weights of a mixture apply to the items that this step reads.
             if schedule is not None:
                 schedule.before_step(self._number)
             try:
@@ -114,136 +222,142 @@ class WorkerStream:
 
     def _steps(self) -> Iterator[Step]:
         self._restore_buffer()
+        ready = self._buffer.ready
         while True:
-            while (group := self._buffer.pop()) is not None:
-                yield self._step(group)
+            while ready:
+                yield self._step(ready.popleft())
             if self._ended:
                 break
             for item in self._items():
-                self._cursor, self._number = item.resume_state, item.number + 1
-                if item.held is None:
+                # Before a row is yielded, so that the state of the row continues after the item that completed it.
+                self._resume_state, self._number = item.resume_state, item.number + 1
+                if item.buffered is None:
                     self._failed(item)
                 else:
-                    self._buffer.push(item.held)
-                while (group := self._buffer.pop()) is not None:
-                    yield self._step(group)
+                    self._buffer.push(item.buffered)
+                while ready:
+                    yield self._step(ready.popleft())
             self._ended = True
             self._buffer.flush()
-            if not self._buffer.ready:
+            if not ready:
                 break
         yield self._step([])
 
     def state(self) -> str:
-        """Where a new stream continues, as JSON.
+        """Return where a new stream continues, as JSON.
 
         Raises:
-            BatchError: samples are held out of order, and the distributor cannot read them again.
+            BatchError: samples are buffered out of order, and the distributor cannot read them again.
         """
-        if not self.roles.distributor.can_seek and any(one.number < self._last for one in self._buffer.held()):
+        distributor = self.roles.distributor
+        if not distributor.can_seek and any(item.number < self._last for item in self._buffer.items()):
             raise BatchError(
-                f"the state cannot be saved: {type(self.roles.packer).__name__} holds samples out of order, and "
-                f"{type(self.roles.distributor).__name__} cannot read them again; use SequentialPacker or "
-                "SimpleBatcher, or a source that can be read again (a function that returns an iterator, a dataset)"
+                f"Cannot save the state: {type(self.roles.packer).__name__} buffers samples out of order, and "
+                f"{type(distributor).__name__} reads a one-shot iterator. Use SequentialPacker or SimpleBatcher, or "
+                "pass data that can be read again (a dataset, or a function that returns an iterator)."
             )
-        place = {"cursor": self._cursor, "number": self._number, "last": self._last, "ended": self._ended}
-        if self.roles.distributor.schedule is not None:
-            place["schedule"] = self.roles.distributor.schedule.stream_state()
-        return f"{json.dumps(place)[:-1]}, {self._buffer.state()}}}"
+        position = {"cursor": self._resume_state, "number": self._number, "last": self._last, "ended": self._ended}
+        if distributor.schedule is not None:
+            position["schedule"] = distributor.schedule.stream_state()
+        # Joined as text: the buffer has its items as JSON already, and a pool has hundreds of them in every state.
+        return f"{json.dumps(position)[:-1]}, {self._buffer.state()}}}"
 
     def _step(self, group: list[BufferedItem]) -> Step:
-        """A batch of a group; without a group, the items that the end of the epoch dropped."""
-        samples = [sample for held in group for sample in held.samples]
+        """Make a batch of a group; without a group, report the items that the end of the epoch dropped."""
+        samples = [sample for item in group for sample in item.samples]
         batch = self.roles.collator.collate(samples) if group else None
         self.roles.failures.use(len(group))
-        numbers = [held.number for held in group]
+        numbers = [item.number for item in group]
         self._last = max([self._last, *numbers])
         dropped, self._dropped = self._dropped, []
         try:
             state = self.state()
-        except BatchError as error:  # raised where the state is asked for
+        except BatchError as error:  # training may never save: the error is raised by `state_dict`
             state = json.dumps(str(error))
-        return Step(self.worker, batch, (self.share.index, state), numbers, dropped)
+        return Step(self.worker, batch, (self.shard.index, state), numbers, dropped)
 
-    def _items(self) -> Iterator["_Encoded"]:
-        """Items with what they were encoded to, `read_ahead` of them together."""
-        stream = self._rest or self.roles.distributor.read(self.share, self._cursor, self._number)
-        while True:
-            found = self._encoded(stream)
-            if not found:
-                return
-            yield from found
+    def _items(self) -> Iterator[_Encoded]:
+        """Yield the encoded items of the shard, `read_ahead` of them encoded together."""
+        stream = self._rest or self.roles.distributor.read(self.shard, self._resume_state, self._number)
+        while chunk := self._next_chunk(stream):
+            yield from chunk
 
-    def _encoded(self, stream: Iterator[Item]) -> list["_Encoded"]:
+    def _next_chunk(self, stream: Iterator[Item]) -> list[_Encoded]:
         with no_collecting():  # records are gone before it ends
             items = list(islice(stream, self.roles.distributor.read_ahead))
-            found = self._encode([item.value for item in items])
-        return [
-            _Encoded(
-                item.number, item.resume_state, None, one, item_name(item.value, item.number), record_of(item.value)
-            )
-            if isinstance(one, EnergonPackedError)
-            else _Encoded(
-                item.number, item.resume_state, BufferedItem(item.key, item.number, one, at) if one else None, None, ""
-            )
-            for item, (one, at) in zip(items, found, strict=True)
-        ]
+            encoded = self._encode([item.value for item in items])
+        chunk = []
+        for item, (samples, at) in zip(items, encoded, strict=True):
+            number, resume_state, value = item.number, item.resume_state, item.value
+            if isinstance(samples, EnergonPackedError):
+                name = item_name(value, number)
+                chunk.append(_Encoded(number, resume_state, None, samples, name, record_of(value)))
+            else:
+                buffered = BufferedItem(item.key, number, samples, at) if samples else None
+                chunk.append(_Encoded(number, resume_state, buffered))
+        return chunk
 
     def _encode(self, values: list[Any]) -> list[tuple[Encoded, RecordAt | None]]:
-        """The samples of each value, truncated if the packer asks for it, or an error; and where its record is."""
+        """Return the samples of each value, truncated if the packer says so, or an error; and its record location."""
         packer = self.roles.packer
-        found = encode_items(values, self.roles.processor)
+        encoded = encode_items(values, self.roles.processor)
         if packer.overlong == "truncate" and packer.longest is not None:
-            found = [_truncated(one, packer.longest) for one in found]
+            encoded = [_truncated(samples, packer.longest) for samples in encoded]
         return [
-            (one, value.at if isinstance(value, WithSource) else None)
-            for one, value in zip(found, values, strict=True)
+            (samples, value.at if isinstance(value, WithSource) else None)
+            for samples, value in zip(encoded, values, strict=True)
         ]
 
-    def _failed(self, item: "_Encoded") -> None:
+    def _failed(self, item: _Encoded) -> None:
         if item.error is not None:
             count_failure(self.roles.failures, item.error, item.name, item.at)
         self._dropped.append(item.number)
 
-    def _drop(self, held: BufferedItem, excess: Reject | None) -> None:
-        """A sample that fits no row, or is part of a dropped last batch."""
-        failures, packer, source = self.roles.failures, self.roles.packer, held.samples[0].source
-        if excess is None:
+    def _drop(self, item: BufferedItem, reject: Reject | None) -> None:
+        """Count an item that fits no row, or that is part of a dropped last batch."""
+        failures, packer, source = self.roles.failures, self.roles.packer, item.samples[0].source
+        if reject is None:
             failures.drop("drop_last")
-        elif held.at is not None and source is not None:
-            failures.reject(held.at, source.dataset, excess, overlong=packer.overlong)
+        elif item.at is not None and source is not None:
+            failures.reject(item.at, source.dataset, reject, overlong=packer.overlong)
         elif packer.overlong == "error":
-            raise unfit(excess)
+            raise unfit(reject)
         else:
-            failures.drop(excess.reason.value)
-        self._dropped.append(held.number)
+            failures.drop(reject.reason.value)
+        self._dropped.append(item.number)
 
     def _restore_buffer(self) -> None:
-        """Read and encode again what the packer held."""
+        """Read and encode again the items that were buffered when the state was saved."""
         saved = [*self._saved["ready"], self._saved["waiting"]]
         refs = [ref for group in saved for ref in group]
         if not refs:
             return
         distributor, numbers = self.roles.distributor, [number for number, _ in refs]
         if distributor.can_seek:
-            values = distributor.read_many(self.share, [key for _, key in refs])
+            values = distributor.read_many(self.shard, [key for _, key in refs])
             self._fill(saved, dict(zip(numbers, values, strict=True)))
             return
-        first = min(numbers)  # nothing behind it is in a batch: the stream begins there
-        stream = distributor.read(self.share, first, first)
+        # A one-shot iterator can be saved only if no later item is in a batch: it is read from the first buffered
+        # item on, and `_items` continues with the same iterator.
+        first = min(numbers)
+        stream = distributor.read(self.shard, first, first)
         items = list(islice(stream, self._number - first))
         if len(items) < self._number - first:
-            raise BatchError(f"the stream ended before item {self._number - 1}, which the saved state names")
+            raise BatchError(
+                f"the stream must have {self._number} items, as when the state was saved, got {first + len(items)}. "
+                "Pass the same data."
+            )
         self._fill(saved, {item.number: item.value for item in items if item.number in set(numbers)})
         self._rest = stream
 
     def _fill(self, saved: list[Any], values: dict[int, Any]) -> None:
         keys = {number: key for group in saved for number, key in group}
-        held = {}
-        for number, (one, at) in zip(values, self._encode(list(values.values())), strict=True):
-            if isinstance(one, EnergonPackedError):
-                raise BatchError(f"item {number} of the saved state cannot be encoded any more: {one}")
-            held[number] = BufferedItem(keys[number], number, one, at)
-        groups = [[held[number] for number, _ in group] for group in saved]
+        buffered = {}
+        for number, (samples, at) in zip(values, self._encode(list(values.values())), strict=True):
+            if isinstance(samples, EnergonPackedError):
+                raise BatchError(f"item {number} of the saved state cannot be encoded any more: {samples}")
+            buffered[number] = BufferedItem(keys[number], number, samples, at)
+        groups = [[buffered[number] for number, _ in group] for group in saved]
         self._buffer.waiting = groups.pop()
         self._buffer.ready.extend(groups)
 
@@ -260,20 +374,14 @@ def no_collecting() -> Iterator[None]:
             gc.enable()
 
 
-def encoded(values: Sequence[Any], processor: Processor) -> list[Encoded]:
-    """As `encode_items`, without searches for garbage in between."""
-    with no_collecting():
-        return encode_items(values, processor)
-
-
 def count_failure(failures: FailureLog, error: EnergonPackedError, name: str, at: tuple[RecordAt, str] | None) -> None:
-    """Count an item that cannot be used, or raise, as the limits say.
+    """Count an item that cannot be used, or raise if the limits of the loader say so.
 
     Args:
         failures: of the loader.
         error: why it cannot be used.
         name: of the item.
-        at: where its record is, and its dataset; None for items that are not records of an input file.
+        at: location of its record, and its dataset; None for items that are not records of an input file.
     """
     if isinstance(error, RecordError) and at is not None:
         failures.reject(*at, error.reject)
@@ -284,26 +392,26 @@ def count_failure(failures: FailureLog, error: EnergonPackedError, name: str, at
 
 
 def record_of(value: Any) -> tuple[RecordAt, str] | None:
-    """Where the record of an item is, and its dataset."""
+    """Return the location of an item's record, and its dataset."""
     if isinstance(value, WithSource) and value.at is not None:
         return value.at, value.source.dataset
     return None
 
 
+def item_name(value: Any, number: int) -> str:
+    """Return the name of an item in messages: its id or index, and its dataset."""
+    value, dataset = (value.value, f" of {value.source.dataset}") if isinstance(value, WithSource) else (value, "")
+    ident = (
+        value.get("id") if isinstance(value, dict) else getattr(value, "id", None) or getattr(value, "__key__", None)
+    )
+    return f"{ident or f'item {number}'}{dataset}"
+
+
 def _truncated(encoded: Encoded, max_length: int) -> Encoded:
-    """A sample of at most `max_length` tokens, or why it cannot be truncated; a pack of several stays as it is."""
+    """Return a sample of at most `max_length` tokens, or the error; a pack of several samples is returned as it is."""
     if isinstance(encoded, EnergonPackedError) or len(encoded) != 1:
         return encoded
     try:
         return [encoded[0].truncated(max_length)]
     except RecordError as error:
         return error
-
-
-def item_name(value: Any, number: int) -> str:
-    """The name of an item in messages: its id, its dataset, or its number."""
-    value, of = (value.value, f" of {value.source.dataset}") if isinstance(value, WithSource) else (value, "")
-    ident = (
-        value.get("id") if isinstance(value, dict) else getattr(value, "id", None) or getattr(value, "__key__", None)
-    )
-    return f"{ident or f'item {number}'}{of}"

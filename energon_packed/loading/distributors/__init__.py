@@ -1,8 +1,13 @@
-"""Distributors: the items of each rank and worker, their order, and where they resume.
+"""Distributors: data to the items of each rank and worker, in an order that resumes.
 
-base.py: Distributor and Item. datasets.py: map-style datasets, iterables, and files that one worker reads each.
-records.py: raw records. mixture.py: several distributors by ratio; schedule.py: ratios that are learned. energon.py:
-packs in the order of Energon's loader.
+| module | content |
+|---|---|
+| base.py | Distributor, the base class, and Item |
+| datasets.py | map-style datasets, iterables, and files that are each read by one worker |
+| records.py | raw records of the sources that `pack` reads |
+| energon.py | packs in the order of Energon's loader |
+| mixture.py | several distributors by weight |
+| schedule.py | weights that change during training |
 """
 
 from energon_packed.loading.distributors.base import Distributor, Item

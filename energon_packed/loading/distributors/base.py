@@ -1,4 +1,7 @@
-"""Distributor: a resumable stream of items for one share. One required method: `items`."""
+"""A shard of an epoch to a resumable stream of its items.
+
+Item is an index, a value and where to continue; Distributor is the base class. A subclass implements `items`.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,13 +14,13 @@ from energon_packed.pipeline.reader import RecordReader
 
 
 class Item(NamedTuple):
-    """One item of a share.
+    """One item of a shard.
 
     Attributes:
-        number: place in the share, from 0 in each epoch.
-        value: what a Processor takes: a record, a Conversation, a pack, or encoded samples.
-        key: what `Distributor.item` needs to read it again; by default its number.
-        cursor: what `Distributor.items` needs to continue after it; by default the next number.
+        number: index in the shard, from 0 in each epoch.
+        value: input of a Processor: a record, a Conversation, a pack, or encoded samples.
+        key: argument of `Distributor.item` that reads it again; by default its number.
+        resume_state: argument of `Distributor.items` that continues after it; by default the next number.
     """
 
     number: int
@@ -27,18 +30,18 @@ class Item(NamedTuple):
 
 
 class Distributor(ABC):
-    """Gives every item of an epoch to exactly one share, in an order that a seed decides.
+    """Base class that assigns the items of an epoch to ranks and workers; implement `items(shard, start)`.
 
-    A subclass implements `items`. Keys and cursors are plain (numbers, texts, lists, dicts with text keys): they are
-    saved in loader states.
+    Every item of an epoch belongs to exactly one shard, in an order that a seed decides. Keys and resume states are
+    plain (numbers, strings, lists, dicts with string keys), as loader states contain them.
 
     Attributes:
-        can_seek: items after the current one can be read again. False for one-shot iterators: such a stream cannot
-            be saved while a packer holds samples out of order.
-        endless: the items of a share never end.
+        can_seek: items after the current item can be read again. False for one-shot iterators: such a stream cannot
+            be saved while a packer buffers samples out of order.
+        infinite: the items of a shard never end.
         read_ahead: items that are read and encoded together.
-        readers: of the records that it reads, for reports of rejected records; () for other items.
-        schedule: of weights that may change while it is read; None where nothing does.
+        readers: readers of its records, for reports of rejected records; () for other items.
+        schedule: weights that may change during an epoch; None if they do not change.
     """
 
     can_seek: bool = True
@@ -48,47 +51,46 @@ class Distributor(ABC):
     schedule: WeightSchedule | None = None
 
     @abstractmethod
-    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
-        """The items of a share, numbered without a gap.
+    def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
+        """Yield the items of a shard, numbered without a gap.
 
         Args:
-            share: part, epoch and seed.
-            start: 0 for the beginning of the epoch, else the `resume_state` of the item before the first one to give.
+            shard: index, epoch and seed.
+            start: 0 for the start of the epoch, else the `resume_state` of the item before the first item to yield.
         """
 
-    def item(self, share: ShardSpec, key: Any) -> Any:
-        """The value of one item again, by its key; the default reads the item that `items` begins with there."""
-        return next(self.items(share, key)).value
+    def item(self, shard: ShardSpec, key: Any) -> Any:
+        """Read the value of one item again, by its key; the default is the first item of `items(shard, key)`."""
+        return next(self.items(shard, key)).value
 
-    def read_many(self, share: ShardSpec, keys: Sequence[Any]) -> list[Any]:
-        """The values of several items again, by their keys; overridden where one pass is faster."""
-        return [self.item(share, key) for key in keys]
+    def read_many(self, shard: ShardSpec, keys: Sequence[Any]) -> list[Any]:
+        """Read the values of several items again, by their keys; overridden if a single pass is faster."""
+        return [self.item(shard, key) for key in keys]
 
-    def count(self, share: ShardSpec) -> int | None:
-        """Items of a share in one epoch, or None where that is not known."""
+    def count(self, shard: ShardSpec) -> int | None:
+        """Return the number of items of a shard in one epoch, or None if it is not known."""
         return None
 
     def identity(self) -> dict[str, Any]:
-        """What a saved state must have in common with the distributor that continues from it, in plain types."""
+        """Return what a saved state and the distributor that continues from it must share, in plain types."""
         return {"distributor": type(self).__name__}
 
-    def read(self, share: ShardSpec, start: Any = 0, number: int = 0) -> Iterator[Item]:
-        """`items`, with keys and cursors filled in; numbers with a gap or a repeat are refused.
+    def read(self, shard: ShardSpec, start: Any = 0, number: int = 0) -> Iterator[Item]:
+        """Yield `items` with keys and resume states filled in, and check their numbers.
 
         Args:
-            share, start: as for `items`.
-            number: of the first item.
+            shard, start: as for `items`.
+            number: expected number of the first item.
 
         Raises:
-            BatchError: an item is missing or comes twice.
+            BatchError: an item is missing or repeated.
         """
-        for item in self.items(share, start):
+        for item in self.items(shard, start):
             if item.number != number:
-                what = "comes again" if item.number < number else f"follows item {number - 1}"
                 raise BatchError(
-                    f"item {item.number} of {type(self).__name__} {what}, where item {number} must come: data would "
-                    f"be {'repeated' if item.number < number else 'lost'}; number the items of a share from 0, and "
-                    "begin at `start`"
+                    f"{type(self).__name__}.items must yield item {number} next, got item {item.number}: data would "
+                    f"be {'repeated' if item.number < number else 'lost'}. Number the items of a shard from 0 without "
+                    "gaps, and start at `start`."
                 )
             number += 1
             if item.key is None or item.resume_state is None:

@@ -1,8 +1,10 @@
-"""MapDistributor: items of a map-style dataset, in one global order in every epoch.
+"""A dataset, an iterable or a list of files to the items of each loader worker.
 
-IterableDistributor: items of any iterable; every share takes its part of the same stream.
-
-FileShardDistributor: files, shards or other parts of the data, each read by one share alone.
+| class | data | assignment of items to workers |
+|---|---|---|
+| MapDistributor | map-style dataset | one global order per epoch |
+| IterableDistributor | any iterable | every worker reads the stream and keeps every n-th item |
+| FileShardDistributor | files, shards, ranges | each file is read by exactly one worker |
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,19 +21,20 @@ Balance = Literal["attention"]
 
 
 class MapDistributor(Distributor):
-    """Gives the items of a dataset with `__len__` and `__getitem__`.
+    """Shard a map-style dataset over ranks and workers, with a seeded permutation per epoch.
 
         MapDistributor(PackedDataset("out", encoder))          # each item a pack
         MapDistributor([{"input_ids": [...]}, ...])            # any list
 
-    Where each item is a row, or `batch_size` items are, DataflowLoader reads the items of each step in the order of
-    `order`, whatever the number of ranks and workers. With another packer, each worker packs every n-th item.
+    If each item is a row, or `batch_size` items are, DataflowLoader reads the items of each step in the order of
+    `order`, with any number of ranks and workers. With another packer, each worker packs every n-th item.
 
     Args:
         dataset: with a length and random access; `set_epoch`, if it has that method, is called with each epoch.
         shuffle: a permutation by seed and epoch; False keeps the order.
-        balance: `attention` gives the ranks of one step packs of similar cost, as BalancedSampler; None does not.
-        cost: of a pack, with `balance`.
+        balance: `attention` assigns packs of similar cost to the ranks in each step, as BalancedSampler; None for no
+            balancing.
+        cost: cost model of a pack, for `balance`.
         repeat: one epoch after the other without end, so that every rank has an item at every step.
 
     Attributes:
@@ -62,11 +65,11 @@ class MapDistributor(Distributor):
         """The dataset."""
         return self.order.dataset
 
-    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
-        """Every `share.count`-th item of the epoch's order.
+    def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
+        """Yield every `shard.num_shards`-th item of the epoch's order.
 
         Raises:
-            ConfigError: `balance` aligns the rows of a step, and a packer or a mixture decides these.
+            ConfigError: `balance` aligns finished rows, but a packer or a mixture decides the rows.
         """
         if self.order.cost is not None:
             raise ConfigError(
@@ -74,30 +77,30 @@ class MapDistributor(Distributor):
                 "`balance`, use PlannedPacker or `batch_size`, or BalancedPoolPacker."
             )
         number = int(start)
-        while self.infinite or share.index + number * share.count < len(self.order):
-            yield Item(number, self._value(share, number))
+        while self.infinite or shard.index + number * shard.num_shards < len(self.order):
+            yield Item(number, self.read_item(self._index(shard, number)))
             number += 1
 
-    def read_many(self, share: ShardSpec, keys: Sequence[Any]) -> list[Any]:
-        """Read items again, by their numbers in the share."""
-        return [self.order.item(self._number(share, int(key))) for key in keys]
+    def read_many(self, shard: ShardSpec, keys: Sequence[Any]) -> list[Any]:
+        """Read items again, by their numbers in the shard."""
+        return [self.order.item(self._index(shard, int(key))) for key in keys]
 
-    def read_item(self, number: int) -> Any:
-        """The item, or why it cannot be read: `max_failures` decides what that costs."""
+    def read_item(self, index: int) -> Any:
+        """Return an item of the dataset, or the error of reading it: `max_failures` decides whether it is raised."""
         try:
-            return self.order.item(number)
+            return self.order.item(index)
         except (FormatError, RecordError) as error:
             return error
 
-    def count(self, share: ShardSpec) -> int | None:
-        """Items of a share; None with `repeat`."""
-        return None if self.infinite else len(share.part(len(self.order)))
+    def count(self, shard: ShardSpec) -> int | None:
+        """Return the number of items of a shard; None with `repeat`."""
+        return None if self.infinite else len(shard.shard_indices(len(self.order)))
 
     def identity(self) -> dict[str, Any]:
-        """Length and order; a dataset's own `fingerprint()`, if it has one."""
+        """Return length and order, and the `fingerprint()` of the dataset if it has that method."""
         order = self.order
-        found = getattr(self.dataset, "fingerprint", None)
-        content = found() if callable(found) else None
+        fingerprint = getattr(self.dataset, "fingerprint", None)
+        content = fingerprint() if callable(fingerprint) else None
         identity = super().identity() | {"items": len(order), "shuffle": order.shuffle, "content": content}
         if order.weights is not None:
             identity["blend_weights"] = list(order.weights)
@@ -105,18 +108,16 @@ class MapDistributor(Distributor):
             identity["balance"] = [order.cost.token, order.cost.square, order.cost.patch]
         return identity | ({"repeat": True} if order.repeat else {})
 
-    def _value(self, share: ShardSpec, number: int) -> Any:
-        return self.read_item(self._number(share, number))
-
-    def _number(self, share: ShardSpec, number: int) -> int:
-        """Number in the dataset of an item of a share."""
+    def _index(self, shard: ShardSpec, number: int) -> int:
+        """Return the dataset index of an item of a shard."""
+        # The whole epoch as one segment: the order of items does not depend on ranks if `balance` is None.
         whole = Segment(ranks=1, rows=1, weights=self.order.weights)
-        place = share.index + number * share.count
-        return self.order.numbers([place], share.epoch, share.seed, [whole])[0]
+        place = shard.index + number * shard.num_shards
+        return self.order.numbers([place], shard.epoch, shard.seed, [whole])[0]
 
 
 def check_balance(balance: Any) -> None:
-    """Refuse an unknown value of `balance`.
+    """Check that `balance` is a known value.
 
     Raises:
         ConfigError: the message names the value.
@@ -126,11 +127,11 @@ def check_balance(balance: Any) -> None:
 
 
 class IterableDistributor(Distributor):
-    """Deals the items of a stream to shares, one by one; each share reads the stream and skips the rest.
+    """Shard an iterable over ranks and workers: each worker reads all of it and keeps every n-th item.
 
-    A stream that can be read again (a list, a dataset, a function that returns an iterator) resumes by skipping what
-    was used. A one-shot iterator lasts one epoch; its state can be saved as long as no packer holds samples out of
-    order, and a resumed run must begin it from its start.
+    A stream that can be read again (a list, a dataset, a function that returns an iterator) resumes by skipping the
+    used items. A one-shot iterator lasts one epoch. Its state can be saved as long as no packer buffers samples out of
+    order, and a resumed run must pass it from its start.
 
     Args:
         source: an iterable, or a function that returns a new one with each call.
@@ -141,44 +142,44 @@ class IterableDistributor(Distributor):
         self.can_seek = callable(source) or iter(source) is not source
         self._used = False
 
-    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
-        """Every `share.count`-th item; `start` of them are skipped."""
-        for number, value in enumerate(self._mine(share, start), start):
+    def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
+        """Yield every `shard.num_shards`-th item after the first `start` of them."""
+        for number, value in enumerate(self._mine(shard, start), start):
             yield Item(number, value)
 
-    def read_many(self, share: ShardSpec, keys: Sequence[int]) -> list[Any]:
-        """By numbers, in one pass from the beginning."""
+    def read_many(self, shard: ShardSpec, keys: Sequence[int]) -> list[Any]:
+        """Read items again by their numbers, in one pass from the start."""
         wanted = dict.fromkeys(keys)
         last = max(wanted, default=-1)
-        for number, value in enumerate(islice(self._mine(share, 0), last + 1)):
+        for number, value in enumerate(islice(self._mine(shard, 0), last + 1)):
             if number in wanted:
                 wanted[number] = value
         return [wanted[key] for key in keys]
 
-    def _mine(self, share: ShardSpec, start: int) -> Iterator[Any]:
+    def _mine(self, shard: ShardSpec, start: int) -> Iterator[Any]:
         if not self.can_seek:
             if self._used:
                 raise BatchError(
-                    f"the {type(self.source).__name__} was read once and cannot be read again; pass a function that "
-                    "returns a new iterator, or a list or dataset"
+                    f"the {type(self.source).__name__} was read once and cannot be read again. Pass a function that "
+                    "returns a new iterator, or a list or dataset."
                 )
             self._used = True
         stream = self.source() if callable(self.source) else self.source
-        return islice(stream, share.index + start * share.count, None, share.count)
+        return islice(stream, shard.index + start * shard.num_shards, None, shard.num_shards)
 
 
 class FileShardDistributor(Distributor):
-    """Deals parts to shares, so that no part is opened by two workers. A share without a part ends at once.
+    """Assign whole files (or other parts) to workers, so that each file is read by exactly one worker.
 
         FileShardDistributor(sorted(Path("data").glob("*.jsonl")), lambda path: map(json.loads, path.open()))
 
-    Resuming reads the current part from its start, and skips what was used of it.
+    Resuming reads the current file from its start, and skips the used items. A worker without a file has no items.
 
     Args:
-        parts: what is dealt: paths, shards, ranges.
-        read: the items of one part, in the same order whenever it is called.
+        parts: paths, shards or ranges, each read by one worker.
+        read: returns the items of one part, in the same order at every call.
         shuffle: parts in a new order every epoch, by seed.
-        shuffle_within: the items of each part too; a part is then held in memory.
+        shuffle_within: also shuffle the items of each part, which is then kept in memory.
     """
 
     def __init__(
@@ -194,40 +195,41 @@ class FileShardDistributor(Distributor):
         self.shuffle = shuffle
         self.shuffle_within = shuffle_within
 
-    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
-        """The items of the share's parts; a cursor is [place of the part, items used of it, number]."""
+    def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
+        """Yield the items of the shard's parts; a resume state is [position of the part, its used items, number]."""
         place, used, number = start or (0, 0, 0)
-        mine = self._mine(share)
+        mine = self._mine(shard)
         for at in range(place, len(mine)):
             skip = used if at == place else 0
-            for row, value in enumerate(self._rows(share, int(mine[at]))):
+            for row, value in enumerate(self._rows(shard, int(mine[at]))):
                 if row >= skip:
                     yield Item(number, value, key=[at, row], resume_state=[at, row + 1, number + 1])
                     number += 1
 
-    def read_many(self, share: ShardSpec, keys: Sequence[Any]) -> list[Any]:
-        """By place and row; each part is read once."""
-        mine, found = self._mine(share), {}
+    def read_many(self, shard: ShardSpec, keys: Sequence[Any]) -> list[Any]:
+        """Read items again by part and row; each part is read once."""
+        mine, values = self._mine(shard), {}
         for place in dict.fromkeys(key[0] for key in keys):
             wanted = {key[1] for key in keys if key[0] == place}
-            for row, value in enumerate(self._rows(share, int(mine[place]))):
+            for row, value in enumerate(self._rows(shard, int(mine[place]))):
                 if row in wanted:
-                    found[place, row] = value
+                    values[place, row] = value
                 if row >= max(wanted):
                     break
-        return [found[key[0], key[1]] for key in keys]
+        return [values[key[0], key[1]] for key in keys]
 
     def identity(self) -> dict[str, Any]:
-        """Number and order of the parts."""
+        """Return number and order of the parts."""
         order = {"shuffle": self.shuffle, "shuffle_within": self.shuffle_within}
         return super().identity() | {"parts": len(self.parts)} | order
 
-    def _mine(self, share: ShardSpec) -> Any:
-        return shuffled(len(self.parts), share, shuffle=self.shuffle)[share.index :: share.count]
+    def _mine(self, shard: ShardSpec) -> Any:
+        return shuffled(len(self.parts), shard, shuffle=self.shuffle)[shard.index :: shard.num_shards]
 
-    def _rows(self, share: ShardSpec, part: int) -> Iterable[Any]:
+    def _rows(self, shard: ShardSpec, part: int) -> Iterable[Any]:
         rows = self.part_items(self.parts[part])
         if not self.shuffle_within:
             return rows
-        held = list(rows)
-        return [held[row] for row in shuffled(len(held), share, part, 1)]
+        loaded = list(rows)
+        # Salt (part, 1): an order of its own for each part, and another order than the order of the parts.
+        return [loaded[row] for row in shuffled(len(loaded), shard, part, 1)]

@@ -1,7 +1,7 @@
-"""EnergonDistributor: packs in the order of Energon's own loader, from a folder or a Metadataset."""
+"""A packed folder or a Metadataset to packs, in the order of Energon's own loader."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,18 @@ from energon_packed.loading.failures import reraise_with_location
 from energon_packed.loading.manifests import OpenedSplits, loaded_splits
 from energon_packed.loading.ranks import ShardSpec
 
-_CHECKPOINT = 16  # items between two states of Energon's dataset; a resumed one skips at most as many
+# Items between two states of Energon's dataset. A state is large (the shuffle buffer), and a resumed dataset reads and
+# skips at most this many packs.
+_CHECKPOINT = 16
 
 
 class EnergonDistributor(Distributor):
-    """Reads packs as `get_packed_loader` does: Energon shards, shuffles and blends; the value is a pack of its flavor.
+    """Read packs as `get_packed_loader` does: Energon shards, shuffles and blends; a value is a pack of its flavor.
 
     Args:
         path: folder that `energon-packed pack` wrote, or a Metadataset YAML.
         split: `train`, `val` or `test`.
-        repeat: draw indefinitely, as blends by weight need; False ends after one exact pass, an epoch.
+        repeat: draw indefinitely, which blends by weight require; False ends after one exact pass, an epoch.
         shuffle: mix shards and packs; False reads in order.
         shuffle_buffer_size: packs in Energon's shuffle buffer.
         trust_sample_loader: run code of the dataset, as in `get_packed_loader`.
@@ -48,22 +50,21 @@ class EnergonDistributor(Distributor):
         trust_sample_loader: bool = False,
     ) -> None:
         folders = loaded_splits(Path(path), split, trusted=trust_sample_loader)
-        self._trusted = trust_sample_loader
         self._opened = OpenedSplits(folders)
         self.path = Path(path) if Path(path).is_file() else folders[0].path
-        self._settings: dict[str, Any] = {
-            "split": split,
-            "epochs": None if repeat else 1,
-            "shuffle": shuffle,
-            "shuffle_buffer_size": shuffle_buffer_size,
-        }
         self.infinite = repeat
-        LoaderConfig(**self._settings)  # what it refuses is refused here
+        self._config = LoaderConfig(
+            split=split,
+            epochs=None if repeat else 1,
+            shuffle=shuffle,
+            shuffle_buffer_size=shuffle_buffer_size,
+            trust_sample_loader=trust_sample_loader,
+        )
 
-    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
-        """Energon's samples; a cursor is [a state of its dataset, items after it, number]."""
+    def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
+        """Yield Energon's samples; a resume state is [a state of its dataset, items after it, number]."""
         state, skip, number = start or (None, 0, 0)
-        dataset = self._dataset(share)
+        dataset = self._dataset(shard)
         if state is None:
             dataset.reset_state_deep()
         else:
@@ -72,7 +73,8 @@ class EnergonDistributor(Distributor):
         since = 0
         config.worker_activate(number - skip)
         try:
-            for pack in self._named(dataset):
+            for pack in self._packs(dataset):
+                # Energon's random state applies only while its dataset runs, not in the roles that use the pack.
                 config.worker_deactivate()
                 since += 1
                 number += since > skip
@@ -85,55 +87,60 @@ class EnergonDistributor(Distributor):
         finally:
             config.worker_deactivate()
 
-    def _named(self, dataset: Any) -> Iterator[PackSample]:
-        with raise_with_file_name(self.path, self._settings["split"], self._opened):
+    def _packs(self, dataset: Any) -> Iterator[PackSample]:
+        with raise_with_file_name(self.path, self._config.split, self._opened):
             yield from dataset
 
-    def read_many(self, share: ShardSpec, keys: Any) -> list[Any]:
-        """By Energon's restore keys."""
+    def read_many(self, shard: ShardSpec, keys: Any) -> list[Any]:
+        """Read packs again by Energon's restore keys."""
         if not keys:
             return []
-        dataset, found = self._dataset(share), []
+        dataset, packs = self._dataset(shard), []
         for key in keys:
             dataset.worker_config.worker_activate(0)
             try:
-                found.append(dataset.restore_sample(from_plain(key)))
+                packs.append(dataset.restore_sample(from_plain(key)))
             finally:
                 dataset.worker_config.worker_deactivate()
-        return found
+        return packs
 
-    def count(self, share: ShardSpec) -> int | None:
-        """Packs of a share; None with `repeat`."""
-        if self._settings["epochs"] is None:
-            return None
-        return int(self._dataset(share).len_worker(0))
+    def count(self, shard: ShardSpec) -> int | None:
+        """Return the number of packs of a shard; None with `repeat`."""
+        return None if self.infinite else int(self._dataset(shard).len_worker(0))
 
     def identity(self) -> dict[str, Any]:
-        """Settings, and the fingerprint of the data."""
-        found = dataset_fingerprint(self._dataset(ShardSpec()).config())
-        return super().identity() | self._settings | {"dataset": found}
+        """Return the settings, and the fingerprint of the dataset."""
+        settings = {
+            name: getattr(self._config, name) for name in ("split", "epochs", "shuffle", "shuffle_buffer_size")
+        }
+        fingerprint = dataset_fingerprint(self._dataset(ShardSpec()).config())
+        return super().identity() | settings | {"dataset": fingerprint}
 
-    def _dataset(self, share: ShardSpec) -> "SavableDataset[Any]":
+    def _dataset(self, shard: ShardSpec) -> "SavableDataset[Any]":
         source = EnergonSource(
             path=self.path,
-            config=LoaderConfig(**self._settings, seed=share.seed, trust_sample_loader=self._trusted),
-            task_encoder=_Packs(one_pass=self._settings["epochs"] is not None, opened=self._opened, **self._buffer()),
+            config=replace(self._config, seed=shard.seed),
+            task_encoder=_PackPassthrough(
+                one_pass=not self.infinite,
+                shuffle_buffer_size=self._config.shuffle_buffer_size if self._config.shuffle else 1,
+                opened=self._opened,
+            ),
             opened=self._opened,
-            worker_config=_OneShare(
-                rank=share.index, world_size=share.count, num_workers=1, global_error_handler=reraise_with_location
+            worker_config=_SingleWorker(
+                rank=shard.index,
+                world_size=shard.num_shards,
+                num_workers=1,
+                global_error_handler=reraise_with_location,
             ),
         )
-        return source.dataset(share.epoch)
-
-    def _buffer(self) -> dict[str, int]:
-        return {"shuffle_buffer_size": self._settings["shuffle_buffer_size"] if self._settings["shuffle"] else 1}
+        return source.dataset(shard.epoch)
 
 
-class _Packs(PackedTaskEncoder):
-    """Leaves packs as they are: the Processor, Packer and Collator of the dataflow come after it."""
+class _PackPassthrough(PackedTaskEncoder):
+    """Task encoder that leaves packs as they are: the dataflow encodes, packs and collates them afterwards."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(StoredTokens(), **options)
+    def __init__(self, *, one_pass: bool, shuffle_buffer_size: int, opened: OpenedSplits) -> None:
+        super().__init__(StoredTokens(), one_pass=one_pass, shuffle_buffer_size=shuffle_buffer_size, opened=opened)
 
     @stateless
     def postencode_sample(self, sample: PackSample) -> PackSample:
@@ -146,8 +153,8 @@ class _Packs(PackedTaskEncoder):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _OneShare(WorkerConfig):
-    """A share as a rank with one worker of its own: Energon numbers workers rank by rank, so the data is the same."""
+class _SingleWorker(WorkerConfig):
+    """Worker config of a shard, as a rank with one worker: Energon numbers workers rank by rank."""
 
     def rank_worker_id(self) -> int:
         return 0

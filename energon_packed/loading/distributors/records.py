@@ -1,4 +1,4 @@
-"""RecordDistributor: the records of every source that `pack` reads, as conversations, in constant memory."""
+"""The sources that `pack` reads to conversations, in constant memory: RecordDistributor."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,20 +14,21 @@ from energon_packed.pipeline.reader import RecordReader, raw_id
 from energon_packed.shards.reader import OpenedFiles
 from energon_packed.sources import Source, SourceRecord
 
-_PARTS_PER_SHARE = 4
+# Chunks for each worker, at least: with fewer, workers would end an epoch far apart.
+_CHUNKS_PER_SHARD = 4
 
 
 class RecordDistributor(Distributor):
-    """Deals chunks of the sources (ranges of bytes or rows) to shares, and reads the records of each in order.
+    """Assign chunks of the sources (ranges of bytes or rows) to workers, and read the records of each chunk in order.
 
     Args:
-        reader: of the sources, as every stage of `pack` uses it.
-        shuffle: chunks in a new seeded order every epoch, and the records of each chunk too; one chunk is held in
+        reader: reader of the sources, as in every stage of `pack`.
+        shuffle: chunks in a new seeded order every epoch, and the records of each chunk too; one chunk is kept in
             memory, of at most `chunk_limits` of its source (4 MiB of JSONL, 512 rows of Parquet).
-        fingerprint: of what is read, for loader states.
+        fingerprint: digest of the inputs, for loader states.
 
     Raises:
-        DataChangedError: while it is read, an input was replaced, changed or removed.
+        DataChangedError: an input was replaced, changed or removed while it was read.
     """
 
     read_ahead = 256
@@ -40,74 +41,75 @@ class RecordDistributor(Distributor):
         self._opened = OpenedFiles(source.data for source in reader.sources if source.data.is_file())
         self._sample_sources = [SampleSource(str(source.path), {}) for source in reader.sources]
 
-    def items(self, share: ShardSpec, start: Any) -> Iterator[Item]:
-        """Conversations; a cursor is [place of the chunk, rows used of it, number]."""
+    def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
+        """Yield conversations; a resume state is [position of the chunk, its used records, number]."""
         self._opened.check_all()
         place, used, number = start or (0, 0, 0)
-        mine = self._mine(share)
+        mine = self._mine(shard)
         for at in range(place, len(mine)):
             part, (source, first, stop) = mine[at]
-            begin = used if at == place else 0
-            rows = islice(self._rows(share, part, source, first, stop), begin, None)
-            for after, row in enumerate(rows, begin + 1):
-                key, cursor = [source, row.address, row.size], [at, after, number + 1]
-                yield Item(number, self._value(source, row), key, cursor)
+            skipped = used if at == place else 0
+            records = islice(self._records(shard, part, source, first, stop), skipped, None)
+            for after, record in enumerate(records, skipped + 1):
+                key, resume_state = [source, record.address, record.size], [at, after, number + 1]
+                yield Item(number, self._value(source, record), key, resume_state)
                 number += 1
 
-    def read_many(self, share: ShardSpec, keys: Sequence[Any]) -> list[Any]:
-        """By source and address."""
+    def read_many(self, shard: ShardSpec, keys: Sequence[Any]) -> list[Any]:
+        """Read records again by source and address."""
         for source in {source for source, _, _ in keys}:
             self._check_unchanged(self.reader.sources[source])
         return [self._value(source, self.reader.sources[source].read(address, size)) for source, address, size in keys]
 
     def identity(self) -> dict[str, Any]:
-        """Fingerprint of the data, and the order."""
+        """Return the fingerprint of the inputs, and the order."""
         return super().identity() | {"content": self.fingerprint, "shuffle": self.shuffle}
 
-    def _value(self, source: int, row: SourceRecord) -> WithSource:
-        of = self._sample_sources[source]
+    def _value(self, source: int, record: SourceRecord) -> WithSource:
+        origin = self._sample_sources[source]
         try:
-            talk = self.reader.conversation(source, row)
+            conversation = self.reader.conversation(source, record)
         except RecordError as error:
-            return WithSource(error.reject, of, RecordAt(source, row.address, raw_id(row.record)))
-        if talk.id is None:
-            talk = replace(talk, id=self.reader.default_id(source, row.address))
-        return WithSource(talk, of, RecordAt(source, row.address, talk.id))
+            return WithSource(error.reject, origin, RecordAt(source, record.address, raw_id(record.record)))
+        if conversation.id is None:
+            conversation = replace(conversation, id=self.reader.default_id(source, record.address))
+        return WithSource(conversation, origin, RecordAt(source, record.address, conversation.id))
 
-    def _mine(self, share: ShardSpec) -> list[tuple[int, tuple[int, int, int]]]:
-        """(number, (source, start, stop)) of every chunk of a share, in order."""
-        parts = self._parts(share.count)
-        order = shuffled(len(parts), share, shuffle=self.shuffle)[share.index :: share.count]
-        return [(int(number), parts[number]) for number in order]
+    def _mine(self, shard: ShardSpec) -> list[tuple[int, tuple[int, int, int]]]:
+        """Return (index, (source, start, stop)) of every chunk of a shard, in order."""
+        parts = self._chunks(shard.num_shards)
+        order = shuffled(len(parts), shard, shuffle=self.shuffle)[shard.index :: shard.num_shards]
+        return [(int(index), parts[index]) for index in order]
 
-    def _parts(self, shares: int) -> list[tuple[int, int, int]]:
-        """Chunks of all sources, divided further where there are few for so many shares."""
+    def _chunks(self, num_shards: int) -> list[tuple[int, int, int]]:
+        """Return the chunks of all sources, divided further if there are too few for the workers."""
         chunks = [(n, *edges) for n, source in enumerate(self.reader.sources) for edges in source.chunks()]
-        pieces = -(-_PARTS_PER_SHARE * shares // max(1, len(chunks)))
+        pieces = -(-_CHUNKS_PER_SHARD * num_shards // max(1, len(chunks)))
         return [
             (source, start + (stop - start) * piece // pieces, start + (stop - start) * (piece + 1) // pieces)
             for source, start, stop in chunks
             for piece in range(pieces)
         ]
 
-    def _rows(self, share: ShardSpec, part: int, source: int, start: int, stop: int) -> Iterator[SourceRecord]:
-        """Rows of a chunk; its file is looked at before and after, as one that is cut just has fewer rows."""
-        of = self.reader.sources[source]
-        self._check_unchanged(of)
+    def _records(self, shard: ShardSpec, part: int, source: int, start: int, stop: int) -> Iterator[SourceRecord]:
+        """Yield the records of a chunk; its file is checked before and after."""
+        reader = self.reader.sources[source]
+        # A file that was cut after the first check has fewer records and raises nothing, so it is checked again.
+        self._check_unchanged(reader)
         if not self.shuffle:
-            yield from of.scan(start, stop)
-            self._check_unchanged(of)
+            yield from reader.scan(start, stop)
+            self._check_unchanged(reader)
             return
-        held = of.held(start, stop)
-        self._check_unchanged(of)
-        for place in shuffled(len(held), share, part, 1).tolist():
-            yield of.row(held[place])
+        records = reader.held(start, stop)
+        self._check_unchanged(reader)
+        for index in shuffled(len(records), shard, part, 1).tolist():
+            yield reader.row(records[index])
 
     def _check_unchanged(self, source: Source) -> None:
-        """Refuse an input that is not the one of before.
+        """Refuse an input that changed since the distributor was created.
 
         Raises:
-            DataChangedError: it was replaced, changed or removed.
+            DataChangedError: the input was replaced, changed or removed.
         """
         if source.data in self._opened:
             self._opened.check(source.data)

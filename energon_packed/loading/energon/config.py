@@ -1,7 +1,7 @@
-"""LoaderConfig: how an Energon loader deals, shuffles and checks packs."""
+"""Settings of `get_packed_loader`: LoaderConfig checks them, LoaderSettings types them as keyword arguments."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from energon_packed.errors import ConfigError
 
@@ -18,38 +18,62 @@ _MINIMUM = {
 }
 
 
+class LoaderSettings(TypedDict, total=False):
+    """Keyword arguments of `get_packed_loader`: the fields of LoaderConfig, which documents and checks them."""
+
+    seq_len: int | None
+    micro_batch_size: int
+    num_workers: int
+    split: str
+    epochs: int | None
+    complete_epochs: bool
+    shuffle: bool
+    shuffle_buffer_size: int
+    packing_buffer_size: int | None
+    drop_last: bool
+    even_ranks: EvenRanks
+    check_encoder: bool
+    check_lengths: bool
+    max_failures: int
+    trust_sample_loader: bool
+    timeout: float
+    rank: int | None
+    world_size: int | None
+    seed: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig:
     """Settings of `get_packed_loader`.
 
     Attributes:
-        seq_len: tokens in one row; by default what packing.json says.
+        seq_len: tokens in one row; by default the value in packing.json.
         micro_batch_size: packs in one batch; they are joined into one row.
-        num_workers: worker processes; 0 loads in this one.
+        num_workers: worker processes; 0 loads in this process.
         split: `train`, `val` or `test`.
         epochs: None repeats indefinitely, 1 ends after one exact pass.
-        complete_epochs: with epochs=None, read every pack once before any is read again, in another order each time.
-            Without it Energon shuffles across the end of its data, so that some packs come again before others came.
+        complete_epochs: with epochs=None, read every pack once before any pack is repeated, in another order each
+            time. Without it Energon shuffles across the end of its data, so that some packs are repeated early.
         shuffle: mix shards and packs; False reads in order and needs epochs=1.
-        shuffle_buffer_size: packs in the shuffle buffer, held as raw bytes.
+        shuffle_buffer_size: packs in the shuffle buffer, stored as raw bytes.
         packing_buffer_size: pack on the fly with a buffer of this many samples, for MultiMixQASample data.
         drop_last: drop the short batch at the end of each worker's data.
-        even_ranks: with epochs=1, what happens when ranks have a different number of batches: `repeat` the last batch
-            of the shorter ones, `drop` the surplus of the longer ones, `off` end apart; `auto` is `repeat` in a
-            torch.distributed process group and `off` outside of one.
-        check_encoder: refuse an encoder whose tokenizer, template, image settings or `loss_on` are not those that the
-            data was packed with.
+        even_ranks: handling of ranks with a different number of batches, with epochs=1: `repeat` the last batch of
+            shorter ranks, `drop` the surplus of longer ranks, `off` ends at different steps; `auto` is `repeat` in a
+            torch.distributed process group and `off` without a group.
+        check_encoder: refuse an encoder whose tokenizer, template, image settings or `loss_on` differ from the
+            encoder that the dataset was packed with.
         check_lengths: raise when a sample's length differs from the recorded one.
         max_failures: samples of this rank that may fail to load and are skipped; 0 raises the first failure.
-        trust_sample_loader: load a dataset whose dataset.yaml or sample_loader.py is not what energon-packed writes,
-            and run its code; see SECURITY.md.
-        timeout: seconds to wait for a batch or a state of the worker processes; 0 waits as long as they live. With it,
-            storage that hangs raises instead of waiting.
-        rank, world_size: data-parallel place of this process; by default from torch.distributed, else 0 and 1.
+        trust_sample_loader: load a dataset whose dataset.yaml or sample_loader.py differs from the files that
+            energon-packed writes, and run its code; see SECURITY.md.
+        timeout: seconds to wait for a batch or a state of the worker processes; 0 waits as long as they live. A
+            timeout turns storage that hangs into an error.
+        rank, world_size: data-parallel rank and world size; by default from torch.distributed, else 0 and 1.
         seed: offset of the shuffle seed.
 
     Raises:
-        ConfigError: an invalid value, or values that contradict each other.
+        ConfigError: a value is invalid, or values contradict each other.
     """
 
     seq_len: int | None = None
@@ -76,34 +100,37 @@ class LoaderConfig:
         for name, minimum in _MINIMUM.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
-                raise ConfigError(f"`{name}` is {value}; it must be at least {minimum}")
+                raise ConfigError(f"`{name}` must be at least {minimum}, got {value}.")
         if self.epochs not in (None, 1):
-            raise ConfigError(f"`epochs` is {self.epochs}; use None to repeat indefinitely, or 1 for one exact pass")
+            raise ConfigError(f"`epochs` must be None (repeat indefinitely) or 1 (one exact pass), got {self.epochs}.")
         if self.complete_epochs and self.epochs is not None:
-            raise ConfigError("`complete_epochs` is about repeating; leave it out with `epochs=1`")
+            raise ConfigError("`complete_epochs` applies only to `epochs=None`. Remove it or unset `epochs`.")
         if not self.shuffle and self.epochs is None:
-            raise ConfigError("`shuffle=False` reads in order for one epoch; set `epochs=1` with it")
+            raise ConfigError("`shuffle=False` requires `epochs=1`.")
         if self.timeout and not self.num_workers:
-            raise ConfigError(f"`timeout` {self.timeout:g} needs worker processes; leave it out with `num_workers=0`")
+            raise ConfigError(
+                f"`timeout` needs worker processes, got {self.timeout:g} with `num_workers=0`. Remove it."
+            )
         if self.even_ranks not in EVEN_RANKS:
-            raise ConfigError(f"`even_ranks` is {self.even_ranks!r}; use one of {', '.join(EVEN_RANKS)}")
+            raise ConfigError(f"`even_ranks` must be one of {', '.join(EVEN_RANKS)}, got {self.even_ranks!r}.")
         if (self.rank is None) != (self.world_size is None):
             raise ConfigError("pass both `rank` and `world_size`, or neither")
         if self.rank is not None and self.world_size is not None and not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"`rank` {self.rank} is not below `world_size` {self.world_size}")
+            raise ConfigError(f"`rank` must be from 0 to below `world_size` {self.world_size}, got {self.rank}.")
 
     @property
     def on_the_fly(self) -> bool:
-        """Rows are packed while loading."""
+        """Whether rows are packed while loading."""
         return self.packing_buffer_size is not None
 
     @property
     def one_pass(self) -> bool:
-        """Energon's dataset ends after one pass over the data."""
+        """Whether Energon's dataset ends after one pass over the data."""
         return self.epochs is not None or self.complete_epochs
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """The settings that decide the order of batches, beside seed, batch size, ranks and workers."""
+        """Return the settings that decide the order of batches, beside seed, batch size, ranks and workers."""
         names = ("split", "epochs", "shuffle", "shuffle_buffer_size", "packing_buffer_size", "drop_last")
+        # Only if it is set: states of earlier releases do not have the setting.
         complete = {"complete_epochs": True} if self.complete_epochs else {}
         return {name: getattr(self, name) for name in names} | complete

@@ -1,9 +1,8 @@
-"""Errors of Energon over damaged files: which file it is, and what to do.
+"""Errors of Energon to errors that name the damaged file, or the worker process that does not answer.
 
-Energon trusts what it reads, and fails with the error of whatever meets the damage first: `ReadError: bad checksum`,
-`issubclass() arg 1 must be a class`. Then, and only then, the files are looked at one by one.
-
-Answers of Energon's workers to commands, such as for their states: waited for only while they live.
+Energon does not validate its files, and fails with the first error that the damage causes: `ReadError: bad checksum`,
+`issubclass() arg 1 must be a class`. Only after such an error, `raise_with_file_name` checks the files one by one.
+`patch_result_queue` makes a request for the states of worker processes fail if a worker has died.
 """
 
 import ast
@@ -28,70 +27,19 @@ from energon_packed.shards.nv_meta import shards_in_split
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import scan_tar
 
-_SECONDS = 1.0  # between two looks at the workers
-
-
-class WorkerResultQueue:
-    """In place of a `result_queue` of Energon's loader, whose `get` would wait for a dead worker indefinitely.
-
-    Args:
-        inner: the queue.
-        loader: Energon's.
-        timeout: seconds; 0 waits as long as the workers live.
-    """
-
-    def __init__(self, inner: Any, loader: Any, timeout: float) -> None:
-        self._inner = inner
-        self._loader = loader
-        self._timeout = timeout
-
-    def put(self, value: Any) -> None:
-        """As the queue."""
-        self._inner.put(value)
-
-    def get(self) -> Any:
-        """As the queue.
-
-        Raises:
-            WorkerError: a worker died, or does not answer in time.
-        """
-        start = time.monotonic()
-        while True:
-            try:
-                return self._inner.get(timeout=_SECONDS)
-            except queue.Empty:
-                pass
-            if dead := dead_workers(self._loader._iterator):
-                raise WorkerError(
-                    f"the loader has no state: a worker process (pid {dead[0]}) exited unexpectedly; the state that "
-                    "was saved last is good: load it in a new loader"
-                )
-            if 0 < self._timeout < time.monotonic() - start:
-                raise WorkerError(
-                    f"a worker process did not tell its state for {self._timeout:g} seconds, `timeout`: a file system "
-                    "that hangs, or samples that take longer; the state that was saved last is good"
-                )
-
-
-def patch_result_queue(loader: Any, timeout: float) -> None:
-    """Make Energon's loader wait for its workers only while they live; before they are started."""
-    loader.result_queues[:] = [
-        WorkerResultQueue(inner, loader, timeout) for inner in loader.result_queues
-    ]  # one list with workers
-
-
 NAME = "the loader of get_packed_loader"
-_NAMES = ("sample_loader", "part_filter")
+_FUNCTIONS = ("sample_loader", "part_filter")  # names in dataset.yaml
+_SECONDS = 1.0  # between two checks of the worker processes
 
 
 @contextmanager
 def raise_with_file_name(path: str | Path, split: str, opened: OpenedSplits | None = None) -> Iterator[None]:
-    """Turn an error of Energon into one that names the damaged file, where there is one.
+    """Turn an error of Energon into an error that names the damaged file, if a file is damaged.
 
     Args:
         path: dataset folder, or Metadataset.
         split: `train`, `val` or `test`.
-        opened: the tars as they were when the loader was made.
+        opened: the tars as they were when the loader was created.
 
     Raises:
         FormatError: a file is damaged; the message names it and the remedy.
@@ -100,11 +48,11 @@ def raise_with_file_name(path: str | Path, split: str, opened: OpenedSplits | No
     """
     try:
         yield
-    except ImportError:  # a package that is not installed is no damage
+    except ImportError:  # a package that is not installed: the file is intact
         raise
     except Exception as error:
-        if found := in_one_line(error, NAME):
-            raise found from error
+        if known := in_one_line(error, NAME):
+            raise known from error
         if isinstance(error, EnergonPackedError):
             raise
         if opened is not None:
@@ -122,22 +70,22 @@ def _check_unchanged(opened: OpenedSplits, error: Exception) -> None:
 
 
 def _fault(path: Path, split: str) -> str | None:
-    """The damaged file and the remedy; None where all files are whole."""
+    """Return the damaged file and the remedy; None if all files are intact."""
     try:
         splits = loaded_splits(path, split)
     except EnergonPackedError as error:
         return str(error)
-    return next((fault for one in splits if (fault := _fault_in(one.path, one.split))), None)
+    return next((fault for part in splits if (fault := _fault_in(part.path, part.split))), None)
 
 
 def _fault_in(folder: Path, split: str) -> str | None:
     meta = folder / NV_META
     try:
         _check_dataset(meta / "dataset.yaml")
-    except Exception as error:  # whatever reading a damaged file raises
-        what = f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
+    except Exception as error:  # a damaged file can raise any exception
         return (
-            f"{meta / 'dataset.yaml'}, or what it names, cannot be read: {what}; run energon-packed nv-meta {folder}"
+            f"{meta / 'dataset.yaml'}, or a file or class that it names, cannot be read: {_shortened(error)}; run "
+            f"energon-packed nv-meta {folder}"
         )
     try:
         shards = shards_in_split(folder, split)
@@ -145,13 +93,15 @@ def _fault_in(folder: Path, split: str) -> str | None:
     except EnergonPackedError as error:
         return str(error)
     file = meta / ".info.json"
-    try:  # as Energon reads them, which takes less than JSON and YAML are
+    try:  # by Energon's own functions, which accept less than all JSON and YAML
         get_info_shard_files(EPath(folder))
         file = meta / "split.yaml"
         WebdatasetMeta.from_config(EPath(folder), split_part=split)
     except Exception as error:
-        what = f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
-        return f"Energon cannot read {file}: {what}; run energon-packed nv-meta {folder}, or copy the file again"
+        return (
+            f"Energon cannot read {file}: {_shortened(error)}; run energon-packed nv-meta {folder}, or copy the file "
+            "again"
+        )
     for tar in shards:
         try:
             expected = np.array(scan_tar(tar).rows().offsets, dtype="<u8").tobytes()
@@ -163,28 +113,32 @@ def _fault_in(folder: Path, split: str) -> str | None:
     return None
 
 
+def _shortened(error: Exception) -> str:
+    return f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
+
+
 def _check_dataset(file: Path) -> None:
-    """As https://nvidia.github.io/Megatron-Energon describes dataset.yaml."""
+    """Check dataset.yaml as https://nvidia.github.io/Megatron-Energon describes it."""
     value: Any = read_yaml(file)
     named = value.get("sample_type", value)
-    found = getattr(import_module(named["__module__"]), named["__class__"])
-    if not isinstance(found, type):
-        raise TypeError(f"{named['__class__']} is no class")
+    sample_class = getattr(import_module(named["__module__"]), named["__class__"])
+    if not isinstance(sample_class, type):
+        raise TypeError(f"{named['__class__']} is not a class")
     if not isinstance(value.get("decoder"), dict | bool | None):
         raise TypeError(f"the decoder is {value['decoder']!r}")
-    places = [value.get(name) for name in _NAMES]
+    references = [value.get(name) for name in _FUNCTIONS]  # FILE:FUNCTION
     if named is value or value.get("field_map") is not None:
         return  # crude data, or fields by name
-    if None in places:
-        raise ValueError(f"it must name {' and '.join(_NAMES)}, or a field_map")
-    for place in places:
-        source, _, name = place.partition(":")
+    if None in references:
+        raise ValueError(f"it must name {' and '.join(_FUNCTIONS)}, or a field_map")
+    for reference in references:
+        source, _, name = reference.partition(":")
         if name not in _defined(file.parent / source):
             raise ValueError(f"{source} does not define {name}")
 
 
 def _defined(file: Path) -> set[str]:
-    """Names of functions that a Python file defines or imports; the imports are tried."""
+    """Return the functions that a Python file defines or imports; the imports are executed, the file is not."""
     names: set[str] = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
@@ -195,3 +149,51 @@ def _defined(file: Path) -> set[str]:
         elif isinstance(node, ast.FunctionDef):
             names.add(node.name)
     return names
+
+
+class WorkerResultQueue:
+    """Replacement of a `result_queue` of Energon's loader, whose `get` would wait for a dead worker indefinitely.
+
+    Args:
+        inner: the queue.
+        loader: Energon's loader.
+        timeout: seconds; 0 waits as long as the workers live.
+    """
+
+    def __init__(self, inner: Any, loader: Any, timeout: float) -> None:
+        self._inner = inner
+        self._loader = loader
+        self._timeout = timeout
+
+    def put(self, value: Any) -> None:
+        """Put a value into the queue."""
+        self._inner.put(value)
+
+    def get(self) -> Any:
+        """Return the next value.
+
+        Raises:
+            WorkerError: a worker died, or does not answer in time.
+        """
+        start = time.monotonic()
+        while True:
+            try:
+                return self._inner.get(timeout=_SECONDS)
+            except queue.Empty:
+                pass
+            if dead := dead_workers(self._loader._iterator):
+                raise WorkerError(
+                    f"the loader has no state: a worker process (pid {dead[0]}) exited unexpectedly. Load the last "
+                    "saved state in a new loader."
+                )
+            if 0 < self._timeout < time.monotonic() - start:
+                raise WorkerError(
+                    f"A worker did not return its state within `timeout` ({self._timeout:g} s): storage hangs, or "
+                    "samples are slow. Resume from the last saved state."
+                )
+
+
+def patch_result_queue(loader: Any, timeout: float) -> None:
+    """Make Energon's loader wait for its workers only while they live; call it before they start."""
+    # In place: the loader and its workers share this list.
+    loader.result_queues[:] = [WorkerResultQueue(inner, loader, timeout) for inner in loader.result_queues]

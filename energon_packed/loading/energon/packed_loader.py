@@ -1,14 +1,14 @@
-"""`get_packed_loader`: padding-free batches from a packed dataset, in one call."""
+"""A packed dataset to a loader of padding-free batches: `get_packed_loader`."""
 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
-from energon_packed.loading.energon.config import LoaderConfig
+from energon_packed.loading.energon.config import LoaderConfig, LoaderSettings
 from energon_packed.loading.energon.loader import PackedLoader
 from energon_packed.loading.energon.ranks import check_every_worker_has_packs, epoch_steps
 from energon_packed.loading.energon.source import EnergonSource, worker_config_of
@@ -28,9 +28,9 @@ def get_packed_loader(
     config: LoaderConfig | None = None,
     collator: Collator | None = None,
     packer: Packer | None = None,
-    **settings: Any,
+    **settings: Unpack[LoaderSettings],
 ) -> PackedLoader:
-    """A loader of padding-free batches.
+    """Return a PackedLoader that yields one padding-free PackedBatch per micro batch.
 
         loader = get_packed_loader("out", encoder, micro_batch_size=2, epochs=1)
         for batch in loader:
@@ -38,20 +38,21 @@ def get_packed_loader(
 
     Args:
         path: folder that `energon-packed pack` wrote (`out` or `out/webdataset`), or an Energon Metadataset YAML.
-        encoder: the Processor that the data was packed with; None for PackedTokensSample data without images, which
-            holds everything that is needed.
+        encoder: the Processor that the dataset was packed with; None for PackedTokensSample data without images,
+            which contains the tokens.
         config: all settings in one object.
-        collator: how samples are joined into a row; by default without padding.
-        packer: how samples are grouped on the fly; by default best fit decreasing.
-        settings: the fields of `LoaderConfig`, in place of `config`.
+        collator: joins samples into a row; by default without padding.
+        packer: groups samples on the fly; by default best fit decreasing.
+        settings: the fields of `LoaderConfig`, instead of `config`. By default, the loader repeats without end:
+            `epochs=1` reads every pack once.
 
     Raises:
-        ConfigError: settings that contradict each other or the data.
+        ConfigError: settings contradict each other or the dataset.
         FormatError: `path` is not a packed dataset.
     """
     if config is not None and settings:
-        raise ConfigError(f"pass `config` or settings such as `{next(iter(settings))}`, not both")
-    config = config or make(LoaderConfig, settings)
+        raise ConfigError(f"Pass either `config` or settings such as `{next(iter(settings))}`, not both.")
+    config = config or make(LoaderConfig, dict(settings))
     splits = loaded_splits(Path(path), config.split, trusted=config.trust_sample_loader)
     seq_len = common_seq_len(splits, config.seq_len)
     processor = processor_for(splits, encoder, check=config.check_encoder)
@@ -82,63 +83,55 @@ def get_packed_loader(
 
 
 def _check_epochs(loader: PackedLoader, source: EnergonSource, splits: Sequence[LoadedSplit]) -> None:
-    """Refuse epochs that the data cannot give.
+    """Check that the data has the epochs of the settings, and make all ranks end an epoch together.
 
     Raises:
-        ConfigError: as `_limit_epoch`, or a worker without packs in a loader that repeats.
+        ConfigError: a blend that draws by weight has no epoch, `even_ranks` is not possible, or a worker of a loader
+            that repeats has no packs.
     """
-    if source.config.complete_epochs and Path(source.path).is_file():
-        assert loader.energon_loader is not None  # raises for a blend that draws by weight: it has no epoch
-    if source.config.epochs is None:
+    config = source.config
+    if config.one_pass and Path(source.path).is_file():
+        assert loader.energon_loader is not None  # raises for a blend that draws by weight
+    if config.epochs is None:
         check_every_worker_has_packs(splits, source.worker_config)
-    else:
-        _limit_epoch(loader, source, splits)
-
-
-def _limit_epoch(loader: PackedLoader, source: EnergonSource, splits: Sequence[LoadedSplit]) -> None:
-    """Make all ranks end an epoch together.
-
-    Raises:
-        ConfigError: the data has no epoch, or `even_ranks` cannot be held.
-    """
-    if Path(source.path).is_file():
-        assert loader.energon_loader is not None  # raises for a blend that draws by weight: it has no epoch
-    dataset = lambda: loader.energon_loader  # noqa: E731 - made only where no manifest tells the steps
-    loader.epoch_steps = epoch_steps(source.config, splits, source.worker_config, dataset)
+        return
+    # A function: Energon's dataset is created only if no manifest has the number of packs.
+    loader.epoch_steps = epoch_steps(config, splits, source.worker_config, lambda: loader.energon_loader)
 
 
 def _packer_of(packer: Packer | None, config: LoaderConfig, seq_len: int | None) -> Packer | None:
     if packer is not None and packer.max_patches is not None:
         raise ConfigError(
-            "`max_patches` needs the pixels of a sample, which Energon's packing does not have; use `max_images`, or "
-            "a DataflowLoader over EnergonDistributor"
+            "`max_patches` needs the pixels of a sample, which are not loaded when Energon packs. Use `max_images`, "
+            "or a DataflowLoader over EnergonDistributor."
         )
     if packer is not None and packer.overlong != "error":
         raise ConfigError(
             f"`overlong` of a packer must be 'error' under Energon, got {packer.overlong!r}. Pack offline with this "
-            "`overlong`, or set `max_failures` to skip samples that fit no row"
+            "`overlong`, or set `max_failures` to skip samples that fit no row."
         )
     if isinstance(packer, BalancedPoolPacker):
         raise ConfigError(
-            "Energon decides itself when rows leave its buffer, so BalancedPoolPacker balances nothing there; use "
-            "PoolPacker, or DataflowLoader"
+            "BalancedPoolPacker has no effect here, as Energon decides when rows leave its buffer. Use PoolPacker, or "
+            "a DataflowLoader."
         )
     if packer is not None or not config.on_the_fly:
         return packer
     if seq_len is None:
-        raise ConfigError("packing on the fly needs `seq_len`: no dataset has a packing.json")
+        raise ConfigError("packing on the fly needs `seq_len`, as no dataset has a packing.json. Pass `seq_len`.")
     return PoolPacker(seq_len)
 
 
 def _warn_about_padding(collator: PaddingFreeCollator, splits: Sequence[LoadedSplit]) -> None:
-    for one in splits:
-        if one.manifest is not None and one.manifest.pad_multiple % collator.pad_multiple:
+    for split in splits:
+        manifest = split.manifest
+        if manifest is not None and manifest.pad_multiple % collator.pad_multiple:
             _log.warning(
                 "%s was packed with pad_multiple %d and is padded to multiples of %d, so rows can be longer than "
                 "seq_len %d; pack with that pad_multiple",
-                one.path,
-                one.manifest.pad_multiple,
+                split.path,
+                manifest.pad_multiple,
                 collator.pad_multiple,
-                one.manifest.seq_len,
+                manifest.seq_len,
             )
             return

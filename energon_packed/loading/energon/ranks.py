@@ -1,4 +1,7 @@
-"""How ranks end an epoch together: a collective operation hangs when one rank has a batch more than another."""
+"""Packs of a dataset to the number of steps of an epoch, equal on all ranks.
+
+A collective operation hangs if a rank has more batches than other ranks.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -16,20 +19,20 @@ _log = logging.getLogger(__name__)
 
 
 def check_every_worker_has_packs(splits: Sequence[LoadedSplit], worker_config: WorkerConfig) -> None:
-    """Refuse an endless loader in which a worker has nothing to repeat.
+    """Refuse a loader that repeats if a worker has no pack to repeat.
 
     Raises:
-        ConfigError: fewer packs than loader workers; the message names both.
+        ConfigError: there are fewer packs than loader workers; the message names both.
     """
-    counts = [one.packs for one in splits if one.packs is not None]
+    counts = [split.packs for split in splits if split.packs is not None]
     world_size, num_workers = worker_config.world_size, worker_config.num_workers
     workers = world_size * max(1, num_workers)
     if len(counts) == len(splits) and sum(counts) < workers:
         others = f" and {len(splits) - 1} others have" if len(splits) > 1 else " has"
         raise ConfigError(
             f"{splits[0].path}{others} {sum(counts)} packs in split {splits[0].split!r}, fewer than the {workers} "
-            f"loader workers that repeat them (world_size {world_size}, num_workers {num_workers}): use fewer, "
-            "pack with a smaller `seq_len`, or set `epochs=1`"
+            f"loader workers (world_size {world_size}, num_workers {num_workers}). Use fewer workers or ranks, pack "
+            "with a smaller `seq_len`, or set `epochs=1`."
         )
 
 
@@ -39,16 +42,16 @@ def epoch_steps(
     worker_config: WorkerConfig,
     dataset: Callable[[], Any],
 ) -> int | None:
-    """Steps that this rank takes in one epoch, so that all ranks take the same; None to end when its data ends.
+    """Return the steps of this rank in one epoch, equal on all ranks; None to end when its data ends.
 
     Args:
-        config: of the loader; `even_ranks` says what to do.
-        splits: what is read.
-        worker_config: place of this process among the ranks.
-        dataset: makes this rank's Energon dataset, whose length is used where no manifest tells.
+        config: of the loader, with `even_ranks`.
+        splits: the splits that are read.
+        worker_config: rank and world size.
+        dataset: creates the Energon dataset of this rank; its length is used if no manifest has the number of packs.
 
     Raises:
-        ConfigError: a choice that needs counts which are not known, or a rank without any pack.
+        ConfigError: `even_ranks` needs counts that are not known, or a rank has no pack.
     """
     choice, world_size = config.even_ranks, worker_config.world_size
     if world_size == 1 or choice == "off":
@@ -58,9 +61,9 @@ def epoch_steps(
         return None
     if config.on_the_fly:
         raise ConfigError(
-            f"`even_ranks` {choice!r} needs the batches of every rank, and packing on the fly decides them while it "
-            "runs, so ranks would end apart and collective operations hang: set `epochs=None` and count steps, pack "
-            "offline, or set `even_ranks='off'`"
+            f"`even_ranks={choice!r}` needs a known number of batches, which on-the-fly packing does not have (ranks "
+            "would end at different steps and hang). Set `epochs=None` and count steps, pack offline, or set "
+            "`even_ranks='off'`."
         )
     steps = _steps_of_ranks(config, splits, worker_config)
     if steps is None and distributed:
@@ -69,8 +72,8 @@ def epoch_steps(
         if choice == "auto":
             return None
         raise ConfigError(
-            f"`even_ranks` {choice!r} needs the batches of every rank, which only a folder with packing.json or a "
-            "torch.distributed process group tells; set `even_ranks='off'`, or repeat indefinitely with `epochs=None`"
+            f"`even_ranks={choice!r}` needs a known number of batches, from a folder with packing.json or from a "
+            "torch.distributed process group. Set `even_ranks='off'`, or repeat indefinitely with `epochs=None`."
         )
     if min(steps) == max(steps):
         return None
@@ -84,8 +87,8 @@ def epoch_steps(
         return None
     if min(steps) == 0:
         raise ConfigError(
-            f"rank {steps.index(0)} of {world_size} has no batch while others have {max(steps)}: there are too few "
-            "packs for so many ranks; use fewer ranks, pack with a smaller `seq_len`, or set `even_ranks='off'`"
+            f"rank {steps.index(0)} of {world_size} has no batch, and other ranks have {max(steps)}: there are too "
+            "few packs. Use fewer ranks, pack with a smaller `seq_len`, or set `even_ranks='off'`."
         )
     return min(steps) if choice == "drop" else max(steps)
 
@@ -93,7 +96,7 @@ def epoch_steps(
 def _steps_of_ranks(
     config: LoaderConfig, splits: Sequence[LoadedSplit], worker_config: WorkerConfig
 ) -> list[int] | None:
-    """Batches of every rank by packing.json or the indexes; None where packs are not known, or of several folders."""
+    """Return the batches of every rank by packing.json or the indexes; None for several folders or unknown packs."""
     if len(splits) != 1 or splits[0].packs is None:
         return None
     return steps_of_ranks(
@@ -106,12 +109,12 @@ def _steps_of_ranks(
 
 
 def _gathered(steps: int, rank: int, world_size: int) -> list[int]:
-    """Steps of every data-parallel rank; several processes (tensor-parallel ones) may share one of these."""
+    """Return the steps of every data-parallel rank; several (tensor-parallel) processes may share a rank."""
     by_rank: dict[int, int] = dict(all_gather_object((rank, steps)))
-    missing = [one for one in range(world_size) if one not in by_rank]
+    missing = [index for index in range(world_size) if index not in by_rank]
     if missing:
         raise ConfigError(
-            f"no process of the group is rank {missing[0]} of world_size {world_size}; pass each its data-parallel "
-            "rank, or set `even_ranks='off'`"
+            f"no process of the group is rank {missing[0]} of world_size {world_size}. Pass its data-parallel rank to "
+            "each process, or set `even_ranks='off'`."
         )
-    return [by_rank[one] for one in range(world_size)]
+    return [by_rank[index] for index in range(world_size)]

@@ -1,4 +1,4 @@
-"""EnergonSource: Energon's dataset over a folder or Metadataset, one for each epoch."""
+"""A packed folder or a Metadataset to Energon's dataset of one epoch: EnergonSource."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,19 +18,20 @@ from energon_packed.metadatasets import NV_META
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import CRUDE, OLD_INFO
 
-_SEEDS_PER_EPOCH = 1_000_003  # far apart, so that neighbouring seeds do not share epochs
+# Large, so that epoch 1 of a seed is not epoch 0 of the next seed.
+_SEEDS_PER_EPOCH = 1_000_003
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergonSource:
-    """Makes Energon's datasets.
+    """Factory of Energon's datasets.
 
     Attributes:
         path: folder of shards, or a Metadataset YAML.
         config: of the loader.
         task_encoder: encodes packs and makes batches.
-        worker_config: place of this process among the ranks.
-        opened: the tars as they are now; every epoch must find the same.
+        worker_config: rank and world size.
+        opened: the tars at the creation of the loader; every epoch checks that they are unchanged.
     """
 
     path: str | Path
@@ -40,13 +41,13 @@ class EnergonSource:
     opened: OpenedSplits
 
     def dataset(self, epoch: int) -> "SavableDataset[PackedBatch]":
-        """Batches of this rank for one epoch, or without end where `epochs` is None.
+        """Return the batches of this rank in one epoch, or without end if `epochs` is None.
 
         Raises:
-            ConfigError: one epoch of a blend that draws by weight, a sample class that cannot be imported, or code of
-                a dataset that is not trusted.
-            FormatError: a folder that is not indexed.
-            DataChangedError: a tar is not the one of before.
+            ConfigError: a blend by weight has no epoch, a sample class cannot be imported, or code of a dataset is not
+                trusted.
+            FormatError: a folder is not indexed.
+            DataChangedError: a tar was replaced or changed.
         """
         self.opened.check_all()
         self._check_indexed()
@@ -57,14 +58,15 @@ class EnergonSource:
                 return self._dataset(epoch)
         except ImportError as error:
             raise ConfigError(
-                f"{self.path}: {error}; a dataset.yaml names that package: install it, run energon-packed nv-meta on "
-                "the folder, or set `dataset_config: crude.yaml` for it in the Metadataset"
+                f"{self.path}: {error}. A dataset.yaml names that package: install it, run energon-packed nv-meta on "
+                "the folder, or set `dataset_config: crude.yaml` in the Metadataset."
             ) from error
 
     def _dataset(self, epoch: int) -> "SavableDataset[PackedBatch]":
         config = self.config
         common: dict[str, Any] = {
             "split_part": config.split,
+            # Energon repeats the same order in every epoch, so each epoch has a seed.
             "worker_config": replace(self.worker_config, seed_offset=config.seed + _SEEDS_PER_EPOCH * epoch),
             "batch_size": config.micro_batch_size,
             "batch_drop_last": config.drop_last,
@@ -83,13 +85,13 @@ class EnergonSource:
                 max_samples_per_sequence=None,
                 repeat=not config.one_pass,
             )
-        except AssertionError as error:
+        except AssertionError as error:  # Energon's check of a blend by weight without repetition
             if not config.one_pass or "weights" not in str(error):
                 raise
-            choice = "leave out `complete_epochs`" if config.complete_epochs else "use `epochs=None`"
+            choice = "Remove `complete_epochs`" if config.complete_epochs else "Use `epochs=None`"
             raise ConfigError(
-                f"{self.path} draws by weight indefinitely, so it has no epoch; {choice}, or make the blend with "
-                "energon-packed metadataset --epochized (`shuffle=False` reads each input once)"
+                f"{self.path} draws by weight indefinitely, so it has no epoch. {choice}, or create the blend with "
+                "energon-packed metadataset --epochized (`shuffle=False` reads each input once)."
             ) from error
 
     def _check_indexed(self) -> None:
@@ -101,16 +103,16 @@ class EnergonSource:
                 )
 
     def _needs_crude(self) -> bool:
-        """Whether dataset.yaml names a sample class of another package, so that our cooker reads the parts."""
+        """Return whether dataset.yaml names a sample class of another package, so that `cook_pack` reads the parts."""
         manifest = None if Path(self.path).is_file() else PackingManifest.load_if_there(Path(self.path))
         return manifest is not None and manifest.dataset_module is not None
 
 
 def worker_config_of(config: LoaderConfig, error_handler: Any) -> WorkerConfig:
-    """Place of this process among the data-parallel ranks: as configured, else from torch.distributed.
+    """Return rank and world size of this process: from the config, else from torch.distributed.
 
     Raises:
-        ConfigError: neither tells it, and the environment says that there are several processes.
+        ConfigError: both do not have them, and the environment has several processes.
     """
     rank, world_size = resolve_rank(config.rank, config.world_size)
     return WorkerConfig(

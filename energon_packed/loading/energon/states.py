@@ -1,22 +1,20 @@
-"""The fingerprint of what an Energon loader reads, for its states.
+"""States of Energon's loader to plain values and files, and to the states of another number of ranks.
 
-Energon's loader states as nested dicts, lists, numbers and strings: what JSON holds.
+| function | input and output |
+|---|---|
+| to_plain, from_plain | Energon's dataclasses, tuples, arrays to JSON-like dicts, lists, numbers, strings, and back |
+| dataset_fingerprint | `config()` of an Energon dataset to a digest of its data |
+| read_state, write_state | a file with a state, alone or in Megatron's dict; reading executes no code |
+| redistribute | states of all ranks to states of another number of ranks |
 
-The states are dataclasses, tuples, arrays and dicts of them; each that JSON has no form for becomes
-`{"type": name, ...}`.
-
-Files with a loader state: the state, or Megatron's dict around it, by `torch.save`. Nothing in one is executed.
-
-States of a loader for another number of ranks.
-
-Energon deals shards to `world_size * num_workers` workers, numbered rank by rank. As long as that product stays the
-same, each worker reads the same packs, so its state is simply handed to the rank that it now belongs to:
+Energon assigns tars to `world_size * num_workers` workers, numbered rank by rank. As long as that product stays the
+same, each worker reads the same packs, so its state moves to the rank that it now belongs to:
 
     4 ranks, 1 worker each   0 | 1 | 2 | 3
     2 ranks, 2 workers each  0   1 | 2   3
 
-Every worker resumes where it stopped. Each new rank takes its next batch from its first worker, as after
-`energon checkpoint redist`, so batches of different workers may come in another order than without the change.
+Every worker resumes after its last batch. Each new rank reads its next batch from its first worker, as after
+`energon checkpoint redist`, so the order of batches between workers may differ from a run without the change.
 """
 
 import base64
@@ -39,6 +37,14 @@ from energon_packed.errors import BatchError
 from energon_packed.loading.state import check_identity, check_state
 from energon_packed.shards import PackingManifest
 
+MEGATRON_KEY = "dataloader_state_dict"
+"""Key of the state in `train_dataloader_dprank000.pt` of Megatron-LM and Megatron-Bridge."""
+_TYPE = "type"
+_DATACLASSES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState, SliceState, SystemRngState)
+}
+# Entries of Energon's `config()` that differ between ranks, or name functions.
 _NOT_DATA = (
     "worker_config",
     "slice_offsets",
@@ -52,9 +58,9 @@ _NOT_DATA = (
 
 
 def dataset_fingerprint(config: dict[str, Any]) -> str:
-    """Digest of an Energon dataset's `config()` without the names of functions, ranks and places.
+    """Return the digest of an Energon dataset's `config()`, without functions, ranks and paths.
 
-    A folder counts by its content where it has a packing.json, so a copy elsewhere is the same data.
+    A folder with a packing.json counts by its content, so a copy in another folder is the same data.
     """
     return hashlib.sha256(json.dumps(_data_only(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -69,23 +75,16 @@ def _data_only(value: Any) -> Any:
 
 
 def _packing(path: str) -> list[str] | None:
-    """The hashes of all shards: input and options alone do not tell which images existed."""
+    """Return the hashes of all shards: input and options alone do not show which images existed."""
     manifest = PackingManifest.load_if_there(Path(path))
     return None if manifest is None else [shard.sha256 for shard in manifest.shards]
 
 
-_TYPE = "type"
-_DATACLASSES: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState, SliceState, SystemRngState)
-}
-
-
 def to_plain(value: Any) -> Any:
-    """The plain form of a state.
+    """Convert a state to plain values; types that JSON does not have become `{"type": name, ...}`.
 
     Raises:
-        BatchError: it holds a type that is not known.
+        BatchError: the state has an unknown type.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -108,11 +107,11 @@ def to_plain(value: Any) -> Any:
         return {_TYPE: "bytes", "data": base64.b64encode(value).decode()}
     if isinstance(value, np.generic):
         return to_plain(value.item())
-    raise BatchError(f"the state of Energon's loader holds a {name}, which this release cannot save; report it")
+    raise BatchError(f"the state of Energon's loader has a {name}, which this release cannot save. Report it.")
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of `to_plain`."""
+    """Convert the result of `to_plain` back."""
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if not isinstance(value, dict):
@@ -132,19 +131,15 @@ def from_plain(value: Any) -> Any:
         return np.frombuffer(data, dtype=value["dtype"]).reshape(value["shape"]).copy()
     if kind == "bytes":
         return base64.b64decode(value["data"])
-    raise BatchError(f"the saved state holds the unknown type {kind!r}; was it saved by a newer release?")
-
-
-MEGATRON_KEY = "dataloader_state_dict"
-"""Where Megatron-LM and Megatron-Bridge put the state in `train_dataloader_dprank000.pt`."""
+    raise BatchError(f"the saved state has the unknown type {kind!r}. Load it with the release that saved it.")
 
 
 class StateFile(NamedTuple):
-    """What a file holds.
+    """Content of a state file.
 
     Attributes:
-        state: of a loader of one rank.
-        megatron: it lies in Megatron's dict.
+        state: state of a loader of one rank.
+        megatron: whether the state is in Megatron's dict.
     """
 
     state: dict[str, Any]
@@ -152,94 +147,93 @@ class StateFile(NamedTuple):
 
 
 def read_state(file: Path) -> StateFile:
-    """The state in a file.
+    """Read a state file.
 
     Raises:
-        BatchError: the file is damaged, or does not hold a state of this package; the message begins with its path.
+        BatchError: the file is damaged, or has no state of this package; the message starts with its path.
     """
     try:
+        # `weights_only`: checkpoints are untrusted files, and unpickling would execute code.
         content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise BatchError(
-            f"{file} holds objects, as Energon's own loader saves them, and not the plain dict that a loader of "
-            "energon-packed saves; continue with the loader that saved it, or start without the state"
+            f"{file} contains Python objects, as Energon's own loader saves them, and not the plain dict that a "
+            "loader of energon-packed saves. Continue with the loader that saved it, or start without the state."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise BatchError(f"{file} is damaged ({reason}); use an earlier checkpoint") from error
+        raise BatchError(f"{file} is damaged ({reason}). Use an earlier checkpoint.") from error
     megatron = isinstance(content, dict) and MEGATRON_KEY in content
     state = content[MEGATRON_KEY] if megatron else content
     if not isinstance(state, dict) or "version" not in state:
-        raise BatchError(f"{file} holds no state of a loader of energon-packed; pass the file that Megatron saved")
+        raise BatchError(f"{file} has no state of a loader of energon-packed. Pass the file that Megatron saved.")
     return StateFile(state, megatron)
 
 
 def write_state(file: Path, content: StateFile) -> None:
-    """Write a state; the file appears under its name when it is complete."""
+    """Write a state file; the file appears under its name when it is complete."""
     partial = file.with_name(file.name + ".partial")
     torch.save({MEGATRON_KEY: content.state} if content.megatron else content.state, partial)
     partial.replace(file)
 
 
-_LOADER = "PackedLoader"
-
-
 def redistribute(states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """States of `world_size` ranks that resume where the ranks of `states` stopped.
+    """Return states of `world_size` ranks that resume after the batches of `states`.
 
     Args:
-        states: of all ranks of one run at one step, in any order.
+        states: states of all ranks of a run at the same step, in any order.
         world_size: number of data-parallel ranks to continue with.
 
     Returns:
-        one state for each rank; `num_workers` in its identity is what each rank needs to be run with.
+        one state for each rank; each rank must run with `num_workers` of its identity.
 
     Raises:
-        BatchError: states of another release or of different runs, a missing rank, a loader of one exact epoch, one
-            without worker processes, or workers that cannot be divided by `world_size`.
+        BatchError: the states are of another release or of different runs, a rank is missing, the loader has exact
+            epochs or no worker processes, or the workers cannot be divided by `world_size`.
     """
     if world_size < 1:
-        raise BatchError(f"`world_size` is {world_size}; it must be at least 1")
+        raise BatchError(f"`world_size` must be at least 1, got {world_size}.")
     ordered = _of_one_run(states)
     first = ordered[0]
     identity = first["identity"]
     workers = int(identity["num_workers"])
     if identity["epochs"] is not None or identity.get("complete_epochs"):
         raise BatchError(
-            "the states are of one exact epoch after another (epochs=1 or complete_epochs), whose number of steps "
-            "belongs to its number of ranks; finish the epoch with the same ranks"
+            "States of `epochs=1` or `complete_epochs` cannot be redistributed: the steps per epoch depend on the "
+            "number of ranks. Finish the epoch with the same ranks."
         )
     if workers == 0:
         raise BatchError(
-            "the states are of a loader without worker processes (num_workers=0); save with num_workers=1"
+            "States of a loader without worker processes cannot be redistributed. Save with `num_workers=1`."
         )
     total = workers * len(ordered)
     if total % world_size:
         fitting = [n for n in range(1, total + 1) if total % n == 0]
         raise BatchError(
-            f"{len(ordered)} ranks of {workers} workers are {total} workers, which {world_size} ranks cannot share "
-            f"evenly; use one of {', '.join(map(str, fitting))} ranks"
+            f"`world_size` must divide the {total} workers of {len(ordered)} ranks x {workers} workers, got "
+            f"{world_size}. Use one of {', '.join(map(str, fitting))} ranks."
         )
     loaders = [from_plain(state["energon"]) for state in ordered]
     started = [loader is not None for loader in loaders]
     if any(started) and not all(started):
         raise BatchError(
-            f"rank {started.index(False)} had not started to load and others had; save all ranks at one step"
+            f"rank {started.index(False)} had not started to load, and other ranks had. Save all ranks at the same "
+            "step."
         )
     states_of_workers = [state for loader in loaders if loader is not None for state in loader.worker_states]
-    share = total // world_size
+    per_rank = total // world_size
     return [
         first
         | {
             "world_size": world_size,
             "rank": rank,
-            "identity": identity | {"num_workers": share},
-            "step": sum(ours.offset + (ours.state.sample_index if ours.state else 0) for ours in part),
+            "identity": identity | {"num_workers": per_rank},
+            "step": sum(worker.offset + (worker.state.sample_index if worker.state else 0) for worker in part),
             "last_restore_key": None,
             "energon": to_plain(_loader_state(part, loaders[0].micro_batch_size)) if part else None,
         }
         for rank in range(world_size)
-        for part in [states_of_workers[rank * share : (rank + 1) * share]]
+        for part in [states_of_workers[rank * per_rank : (rank + 1) * per_rank]]
     ]
 
 
@@ -248,22 +242,22 @@ def _loader_state(worker_states: list[Any], micro_batch_size: int | None) -> Any
 
 
 def _of_one_run(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The states in the order of ranks.
+    """Return the states in the order of ranks.
 
     Raises:
-        BatchError: one is of another release or run, or a rank is missing or there twice.
+        BatchError: a state is of another release or run, or a rank is missing or repeated.
     """
     if not states:
-        raise BatchError("no state to redistribute")
+        raise BatchError("`states` must have at least one state, got an empty list.")
     for state in states:
-        check_state(state, _LOADER)
+        check_state(state, "PackedLoader")
         shared = ("epoch", "world_size")
-        now, saved = ({name: one[name] for name in shared} | one["identity"] for one in (states[0], state))
+        now, saved = ({name: each[name] for name in shared} | each["identity"] for each in (states[0], state))
         check_identity(saved, now)
     ranks = sorted(state["rank"] for state in states)
     if ranks != list(range(states[0]["world_size"])):
         raise BatchError(
-            f"the states are of ranks {', '.join(map(str, ranks))}, and the run had {states[0]['world_size']} ranks; "
-            "pass one state of each"
+            f"the states must be of {states[0]['world_size']} ranks, one of each, got ranks "
+            f"{', '.join(map(str, ranks))}. Pass the states of all ranks."
         )
     return sorted(states, key=lambda state: int(state["rank"]))

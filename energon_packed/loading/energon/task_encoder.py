@@ -1,14 +1,11 @@
-"""PackedTaskEncoder: Energon's hooks, each a call of one role.
+"""Packs of any flavor to batches, inside Energon's dataset: each hook of Energon is a call of one role.
 
-OnePass: a source that stays exhausted after its end, even after its state is restored.
-
-Energon's buffers (shuffling, packing, batching) flush when their source ends, but a saved state does not record that
-end. Restored during the flush, the source would restart and change the rest of the epoch. With this wrapper between
-source and buffers, a state saved at any point of an epoch resumes with the same remaining samples.
-
-`cook_pack`: a pack from raw parts, for datasets that Energon loads crude.
-
-The flavor comes from the subflavor `sample_class` where there is one, else from the parts of the sample.
+| name | content |
+|---|---|
+| PackedTaskEncoder | Energon's hooks |
+| EncodedPack | the encoded samples of a pack, between two hooks |
+| cook_pack | raw parts to a pack, for datasets that Energon loads as crude data |
+| OnePass | a wrapper that ends an epoch once, even if a state is restored after the end |
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,55 +39,22 @@ from energon_packed.loading.packers.base import unfit
 from energon_packed.loading.process import encode_pack
 
 
-class OnePass(BaseWrapperDataset):
-    """Passes samples through; yields nothing more after `dataset` ends.
-
-    Args:
-        dataset: source to read once.
-        worker_config: as for every Energon dataset.
-    """
-
-    _savable_fields = ("_ended",)
-
-    def __init__(self, dataset: "SavableDataset[Any]", *, worker_config: WorkerConfig) -> None:
-        super().__init__(dataset, worker_config=worker_config)
-        self.reset_state_own()
-
-    def reset_state_own(self) -> None:
-        """Reset to the beginning; Energon calls this before the first iteration."""
-        self._ended = False
-
-    def len_worker(self, worker_idx: int | None = None) -> int:
-        """Number of samples of one worker."""
-        return int(self.dataset.len_worker(worker_idx))
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._ended:
-            return
-        yield from self.dataset
-        self._ended = True
-
-    def config(self) -> dict[str, Any]:
-        """Settings that determine the samples, for fingerprints."""
-        return {"type": type(self).__qualname__, "dataset": self.dataset.config()}
-
-
 @stateless
 def cook_pack(sample: CrudeSample) -> PackSample:
-    """A pack of its flavor from raw parts.
+    """Return the pack of raw parts; the flavor comes from the subflavor `sample_class`, else from the parts.
 
     Raises:
         FormatError: the parts match no flavor.
-        ConfigError: the subflavor names an unknown one.
+        ConfigError: the subflavor names an unknown flavor.
     """
-    named = (sample.get("__subflavors__") or {}).get("sample_class")
-    codec = codec_for(named) if named else codec_of(sample)
+    flavor = (sample.get("__subflavors__") or {}).get("sample_class")
+    codec = codec_for(flavor) if flavor else codec_of(sample)
     return load_pack(codec, sample, basic_sample_keys(sample))
 
 
 @edataclass
 class EncodedPack(Sample):
-    """The encoded sub-samples of one pack.
+    """The encoded samples of one pack.
 
     Attributes:
         samples: in the order of the pack.
@@ -100,20 +64,20 @@ class EncodedPack(Sample):
 
 
 class PackedTaskEncoder(TaskEncoder):
-    """Encodes packs of any flavor and joins a micro batch of them into one row.
+    """Task encoder of Energon that encodes packs of any flavor, and joins a micro batch of packs into one row.
 
     Args:
-        encoder: makes tokens; the one that the data was packed with.
-        collator: lays samples in a row.
-        packer: groups samples when Energon is given a `packing_buffer_size`.
-        one_pass: the data is read once, shuffled by `shuffle_buffer_size` here, and a state saved anywhere in that
-            pass restores to the rest of it; otherwise Energon shuffles and repeats.
+        encoder: the Processor that the dataset was packed with.
+        collator: joins samples into a row.
+        packer: groups samples if Energon has a `packing_buffer_size`.
+        one_pass: the data is read once, shuffled by `shuffle_buffer_size` here, and a state saved at any step of the
+            pass restores its rest; otherwise Energon shuffles and repeats.
         shuffle_buffer_size: packs in the shuffle buffer of `one_pass`.
-        on_failure: called with the error and the pack when one of its samples cannot be encoded; when it returns,
-            that sample is skipped and the others of the pack stay. None raises.
-        opened: the tars that may be read; one that was replaced or changed since raises. None does not look.
-        check_lengths: a sample whose length differs from the recorded one raises, since its tokenizer, template or
-            image settings are not those that it was packed with.
+        on_failure: called with the error and the pack if one of its samples cannot be encoded; when it returns, that
+            sample is skipped and the other samples of the pack stay. None raises.
+        check_lengths: raise if the length of a sample differs from the recorded length, as the tokenizer, template or
+            image settings then differ, too.
+        opened: the tars that may be read; a tar that was replaced or changed raises. None does not check.
     """
 
     decoder = None
@@ -143,10 +107,11 @@ class PackedTaskEncoder(TaskEncoder):
     def build_encode_sample(
         self, dataset: "SavableDataset[PackSample]", *, worker_config: WorkerConfig
     ) -> "SavableDataset[PackSample]":
-        """Energon's hook between blending and packing: where one pass begins and is shuffled."""
+        """Wrap the dataset between blending and packing, for a single pass in shuffled order."""
         dataset = super().build_encode_sample(dataset, worker_config=worker_config)
         if not self.one_pass:
             return dataset
+        # Before the shuffle buffer, which must see the end of the pass only once.
         dataset = OnePass(dataset, worker_config=worker_config)
         if self.shuffle_buffer_size <= 1:
             return dataset
@@ -154,7 +119,7 @@ class PackedTaskEncoder(TaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: PackSample) -> EncodedPack:
-        """Encode every sub-sample; with packing on the fly, after the samples of a row are chosen."""
+        """Encode every sample; with packing on the fly, after the samples of a row are chosen."""
         self.check_opened(sample)
         encoded = encode_pack(sample, self.encoder, check_lengths=self.check_lengths, on_failure=self.on_failure)
         if not encoded:
@@ -163,24 +128,24 @@ class PackedTaskEncoder(TaskEncoder):
         return pack
 
     def check_opened(self, sample: Sample) -> None:
-        """Refuse a sample of a tar that is not the one that was opened.
+        """Refuse a sample of a tar that changed since the loader was created.
 
         Raises:
-            DataChangedError: it was replaced, changed or removed.
+            DataChangedError: the tar was replaced, changed or removed.
         """
         if self.opened is not None:
             self.opened.check_sources(sample.__sources__)
 
     def select_samples_to_pack(self, samples: list[PackSample]) -> list[list[PackSample]]:
-        """Group a buffer of samples by the packer; one that cannot be measured or fits no row fails alone."""
+        """Group a buffer of samples by the packer; a sample that cannot be measured or fits no row fails alone."""
         assert self.packer is not None, "packing_buffer_size needs a packer"
         fitting, sizes = [], []
         for sample in samples:
             try:
                 length = self._length(sample)
-                images = sum(len(one.images) for one in sample.conversations())
-                if (excess := self.packer.reject_reason(length, images, 0)) is not None:
-                    raise unfit(excess)
+                images = sum(len(conversation.images) for conversation in sample.conversations())
+                if (reject := self.packer.reject_reason(length, images, 0)) is not None:
+                    raise unfit(reject)
             except EnergonPackedError as error:
                 if self.on_failure is None:
                     raise
@@ -193,23 +158,60 @@ class PackedTaskEncoder(TaskEncoder):
 
     @stateless
     def pack_selected_samples(self, samples: list[EncodedPack]) -> EncodedPack:
-        """One pack of the samples that were chosen."""
+        """Join the chosen samples into one pack."""
         inside = [encoded for sample in samples for encoded in sample.samples]
         pack: EncodedPack = EncodedPack.derive_from(samples[0], samples=inside)
         return pack
 
     @stateless
     def batch(self, samples: list[EncodedPack]) -> PackedBatch:
-        """One row of all sub-samples of a micro batch."""
-        is_one = len(samples) == 1  # a stored row is collated by its columns
-        inside = samples[0].samples if is_one else [encoded for sample in samples for encoded in sample.samples]
+        """Join all samples of a micro batch into one row."""
+        is_single = len(samples) == 1  # a stored row is collated by its columns
+        inside = samples[0].samples if is_single else [encoded for sample in samples for encoded in sample.samples]
         batch = self.collator.collate(inside)
         batch.__key__ = [sample.__key__ for sample in samples]
         return batch
 
     def _length(self, sample: PackSample) -> int:
-        """Recorded tokens, or measured where none are recorded."""
+        """Return the recorded tokens of a pack; samples without a recorded length are measured."""
         return sum(
-            self.encoder.length(one.conversation) if one.length is None else one.length
-            for one in sample.stored_samples()
+            self.encoder.length(stored.conversation) if stored.length is None else stored.length
+            for stored in sample.stored_samples()
         )
+
+
+class OnePass(BaseWrapperDataset):
+    """Dataset that stays exhausted after its end, even after its state is restored.
+
+    Energon's buffers (shuffling, packing, batching) flush when their source ends, but a saved state does not record
+    that end. Restored during the flush, the source would restart and change the rest of the epoch. With this wrapper
+    between source and buffers, a state saved at any step of an epoch resumes with the same remaining samples.
+
+    Args:
+        dataset: source to read once.
+        worker_config: as for every Energon dataset.
+    """
+
+    _savable_fields = ("_ended",)
+
+    def __init__(self, dataset: "SavableDataset[Any]", *, worker_config: WorkerConfig) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+        self.reset_state_own()
+
+    def reset_state_own(self) -> None:
+        """Reset to the start; Energon calls this before the first iteration."""
+        self._ended = False
+
+    def len_worker(self, worker_idx: int | None = None) -> int:
+        """Return the number of samples of one worker."""
+        return int(self.dataset.len_worker(worker_idx))
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._ended:
+            return
+        yield from self.dataset
+        self._ended = True
+
+    def config(self) -> dict[str, Any]:
+        """Return the settings that determine the samples, for fingerprints."""
+        return {"type": type(self).__qualname__, "dataset": self.dataset.config()}

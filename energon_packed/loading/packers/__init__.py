@@ -1,7 +1,10 @@
-"""Packers: which samples share a row.
+"""Packers: lengths of buffered samples to groups of samples, one group for each row.
 
-base.py: Packer, with its limits. simple.py: packs made offline, consecutive samples, a fixed number of items.
-pool.py: best fit over a buffer, also with rows of similar cost on all ranks. buffer.py: samples without a row.
+| module | content |
+|---|---|
+| base.py | Packer, the base class with the limits of a row |
+| simple.py | PlannedPacker, SequentialPacker, SimpleBatcher: rows of consecutive items |
+| pool.py | PoolPacker, BalancedPoolPacker: best fit over a buffer |
 """
 
 from energon_packed.loading.packers.base import Packer, Sizes

@@ -1,4 +1,8 @@
-"""Packer: which samples share a row. One required method: `select`."""
+"""Packer: token counts of buffered samples to groups of sample indices; each group becomes one row.
+
+A subclass implements `select(lengths)`. The base class keeps groups within `max_images` and `max_patches`, decides
+when the buffer is packed, and states why a sample fits no row.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,10 +17,12 @@ from energon_packed.pipeline.options import Overlong
 from energon_packed.pipeline.rejects import images_detail, overlong_detail
 
 Int64 = npt.NDArray[np.int64]
+# Names in loader states, which states of earlier releases have, too.
+_STATE_NAMES = {"carry_over_last": "keeps"}
 
 
 class Sizes(NamedTuple):
-    """What the limits of a packer look at, for n buffered samples.
+    """Sizes of n buffered samples, by which a packer groups them.
 
     Attributes:
         lengths: int64 (n,), tokens.
@@ -30,20 +36,26 @@ class Sizes(NamedTuple):
 
 
 class Packer(ABC):
-    """Groups a buffer of samples by their lengths. The base keeps the buffer and holds groups to the limits.
+    """Base class: `select(lengths)` groups buffered samples, int64 (n,) token counts, into rows.
+
+        class Pairs(Packer):
+            buffer_size = 2
+
+            def select(self, lengths):
+                return [np.arange(len(lengths))]
 
     Attributes:
         longest: maximum sample length in tokens that fits a row; None for no limit. Longer samples are never passed
             to `select`.
         buffer_size: samples that are collected before `select` is called.
-        keeps: the last group of `select` waits for more samples, until the epoch ends.
-        max_images, max_patches: limits of a group beside its tokens; a group above one is divided.
-        max_tokens: tokens of a row; `longest` or more.
+        carry_over_last: the last group of `select` waits for more samples, until the epoch ends.
+        max_images, max_patches: limits of a row beside its tokens; a group above a limit is divided.
+        max_tokens: tokens of a row; at least `longest`.
         multiple: each sample is padded to a multiple of this many tokens.
-        overlong: what happens to a sample above a limit, as with `pack`: `error` stops loading, `drop` drops and
-            counts it, `truncate` keeps its first `longest` tokens (DataflowLoader).
-        drop_last: a group that the end of the epoch left incomplete is dropped.
-        rows: items that share each row, if their number alone decides; None otherwise.
+        overlong: handling of a sample above a limit, as with `pack`: `error` stops loading, `drop` drops and counts
+            the sample, `truncate` keeps its first `longest` tokens (DataflowLoader).
+        drop_last: a group that is incomplete at the end of the epoch is dropped.
+        rows: items in each row, if their number alone decides; None otherwise.
     """
 
     longest: int | None = None
@@ -59,7 +71,7 @@ class Packer(ABC):
 
     @abstractmethod
     def select(self, lengths: Int64) -> list[Int64]:
-        """Return groups of sample numbers; every sample is in exactly one group.
+        """Return groups of sample indices; every sample is in exactly one group.
 
         Args:
             lengths: int64 (n,), tokens of the buffered samples.
@@ -67,50 +79,52 @@ class Packer(ABC):
         """
 
     def groups(self, sizes: Sizes) -> list[Int64]:
-        """`select`, with groups above `max_images` or `max_patches` divided in their order.
+        """Call `select`, and divide groups above `max_images` or `max_patches` in their order.
 
         Raises:
             BatchError: `select` lost or repeated a sample.
         """
-        chosen = [np.asarray(group, dtype=np.int64) for group in self.select(sizes.lengths)]
-        chosen = [group for group in chosen if len(group)]
-        numbers = np.sort(np.concatenate(chosen)) if chosen else np.zeros(0, dtype=np.int64)
-        if not np.array_equal(numbers, np.arange(len(sizes.lengths))):
+        selected = [np.asarray(group, dtype=np.int64) for group in self.select(sizes.lengths)]
+        selected = [group for group in selected if len(group)]
+        indices = np.sort(np.concatenate(selected)) if selected else np.zeros(0, dtype=np.int64)
+        # Checked for custom packers: a lost sample would be missing from training without any sign.
+        if not np.array_equal(indices, np.arange(len(sizes.lengths))):
             raise BatchError(
-                f"{type(self).__name__}.select returned {len(numbers)} sample numbers for {len(sizes.lengths)} "
-                "samples; every sample must be in exactly one group"
+                f"{type(self).__name__}.select must return every sample in exactly one group, got {len(indices)} "
+                f"sample indices for {len(sizes.lengths)} samples."
             )
         if self.max_images is None and self.max_patches is None:
-            return chosen
-        return [part for group in chosen for part in self._within_limits(group, sizes)]
+            return selected
+        return [part for group in selected for part in self._within_limits(group, sizes)]
 
     def should_flush(self, waiting: int) -> bool:
-        """Whether `select` is called, with `waiting` samples in the buffer, at least `buffer_size`."""
+        """Return whether to call `select` with `waiting` samples in the buffer, at least `buffer_size`."""
         return True
 
     def pop_ready(self, groups: list[Int64], sizes: RowSizes, *, final: bool) -> tuple[list[Int64], list[Int64]]:
-        """(groups that become rows, in this order; groups whose samples wait for others).
+        """Return (groups that become rows, in this order; groups whose samples stay in the buffer).
 
         Args:
-            groups: of `groups`.
+            groups: result of `groups`.
             sizes: of each group.
-            final: the epoch ended, and nothing can wait.
+            final: the epoch ended, and no sample can wait.
         """
         return (groups[:-1], groups[-1:]) if self.carry_over_last and not final else (groups, [])
 
     def steps(self, items: int) -> int | None:
-        """Rows made of `items` items, if `rows` tells; None otherwise."""
+        """Return the number of rows made of `items` items; None if `rows` is None."""
         if self.rows is None:
             return None
         return items // self.rows if self.drop_last else -(-items // self.rows)
 
     def identity(self) -> dict[str, Any]:
-        """Class and settings, for loader states."""
-        plain = {n.lstrip("_"): v for n, v in vars(self).items() if isinstance(v, int | float | str | dict | None)}
+        """Return class and settings, for loader states."""
+        names = {name: _STATE_NAMES.get(name, name.lstrip("_")) for name in vars(self)}
+        plain = {names[n]: v for n, v in vars(self).items() if isinstance(v, int | float | str | dict | None)}
         return {"packer": type(self).__name__, **plain}
 
     def reject_reason(self, tokens: int, images: int, patches: int) -> Reject | None:
-        """Why a sample fits no row, or None."""
+        """Return why a sample fits no row, or None if it fits."""
         if self.longest is not None and tokens > self.longest:
             detail = overlong_detail(tokens, self.max_tokens or self.longest, self.multiple)
             return Reject(Reason.OVERLONG, detail)
@@ -122,57 +136,58 @@ class Packer(ABC):
         return None
 
     def _within_limits(self, group: Int64, sizes: Sizes) -> list[Int64]:
+        # In the order of the group: `select` may have chosen the order, and the last group may be the emptiest.
         parts: list[list[int]] = [[]]
         images = patches = 0
-        for number in group.tolist():
-            images, patches = images + int(sizes.images[number]), patches + int(sizes.patches[number])
+        for index in group.tolist():
+            images, patches = images + int(sizes.images[index]), patches + int(sizes.patches[index])
             above = (self.max_images is not None and images > self.max_images) or (
                 self.max_patches is not None and patches > self.max_patches
             )
             if above and parts[-1]:
                 parts.append([])
-                images, patches = int(sizes.images[number]), int(sizes.patches[number])
-            parts[-1].append(number)
+                images, patches = int(sizes.images[index]), int(sizes.patches[index])
+            parts[-1].append(index)
         return [np.array(part, dtype=np.int64) for part in parts]
 
 
-def check_positive(**values: int | None) -> None:
-    """Refuse numbers below 1.
-
-    Raises:
-        ConfigError: it names the argument.
-    """
-    for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"`{name}` is {value!r}; it must be an integer of at least 1")
-
-
 def in_order(lengths: Sequence[int] | Int64, capacity: int, max_samples: int | None = None) -> list[Int64]:
-    """Groups of consecutive samples, each of at most `capacity` tokens and `max_samples` samples."""
+    """Return groups of consecutive samples, each of at most `capacity` tokens and `max_samples` samples."""
     groups: list[list[int]] = [[]]
-    room = capacity
-    for number, length in enumerate(np.asarray(lengths).tolist()):
-        if groups[-1] and (length > room or len(groups[-1]) == max_samples):
+    free = capacity
+    for index, length in enumerate(np.asarray(lengths).tolist()):
+        if groups[-1] and (length > free or len(groups[-1]) == max_samples):
             groups.append([])
-            room = capacity
-        groups[-1].append(number)
-        room -= length
+            free = capacity
+        groups[-1].append(index)
+        free -= length
     return [np.array(group, dtype=np.int64) for group in groups if group]
 
 
-def check_overlong(overlong: str) -> None:
-    """Refuse a value that `overlong` does not have.
+def check_positive(**values: int | None) -> None:
+    """Check that numbers are None or integers of at least 1.
 
     Raises:
-        ConfigError: it names the valid values.
+        ConfigError: the message names the argument.
+    """
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"`{name}` must be an integer of at least 1, got {value!r}.")
+
+
+def check_overlong(overlong: str) -> None:
+    """Check that `overlong` is a valid value.
+
+    Raises:
+        ConfigError: the message names the valid values.
     """
     if overlong not in (valid := get_args(Overlong)):
-        raise ConfigError(f"`overlong` must be one of {', '.join(valid)}, got {overlong!r}")
+        raise ConfigError(f"`overlong` must be one of {', '.join(valid)}, got {overlong!r}.")
 
 
-def unfit(excess: Reject) -> BatchError:
-    """The error of a sample that fits no row."""
+def unfit(reject: Reject) -> BatchError:
+    """Return the error of a sample that fits no row."""
     return BatchError(
-        f"a sample does not fit a row: {excess.detail}; raise the limit, pack with this one, or set `overlong` of the "
-        "packer to drop"
+        f"a sample does not fit a row: {reject.detail}. Raise the limit, pack the dataset with this limit, or set "
+        "`overlong` of the packer to 'drop'."
     )

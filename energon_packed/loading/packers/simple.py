@@ -1,8 +1,10 @@
-"""PlannedPacker: every item is a pack already, made offline or by a plan.
+"""Items in their order to rows of consecutive items.
 
-SequentialPacker: rows of consecutive samples, in the order they come.
-
-SimpleBatcher: a fixed number of items in one row.
+| packer | one row contains |
+|---|---|
+| PlannedPacker | one item: a pack made offline, or a row of a plan |
+| SequentialPacker | samples, until the next sample does not fit |
+| SimpleBatcher | a fixed number of items |
 """
 
 import numpy as np
@@ -14,18 +16,18 @@ from energon_packed.seqlens import round_up
 
 
 class PlannedPacker(Packer):
-    """One row for each item: for packs of `energon-packed pack`, and for `plan_in_memory`."""
+    """Use every item as one row: for packs of `energon-packed pack`, and for `plan_in_memory`."""
 
     buffer_size = 1
     rows = 1
 
     def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        """Return a group for each item."""
-        return [np.array([number]) for number in range(len(lengths))]
+        """Return one group for each item."""
+        return [np.array([index]) for index in range(len(lengths))]
 
 
 class SequentialPacker(Packer):
-    """Fills a row until the next sample does not fit.
+    """Fill a row until the next sample does not fit.
 
     Args:
         max_tokens: tokens per row.
@@ -37,7 +39,7 @@ class SequentialPacker(Packer):
         ConfigError: an argument is out of range.
     """
 
-    keeps = True
+    carry_over_last = True
     buffer_size = 2
 
     def __init__(
@@ -61,12 +63,12 @@ class SequentialPacker(Packer):
         self.overlong = overlong
 
     def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        """Return groups of consecutive sample numbers."""
+        """Return groups of consecutive sample indices."""
         return in_order(round_up(lengths, self.multiple), self.longest or 1, self.max_samples)
 
 
 class SimpleBatcher(Packer):
-    """Joins `batch_size` items, samples or packs, in the order they come.
+    """Join `batch_size` consecutive items, samples or packs, into one row.
 
     Args:
         batch_size: items in one batch.
@@ -82,5 +84,5 @@ class SimpleBatcher(Packer):
         self.drop_last = drop_last
 
     def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        """Return groups of `batch_size` consecutive numbers."""
+        """Return groups of `batch_size` consecutive indices."""
         return list(np.split(np.arange(len(lengths)), range(self.batch_size, len(lengths), self.batch_size)))

@@ -100,7 +100,7 @@ def test_outside_of_megatron_the_provider_says_what_is_missing(encoder: ChatEnco
 @pytest.mark.parametrize("name", ["rank", "world_size", "split", "epochs"])
 def test_what_megatron_decides_is_no_option(encoder: ChatEncoder, name: str) -> None:
     options: dict[str, Any] = {name: 1}
-    with pytest.raises(ConfigError, match=f"`{name}` is no option of the provider"):
+    with pytest.raises(ConfigError, match=f"`{name}` is not an option of the provider"):
         train_valid_test_dataloaders_provider("out", encoder, **options)
 
 
@@ -125,19 +125,21 @@ def test_context_parallelism_needs_padding_that_it_can_divide() -> None:
     check_parallelism(place(2), "bridge", PaddingFreeCollator(pad_multiple=8, pad_to=2048))
     check_parallelism(place(1), "bridge", None)
     for collator in (None, PaddingFreeCollator(pad_multiple=2), PaddingFreeCollator(pad_multiple=4, pad_to=2046)):
-        with pytest.raises(ConfigError, match=r"context parallelism over 2 ranks .* multiples of 4; pass collator="):
+        with pytest.raises(
+            ConfigError, match=r"multiples of 4 for context parallelism over 2 ranks, .* Pass collator="
+        ):
             check_parallelism(place(2), "bridge", collator)
 
 
 def test_what_the_multimodal_example_would_do_silently_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="replaces the boundaries of samples"):
+    with pytest.raises(ConfigError, match="replaces the sample boundaries"):
         check_parallelism(place(2), "megatron-lm", None)
-    with pytest.raises(ConfigError, match="`loss_weighting` is 'sqrt', which layout 'megatron-lm' cannot carry"):
+    with pytest.raises(ConfigError, match="`loss_weighting` must be 'token' with layout 'megatron-lm', got 'sqrt'"):
         check_parallelism(place(), "megatron-lm", PaddingFreeCollator(loss_weighting="sqrt"))
     check_parallelism(place(), "megatron-gpt", PaddingFreeCollator(loss_weighting="sqrt"))
     arguments = Namespace(sequence_parallel=True)
     monkeypatch.setattr(ranks, "megatron_lm_args", lambda: arguments)
-    with pytest.raises(ConfigError, match="replaces the boundaries of samples"):
+    with pytest.raises(ConfigError, match="replaces the sample boundaries"):
         check_parallelism(place(), "megatron-lm", None)
 
 

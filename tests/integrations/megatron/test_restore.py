@@ -91,7 +91,7 @@ def test_a_missing_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent does not exist; pass restore=None"):
         state_file(tmp_path / "absent", 0)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
-    with pytest.raises(ConfigError, match="a checkpoint of iteration 100, and .* no data position of it"):
+    with pytest.raises(ConfigError, match="a checkpoint of iteration 100, but .* has no loader state of it"):
         state_file(tmp_path, 0)
     saved_by(tmp_path / "iter_0000100" / "mp_rank_00", {"version": 4, "rank": 0})
     with pytest.raises(ConfigError, match="states of 1 data-parallel ranks and none of rank 1: .* state redist first"):
@@ -148,7 +148,7 @@ def test_auto_restores_the_iteration_that_megatron_lm_loaded(
     with pytest.raises(ConfigError, match=r"iter_0000004 has no train_dataloader_dprank000.pt; pass restore=None"):
         restore_iterator(new_iterator(pack_demo, encoder), "auto", 0)
     arguments.dataloader_save = None
-    with pytest.raises(ConfigError, match="resumes at iteration 4, and its data position was not saved"):
+    with pytest.raises(ConfigError, match="resumes at iteration 4, but the loader state was not saved"):
         restore_iterator(new_iterator(pack_demo, encoder), "auto", 0)
     arguments.iteration = 0
     restore_iterator(second, "auto", 0)  # a first start
@@ -157,14 +157,14 @@ def test_auto_restores_the_iteration_that_megatron_lm_loaded(
 def test_a_foreign_or_damaged_state_is_refused(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:
     iterator = new_iterator(pack_demo, encoder)
     energon = SavableDataLoaderState(worker_states=[], next_worker_id=0, micro_batch_size=1)
-    with pytest.raises(BatchError, match=r"dprank000.pt holds objects, as Energon's own loader saves them"):
+    with pytest.raises(BatchError, match=r"dprank000.pt contains Python objects, as Energon's own loader saves them"):
         restore_iterator(iterator, saved_by(tmp_path / "energon", energon), 0)
-    with pytest.raises(BatchError, match=r"holds no state of a loader of energon-packed"):
+    with pytest.raises(BatchError, match=r"has no state of a loader of energon-packed"):
         restore_iterator(iterator, saved_by(tmp_path / "other", {"position": 3}), 0)
     other = saved_by(tmp_path / "seed", new_iterator(pack_demo, encoder, seed=7).save_state())
     with pytest.raises(BatchError, match=r"dprank000.pt: the saved state is of another loader: seed 7 saved, 0 now"):
         restore_iterator(iterator, other, 0)
     shutil.copy(other, tmp_path / "half.pt")
     (tmp_path / "half.pt").write_bytes(other.read_bytes()[:1000])
-    with pytest.raises(BatchError, match=r"half.pt is damaged \(.*\); use an earlier checkpoint"):
+    with pytest.raises(BatchError, match=r"half.pt is damaged \(.*\). Use an earlier checkpoint"):
         restore_iterator(iterator, tmp_path / "half.pt", 0)
