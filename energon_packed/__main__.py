@@ -1,4 +1,4 @@
-"""`python -m energon_packed` is the command `energon-packed`."""
+"""Runs `energon-packed` as `python -m energon_packed`: input: the command line; output: that of the command."""
 
 from energon_packed.cli.main import main
 

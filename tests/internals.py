@@ -157,6 +157,7 @@ PLACES = {
     "TokenReader": "pipeline.chunks:TokenReader",
     "tokens_size": "pipeline.chunks:tokens_size",
     "write_tokens": "pipeline.chunks:write_tokens",
+    "PackKeywords": "pipeline.options:PackKeywords",
     "parse_part": "pipeline.options:parse_part",
     "available_cores": "system:available_cores",
     "parse_seq_len": "pipeline.options:parse_seq_len",

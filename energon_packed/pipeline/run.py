@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,7 @@ from energon_packed.pipeline.chunks import STATUSES, read_rows
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine, Progress
 from energon_packed.pipeline.measure import MeasureStage
-from energon_packed.pipeline.options import PackOptions
+from energon_packed.pipeline.options import PackKeywords, PackOptions
 from energon_packed.pipeline.plan import make_plan
 from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import Fingerprints, RunState, compute_fingerprints
@@ -148,22 +148,23 @@ def pack(
     *,
     encoder: Processor | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[PackKeywords],
 ) -> PackResult:
     """Pack records into an Energon dataset.
 
         pack("data.jsonl", output_dir="out", seq_len=4096, tokenizer="DIR")
 
     Args:
-        inputs: files, globs or folders; or all options in one object. `sources` has those with settings of their own.
-        encoder: a Processor of your own, in place of `tokenizer` and the image options.
+        inputs: files, globs or folders; or all options in one object. Inputs with per-source settings are passed as
+            `sources`.
+        encoder: a custom Processor, in place of `tokenizer` and the image options.
         progress: notified of every stage.
-        options: the fields of `PackOptions`; the options of `energon-packed pack` under the names of Python.
+        options: the fields of `PackOptions`: the options of `energon-packed pack` under their Python names.
 
     Raises:
-        ConfigError: options that do not fit the input or the output folder.
-        SourceError: an input that cannot be read, or that changed while it was packed.
-        RejectLimitError: more records rejected than allowed; only lengths.parquet and rejects.jsonl are written.
+        ConfigError: options do not fit the input or the output folder.
+        SourceError: an input cannot be read, or changed while it was packed.
+        RejectLimitError: more records are rejected than allowed; only lengths.parquet and rejects.jsonl are written.
     """
     if not isinstance(inputs, PackOptions):
         inputs = make(PackOptions, {"inputs": inputs, "encoder": encoder, **options})

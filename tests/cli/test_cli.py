@@ -84,7 +84,7 @@ def test_the_closing_table_tells_what_happened(demo: DemoDataset, tokenizer_dir:
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (["--seq-len", "0"], 1, "error: --seq-len is 0; it must be at least 1"),
+        (["--seq-len", "0"], 1, "error: --seq-len must be at least 1, got 0"),
         (["--seq-len", "8"], 1, "error: none of 126 records can be packed"),
         (["--seq-len", "256", "--tokenizer", "/nowhere"], 1, "error: /nowhere is not a folder"),
         (["--seq-len", "256", "--split", "train"], 2, "invalid --split 'train'; use the form train=0.98,val=0.02"),
@@ -92,7 +92,7 @@ def test_the_closing_table_tells_what_happened(demo: DemoDataset, tokenizer_dir:
         (["--seq-len", "256", "--max-reject-rate", "0"], 1, "are rejected, more than --max-reject-rate 0"),
         (["--seq-len", "256", "--strict"], 1, "--strict stops at the first"),
         (["--seq-len", "256", "--image-root", "/usr"], 1, "missing_image"),
-        (["--seq-len", "many"], 2, "--seq-len is 'many'; it must be an integer, such as 8192 or 8k"),
+        (["--seq-len", "many"], 2, "--seq-len must be an integer, such as 8192 or 8k"),
         (["--seq-len", "256", "--max-shard-size", "big"], 2, "use bytes or a unit"),
         ([], 2, "Missing option '--seq-len'"),
     ],

@@ -268,12 +268,12 @@ def test_truncation_keeps_images_whole_and_a_target(encoder: ChatEncoder, demo: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss_on": "nothing"}, "`loss_on` is 'nothing'; use one of assistant, last, all"),
+        ({"loss_on": "nothing"}, "`loss_on` must be one of assistant, last, all, got 'nothing'"),
         ({"image_processor": "Pixtral"}, "unknown image processor 'Pixtral'; .* one of .*qwen25vl"),
         ({"factor": 31}, "`factor` is 31; `factor` must be patch size times merge size"),
         ({"factor": 48, "patch_size": 14}, "`factor` is 48; `patch_size` is 14; `factor` must be"),
         ({"vision_family": "pixtral"}, "unknown image processor 'pixtral'; set `vision_family`"),
-        ({"patch_order": "col"}, "`patch_order` is 'col'; use one of auto, row, block"),
+        ({"patch_order": "col"}, "`patch_order` must be one of auto, row, block, got 'col'"),
         ({"min_pixels": 100, "max_pixels": 50}, "`min_pixels` is 100; it must be at most `max_pixels` 50"),
         ({"processor": "/nowhere"}, "/nowhere is not a folder"),
     ],

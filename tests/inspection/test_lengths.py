@@ -102,7 +102,7 @@ def test_wrong_input_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--seq-len", "0"), "`seq_len` is 0; it must be at least 1"),
+        (("--seq-len", "0"), "`seq_len` must be at least 1, got 0"),
     ],
 )
 def test_wrong_options_are_one_line(demo: Any, tokenizer_dir: Path, options: tuple[str, str], message: str) -> None:

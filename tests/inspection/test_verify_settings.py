@@ -93,7 +93,7 @@ def test_without_a_setting_the_note_names_those_that_decide(copy: Path) -> None:
     ("line", "message"),
     [
         ("--patch-size 14", "--factor is 48; --patch-size is 14; --factor must be patch size times merge size"),
-        ("--patch-size 0", "--patch-size is 0; it must be at least 1"),
+        ("--patch-size 0", "--patch-size must be at least 1, got 0"),
         (
             "--patch-size 16 --min-pixels 6272",
             "(not set in packing.json), --min-pixels 6272 (3136 in packing.json). Omit",
@@ -132,10 +132,13 @@ def test_data_of_other_packers_takes_settings_with_a_tokenizer(copy: Path, text_
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"factor": "48"}, "has no valid encoder: --factor is '48'; it must be an integer; pack the data again"),
-        ({"factor": 0}, "has no valid encoder: --factor is 0; it must be at least 1; pack the data again"),
-        ({"processor": 5}, "has no valid encoder: --processor is 5; it must be a path; pack the data again"),
-        ({"loss_on": "user"}, "has no valid encoder: --loss-on is 'user'; use one of assistant, last, all; pack the"),
+        ({"factor": "48"}, "has no valid encoder: --factor must be an integer, got '48'; pack the data again"),
+        ({"factor": 0}, "has no valid encoder: --factor must be at least 1, got 0; pack the data again"),
+        ({"processor": 5}, "has no valid encoder: --processor must be a path, got 5; pack the data again"),
+        (
+            {"loss_on": "user"},
+            "has no valid encoder: --loss-on must be one of assistant, last, all, got 'user'",
+        ),
         ({"patchsize": 1}, "has no valid encoder: unknown encoder setting 'patchsize'; did you mean --patch-size?"),
     ],
 )

@@ -198,7 +198,7 @@ def test_one_switch_streams_or_plans(tokens: Path, weight: int | None) -> None:
         ({"packing_length": 24, "seq_len": 32}, "`seq_len` 32 and its other name, 24, differ"),
         ({"processor_config": {"tokeniser": "x"}}, "unknown option 'tokeniser' in `processor_config`"),
         ({"max_failures": -1}, "`max_failures` is -1"),
-        ({"shuffle": "yes"}, "`shuffle` is 'yes'; it must be True or False"),
+        ({"shuffle": "yes"}, "`shuffle` must be True or False, got 'yes'"),
     ],
 )
 def test_an_invalid_config_is_one_line(tokens: Path, settings: dict[str, Any], message: str) -> None:
