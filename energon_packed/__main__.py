@@ -1,4 +1,4 @@
-"""Runs `energon-packed` as `python -m energon_packed`: input: the command line; output: that of the command."""
+"""Entry point of `python -m energon_packed`, the same as the command `energon-packed`."""
 
 from energon_packed.cli.main import main
 

@@ -150,7 +150,7 @@ PLACES = {
     "read_config": "pipeline.config_file:read_config",
     "chunks": "pipeline.chunks",
     "most_common": "pipeline.table:most_common",
-    "count_texts": "pipeline.chunks:count_texts",
+    "count_strings": "pipeline.chunks:count_strings",
     "reader": "pipeline.reader",
     "dry_run": "pipeline:dry_run",
     "TokenCache": "pipeline.chunks:TokenCache",

@@ -561,7 +561,7 @@ class PackOptions(RejectOptions):
     def tar_fingerprint_options(self) -> dict[str, Any]:
         """Options that change the bytes of the tars, by name."""
         names = [declaration.name for declaration in declared(type(self)) if declaration.decides == "tars"]
-        # The default is left out, so that digests equal those of releases without this option.
+        # The default is left out, so that digests do not change for runs of releases without this option.
         names += ["check_images"] if self.check_images != "header" else []
         return {name: getattr(self, name) for name in (*names, "use_patch_positions", "prefix")}
 

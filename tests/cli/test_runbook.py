@@ -108,7 +108,7 @@ def test_a_sample_class_of_single_samples_is_packed_unless_unpacked(node: Path, 
     for wrong in ({"sample_class": "PackedTokensSample"}, {"layout": "llava-onevision2"}):
         with pytest.raises(ConfigError, match="`unpacked` writes MultiMixQASample, one sample per member, but `"):
             PackOptions(inputs="x", output_dir="o", seq_len=8, tokenizer=text_tokenizer_dir, unpacked=True, **wrong)
-    with pytest.raises(ConfigError, match="`patch_order` is 'block', but the reader of `layout` llava-onevision2"):
+    with pytest.raises(ConfigError, match="`patch_order` must be 'row' or 'auto' with `layout` llava-onevision2"):
         PackOptions(
             inputs="x", output_dir="o", seq_len=8, tokenizer=text_tokenizer_dir, layout="llava-onevision2",
             patch_order="block",

@@ -96,7 +96,7 @@ def test_wrong_input_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
         run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir).exception
     )
     wrong = run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir, "--seq-len", "many")
-    assert "`seq_lens` many must be integers" in str(wrong.exception)
+    assert "`seq_lens` must be integers, such as 8192 or 8k, got 'many'" in str(wrong.exception)
 
 
 @pytest.mark.parametrize(

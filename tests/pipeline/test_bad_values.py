@@ -66,7 +66,7 @@ def test_the_line_names_value_limit_and_remedy(values: dict[str, Any], message: 
     ("text", "message"),
     [
         ("seed: 1\nseq_len: 8\nseed: 2", "line 3 gives 'seed' a second time"),
-        ("seq_len: 8\nseq-len: 9", "gives `seq_len` twice, under two names"),
+        ("seq_len: 8\nseq-len: 9", "sets `seq_len` twice, under two names"),
         ("split: {train: 1, train: 2}", "line 1 gives 'train' a second time"),
         ("seed: 2024-13-45", "is not YAML: it cannot be parsed: ValueError"),
         ("seed: !!int abc", "is not YAML: it cannot be parsed: ValueError"),
@@ -74,7 +74,7 @@ def test_the_line_names_value_limit_and_remedy(values: dict[str, Any], message: 
         ("seed: !!python/object/apply:os.getcwd []", "is not YAML: could not determine a constructor"),
         (NESTED, "is not YAML: it cannot be parsed: RecursionError"),
         (BOMB, "is not YAML: it stands for more than 5,000,000 values"),
-        ("strict: 1", "strict is 1; it must be true or false"),
+        ("strict: 1", "strict must be true or false, got 1"),
     ],
 )
 def test_config_files_that_are_traps(text: str, message: str, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_what_a_flavor_cannot_hold_is_rejected_with_the_remedy(build: Any) -> No
 def test_too_many_rejects_stop_before_writing(build: Any, tmp_path: Path) -> None:
     records = [{"messages": TURNS}] * 8 + ["{broken"] * 2
     with pytest.raises(
-        RejectLimitError, match=r"2 of 10 records \(20.0%\) .* `max_reject_rate` 0.05: 2 x bad_json, e.g. row 8"
+        RejectLimitError, match=r"2 of 10 records \(20.0%\) .* `max_reject_rate` 0.05\): 2 x bad_json, e.g. row 8"
     ):
         build(records, max_reject_rate=0.05)
     assert not list((tmp_path / "out" / "webdataset").glob("*"))
@@ -179,7 +179,7 @@ def test_another_build_is_not_overwritten_by_accident(build: Any) -> None:
     records = [{"messages": TURNS}] * 5
     first = build(records)
     tar = next(first.shards.glob("*.tar")).read_bytes()
-    with pytest.raises(ConfigError, match="holds shards of another run.*`overwrite`"):
+    with pytest.raises(ConfigError, match="contains shards of another run.*`overwrite`"):
         build(records, seq_len=512)
     assert next(first.shards.glob("*.tar")).read_bytes() == tar
     assert build(records, seq_len=512, overwrite=True).manifest.seq_len == 512

@@ -95,7 +95,7 @@ def test_the_command_line_a_config_file_and_python_make_the_same_shards(
         ("encoder: x", "unknown option 'encoder'"),
         ("split: 5", "`split` must be shares such as"),
         ("inputs: 5", "`inputs` must be a path or a list of paths, got 5"),
-        ("strict: 'no'", "strict is 'no'; it must be true or false"),
+        ("strict: 'no'", "strict must be true or false, got 'no'"),
         ("[1]", "must be a mapping of option names"),
         ("a: [", "is not YAML"),
         ("seq_len: many", "`seq_len` must be an integer"),
