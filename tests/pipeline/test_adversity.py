@@ -146,7 +146,7 @@ def test_paths_may_be_texts(build: Any, tokenizer_dir: Path, tmp_path: Path) -> 
 
 
 def test_an_image_root_that_is_not_there_is_named(build: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="`image_root` .*nowhere is not a folder"):
+    with pytest.raises(ConfigError, match="`image_root` must be a folder, got .*nowhere"):
         build([{"messages": TURNS}], image_root=tmp_path / "nowhere")
 
 

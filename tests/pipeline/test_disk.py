@@ -34,7 +34,7 @@ ERRORS = {
     "shutil.rmtree": ("EIO",),
     "fcntl.flock": ("ENOLCK", "ENOTSUP", "EAGAIN", "EIO", "ENOSYS"),
 }
-REMEDY = re.compile(r"; (.*\b(run|use|raise|check|free|wait|let|remove|stop|delete|close)\b.*)")
+REMEDY = re.compile(r"[;.] (.*\b(run|use|raise|check|free|wait|let|remove|stop|delete|close)\b.*)", re.IGNORECASE)
 
 
 def check_line(ran: Ran) -> None:
