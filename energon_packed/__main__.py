@@ -1,4 +1,4 @@
-"""`python -m energon_packed` is the command `energon-packed`."""
+"""Entry point of `python -m energon_packed`, the same as the command `energon-packed`."""
 
 from energon_packed.cli.main import main
 

@@ -1,4 +1,7 @@
-"""The exception tree. Every message names the value, the limit and the remedy, in one line.
+"""The exceptions and reject reasons of the package.
+
+Input: a message with the value, the limit and the remedy, or the reason and detail of a reject. Output: an
+exception whose text is one line. The tree:
 
 EnergonPackedError(ValueError)
   ConfigError      an option or argument is invalid                       -> exit status 1, one line
@@ -7,13 +10,13 @@ EnergonPackedError(ValueError)
   FormatError      files on disk do not follow the format
   DataChangedError files of a dataset changed while a loader had it open
   WorkerError      a worker process of a loader died, or does not answer; also a RuntimeError, as torch raises
-  TemplateError    a chat template cannot give supervised spans
+  TemplateError    the supervised spans of a chat template cannot be located
   BatchError       a batch cannot be made from these samples
   IsolationError   a model does not keep the samples of a packed row apart
-  EngineMismatch   two tokenizer engines give different tokens
+  EngineMismatch   two tokenizer engines return different tokens
   RecordError      ONE record cannot be used: it carries a `Reject`, and the run continues
 
-Arguments stand in backquotes (`seq_len`); the command line prints them as its options (--seq-len).
+Messages quote arguments in backticks (`seq_len`); the command line prints the option instead (--seq-len).
 """
 
 from dataclasses import dataclass
@@ -21,10 +24,10 @@ from enum import StrEnum
 
 
 class EnergonPackedError(ValueError):
-    """Base of every error that a user can fix; the command line prints it in one line."""
+    """Base class of all errors that a user can fix; the command line prints them in one line."""
 
     def at(self, place: str, remedy: str) -> "EnergonPackedError":
-        """The same error with the place, such as a file and a pack, before its message, and what to do after it."""
+        """Return the same error with a place (such as a file and a pack) before its message and a remedy after it."""
         return type(self)(f"{place}: {self}; {remedy}")
 
 
@@ -53,11 +56,11 @@ class WorkerError(EnergonPackedError, RuntimeError):
 
 
 class TemplateError(EnergonPackedError):
-    """The chat template cannot tell which text the assistant wrote."""
+    """The text of the assistant cannot be located in the output of the chat template."""
 
 
 class BatchError(EnergonPackedError):
-    """A padding-free batch cannot be made from the samples given."""
+    """A padding-free batch cannot be made from these samples."""
 
 
 class IsolationError(EnergonPackedError):
@@ -65,7 +68,7 @@ class IsolationError(EnergonPackedError):
 
 
 class EngineMismatch(EnergonPackedError):
-    """The fast tokenizer engine gave other tokens than Hugging Face tokenizers."""
+    """The fast tokenizer engine returned other tokens than Hugging Face tokenizers."""
 
 
 class Reason(StrEnum):
@@ -88,20 +91,21 @@ class Reason(StrEnum):
     DROPPED_BY_ADAPTER = "dropped_by_adapter"
     ADAPTER_FAILED = "adapter_failed"
     NOT_SAMPLED = "not_sampled"
-    TURN_NOT_FOUND = "turn_not_found"  # append new reasons at the end: restart state stores their index
+    # Append new reasons here: the chunk files of the restart state store the index of a reason, not its name.
+    TURN_NOT_FOUND = "turn_not_found"
 
 
 REQUESTED_REJECTS = (Reason.DROPPED_BY_ADAPTER, Reason.NOT_SAMPLED)
-"""Reasons that the user asked for: listed in rejects.jsonl, but not held against `max_reject_rate` or `strict`."""
+"""Reasons that the user asked for: listed in rejects.jsonl, but not counted for `max_reject_rate` or `strict`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Why one record cannot be used: the one form that a bad record has from its source to rejects.jsonl.
+    """Reason and detail of a record that cannot be used, the same from the input file to rejects.jsonl.
 
     Attributes:
         reason: counted in packing.json.
-        detail: what was found, in one line.
+        detail: description of the problem, in one line.
     """
 
     reason: Reason
@@ -124,7 +128,7 @@ class RecordError(EnergonPackedError):
 
     @classmethod
     def of(cls, reject: Reject) -> "RecordError":
-        """The exception for a reject."""
+        """Return the exception for a reject."""
         return cls(reject.reason, reject.detail)
 
     @property
@@ -138,8 +142,9 @@ class RecordError(EnergonPackedError):
         return self.reject.detail
 
     def at(self, place: str, remedy: str) -> "RecordError":
-        """As `EnergonPackedError.at`."""
+        """Add the place and the remedy to the detail, as `EnergonPackedError.at` does to a message."""
         return type(self)(self.reject.reason, f"{place}: {self.reject.detail}; {remedy}")
 
+    # By default, unpickling calls the class with `args`, here the message alone: worker processes send both parts.
     def __reduce__(self) -> tuple[type["RecordError"], tuple[Reason, str]]:
         return (type(self), (self.reject.reason, self.reject.detail))

@@ -1,11 +1,14 @@
-"""Options, declared once as fields of a dataclass; the command line, config files and docs are made from them.
+"""Declarations of options, from which the command line, config files and docs are made.
+
+Input: a dataclass whose fields are made by `option`, and values by name from Python, the command line or a YAML
+file. Output: `Declaration` objects, or an instance with checked values:
 
     @dataclass(frozen=True, kw_only=True)
     class PackOptions:
         seq_len: int = option(help="Tokens in one row.", group="Packing", minimum=1)
 
-`declared(PackOptions)` lists the declarations, `make(PackOptions, values)` builds one from names and values, and
-`check(self)` in `__post_init__` holds the values to their declared limits.
+`declared(PackOptions)` lists the declarations, `make(PackOptions, values)` builds an instance from names and values,
+and `check(self)` in `__post_init__` enforces the declared limits.
 """
 
 import dataclasses
@@ -18,12 +21,13 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from energon_packed.errors import ConfigError
 
-_KEY = "option"
-_MOST = 2**63 - 1  # of integers: int64 holds them in files and kernels
+_KEY = "option"  # of the declaration in the metadata of a dataclass field
+_LARGEST = 2**63 - 1  # files and kernels store integers as int64
+# Without this check, Path("s3://x") would become a local folder named `s3:`. Path collapses `//` to `/`.
 _REMOTE = re.compile(r"(s3|s3a|gs|gcs|hf|az|abfs|abfss|hdfs|https?|msc):/", re.IGNORECASE)
 T = TypeVar("T")
 _shortened = reprlib.Repr()
@@ -32,23 +36,23 @@ _shortened.maxlevel, _shortened.maxstring, _shortened.maxother, _shortened.maxlo
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """One option.
+    """Declaration of one option.
 
     Attributes:
-        name: of the argument.
+        name: name of the argument.
         kind: type of the value.
-        or_none: `None` is a value too.
-        default: value when it is not given; `dataclasses.MISSING` when it is required.
+        or_none: `None` is a valid value.
+        default: default value; `dataclasses.MISSING` if the option is required.
         help: one sentence.
         group: heading in the help text.
-        flags: on the command line, such as `--seq-len`; () for arguments that only Python takes.
-        metavar: stands for the value in help texts.
+        flags: flags of the command line, such as `--seq-len`; () for arguments that exist only in Python.
+        metavar: placeholder of the value in the help text.
         choices: valid values, or a function that returns them.
-        minimum: smallest valid number; the largest integer is that of int64.
-        parse: turns text of the command line or a config file into the value.
-        decides: what the value decides: `lengths`, `tars`, or "" for neither.
-        shown_default: the default in words, where the value does not tell.
-        needed: the command line requires it, although Python has another way.
+        minimum: smallest valid number; the largest integer is the maximum of int64.
+        parse: converts a string of the command line or a config file to the value.
+        decides: part of the output that the value changes: `lengths`, `tars`, or "".
+        shown_default: the default in words, if the value alone does not explain it.
+        needed: the command line requires it; Python has an alternative.
     """
 
     name: str
@@ -68,12 +72,12 @@ class Declaration:
 
     @property
     def is_required(self) -> bool:
-        """There is no default."""
+        """The option has no default."""
         return self.default is dataclasses.MISSING
 
     @property
     def is_flag(self) -> bool:
-        """True or False."""
+        """The value is True or False."""
         return self.kind is bool
 
     @property
@@ -82,160 +86,187 @@ class Declaration:
         return self.choices() if callable(self.choices) else self.choices
 
 
+class _Limits(TypedDict, total=False):
+    """The optional attributes of `Declaration`."""
+
+    metavar: str | None
+    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] | None
+    minimum: float | None
+    parse: Callable[[str], Any] | None
+    decides: str
+    shown_default: str | None
+    needed: bool
+
+
 def option(
-    default: Any = dataclasses.MISSING, *, help: str, group: str, flags: tuple[str, ...] | None = None, **rest: Any
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    group: str,
+    flags: tuple[str, ...] | None = None,
+    **limits: Unpack[_Limits],
 ) -> Any:
-    """A dataclass field with a declaration.
+    """Return a dataclass field with a declaration.
 
     Args:
-        default: as `dataclasses.field`; a callable is a factory. Without one the option is required.
-        help, group, flags: as in `Declaration`; flags are made from the name by default.
-        rest: other attributes of `Declaration`.
+        default: as in `dataclasses.field`; a callable is a factory. Without a default, the option is required.
+        help, group, flags: as in `Declaration`; by default, the flag is made from the name of the field.
+        limits: the optional attributes of `Declaration`.
     """
-    metadata = {_KEY: {"help": help, "group": group, "flags": flags, **rest}}
+    metadata = {_KEY: {"help": help, "group": group, "flags": flags, **limits}}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def declared_again(cls: type[Any], name: str, default: Any) -> Any:
-    """A dataclass field with the declaration that `cls` has under `name`, and another default."""
+    """Return a dataclass field with the declaration of `name` in `cls`, and another default."""
     return dataclasses.field(default=default, metadata=cls.__dataclass_fields__[name].metadata)
 
 
 def declared(cls: type[Any]) -> list[Declaration]:
-    """All declarations of an option class, in order."""
+    """Return all declarations of an option class, in order."""
     hints = typing.get_type_hints(cls)
     return [_declaration(field, hints[field.name]) for field in dataclasses.fields(cls) if _KEY in field.metadata]
 
 
 def make(cls: type[T], values: Mapping[str, Any], *, what: str = "argument") -> T:
-    """An option object.
+    """Build an option object.
 
     Args:
         cls: the option class.
         values: by name.
-        what: what the names are, for messages.
+        what: noun for the names in messages.
 
     Raises:
-        ConfigError: an unknown name (with the likely one), or a required one that is missing.
+        ConfigError: a name is unknown (the message suggests a similar name), or a required name is missing.
     """
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     if unknown := [name for name in values if name not in names]:
         close = difflib.get_close_matches(unknown[0], names, 1)
         hint = f"; did you mean `{close[0]}`?" if close else f"; valid names: {', '.join(names)}"
         raise ConfigError(f"unknown {what} {unknown[0]!r}{hint}")
-    missing = [one.name for one in declared(cls) if one.is_required and one.name not in values]
-    if missing:
-        raise ConfigError(f"{', '.join(f'`{name}`' for name in missing)} must be given")
+    required = [declaration.name for declaration in declared(cls) if declaration.is_required]
+    if missing := [name for name in required if name not in values]:
+        plural = "s" if len(missing) > 1 else ""
+        raise ConfigError(f"missing required argument{plural}: {', '.join(f'`{name}`' for name in missing)}")
     return cls(**values)
 
 
 def check(options: Any) -> None:
-    """Hold the values of an option object to the declared types, choices and minimums; paths become `Path`, and
-    texts the value that they stand for.
+    """Enforce the declared types, choices and minimums on an option object.
+
+    Strings for a path become `Path`, and strings for an option with `parse` become the parsed value.
 
     Raises:
-        ConfigError: the message names the argument, the value and the limit.
+        ConfigError: a value is invalid; the message names the argument, the limit and the value.
     """
-    for one in declared(type(options)):
-        value = getattr(options, one.name)
+    for declaration in declared(type(options)):
+        name, kind, value = declaration.name, declaration.kind, getattr(options, declaration.name)
         if value is None:
-            if not one.or_none:
-                raise ConfigError(f"`{one.name}` has no value (null); give one, or leave it out")
+            if not declaration.or_none:
+                raise ConfigError(f"`{name}` must not be null. Set a value or remove the option")
             continue
-        if isinstance(value, str) and one.parse is not None:
-            value = one.parse(value)
-            object.__setattr__(options, one.name, value)
-        if one.kind is Path:
-            if not isinstance(value, str | Path):
-                raise ConfigError(f"`{one.name}` is {short(value)}; it must be a path")
-            object.__setattr__(options, one.name, as_path(value, one.name))
-        elif one.kind is bool and not isinstance(value, bool):
-            raise ConfigError(f"`{one.name}` is {short(value)}; it must be True or False")
-        elif one.kind is str and not isinstance(value, str):
-            raise ConfigError(f"`{one.name}` is {short(value)}; it must be text")
-        elif one.kind in (int, float):
-            _check_number(one, value)
-        if one.valid is not None and value not in one.valid:
-            raise ConfigError(f"`{one.name}` is {short(value)}; use one of {', '.join(one.valid)}")
+        if isinstance(value, str) and declaration.parse is not None:
+            value = declaration.parse(value)
+            object.__setattr__(options, name, value)  # option classes are frozen
+        limit = ""
+        if kind is Path and isinstance(value, str | Path):
+            object.__setattr__(options, name, as_path(value, name))
+        elif kind is Path:
+            limit = "a path"
+        elif kind is bool and not isinstance(value, bool):
+            limit = "True or False"
+        elif kind is str and not isinstance(value, str):
+            limit = "a string"
+        elif kind in (int, float):
+            limit = _number_limit(declaration, value)
+        if not limit and declaration.valid is not None and value not in declaration.valid:
+            limit = f"one of {', '.join(declaration.valid)}"
+        if limit:
+            raise ConfigError(f"`{name}` must be {limit}, got {short(value)}")
 
 
-def _check_number(one: Declaration, value: Any) -> None:
-    if isinstance(value, bool | str) or not isinstance(value, int | one.kind) or math.isnan(value):
-        what = "an integer" if one.kind is int else "a number"
-        raise ConfigError(f"`{one.name}` is {short(value)}; it must be {what}")
-    if one.minimum is not None and value < one.minimum:
-        raise ConfigError(f"`{one.name}` is {short(value)}; it must be at least {one.minimum}")
-    if one.kind is int and value > _MOST:
-        raise ConfigError(f"`{one.name}` is {short(value)}; it must be at most {_MOST}")
+def _number_limit(declaration: Declaration, value: Any) -> str:
+    """The limit that a value violates, or ""."""
+    kind, minimum = declaration.kind, declaration.minimum
+    # bool is a subclass of int, and NaN compares False with every minimum: both would pass the comparisons below.
+    if isinstance(value, bool | str) or not isinstance(value, int | kind) or math.isnan(value):
+        return "an integer" if kind is int else "a number"
+    if minimum is not None and value < minimum:
+        return f"at least {minimum}"
+    return f"at most {_LARGEST}" if kind is int and value > _LARGEST else ""
 
 
 def as_path(value: str | Path, name: str) -> Path:
-    """The path that a text stands for, `~` at its begin replaced by the home folder.
+    """Return the path that a string names; a leading `~` is replaced by the home folder.
 
     Args:
-        value: as it was given.
-        name: of the argument, for messages.
+        value: the string or path.
+        name: name of the argument, for messages.
 
     Raises:
-        ConfigError: it is empty, as of a variable that is not set; or holds what no file name can.
+        ConfigError: the string is empty (as from an unset shell variable), or contains characters that are invalid in
+            a file name.
     """
     text = str(value)
     if not text:
         raise ConfigError(f"`{name}` is empty; pass a path (. is the current folder)")
     if "\0" in text:
-        raise ConfigError(f"`{name}` {text!r} holds a NUL character, which no path can")
+        raise ConfigError(f"`{name}` must not contain a NUL character, got {text!r}")
     try:
         text.encode()
         return Path(text).expanduser() if text == "~" or text.startswith("~/") else Path(text)
     except UnicodeEncodeError as error:
-        raise ConfigError(f"`{name}` {text!r} is not UTF-8; rename it, as files that we write name it") from error
+        # packing.json and lengths.parquet store the path, and both are UTF-8
+        raise ConfigError(f"`{name}` must be valid UTF-8, got {text!r}. Rename the path") from error
     except RuntimeError as error:
         raise ConfigError(f"`{name}` {text}: the home folder is not known; pass the whole path") from error
 
 
 def short(value: Any) -> str:
-    """`repr` of a value for a message, however large it is."""
+    """Abbreviated `repr` of a value for a message, even if the value is large."""
     return _shortened.repr(value)
 
 
 def refuse_remote(value: str | Path, name: str = "") -> None:
-    """Refuse an object store where a path is needed: it would become a folder named `s3:`.
+    """Refuse the address of an object store for an argument that must be a local path.
 
     Args:
-        value: a path; `Path` has made one slash of two.
-        name: of the argument, for the message.
+        value: a path, whose `//` `Path` has already collapsed to `/`.
+        name: name of the argument, for the message.
 
     Raises:
-        ConfigError: it begins with `s3://`, `gs://`, `hf://` or the like.
+        ConfigError: the path starts with `s3://`, `gs://`, `hf://` or the like.
     """
-    if isinstance(value, str | Path) and (found := _REMOTE.match(str(value))):
-        what = f"`{name}` {value}" if name else str(value)
-        raise ConfigError(f"{what} is remote; {found[1]}:// is not supported yet, use a path of a mounted file system")
+    if isinstance(value, str | Path) and (scheme := _REMOTE.match(str(value))):
+        path = f"`{name}` {value}" if name else str(value)
+        raise ConfigError(
+            f"{path} is remote; {scheme[1]}:// is not supported yet, use a path of a mounted file system"
+        )
 
 
 def plain_values(options: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of every declared option, in plain types for JSON."""
-    for one in declared(type(options)):
-        value = getattr(options, one.name)
-        yield one.name, str(value) if isinstance(value, Path) else value
+    """Yield the name and value of every declared option, in plain types for JSON."""
+    for declaration in declared(type(options)):
+        value = getattr(options, declaration.name)
+        yield declaration.name, str(value) if isinstance(value, Path) else value
 
 
 def _declaration(field: Any, hint: Any) -> Declaration:
-    given = dict(field.metadata[_KEY])
-    flags = given.pop("flags")
+    attributes = dict(field.metadata[_KEY])
+    flags = attributes.pop("flags")
     if flags is None:
         flags = (f"--{field.name.replace('_', '-')}",)
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     or_none = hint is Any or default is None or type(None) in typing.get_args(hint)
-    return Declaration(name=field.name, kind=_kind(hint), or_none=or_none, default=default, flags=flags, **given)
+    return Declaration(name=field.name, kind=_kind(hint), or_none=or_none, default=default, flags=flags, **attributes)
 
 
 def _kind(hint: Any) -> Any:
     """The type without `None`; `str` for literals."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        inner = [one for one in typing.get_args(hint) if one is not type(None)]
+        inner = [member for member in typing.get_args(hint) if member is not type(None)]
         return _kind(inner[0]) if len(inner) == 1 else Any
     if typing.get_origin(hint) is typing.Literal:
         return str

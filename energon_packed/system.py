@@ -1,4 +1,8 @@
-"""What the operating system refuses, in one line with the remedy; and how many files a process may hold open."""
+"""Limits of the operating system.
+
+Input: an OSError, or the number of files that a cache wants to keep open. Output: a one-line message with the
+remedy, or the number of files that this process can afford (`ulimit -n`).
+"""
 
 import errno
 import os
@@ -15,45 +19,47 @@ _REMEDIES = {
     errno.EXDEV: "folder and files must be in one file system; use a folder without mounts inside",
     errno.ENOLCK: "use a folder on a file system with file locks",
 }
-_OF_THE_DISK = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EINTR, errno.EAGAIN, errno.EBUSY)
+# Network file systems report a lost server with these codes: the remedy is the same as for a bad disk.
+_DISK_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EINTR, errno.EAGAIN, errno.EBUSY)
 
 
 def available_cores() -> int:
-    """Cores that this process may run on; on systems that cannot tell (macOS), all of them."""
-    if hasattr(os, "sched_getaffinity"):
+    """Cores that this process may run on; all cores if the system has no CPU affinity (macOS)."""
+    if hasattr(os, "sched_getaffinity"):  # containers and SLURM restrict the affinity, which os.cpu_count ignores
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def described(error: OSError) -> str:
-    """`file: what failed; remedy` in one line, for a message to the user."""
-    what = f"{error.filename or 'input or output'}: {error.strerror or error}"
+    """Describe an error in one line for the user: `file: failure; remedy`."""
+    failure = f"{error.filename or 'input or output'}: {error.strerror or error}"
     remedy = remedy_of(error)
-    return f"{what}; {remedy}" if remedy else what
+    return f"{failure}; {remedy}" if remedy else failure
 
 
 def remedy_of(error: OSError) -> str:
-    """What to do about an error of the operating system, with the limit that was reached; "" where it is not known."""
+    """Remedy for an error of the operating system, with the limit that was reached; "" if no remedy is known."""
     if error.errno == errno.EMFILE:
         return f"this process may open {_open_files()} files; raise the limit, such as by ulimit -n 4096, {_AGAIN}"
     if error.errno == errno.EFBIG:
         return f"the limit of a file is {_file_bytes()} bytes; raise it, such as by ulimit -f unlimited, {_AGAIN}"
-    if error.errno in _OF_THE_DISK:
+    if error.errno in _DISK_ERRORS:
         return f"check the disk or the file server, {_AGAIN}"
     return _REMEDIES.get(error.errno or 0, "")
 
 
 def most_open(wanted: int) -> int:
-    """How many files a cache may hold open: `wanted`, or less where the process may open few (`ulimit -n`).
+    """Number of files that a cache may keep open: `wanted`, or less if the process may open few (`ulimit -n`).
 
-    A cache takes an eighth of the limit at most, and one file at least.
+    The result is at most an eighth of the limit, and at least 1.
     """
+    # An eighth: a process has several caches at once (tars, tokens, converted copies), pipes and libraries beside.
     return max(1, min(wanted, _open_files() // 8))
 
 
 def _open_files() -> int:
     if os.name != "posix":
-        return 512
+        return 512  # limit of the C runtime of Windows
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -3,4 +3,4 @@
 __version__ = "0.1.0"
 
 FORMAT_VERSION = 1
-"""Version of the layout of packs and of `packing.json`; a reader refuses a newer one."""
+"""Version of the members of a pack and of `packing.json`; a reader refuses a newer version."""

@@ -1,8 +1,9 @@
-"""Config files: options by name or flag, for `pack --config` and for training from the same file.
+"""Config files for `pack --config` and for training, one file for both.
 
-Names that a config file for training uses for what `pack` has options for: one file serves both.
+Input: a YAML mapping of option names (or flags) to values. Output: values of an option class by name. The names of
+training configs are translated to options of `pack`:
 
-dataset_path       inputs, or sources where an item has settings of its own
+dataset_path       inputs, or sources if an item is a mapping of per-source settings
 packing_length     seq_len
 packing_strategy   algorithm: first_fit is ffd, best_fit is bfd, pool_N is window_N
 packing            false is max_samples_per_pack 1
@@ -26,7 +27,7 @@ from energon_packed.options import Declaration, declared, short
 
 _log = logging.getLogger(__name__)
 TRAINING_ONLY = ("dataset_format", "shuffle", "streaming", "max_images", "max_patches", "work_dir")
-"""Names that only loaders read."""
+"""Names that only the loaders use."""
 _TRANSLATED = (
     "dataset_path", "packing_length", "packing_strategy", "packing", "filter_overlong", "processor_config",
 )  # fmt: skip
@@ -36,48 +37,48 @@ _SIZED = re.compile(r"(window|pool)_([1-9][0-9]*)")
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `pack` that training names stand for.
+    """Translate training names to options of `pack`.
 
     Args:
-        values: of some `TRAINING_NAMES`; None stands for not given.
+        values: values of some `TRAINING_NAMES`; None means that the name is not set.
 
     Raises:
-        ConfigError: an invalid value.
+        ConfigError: a value is invalid.
     """
-    given = {name: values[name] for name in _TRANSLATED if values.get(name) is not None}
-    found: dict[str, Any] = {}
-    if "dataset_path" in given:
-        found |= _inputs(given["dataset_path"])
-    if "packing_length" in given:
-        found["seq_len"] = given["packing_length"]
-    if "packing_strategy" in given:
-        found["algorithm"] = algorithm_of(given["packing_strategy"])
-    if given.get("packing") is False:
-        found["max_samples_per_pack"] = 1
-    if "filter_overlong" in given:
-        found["overlong"] = "drop" if given["filter_overlong"] else "error"
-    if "processor_config" in given:
-        found |= _processor(given["processor_config"])
-    return found
+    present = {name: values[name] for name in _TRANSLATED if values.get(name) is not None}
+    options: dict[str, Any] = {}
+    if "dataset_path" in present:
+        options |= _inputs(present["dataset_path"])
+    if "packing_length" in present:
+        options["seq_len"] = present["packing_length"]
+    if "packing_strategy" in present:
+        options["algorithm"] = algorithm_of(present["packing_strategy"])
+    if present.get("packing") is False:
+        options["max_samples_per_pack"] = 1
+    if "filter_overlong" in present:
+        options["overlong"] = "drop" if present["filter_overlong"] else "error"
+    if "processor_config" in present:
+        options |= _processor(present["processor_config"])
+    return options
 
 
 def algorithm_of(strategy: Any) -> str:
-    """The planner that a `packing_strategy` names.
+    """Return the planner for a `packing_strategy`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the strategy is unknown.
     """
     if isinstance(strategy, str) and strategy in _STRATEGIES:
         return _STRATEGIES[strategy]
     if isinstance(strategy, str) and (sized := _SIZED.fullmatch(strategy)):
         return f"window_{sized[2]}"
     raise ConfigError(
-        f"unknown `packing_strategy` {short(strategy)}; use one of {', '.join(_STRATEGIES)}, window_N, pool_N"
+        f"`packing_strategy` must be one of {', '.join(_STRATEGIES)}, window_N, pool_N, got {short(strategy)}"
     )
 
 
 def _inputs(path: Any) -> dict[str, Any]:
-    """`inputs` or `sources` of a dataset_path: a path, a list of paths or sources, or a YAML file of sources."""
+    """Translate a dataset_path (a path, a list of paths or sources, or a YAML file of sources)."""
     if isinstance(path, str | Path) and Path(path).suffix.lower() in (".yaml", ".yml"):
         try:
             content = read_yaml(Path(path), unique_keys=True)
@@ -86,12 +87,11 @@ def _inputs(path: Any) -> dict[str, Any]:
         listed = content.get("sources") if isinstance(content, dict) else content
         if isinstance(listed, list):
             return {"sources": tuple(listed)}
+        # A Metadataset is an input like any other file: the reader of Energon datasets opens it.
         if not isinstance(content, dict) or not {"splits", "__class__"} & set(content):
-            raise ConfigError(
-                f"`dataset_path` {path} is no Metadataset; it must hold a list of sources, or `sources:` with one"
-            )
+            raise ConfigError(f"`dataset_path` {path} must be a Metadataset or contain a list of sources")
     items = list(path) if isinstance(path, list | tuple) else [path]
-    if all(isinstance(one, str | Path) for one in items):
+    if all(isinstance(item, str | Path) for item in items):
         return {"inputs": tuple(map(str, items))}
     return {"sources": tuple(items)}
 
@@ -100,24 +100,26 @@ def _processor(config: Any) -> dict[str, Any]:
     if isinstance(config, str | Path):
         return {"tokenizer": config}
     if not isinstance(config, Mapping):
-        raise ConfigError(f"`processor_config` is {config!r}; use the folder of a tokenizer, or a mapping of options")
-    names = [one.name for one in declared(EncoderSettings)]
+        raise ConfigError(
+            f"`processor_config` must be the folder of a tokenizer, or a mapping of options, got {short(config)}"
+        )
+    names = [declaration.name for declaration in declared(EncoderSettings)]
     if unknown := [name for name in config if name not in names]:
         raise ConfigError(f"unknown option {unknown[0]!r} in `processor_config`; use {', '.join(names)}")
     return dict(config)
 
 
 def read_config(file: Path, cls: type[Any], others: type[Any] | None = None) -> dict[str, Any]:
-    """The options in a YAML file, by name.
+    """Read the options in a YAML file, by name.
 
     Args:
         file: the file.
-        cls: the option class; training names (`dataset_path`, `packing_length`, ...) are translated where it has no
-            such option, and those that only loaders read are left out.
-        others: an option class whose other names are allowed, and left out: they are not for this use of the file.
+        cls: the option class. Training names (`dataset_path`, `packing_length`, ...) that are not options of the class
+            are translated, and names that only the loaders use are left out.
+        others: an option class whose names are allowed and left out, because this use of the file does not need them.
 
     Raises:
-        ConfigError: it cannot be read, is not a mapping of option names, or has an option twice.
+        ConfigError: the file cannot be read, is not a mapping of option names, or sets an option twice.
     """
     try:
         values = read_yaml(file, unique_keys=True)
@@ -132,11 +134,11 @@ def read_config(file: Path, cls: type[Any], others: type[Any] | None = None) -> 
     for_training: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
-        one = known.get(name)
-        if one is not None:
-            if one.name in out:
-                raise ConfigError(f"{file} gives `{one.name}` twice, under two names; remove one")
-            out[one.name] = _value(file, key, value, one)
+        declaration = known.get(name)
+        if declaration is not None:
+            if declaration.name in out:
+                raise ConfigError(f"{file} sets `{declaration.name}` twice, under two names. Remove one of them")
+            out[declaration.name] = _value(file, key, value, declaration)
         elif name in TRAINING_NAMES:
             for_training[name] = value
         elif name in ignored:
@@ -147,27 +149,28 @@ def read_config(file: Path, cls: type[Any], others: type[Any] | None = None) -> 
             raise ConfigError(f"{file}: unknown option {key!r}; {hint}")
     if left := [name for name in for_training if name in TRAINING_ONLY]:
         _log.info("%s: %s: only for training, and not used here", file, ", ".join(left))
-    found = translated(for_training)
-    if twice := sorted(set(found) & set(out)):
-        raise ConfigError(f"{file} gives `{twice[0]}` twice, under two names; remove one")
-    return out | found
+    translations = translated(for_training)
+    if twice := sorted(set(translations) & set(out)):
+        raise ConfigError(f"{file} sets `{twice[0]}` twice, under two names. Remove one of them")
+    return out | translations
 
 
 def _by_name(cls: type[Any]) -> dict[str, Declaration]:
     """Declarations by name and by every flag, with underscores."""
-    found = {one.name: one for one in declared(cls)}
+    by_name = {declaration.name: declaration for declaration in declared(cls)}
     by_flag = {
-        flag.lstrip("-").replace("-", "_"): one
-        for one in found.values()
-        for part in one.flags
-        for flag in part.split("/")
+        flag.lstrip("-").replace("-", "_"): declaration
+        for declaration in by_name.values()
+        for flags in declaration.flags
+        for flag in flags.split("/")  # --resume/--no-resume
     }
-    return by_flag | found
+    return by_flag | by_name  # the name of an option wins over the flag of another
 
 
-def _value(file: Path, key: Any, value: Any, one: Declaration) -> Any:
-    if one.is_flag and not isinstance(value, bool):
-        raise ConfigError(f"{file}: {key} is {short(value)}; it must be true or false")
-    if one.is_flag and one.name != str(key).replace("-", "_") and str(key).startswith(("no-", "no_")):
+def _value(file: Path, key: Any, value: Any, declaration: Declaration) -> Any:
+    if declaration.is_flag and not isinstance(value, bool):
+        raise ConfigError(f"{file}: {key} must be true or false, got {short(value)}")
+    # `no_npy: true` is `use_patch_positions: false`
+    if declaration.is_flag and declaration.name != str(key).replace("-", "_") and str(key).startswith(("no-", "no_")):
         value = not value
-    return one.parse(value) if one.parse and isinstance(value, str) else value
+    return declaration.parse(value) if declaration.parse and isinstance(value, str) else value

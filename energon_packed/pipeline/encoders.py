@@ -1,4 +1,8 @@
-"""How every process of a run gets its encoder: loaded from folders, or passed in."""
+"""Loading of the encoder in every process of a run.
+
+Input: `EncoderSettings` with the folders of a tokenizer and a processor, or a Processor that the caller made. Output:
+an `EncoderLoader`, which is pickled into tasks; its `load()` returns the encoder, loaded once in each process.
+"""
 
 import logging
 import sys
@@ -14,7 +18,9 @@ from energon_packed.encoding.settings import settings_in
 from energon_packed.options import declared, plain_values
 
 _log = logging.getLogger(__name__)
-_WORTH_COMPARING = 48  # chunks from which workers compare tokenizer engines: some thousand records take as long
+# Chunks from which workers compare two tokenizer engines: loading a second engine costs about as much time as
+# tokenizing some thousand records.
+_MIN_CHUNKS_TO_COMPARE = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +28,8 @@ class PretrainedEncoder:
     """A ChatEncoder that each process loads from its settings.
 
     Attributes:
-        settings: with a tokenizer; options that include them are reduced to them. Names of models become folders.
+        settings: encoder settings with a tokenizer. Of options that include encoder settings, such as `PackOptions`,
+            only these are kept; model names become folders.
 
     Raises:
         ConfigError: when made with a folder that does not exist.
@@ -31,34 +38,35 @@ class PretrainedEncoder:
     settings: EncoderSettings
 
     def __post_init__(self) -> None:
-        given = settings_in(self.settings)
-        names = {"tokenizer": given.tokenizer, "processor": given.processor}
-        folders: dict[str, Any] = {name: find_pretrained(v) for name, v in names.items() if v is not None}
-        object.__setattr__(self, "settings", replace(given, **folders))
+        settings = settings_in(self.settings)
+        names = {"tokenizer": settings.tokenizer, "processor": settings.processor}
+        folders: dict[str, Any] = {name: find_pretrained(path) for name, path in names.items() if path is not None}
+        object.__setattr__(self, "settings", replace(settings, **folders))
 
     def load(self) -> ChatEncoder:
-        """The encoder, loaded once in each process; forked workers inherit it."""
+        """Load the encoder, once in each process; forked workers inherit it."""
         settings = self.settings
+        # The stamps are part of the cache key: two runs in one process may read a folder that changed in between.
         return _load_encoder(settings, tuple(_stamps(settings.tokenizer)), tuple(_stamps(settings.processor)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, for the manifest: the settings that decide the tokens and are not the default.
+        """Settings for the manifest, in plain types: those that change the tokens and differ from the default.
 
-        `loss_on` is always there, for readers of the manifest.
+        `loss_on` is always included, for readers of the manifest.
         """
-        recorded = {one.name: one.default for one in declared(EncoderSettings) if one.decides}
-        given = {name: value for name, value in plain_values(self.settings) if name in recorded}
-        return {name: value for name, value in given.items() if value != recorded[name] or name == "loss_on"}
+        defaults = {setting.name: setting.default for setting in declared(EncoderSettings) if setting.decides}
+        settings = {name: value for name, value in plain_values(self.settings) if name in defaults}
+        return {name: value for name, value in settings.items() if value != defaults[name] or name == "loss_on"}
 
 
 @dataclass(frozen=True, slots=True)
 class GivenEncoder:
-    """A Processor that the caller made. Worker processes inherit it, or get a pickled copy where they cannot fork."""
+    """A Processor that the caller made; forked workers inherit it, spawned workers get a pickled copy."""
 
     encoder: Processor
 
     def load(self) -> Processor:
-        """The encoder."""
+        """Return the encoder."""
         return self.encoder
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,7 +78,7 @@ EncoderLoader = PretrainedEncoder | GivenEncoder
 
 
 def log_notices(loader: EncoderLoader) -> None:
-    """Say what loading the encoder has decided, such as image options that win over a folder."""
+    """Log the warnings of the vision family, such as image options that override the processor folder."""
     for line in getattr(getattr(loader.load(), "vision", None), "warnings", ()):
         _log.warning("%s", line)
 
@@ -79,18 +87,18 @@ def prepare_workers(loader: EncoderLoader, chunks: int) -> None:
     """Load the parts of the encoder that forked workers inherit.
 
     Args:
-        loader: of the encoder.
-        chunks: of the input that the workers tokenize; few chunks are not worth a second tokenizer engine.
+        loader: loads the encoder.
+        chunks: number of chunks to tokenize; a second tokenizer engine is loaded only for many chunks.
     """
     encoder = loader.load()
     if isinstance(encoder, ChatEncoder):
         encoder.renderer.template.prepare()
-        if chunks >= _WORTH_COMPARING and sys.platform == "linux":
+        if chunks >= _MIN_CHUNKS_TO_COMPARE and sys.platform == "linux":  # other systems spawn workers
             encoder.text_tokenizer.prepare_fork()
 
 
 def _stamps(folder: Path | None) -> Iterator[tuple[str, int, int]]:
-    """Name, size and time of the files in a folder, so that a changed one is loaded again."""
+    """Name, size and time of the files in a folder, so that a changed folder is loaded again."""
     if folder is not None and folder.is_dir():
         for path in sorted(folder.iterdir()):
             stat = path.stat()

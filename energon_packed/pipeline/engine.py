@@ -1,11 +1,12 @@
-"""Engine: runs one function over many tasks and gives the results as they come, in any order.
+"""Engines, which run one function over many tasks, and the progress reports of a pipeline.
 
-ProcessPool: worker processes with a pipe each.
+Input: a function and an iterable of tasks, all picklable. Output: an iterator of results in the order of completion.
 
-Each worker has one task at a time, so it is known which task a worker had that was killed. Nothing is shared between
-workers, no lock and no queue: whatever happens to one leaves no other waiting.
-
-Progress: reports of a running pipeline; the command line draws them.
+Engine        base class; its run() is the interface of all stages
+LocalEngine   runs tasks in this process or in a ProcessPool
+ProcessPool   worker processes with a pipe each. Every worker has one task at a time, so the task of a killed worker is
+              known. Workers share no lock and no queue: the death of a worker never blocks another worker.
+Progress      base class of the callbacks of `pack`; the command line draws a bar from them
 """
 
 import contextlib
@@ -28,28 +29,35 @@ from energon_packed.errors import EnergonPackedError
 
 
 class Progress:
-    """Notified of every stage. The base class does nothing; override what you need."""
+    """Base class for progress callbacks of `pack`: override start, advance, finish and stop.
+
+    The stages are measure (in records), plan (records), write (samples) and index (shards):
+
+        class Log(Progress):
+            def start(self, stage, total, unit):
+                print(f"{stage}: {total} {unit}")
+    """
 
     def start(self, stage: str, total: int, unit: str) -> None:
-        """A stage begins that has `total` units of work."""
+        """Start a stage that has `total` units of work."""
 
     def advance(self, units: int, records: int = 0) -> None:
-        """`units` of work are done, holding `records` records."""
+        """Report `units` of finished work, which contain `records` records."""
 
     def finish(self, seconds: float) -> None:
-        """The stage is done."""
+        """Finish the stage, after `seconds` of wall time."""
 
     def stop(self) -> None:
-        """The stage failed, or ends without a summary."""
+        """End the stage after a failure, or without a summary."""
 
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "FASTOKENS_BPE_THREADS": "1"}
-"""Environment of a worker: tokenizers start no threads, because there is one process a core already."""
-_REMEDY = "use fewer `workers`, or give the run more memory, and run it again: completed work is reused"
-_PATIENCE = 5.0  # seconds for a worker to end; a killed one that waits for a dead disk may stay
+"""Environment of a worker: tokenizers start no threads, because every core already has a process."""
+_REMEDY = "use fewer `workers` or more memory, and run again: completed work is reused"
+_JOIN_TIMEOUT = 5.0  # seconds; a killed worker that waits for a dead disk may never end
 
 
 class WorkerDied(EnergonPackedError):
@@ -57,18 +65,18 @@ class WorkerDied(EnergonPackedError):
 
 
 def label(task: Any) -> str:
-    """What is done with a task, for messages: ` while writing x.tar`, where the task has a `label`."""
-    found = getattr(task, "label", "")
-    return f" while {found}" if found else ""
+    """Describe the work on a task for a message, such as ` while writing x.tar`; "" if the task has no `label`."""
+    doing = getattr(task, "label", "")
+    return f" while {doing}" if doing else ""
 
 
 def killed(process: str, exitcode: int | None, doing: str) -> str:
-    """The message for a worker that ended without a result.
+    """Message for a worker that ended without a result.
 
     Args:
-        process: its name.
-        exitcode: as `multiprocessing.Process` has it: the negative number of the signal.
-        doing: from `label`.
+        process: name of the process.
+        exitcode: as in `multiprocessing.Process`: the negative number of the signal.
+        doing: result of `label`.
     """
     if exitcode is None or exitcode >= 0:
         return f"{process} ended{doing} with exit status {exitcode}; run again: completed work is reused"
@@ -81,12 +89,12 @@ def killed(process: str, exitcode: int | None, doing: str) -> str:
 
 
 def out_of_memory(process: str, doing: str) -> str:
-    """The message for a task whose memory could not be had."""
+    """Message for a task that could not allocate memory."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    most = "" if limit == resource.RLIM_INFINITY else f" (its limit, ulimit -v, is {limit / 2**30:.2f} GiB)"
-    return f"memory ran out in {process}{doing}{most}; {_REMEDY}"
+    shown = "" if limit == resource.RLIM_INFINITY else f" (its limit, ulimit -v, is {limit / 2**30:.2f} GiB)"
+    return f"memory ran out in {process}{doing}{shown}; {_REMEDY}"
 
 
 def serve(
@@ -95,12 +103,13 @@ def serve(
     """Answer every task with (result, None) or (None, error), until the pipe is closed or the parent is dead.
 
     Args:
-        function: of the tasks.
+        function: function of the tasks.
         tasks: the worker's end of the pipe.
-        parent: process that the worker ends with.
-        inherited: ends of pipes that a forked worker has of its parent; it closes them.
+        parent: process id of the parent; the worker ends when the parent ends.
+        inherited: pipe ends of the parent that a forked worker inherits and has to close.
     """
     _start(parent)
+    # An open copy of the parent's end would keep this and the other workers from seeing the end of their pipe.
     for pipe in inherited:
         pipe.close()
     while True:
@@ -119,36 +128,37 @@ def serve(
 
 
 def _start(parent: int) -> None:
-    """End with the parent (on Linux), so that a killed run leaves no writer behind, and leave Ctrl-C to it."""
-    # What was inherited stays: the collector need not walk it, nor touch (and so copy) its pages. Records make many
-    # objects and no cycles, so collecting rarely is enough.
+    """Prepare a worker process: it ends with its parent (on Linux), and ignores Ctrl-C, which the parent handles."""
+    # Inherited objects stay alive: the collector need not walk them, nor touch (and so copy) their pages. Records make
+    # many objects but no cycles, so that rare collections are enough.
     gc.freeze()
     gc.set_threshold(100_000)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all processes of the group
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # inherited from `_blocked_signals`
     os.environ.update(ONE_THREAD)
     if sys.platform == "linux":
+        # Otherwise a worker of a killed run would continue to write into a folder that the next run has locked.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # the parent died before prctl, so no signal will come
         os._exit(1)
 
 
 def _dumped(error: Exception, task: Any) -> memoryview:
-    """An error for the pipe; one that is a defect of the code brings its traceback."""
+    """Pickle an error for the pipe, with its traceback if the error is a defect of the code."""
     if isinstance(error, MemoryError):
         error = WorkerDied(out_of_memory(f"worker process {os.getpid()}", label(task)))
     elif not isinstance(error, EnergonPackedError | OSError):
         error.add_note("".join(traceback.format_exception(error)))
     try:
         return ForkingPickler.dumps((None, error))
-    except Exception:
+    except Exception:  # an exception of an adapter or a loader may refuse to be pickled
         return ForkingPickler.dumps((None, RuntimeError("".join(traceback.format_exception(error)))))
 
 
 class _Worker:
-    """One process, the pipe to it and the task that it has."""
+    """A worker process, its pipe and its current task."""
 
     def __init__(self, process: Any, pipe: Connection) -> None:
         self.process = process
@@ -157,30 +167,30 @@ class _Worker:
 
     def send(self, task: Any) -> None:
         self.task = task
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead: receiving says so
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the worker is dead: `receive` raises
             self.pipe.send(task)
 
     def receive(self) -> tuple[Any, Exception | None]:
-        """Its answer.
+        """Receive the answer to the task.
 
         Raises:
-            WorkerDied: there is none, because it ended.
+            WorkerDied: the process ended without an answer.
         """
         try:
             answer: tuple[Any, Exception | None] = self.pipe.recv()
             return answer
         except (EOFError, ConnectionResetError) as error:
-            self.process.join(_PATIENCE)
+            self.process.join(_JOIN_TIMEOUT)
             name = f"worker process {self.process.pid}"
             raise WorkerDied(killed(name, self.process.exitcode, label(self.task))) from error
 
 
 class ProcessPool:
-    """Up to `size` workers, started when there is a task for them; a context manager at whose end none is left.
+    """Context manager of up to `size` worker processes, which start with their first task and end with the block.
 
     Args:
-        function: of the tasks.
-        size: processes.
+        function: function of the tasks.
+        size: maximum number of processes.
         start_method: `fork` or `spawn`.
     """
 
@@ -197,26 +207,26 @@ class ProcessPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the workers: idle ones by closing their pipe, all at once after an error, because kills are harmless."""
+        """End the workers: close the pipes of idle workers; after an error, kill all (stages survive kills)."""
         for worker in self._workers:
             if kind is None and worker.task is None:
                 worker.pipe.close()
             else:
                 worker.process.kill()
         for worker in self._workers:
-            worker.process.join(_PATIENCE)
+            worker.process.join(_JOIN_TIMEOUT)
             if worker.process.exitcode is None:
                 worker.process.kill()
-                worker.process.join(_PATIENCE)
+                worker.process.join(_JOIN_TIMEOUT)
             worker.pipe.close()
         self._workers = []
 
     def results(self, tasks: Iterable[Any]) -> Generator[Any, None, None]:
-        """Results as they come.
+        """Yield results in the order of completion.
 
         Raises:
             WorkerDied: a worker ended without an answer.
-            Exception: what a task raised.
+            Exception: a task raised it.
         """
         waiting = iter(tasks)
         for task in waiting:
@@ -229,28 +239,28 @@ class ProcessPool:
                 if error is not None:
                     raise error
                 worker.task = None
-                for task in waiting:  # before the result is used, so that the worker does not wait for that
+                for task in waiting:  # sent before the result is used, so that the worker is never idle
                     worker.send(task)
                     break
                 yield result
 
     def _started(self) -> _Worker:
-        """A new worker."""
-        ours, theirs = self._context.Pipe()
-        inherited = [*(worker.pipe for worker in self._workers), ours] if self._is_fork else []
-        arguments = (self._function, theirs, os.getpid(), inherited)
+        """Start a worker."""
+        parent_end, worker_end = self._context.Pipe()
+        inherited = [*(worker.pipe for worker in self._workers), parent_end] if self._is_fork else []
+        arguments = (self._function, worker_end, os.getpid(), inherited)
         process = self._context.Process(target=serve, args=arguments, name="energon-packed worker", daemon=True)
-        with _signals_held():
+        with _blocked_signals():
             process.start()
-            worker = _Worker(process, ours)
+            worker = _Worker(process, parent_end)
             self._workers.append(worker)
-        theirs.close()  # the worker alone has it, so that the pipe ends with the worker
+        worker_end.close()  # the only open copy is the worker's, so that the pipe ends with the worker
         return worker
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
-    """Signals wait while a process is started: the new one first gives up the handlers that it inherits."""
+def _blocked_signals() -> Iterator[None]:
+    """Block signals while a process starts: a forked process must first replace the handlers that it inherits."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
@@ -259,27 +269,27 @@ def _signals_held() -> Iterator[None]:
 
 
 class Engine(ABC):
-    """Where tasks run. One required method."""
+    """Base class of engines; `run` is the only required method."""
 
     @abstractmethod
     def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Generator[Result, None, None]:
-        """Results of `function` over `tasks`, in the order in which they are done.
+        """Yield the results of `function` over `tasks`, in the order of completion.
 
-        An error in a task ends the run and is raised here. Whoever may stop before the last result closes the
-        generator (`contextlib.closing`), which ends the tasks that still run.
+        An error in a task ends the run and is raised here. A caller that may stop before the last result has to close
+        the generator (`contextlib.closing`), which ends the tasks that still run.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Release what the engine holds; the tasks that still run end. By default nothing is held."""
+        """Release the resources of the engine and end the tasks that still run; does nothing by default."""
 
 
 class LocalEngine(Engine):
-    """Processes on this machine.
+    """Engine that runs tasks in processes of this machine.
 
     Args:
-        processes: how many; 1 runs tasks in this process.
-        start_method: `fork` on Linux, where workers inherit the loaded encoder; `spawn` elsewhere, where forking a
-            process with threads is not safe and each worker loads the encoder itself.
+        processes: number of processes; 1 runs the tasks in this process.
+        start_method: by default `fork` on Linux, so that workers inherit the loaded encoder. On other systems forking
+            a process with threads is not safe, so the default is `spawn`, and each worker loads the encoder itself.
     """
 
     def __init__(self, processes: int, start_method: Literal["fork", "spawn"] | None = None) -> None:
@@ -287,14 +297,14 @@ class LocalEngine(Engine):
         self.start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
 
     def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Generator[Result, None, None]:
-        """Results as they come; with one process, in this one and in order.
+        """Yield results in the order of completion; a single process yields them in the order of the tasks.
 
         Raises:
             WorkerDied: a worker was killed, or memory ran out.
         """
         if self.processes > 1:
-            with ProcessPool(function, self.processes, self.start_method) as crew:
-                yield from crew.results(tasks)
+            with ProcessPool(function, self.processes, self.start_method) as pool:
+                yield from pool.results(tasks)
             return
         for task in tasks:
             try:

@@ -1,4 +1,10 @@
-"""Stage 1, measure: the length of every record, in chunks of the input that run in parallel."""
+"""Stage 1, measure: the length of every record.
+
+Input: a RecordReader over all sources. Output: a RecordTable with the length, status and address of every record,
+joined from one file per chunk. Chunks are measured in parallel, and only if no earlier run has measured them.
+
+    MeasureStage (driver) ──Chunk──► Measurer (worker) ──► chunk file;  ChunkReport ──► MeasureStage
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,8 +24,8 @@ from energon_packed.pipeline.chunks import (
     SCHEMA,
     STATUSES,
     Chunk,
-    WorkerProgress,
-    count_texts,
+    StringCounts,
+    count_strings,
     is_measured,
     measured_records,
     write_rows,
@@ -35,24 +41,24 @@ from energon_packed.pipeline.table import RecordTable, load_table
 from energon_packed.records import Conversation
 from energon_packed.sources import SourceRecord
 
-_BATCH = 256  # records held at a time
-_JSON_OVERHEAD = 200  # bytes of keys, id and length of one sample
+_BATCH = 256  # records in memory at a time, as they may contain images; also the batch size of the tokenizer
+_JSON_OVERHEAD = 200  # bytes of keys, id and length of a stored sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureStage:
-    """Measures the chunks that no earlier run has measured.
+    """The measure stage: measures the chunks that no earlier run has measured.
 
     Attributes:
-        options: of the run.
-        reader: of the input.
-        folder: of the chunk files, named after the key of the stage.
+        options: options of the run.
+        reader: reads the input.
+        folder: folder of the chunk files, named after the fingerprint of the stage.
         engine: runs the chunks.
-        keep_tokens: tokens are kept beside the lengths.
+        keep_tokens: store the tokens beside the lengths.
         progress: notified of each chunk.
         strict: stop at the first rejected record.
         counters: `measured`, `tokenized` and `reused` records are added.
-        tokenizer_engines: the engines that tokenized are added.
+        tokenizer_engines: names of the tokenizer engines in use are added.
     """
 
     options: InputOptions
@@ -67,30 +73,29 @@ class MeasureStage:
 
     @property
     def measurer(self) -> "Measurer":
-        """Measures one chunk."""
+        """The function that measures one chunk."""
         return Measurer(
             reader=self.reader, encoder=self.options.encoder_loader, check_images=image_check(self.options)
         )
 
     def chunks(self) -> list[Chunk]:
-        """All of the input."""
-        ranges = [
-            (number, place, *chunk)
+        """Chunks of the complete input."""
+        return [
+            self.chunk(f"{number:05d}-{index:07d}", number, start, stop)
             for number, source in enumerate(self.reader.sources)
-            for place, chunk in enumerate(source.chunks())
+            for index, (start, stop) in enumerate(source.chunks())
         ]
-        return [self.chunk(f"{number:05d}-{place:07d}", number, *edges) for number, place, *edges in ranges]
 
     def chunk(self, name: str, source: int, start: int, stop: int) -> Chunk:
-        """A range of a source, measured into a file of that name."""
+        """Chunk of a source, measured into a file of that name."""
         file = self.folder / f"{name}.arrow"
         return Chunk(source=source, start=start, stop=stop, file=file, keep_tokens=self.keep_tokens)
 
     def run(self, chunks: Sequence[Chunk] | None = None) -> RecordTable:
-        """Lengths, statuses and places of the records.
+        """Measure the chunks and return the table of their records.
 
         Args:
-            chunks: what is measured; by default all of the input.
+            chunks: chunks to measure; by default the complete input.
 
         Raises:
             RejectLimitError: a record is rejected, with `strict`.
@@ -106,35 +111,35 @@ class MeasureStage:
                 self.progress.advance(chunk.stop - chunk.start, records)
             else:
                 todo.append(chunk)
-        prepare_workers(self.options.encoder_loader, len(todo))
+        prepare_workers(self.options.encoder_loader, len(todo))  # before the engine forks
         with closing(self.engine.run(self.measurer, todo)) as reports:
             for report in reports:
-                self._take(report)
-                load_kernels()  # while the workers are busy
+                self._count(report)
+                load_kernels()  # of the planner, here, because the workers are busy and the driver is not
         return load_table(chunks, len(self.reader.sources))
 
-    def _take(self, report: "ChunkReport") -> None:
-        """Count what a chunk had."""
+    def _count(self, report: "ChunkReport") -> None:
+        """Add the counts of a chunk; with `strict`, refuse its first rejected record."""
         if report.tokenized and report.tokenizer_engine:
             self.tokenizer_engines.add(report.tokenizer_engine)
         self.counters["measured"] += report.records
         self.counters["tokenized"] += report.tokenized
         self.progress.advance(report.chunk.stop - report.chunk.start, report.records)
         if self.strict and report.first_reject is not None:
-            found = self.reader.rejected(report.chunk.source, [report.first_reject])
-            RejectLimits(strict=True).check_record(found[0])
+            rejected = self.reader.rejected(report.chunk.source, [report.first_reject])
+            RejectLimits(strict=True).check_record(rejected[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkReport:
-    """What a finished chunk reports to the driver.
+    """Report of a finished chunk to the driver; the records themselves are in the file.
 
     Attributes:
         chunk: the chunk.
-        records: rows in it.
-        tokenized: texts that went through the tokenizer.
+        records: number of records.
+        tokenized: records that went through the tokenizer.
         first_reject: address, id, reason and detail of the first rejected record, or None.
-        tokenizer_engine: the engine in use; "" for an encoder without one.
+        tokenizer_engine: the engine in use; "" for an encoder without a tokenizer.
     """
 
     chunk: Chunk
@@ -146,12 +151,12 @@ class ChunkReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurer:
-    """Measures one chunk: the function of the measure stage.
+    """Function of the measure stage: measures a chunk and writes its files.
 
     Attributes:
-        reader: of the input.
+        reader: reads the input.
         encoder: loads the encoder in each process.
-        check_images: which images are decoded, as `check_pixels` takes it.
+        check_images: images to decode, as in `check_pixels`.
     """
 
     reader: RecordReader
@@ -159,9 +164,9 @@ class Measurer:
     check_images: ImageCheck = "header"
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
-        """Measure a chunk and write its file; few records are held at a time, as they may hold images."""
+        """Measure a chunk in batches of records and write its files."""
         columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
-        counts: WorkerProgress = {name: Counter() for name in COUNTED}
+        counts: StringCounts = {name: Counter() for name in COUNTED}
         first: tuple[int, str | None, str, str] | None = None
         tokenized = 0
         tokens: list[EncodedSample] = []
@@ -170,27 +175,36 @@ class Measurer:
         tokenizer = encoder.text_tokenizer if isinstance(encoder, ChatEncoder) else None
         while batch := list(islice(rows, _BATCH)):
             conversations, results = self._read(chunk.source, batch)
-            usable = [place for place, one in enumerate(conversations) if one is not None]
-            found = encoder.measure([c for c in conversations if c is not None], keep_tokens=chunk.keep_tokens)
-            for place, measurement in zip(usable, found, strict=True):
-                decoded = max(results[place].decoded, measurement.decoded)
-                results[place] = replace(measurement, decoded=decoded) if decoded else measurement
-            tokens += [one.sample for one in found if one.sample is not None]
+            usable = [index for index, conversation in enumerate(conversations) if conversation is not None]
+            measured = encoder.measure([c for c in conversations if c is not None], keep_tokens=chunk.keep_tokens)
+            for index, measurement in zip(usable, measured, strict=True):
+                # The check and the encoder may both have decoded the images of a record: not the sum.
+                decoded = max(results[index].decoded, measurement.decoded)
+                results[index] = replace(measurement, decoded=decoded) if decoded else measurement
+            tokens += [measurement.sample for measurement in measured if measurement.sample is not None]
             tokenized += sum([c is not None and c.input_ids is None for c in conversations])
-            made = _columns(batch, conversations, results)
-            made["narrow"] = [c is None or self.reader.fits_captioning(c) for c in conversations]
-            for name, found_texts in count_texts(conversations).items():
-                counts[name].update(found_texts)
+            batch_columns = _columns(batch, conversations, results)
+            batch_columns["narrow"] = [c is None or self.reader.fits_captioning(c) for c in conversations]
+            for name, counted in count_strings(conversations).items():
+                counts[name].update(counted)
             if isinstance(encoder, ChatEncoder):
                 counts["notes"].update(note for c in conversations if c for note in encoder.renderer.notes(c))
             if first is None:
-                described = zip(made["address"], made["id"], made["detail"], results, strict=True)
-                failed = ((*place, one.reject.reason, detail) for *place, detail, one in described if one.reject)
-                first = next((one for one in failed if one[2] not in REQUESTED_REJECTS), None)
-            for name, values in made.items():
+                names = ("address", "id", "detail")
+                rows_of_batch = zip(*(batch_columns[name] for name in names), results, strict=True)
+                first = next(
+                    (
+                        (address, ident, result.reject.reason, detail)
+                        for address, ident, detail, result in rows_of_batch
+                        if result.reject and result.reject.reason not in REQUESTED_REJECTS
+                    ),
+                    None,
+                )
+            for name, values in batch_columns.items():
                 columns[name] += values
+        # Tokens first: a complete record file marks the chunk as measured.
         if chunk.keep_tokens:
-            write_tokens(chunk.tokens, tokens)  # before the rows, which say that the chunk is done
+            write_tokens(chunk.tokens, tokens)
         write_rows(chunk.file, columns, counts)
         return ChunkReport(
             chunk=chunk,
@@ -201,7 +215,7 @@ class Measurer:
         )
 
     def _read(self, source: int, rows: Sequence[SourceRecord]) -> tuple[list[Conversation | None], list[Measurement]]:
-        """Conversations, None where a record is rejected, and the measurement of those."""
+        """Read records as conversations; a rejected record is None there, and has a rejected measurement."""
         conversations: list[Conversation | None] = []
         results: list[Measurement] = []
         for row in rows:
@@ -218,7 +232,7 @@ class Measurer:
 def _columns(
     rows: Sequence[SourceRecord], conversations: Sequence[Conversation | None], results: Sequence[Measurement]
 ) -> dict[str, list[Any]]:
-    """The columns of `SCHEMA` for some rows, their conversations where they have one, and what measuring gave."""
+    """Build the columns of `SCHEMA` (but `narrow`) from records, their conversations and their measurements."""
     pairs = list(zip(rows, conversations, strict=True))
     rejects = [result.reject for result in results]
     return {
@@ -238,10 +252,11 @@ def _columns(
 
 
 def _text_bytes(conversation: Conversation) -> int:
-    """Bytes of a conversation in JSON, about: UTF-8 and some escapes."""
+    """Estimated bytes of a conversation in JSON, from which the planner cuts shards."""
     if conversation.input_ids is not None:
-        return 14 * len(conversation.input_ids) + _JSON_OVERHEAD
-    texts = [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
+        return 14 * len(conversation.input_ids) + _JSON_OVERHEAD  # an id and a label, each of 6 digits and a comma
+    strings = [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
     extra = sum(len(str(m.extra)) for m in conversation.messages if m.extra) + len(str(conversation.tools or ""))
-    size = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
-    return size + size // 20 + extra + _JSON_OVERHEAD + 40 * len(texts) + 40 * len(conversation.images)
+    size = sum(len(string) if string.isascii() else len(string.encode(errors="replace")) for string in strings)
+    # 5 % for escapes such as \n and \", 40 bytes for the keys of each message and the name of each image
+    return size + size // 20 + extra + _JSON_OVERHEAD + 40 * len(strings) + 40 * len(conversation.images)

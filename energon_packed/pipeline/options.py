@@ -1,6 +1,13 @@
-"""PackOptions, and what it shares with the survey of lengths: all that decides a run, checked at construction.
+"""The options of `pack` and of the survey of lengths.
 
-Option values from text: the command line, config files and Python take the same forms.
+Input: values by name from Python, the command line or a config file; strings such as `8k`, `512M` or `2/8` are
+parsed. Output: a frozen `PackOptions` (or `InputOptions`, `RejectOptions`), checked when it is made, from which the
+stages take the encoder loader, the codec and the reject limits.
+
+InputOptions    input, encoder and flavor; shared with `lengths` and the planned datasets
+RejectOptions   + the limits on rejected records
+PackOptions     + the output folder, shards and engine
+PackKeywords    the keyword arguments of `pack`, for editors and type checkers
 """
 
 import logging
@@ -11,12 +18,15 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 
 from energon_packed.encoding import EncoderSettings, Processor
+from energon_packed.encoding.engines import EngineName
+from energon_packed.encoding.rendering import LossOn
 from energon_packed.encoding.settings import IMAGES
+from energon_packed.encoding.vision.families import PatchOrder
 from energon_packed.encoding.vision.media import ImageCheck
 from energon_packed.errors import ConfigError
 from energon_packed.formats import CODECS, LAYOUTS, Codec, codec_for
@@ -33,14 +43,25 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _TOKENS = re.compile(r"(-?\d+(?:\.\d+)?)\s*(k?)", re.IGNORECASE)
 _NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9_-]+")
-_LONGEST_PREFIX = 64
+_MAX_PREFIX = 64  # characters
+_PREFIX = re.compile(rf"[A-Za-z0-9_-]{{1,{_MAX_PREFIX}}}")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_MAX_INT32 = int(np.iinfo(np.int32).max)
+INPUT, PACKING, OUTPUT, RUN = "Input", "Packing", "Output", "Run"
+AUTO, CAPTIONING, MULTI_MIX = "auto", "PackedCaptioningSample", "PackedMultiMixQASample"
+SINGLE = "MultiMixQASample"
+Overlong = Literal["drop", "error", "truncate"]
+GroupBy = Literal["none", "media"]
+CheckImages = Literal["header", "full"]
+Options = TypeVar("Options", bound="InputOptions")
+_log = logging.getLogger(__name__)
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """`2/8` as (2, 8); `auto` takes both numbers from SLURM.
+    """Parse `2/8` as (2, 8); `auto` reads both numbers from SLURM.
 
     Raises:
-        ConfigError: the text has another form, or there is no SLURM task.
+        ConfigError: the string has another form, or there is no SLURM task.
     """
     if text == "auto":
         try:
@@ -49,51 +70,51 @@ def parse_part(text: str) -> tuple[int, int]:
             raise ConfigError(
                 "`part=auto` needs SLURM_PROCID and SLURM_NTASKS, which srun sets; pass `part=I/N`"
             ) from error
-    found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-    if not found:
-        raise ConfigError(f"invalid `part` {text!r}; use the form 0/4, or auto")
-    return int(found[1]), int(found[2])
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    if not match:
+        raise ConfigError(f"`part` must have the form 0/4, or be auto, got {text!r}")
+    return int(match[1]), int(match[2])
 
 
 def checked_part(part: object) -> tuple[int, int]:
-    """(I, N) with 0 <= I < N.
+    """Return (I, N) with 0 <= I < N.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: `part` has another form.
     """
     pair = part if isinstance(part, list | tuple) and len(part) == 2 else ()
-    numbers = [one for one in pair if isinstance(one, int) and not isinstance(one, bool)]
-    if len(numbers) != 2:
-        raise ConfigError(f"`part` is {short(part)}; it must be two integers, or a text such as 0/4")
-    number, count = numbers
-    if not 0 <= number < count:
-        raise ConfigError(f"`part` is {number}/{count}; the first number must be from 0 to below the second")
-    return number, count
+    integers = [value for value in pair if isinstance(value, int) and not isinstance(value, bool)]
+    if len(integers) != 2:
+        raise ConfigError(f"`part` must be two integers, or a string such as 0/4, got {short(part)}")
+    index, count = integers
+    if not 0 <= index < count:
+        raise ConfigError(f"`part` must be I/N with 0 <= I < N, got {index}/{count}")
+    return index, count
 
 
 def parse_split(text: str) -> dict[str, float]:
-    """`train=0.98,val=0.02` as a dict.
+    """Parse `train=0.98,val=0.02` as a dict.
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: the string has another form.
     """
     shares: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, share = (one.strip() for one in part.partition("="))
+    for item in text.split(","):
+        name, _, share = (word.strip() for word in item.partition("="))
         if name in shares:
-            raise ConfigError(f"`split` {text!r} names {name} twice; name each split once")
+            raise ConfigError(f"`split` must name each split once, got {name} twice in {text!r}")
         try:
             shares[name] = float(share)
         except ValueError as error:
-            raise ConfigError(f"invalid `split` {text!r}; use the form train=0.98,val=0.02") from error
+            raise ConfigError(f"`split` must have the form train=0.98,val=0.02, got {text!r}") from error
     return shares
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `512M`, `1GB` or `1073741824`; K, M, G and T are powers of 1024.
+    """Parse `512M`, `1GB` or `1073741824` as bytes; K, M, G and T are powers of 1024.
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: the string has another form.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -102,35 +123,36 @@ def parse_size(text: str) -> int:
 
 
 def parse_seq_len(text: str) -> int:
-    """Tokens of `8192` or `8k`; k is 1024.
+    """Parse `8192` or `8k` as tokens; k is 1024.
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: the string has another form.
     """
     match = _TOKENS.fullmatch(text.strip())
+    # nan.is_integer() is False: one error for a string that does not match, and for 0.3k
     tokens = float(match[1]) * _UNITS[match[2].upper()] if match is not None else math.nan
     if not tokens.is_integer():
-        raise ConfigError(f"`seq_len` is {text!r}; it must be an integer, such as 8192 or 8k")
+        raise ConfigError(f"`seq_len` must be an integer, such as 8192 or 8k, got {text!r}")
     return int(tokens)
 
 
 def checked_split(split: dict[str, float]) -> dict[str, float]:
-    """The shares in the order of `SPLITS`, so that the same shares always make the same shards.
+    """Return the shares in the order of `SPLITS`, so that equal shares always make equal shards.
 
     Shares add up to 1. Percentages (that add up to 100) and whole numbers are divided by their sum.
 
     Raises:
-        ConfigError: no share, an unknown split, or fractions with another sum.
+        ConfigError: there is no share, a split is unknown, or fractions have another sum.
     """
     if not isinstance(split, dict):
-        raise ConfigError(f"`split` is {short(split)}; use shares such as train=0.98,val=0.02")
+        raise ConfigError(f"`split` must be shares such as train=0.98,val=0.02, got {short(split)}")
     if not split or not all(_is_share(share) for share in split.values()):
         raise ConfigError("`split` must name shares >= 0, such as train=0.98,val=0.02")
     if unknown := set(split) - set(SPLITS):
         raise ConfigError(f"unknown split {', '.join(sorted(map(str, unknown)))}; use {', '.join(SPLITS)}")
     total = sum(split.values())
     ordered = {name: float(split[name]) for name in SPLITS if name in split}
-    if abs(total - 1) <= 1e-6:
+    if abs(total - 1) <= 1e-6:  # returned as written: dividing by 0.9999999 would change the split of a pack
         return ordered
     whole = all(share.is_integer() for share in ordered.values())
     if total == 0 or not (whole or abs(total - 100) <= 1e-4):
@@ -145,50 +167,38 @@ def _is_share(value: object) -> bool:
 
 
 def prefix_of(folder: Path) -> str:
-    """Start of shard names for an output folder: its name, so that outputs of different names can be blended.
+    """Prefix of shard names for an output folder: its name, so that outputs of different names can be blended.
 
-    `{part}` and what joins it are left out, as the number of the part follows the prefix anyway; where nothing else
-    remains, the folder above gives the name.
+    `{part}` and the separator beside it are removed, because the number of the input part follows the prefix anyway.
+    If nothing else remains, the name of the parent folder is used.
     """
-    resolved = Path(os.path.abspath(folder))
+    resolved = Path(os.path.abspath(folder))  # not resolve(): a link keeps the name that the user chose
     for part in (resolved.name, resolved.parent.name):
         name = _NOT_IN_KEYS.sub("_", part.replace("{part}", "")).strip("_-")
         if name:
-            return name[:_LONGEST_PREFIX]
+            return name[:_MAX_PREFIX]
     return "pack"
 
 
-def part_suffix(number: int | None) -> str:
-    """`_p003` for part 3, nothing for the complete input."""
-    return "" if number is None else f"_p{number:03d}"
-
-
-_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
-Options = TypeVar("Options", bound="InputOptions")
-INPUT, PACKING, OUTPUT, RUN = "Input", "Packing", "Output", "Run"
-Overlong = Literal["drop", "error", "truncate"]
-GroupBy = Literal["none", "media"]
-CheckImages = Literal["header", "full"]
-AUTO, CAPTIONING, MULTI_MIX = "auto", "PackedCaptioningSample", "PackedMultiMixQASample"
-SINGLE = "MultiMixQASample"
-_log = logging.getLogger(__name__)
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+def part_suffix(index: int | None) -> str:
+    """Suffix of names in input part `index`, `_p003` for 3; "" for the complete input."""
+    return "" if index is None else f"_p{index:03d}"
 
 
 def check_flavor(options: "InputOptions") -> None:
-    """Give `sample_class` the flavor that is written: that of single samples only with `unpacked`.
+    """Set `sample_class` to the flavor that is written; the flavor of single samples is used only with `unpacked`.
 
     Raises:
-        ConfigError: `unpacked` with the flavor of a pack.
+        ConfigError: `unpacked` is combined with the flavor of a pack.
     """
     if options.unpacked:
         if options.sample_class not in (AUTO, SINGLE) or options.layout is not None:
             other = f"`layout` {options.layout}" if options.layout else f"`sample_class` {options.sample_class}"
-            raise ConfigError(f"`unpacked` writes {SINGLE}, one sample a member, and {other} holds packs; omit one")
+            raise ConfigError(f"`unpacked` writes {SINGLE}, one sample per member, but {other} stores packs. Omit one")
         object.__setattr__(options, "sample_class", SINGLE)
     elif options.sample_class == SINGLE:
         _log.warning(
-            "`sample_class` %s names single samples; packs of them are written, as %s. `unpacked` writes one sample a "
+            "`sample_class` %s stores single samples; writing %s instead. Use `unpacked` to store one sample per "
             "member, for packing while training",
             SINGLE,
             MULTI_MIX,
@@ -197,41 +207,43 @@ def check_flavor(options: "InputOptions") -> None:
 
 
 def image_check(options: "InputOptions") -> ImageCheck:
-    """`check_images`, or `convert` where the layout converts images when they are written."""
+    """Return `check_images`, or `convert` if the layout converts images when they are written."""
+    # An image that cannot be converted must be rejected while measuring: after planning, its pack would lack a sample.
+    # `lengths` has a layout but no `keep_bytes`.
     if options.check_images == "header" and options.layout is not None and not getattr(options, "keep_bytes", False):
         return "convert"
     return options.check_images
 
 
 def check_layout(options: "InputOptions") -> None:
-    """Give `sample_class` the flavor of the layout.
+    """Set `sample_class` to the flavor of the layout.
 
     Raises:
-        ConfigError: another flavor, or supervision that the layout does not hold.
+        ConfigError: the flavor is different, or the layout cannot store the supervision.
     """
     if options.layout is None:
         return
     flavor = LAYOUTS[options.layout].sample_class
     if options.sample_class not in ("auto", flavor):
         raise ConfigError(
-            f"`layout` {options.layout} is a form of {flavor}, not of `sample_class` {options.sample_class}; leave "
-            "one of them out"
+            f"`layout` {options.layout} is a variant of {flavor}, not of `sample_class` {options.sample_class}. Omit "
+            "one of them"
         )
     if options.patch_order == "block":
         raise ConfigError(
-            f"`patch_order` is 'block', but the reader of `layout` {options.layout} puts every .npy file into block "
-            "order itself; it needs files in row order"
+            f"`patch_order` must be 'row' or 'auto' with `layout` {options.layout}, got 'block'. Its reader "
+            "permutes every .npy file from row to block order"
         )
     if options.loss_on != "assistant":
         raise ConfigError(
-            f"`loss_on` is {options.loss_on!r}, but the reader of `layout` {options.layout} trains on every assistant "
-            "turn; use 'assistant'"
+            f"`loss_on` must be 'assistant' with `layout` {options.layout}, got {options.loss_on!r}. Its reader "
+            "trains on every assistant turn"
         )
     object.__setattr__(options, "sample_class", flavor)
 
 
 def check_layout_outputs(options: "PackOptions") -> None:
-    """Refuse options that need a layout, or that its reader does not follow.
+    """Refuse options that need a layout, or that the reader of the layout does not support.
 
     Raises:
         ConfigError: the message names the option.
@@ -243,7 +255,8 @@ def check_layout_outputs(options: "PackOptions") -> None:
         return
     if options.overlong == "truncate":
         raise ConfigError(
-            f"`overlong` is 'truncate', but the reader of `layout` {options.layout} reads samples whole; use 'drop'"
+            f"`overlong` must be 'drop' or 'error' with `layout` {options.layout}, got 'truncate'. Its reader does "
+            "not truncate samples"
         )
     if options.dataset_module is not None and not _MODULE.fullmatch(options.dataset_module):
         raise ConfigError(
@@ -254,7 +267,7 @@ def check_layout_outputs(options: "PackOptions") -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions(EncoderSettings):
-    """What is read, and how it becomes tokens: the same for packing and for surveying lengths.
+    """The input, its encoder and the flavor to write: the same for packing and for surveying lengths.
 
     Raises ConfigError when made with an invalid value.
     """
@@ -264,7 +277,7 @@ class InputOptions(EncoderSettings):
         metavar="FILE", shown_default="required, or `sources`",
     )  # fmt: skip
     sources: Sequence[SourceConfig | Mapping[str, Any] | str] = option(
-        (), help="Inputs with settings of their own.", group=INPUT, flags=()
+        (), help="Inputs with per-source settings.", group=INPUT, flags=()
     )
     image_root: Path | None = option(
         None, help="Folder that image paths start from and must stay in.", group=INPUT,
@@ -275,11 +288,12 @@ class InputOptions(EncoderSettings):
         shown_default="train for Energon datasets", metavar="NAME",
     )  # fmt: skip
     use_patch_positions: bool = option(
-        True, help="Ignore patch_positions in the records.", group=INPUT, flags=("--no-npy",), decides="lengths"
-    )
+        True, help="Ignore the patch_positions (.npy) of the records.", group=INPUT, flags=("--no-npy",),
+        decides="lengths",
+    )  # fmt: skip
     map: str | None = option(
-        None, help="Names of the fields of flat records.", group=INPUT, decides="lengths",
-        metavar="user=FIELD,assistant=FIELD,...",
+        None, help="Field names of flat records, for example user=question,assistant=answer.", group=INPUT,
+        decides="lengths", metavar="user=FIELD,assistant=FIELD,...",
     )  # fmt: skip
     adapter: str | None = option(
         None, help="Function that makes each record: it returns a record, a Conversation, or None to drop it.",
@@ -294,15 +308,15 @@ class InputOptions(EncoderSettings):
         group=IMAGES, choices=("header", "full"),
     )  # fmt: skip
     sample_class: str = option(
-        AUTO, help="Flavor to write; auto: PackedCaptioningSample where it holds all records, else "
+        AUTO, help="Flavor to write; auto chooses PackedCaptioningSample if it can store every record, otherwise "
         "PackedMultiMixQASample.", group=OUTPUT, choices=lambda: (AUTO, *CODECS), decides="tars",
     )  # fmt: skip
     unpacked: bool = option(
-        False, help="Write one sample a member (MultiMixQASample), for packing while training.", group=OUTPUT
+        False, help="Write one sample per tar member (MultiMixQASample), for packing while training.", group=OUTPUT
     )
     layout: str | None = option(
-        None, help="Write PackedCaptioningSample as the reader of another package takes it.", group=OUTPUT,
-        choices=lambda: tuple(LAYOUTS), decides="tars", shown_default="our own", metavar="NAME",
+        None, help="Write PackedCaptioningSample in the variant that another project reads.", group=OUTPUT,
+        choices=lambda: tuple(LAYOUTS), decides="tars", shown_default="the variant of this package", metavar="NAME",
     )  # fmt: skip
     algorithm: str = option(
         "bfd", help=f"Planner: {', '.join(algorithm_names())}.", group=PACKING, decides="tars", metavar="NAME"
@@ -314,72 +328,70 @@ class InputOptions(EncoderSettings):
         1, help="Plan each sample rounded up to a multiple of this (context parallelism: 2 * cp).", group=PACKING,
         minimum=1, decides="tars",
     )  # fmt: skip
-    seed: int = option(0, help="Order of the packs.", group=PACKING, minimum=0, decides="tars")
+    seed: int = option(0, help="Random seed for the order of the packs.", group=PACKING, minimum=0, decides="tars")
     workers: int = option(0, help="Processes.", group=RUN, minimum=0, shown_default="all cores")
 
     def __post_init__(self) -> None:
-        given = [self.inputs] if isinstance(self.inputs, str | Path) else self.inputs
-        if not isinstance(given, list | tuple) or not all(isinstance(one, str | Path) for one in given):
-            raise ConfigError(f"`inputs` is {short(self.inputs)}; pass one path or a list of paths")
-        if any(one == "" for one in given):
+        paths = [self.inputs] if isinstance(self.inputs, str | Path) else self.inputs
+        if not isinstance(paths, list | tuple) or not all(isinstance(path, str | Path) for path in paths):
+            raise ConfigError(f"`inputs` must be a path or a list of paths, got {short(self.inputs)}")
+        if any(path == "" for path in paths):  # Path("") would be the current folder
             raise ConfigError("an input is empty; pass a path (. is the current folder)")
-        object.__setattr__(self, "inputs", tuple(map(str, given)))
-        self._read_sources()
+        object.__setattr__(self, "inputs", tuple(map(str, paths)))
+        if not isinstance(self.sources, list | tuple):
+            raise ConfigError(f"`sources` must be a list, got {type(self.sources).__name__}")
+        configs = tuple(SourceConfig.of(source, index) for index, source in enumerate(self.sources))
+        object.__setattr__(self, "sources", configs)
         self._refuse_remote()
-        if self.map is not None:  # text, or the mapping of a config file
+        if self.map is not None:  # a string, or the mapping of a config file
             object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
         super().__post_init__()
         if self.adapter is not None:
-            _ = Adapter(self.adapter).source  # a wrong one is an error now, not in the first worker
+            _ = Adapter(self.adapter).source  # an adapter that cannot be imported raises here, not in a worker
+        # The layout may set the flavor that `sample_class` left open, so it is checked second.
         check_flavor(self)
         check_layout(self)
         check_algorithm(self.algorithm)
         if not self.inputs and not self.sources:
             raise ConfigError("no input; pass one or more files")
         if (self.encoder is None) == (self.tokenizer is None):
-            given = "neither" if self.tokenizer is None else "both"
-            raise ConfigError(f"pass the folder of a `tokenizer` or, from Python, an `encoder`; {given} is given")
+            count = "neither" if self.tokenizer is None else "both"
+            raise ConfigError(f"pass exactly one of `tokenizer` and, from Python, `encoder`, got {count}")
         if self.encoder is not None and not isinstance(self.encoder, Processor):
-            raise ConfigError(f"`encoder` is a {type(self.encoder).__name__}; pass a Processor such as ChatEncoder")
+            raise ConfigError(f"`encoder` must be a Processor such as ChatEncoder, got {type(self.encoder).__name__}")
         if self.image_root is not None and not self.image_root.is_dir():
             raise ConfigError(
-                f"`image_root` {self.image_root} is not a folder; pass the folder that image paths start from"
+                f"`image_root` must be a folder, got {self.image_root}. Pass the folder that image paths start from"
             )
 
     def _refuse_remote(self) -> None:
-        for given in self.inputs:
-            refuse_remote(given)
-        for one in declared(type(self)):
-            if one.kind is Path and getattr(self, one.name) is not None:
-                refuse_remote(getattr(self, one.name), one.name)
-
-    def _read_sources(self) -> None:
-        if not isinstance(self.sources, list | tuple):
-            raise ConfigError(f"sources is {type(self.sources).__name__}; it must be a list of inputs with settings")
-        configs = tuple(SourceConfig.of(one, number) for number, one in enumerate(self.sources))
-        object.__setattr__(self, "sources", configs)
+        for path in self.inputs:
+            refuse_remote(path)
+        for declaration in declared(type(self)):
+            if declaration.kind is Path and getattr(self, declaration.name) is not None:
+                refuse_remote(getattr(self, declaration.name), declaration.name)
 
     @property
     def source_configs(self) -> list[SourceConfig]:
-        """`inputs`, then `sources`, with the `map` and the `adapter` of the run where they have none of their own."""
-        configs = [SourceConfig(path=(str(one),)) for one in self.inputs]
-        configs += [one for one in self.sources if isinstance(one, SourceConfig)]  # all of them are, by now
+        """`inputs`, then `sources`; `map` and `adapter` of the run apply to sources without these settings."""
+        configs = [SourceConfig(path=(str(path),)) for path in self.inputs]
+        configs += [source for source in self.sources if isinstance(source, SourceConfig)]  # all, by __post_init__
         return [replace(c, map=c.map or self.map, adapter=c.adapter or self.adapter) for c in configs]
 
     def reader_fingerprint(self) -> list[Any]:
-        """What decides how records are read, for fingerprints, one item for each input."""
+        """Values that determine how records are read, for fingerprints: an item for each source."""
         return [config.key(self.seed) for config in self.source_configs]
 
     @property
     def codec(self) -> Codec:
-        """The codec of `sample_class`; of the widest flavor before `auto` is resolved."""
+        """The codec of `sample_class`; before `auto` is resolved, the codec of PackedMultiMixQASample."""
         return codec_for(MULTI_MIX if self.sample_class == AUTO else self.sample_class, self.layout or "")
 
     def resolved(self: Options, fits_captioning: bool) -> Options:
-        """These options with the flavor that `auto` stands for.
+        """Return the options with the flavor that `auto` selects.
 
         Args:
-            fits_captioning: PackedCaptioningSample holds every record that can be packed.
+            fits_captioning: PackedCaptioningSample can store every record that can be packed.
         """
         if self.sample_class != AUTO:
             return self
@@ -392,36 +404,36 @@ class InputOptions(EncoderSettings):
 
     @property
     def encoder_loader(self) -> EncoderLoader:
-        """What loads the encoder in each process."""
+        """Loader of the encoder, for every process of the run."""
         return PretrainedEncoder(self) if self.encoder is None else GivenEncoder(self.encoder)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RejectOptions(InputOptions):
-    """What happens to records that cannot be used: the same for packing, planning and streaming.
+    """Handling of records that cannot be used: the same for packing, planning and streaming.
 
-    `overlong` decides about samples longer than a row. `strict`, `max_failures` and `max_reject_rate` stop the run;
-    records that are left out by choice (`REQUESTED_REJECTS`) count for none of them, and overlong samples that
-    `overlong` drops do not count for `max_failures`.
+    `overlong` applies to samples longer than a row. `strict`, `max_failures` and `max_reject_rate` stop the run.
+    They ignore records that are left out on request (`REQUESTED_REJECTS`), and `max_failures` also ignores the
+    samples that `overlong` drops.
     """
 
     overlong: Overlong = option(
-        "drop", help="What happens to samples longer than a row.", group=PACKING,
+        "drop", help="How to handle samples longer than a row.", group=PACKING,
         choices=("drop", "error", "truncate"), decides="tars",
     )  # fmt: skip
     max_reject_rate: float | None = option(
         0.05, help="Stop before writing when a larger share of the records is rejected.", group=RUN, minimum=0
     )
     max_failures: int | None = option(
-        None, help="Stop when more records than this are rejected; overlong ones do not count.", group=RUN, minimum=0,
-        metavar="N",
+        None, help="Stop when more records than this are rejected; overlong samples do not count.", group=RUN,
+        minimum=0, metavar="N",
     )  # fmt: skip
     strict: bool = option(False, help="Stop at the first rejected record.", group=RUN)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_reject_rate is not None and self.max_reject_rate > 1:
-            raise ConfigError(f"`max_reject_rate` is {self.max_reject_rate}; it must be between 0 and 1")
+            raise ConfigError(f"`max_reject_rate` must be between 0 and 1, got {self.max_reject_rate}")
 
     @property
     @abstractmethod
@@ -430,12 +442,12 @@ class RejectOptions(InputOptions):
 
     @property
     def usable_len(self) -> int:
-        """Tokens of the longest sample that fits: `seq_len` down to a multiple of `pad_multiple`."""
+        """Tokens of the longest sample that fits: `seq_len` rounded down to a multiple of `pad_multiple`."""
         return self.row_length // self.pad_multiple * self.pad_multiple
 
     @property
     def limits(self) -> RejectLimits:
-        """What stops the run."""
+        """The limits that stop the run."""
         return RejectLimits(
             strict=self.strict,
             max_failures=self.max_failures,
@@ -451,10 +463,10 @@ class RejectOptions(InputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions(RejectOptions):
-    """What to pack, and how.
+    """Options of `pack`: inputs, tokenizer, packing, output and run settings.
 
-    Attributes that have no help text of their own: `part` (I, N) packs the I-th of N parts of the input, as one of N
-    runs without communication; each needs its own `output_dir`, in which `{part}` stands for `p000` and so on.
+    `part=(I, N)` packs input part I of N, in one of N runs without communication. Each run needs its own
+    `output_dir`, in which `{part}` is replaced by `p000` and so on.
     """
 
     output_dir: Path = option(
@@ -492,11 +504,11 @@ class PackOptions(RejectOptions):
         flags=("--max-shard-size",), decides="tars", shown_default="1G", metavar="SIZE",
     )  # fmt: skip
     part: tuple[int, int] | None = option(
-        None, help="Pack only the I-th of N parts of the input; auto takes both from SLURM.", group=INPUT,
+        None, help="Pack only the I-th of N parts of the input; auto reads both numbers from SLURM.", group=INPUT,
         parse=parse_part, metavar="I/N|auto",
     )  # fmt: skip
     engine: Literal["local", "ray"] = option(
-        "local", help="Where tasks run: processes of this machine, or a Ray cluster.", group=RUN,
+        "local", help="Engine that runs the tasks: local processes, or a Ray cluster.", group=RUN,
         choices=("local", "ray"),
     )  # fmt: skip
     ray_address: str | None = option(
@@ -514,15 +526,13 @@ class PackOptions(RejectOptions):
             object.__setattr__(self, "shard_prefix", prefix_of(self.output_dir))
         self._place_part()
         check_layout_outputs(self)
-        if self.seq_len > np.iinfo(np.int32).max:
-            raise ConfigError(f"`seq_len` is {self.seq_len}; it must be at most {np.iinfo(np.int32).max}")
+        if self.seq_len > _MAX_INT32:  # cu_seqlens of a batch are int32
+            raise ConfigError(f"`seq_len` must be at most {_MAX_INT32}, got {self.seq_len}")
         if self.pad_multiple > self.seq_len:
-            raise ConfigError(
-                f"`pad_multiple` {self.pad_multiple} is above `seq_len` {self.seq_len}; no sample would fit"
-            )
+            raise ConfigError(f"`pad_multiple` must be at most `seq_len` {self.seq_len}, got {self.pad_multiple}")
         if not _PREFIX.fullmatch(str(self.shard_prefix)):
             raise ConfigError(
-                f"`shard_prefix` {self.shard_prefix!r} must be 1 to 64 letters, digits, '_' and '-': keys have no dots"
+                f"`shard_prefix` must be 1 to {_MAX_PREFIX} letters, digits, '_' and '-', got {self.shard_prefix!r}"
             )
         object.__setattr__(self, "split", checked_split(self.split))
 
@@ -530,17 +540,17 @@ class PackOptions(RejectOptions):
         if self.part is None:
             if "{part}" in str(self.output_dir):
                 raise ConfigError(
-                    f"`output_dir` {self.output_dir} has a {{part}}, but no part is given; pass `part=I/N`"
+                    f"`output_dir` {self.output_dir} contains {{part}}, but `part` is not set. Pass `part=I/N`"
                 )
             return
-        number, count = checked_part(self.part)
-        object.__setattr__(self, "part", (number, count))
-        folder = str(self.output_dir).replace("{part}", part_suffix(number)[1:])
+        index, count = checked_part(self.part)
+        object.__setattr__(self, "part", (index, count))
+        folder = str(self.output_dir).replace("{part}", part_suffix(index)[1:])
         object.__setattr__(self, "output_dir", Path(folder))
 
     @property
     def prefix(self) -> str:
-        """Start of shard names and keys, with the number of the part."""
+        """Prefix of shard names and keys, with the suffix of the input part."""
         return str(self.shard_prefix) + part_suffix(None if self.part is None else self.part[0])
 
     @property
@@ -549,7 +559,63 @@ class PackOptions(RejectOptions):
         return self.seq_len
 
     def tar_fingerprint_options(self) -> dict[str, Any]:
-        """The options that decide the bytes of the tars, by name."""
-        names = [one.name for one in declared(type(self)) if one.decides == "tars"]
-        names += ["check_images"] if self.check_images != "header" else []  # digests of earlier versions stay
+        """Options that change the bytes of the tars, by name."""
+        names = [declaration.name for declaration in declared(type(self)) if declaration.decides == "tars"]
+        # The default is left out, so that digests do not change for runs of releases without this option.
+        names += ["check_images"] if self.check_images != "header" else []
         return {name: getattr(self, name) for name in (*names, "use_patch_positions", "prefix")}
+
+
+class PackKeywords(TypedDict, total=False):
+    """The keyword arguments of `pack` beside `inputs` and `encoder`: the fields of `PackOptions`.
+
+    A test compares the names and types with `PackOptions`, which accepts strings for paths and for parsed values.
+    """
+
+    tokenizer: Path | str | None
+    processor: Path | str | None
+    image_processor: str | None
+    vision_family: str | None
+    factor: int | None
+    patch_size: int | None
+    merge_size: int | None
+    min_pixels: int | None
+    max_pixels: int | None
+    patch_order: PatchOrder
+    loss_on: LossOn
+    tokenizer_engine: EngineName
+    allow_special_in_text: bool
+    sources: Sequence[SourceConfig | Mapping[str, Any] | str]
+    image_root: Path | str | None
+    source_split: str | None
+    use_patch_positions: bool
+    map: Mapping[str, str] | str | None
+    adapter: str | None
+    trust_sample_loader: bool
+    check_images: CheckImages
+    sample_class: str
+    unpacked: bool
+    layout: str | None
+    algorithm: str
+    max_samples_per_pack: int | None
+    pad_multiple: int
+    seed: int
+    workers: int
+    overlong: Overlong
+    max_reject_rate: float | None
+    max_failures: int | None
+    strict: bool
+    output_dir: Path | str
+    seq_len: int | str
+    group_by: GroupBy
+    split: dict[str, float] | str
+    shard_prefix: str | None
+    keep_bytes: bool
+    dataset_module: str | None
+    max_packs_per_shard: int
+    max_shard_bytes: int | str
+    part: tuple[int, int] | str | None
+    engine: Literal["local", "ray"]
+    ray_address: str | None
+    resume: bool
+    overwrite: bool

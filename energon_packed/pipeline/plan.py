@@ -1,4 +1,8 @@
-"""Stage 2, plan: what is rejected, which records share a row, and which packs make a shard."""
+"""Stage 2, plan: rejects, packs and shards.
+
+Input: the RecordTable of all measured records. Output: a Plan (the status of every record, the packs and the shards),
+and the reports lengths.parquet and rejects.jsonl.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -17,7 +21,7 @@ from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.options import PackOptions, RejectOptions
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.rejects import TableRejects, write_ledger
+from energon_packed.pipeline.rejects import TableRejects, write_reports
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.table import RecordRefs, RecordTable
 
@@ -25,21 +29,21 @@ Status = npt.NDArray[np.int8]
 _TRUNCATION_BATCH = 64  # records per task
 Int64 = npt.NDArray[np.int64]
 OVERLONG = STATUSES.index(Reason.OVERLONG.value)
-_MEMBER_OVERHEAD = 1024  # bytes of header and padding of a tar member, at most
-_TOKENS_JSON = 200  # bytes of JSON for one sample of tokens, about
+_MEMBER_OVERHEAD = 1024  # bytes: the 512-byte header of a tar member, and at most 511 bytes of padding
+_TOKENS_JSON = 200  # estimated bytes of JSON for a sample of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardPlan:
-    """One shard.
+    """Plan of one shard.
 
     Attributes:
-        number: number of the shard.
+        number: index of the shard.
         split: `train`, `val` or `test`.
-        first_pack: number of its first pack.
+        first_pack: index of its first pack.
         rows: int64 (samples,), records of all its packs, pack after pack.
         offsets: int64 (packs+1,), pack p is `rows[offsets[p]:offsets[p + 1]]`.
-        num_bytes: of its tar, as estimated from the bytes of media and texts.
+        num_bytes: estimated size of the tar, from the bytes of media and text.
     """
 
     number: int
@@ -51,12 +55,12 @@ class ShardPlan:
 
 
 def plan_packs(table: RecordTable, status: npt.NDArray[np.int8], options: PackOptions) -> PackPlan:
-    """Pack all records whose status is 0; `indices` are record numbers.
+    """Pack all records whose status is 0; `indices` are indices of records.
 
     Args:
         table: measured records.
-        status: int8 (n,), `table.status` with plan-time rejects.
-        options: of the run.
+        status: int8 (n,), `table.status` with the rejects of planning.
+        options: options of the run.
     """
     rows = np.flatnonzero(status == 0)
     lengths = table.length if options.truncate is None else np.minimum(table.length, options.truncate)
@@ -65,6 +69,7 @@ def plan_packs(table: RecordTable, status: npt.NDArray[np.int8], options: PackOp
         groups = [rows[table.kind[rows] == kind] for kind in range(len(KINDS))]
     with ThreadPoolExecutor(len(groups)) as pool:  # in parallel: the kernels release the GIL
         plans = list(pool.map(lambda group: _plan_group(lengths[group], options), groups))
+    # Join the plans: offsets of a group are shifted by the samples of the groups before it.
     shift = np.cumsum([0, *(plan.offsets[-1] for plan in plans)])
     joined = PackPlan(
         indices=np.concatenate([group[plan.indices] for group, plan in zip(groups, plans, strict=True)]),
@@ -75,6 +80,7 @@ def plan_packs(table: RecordTable, status: npt.NDArray[np.int8], options: PackOp
         tokens=sum(plan.tokens for plan in plans),
         capacity=options.seq_len,
     )
+    # Planners emit packs by length: without a shuffle, splits and shards would differ in their samples.
     order = np.random.default_rng(options.seed).permutation(joined.num_packs)
     return joined.reordered(order)
 
@@ -98,7 +104,7 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
     else:
         content += table.text_bytes
     sizes = np.add.reduceat(content[plan.indices], plan.offsets[:-1]) if plan.num_packs else np.zeros(0, np.int64)
-    sizes += _MEMBER_OVERHEAD * (4 if options.codec.stores_tokens else 1)
+    sizes += _MEMBER_OVERHEAD * (4 if options.codec.stores_tokens else 1)  # members of a pack beside the media
     shards: list[ShardPlan] = []
     for split, (start, stop) in split_ranges(plan.num_packs, options.split).items():
         for first, last in _cut(sizes[start:stop], options.max_packs_per_shard, options.max_shard_bytes):
@@ -118,22 +124,23 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
 
 
 def split_ranges(packs: int, split: Mapping[str, float]) -> dict[str, tuple[int, int]]:
-    """Ranges of packs per split, by rounding the running total of the shares."""
+    """Compute the range of packs of each split, by rounding the running total of the shares."""
+    # The running total, not each share: rounded shares need not add up to all packs.
     ends = np.rint(np.cumsum(list(split.values())) * packs).astype(int).tolist()
-    ends[-1] = packs  # whatever the rounding of the shares
+    ends[-1] = packs  # the total of the shares may be 0.9999999
     return {name: (start, end) for name, start, end in zip(split, [0, *ends], ends, strict=False)}
 
 
 def _cut(sizes: Int64, max_packs: int, max_bytes: int) -> list[tuple[int, int]]:
-    """Ranges of packs: as few as the byte limit allows, each with at most `max_packs`, of even count."""
+    """Cut packs into as few ranges as the byte limit allows, of even count, with at most `max_packs` packs each."""
     ranges: list[tuple[int, int]] = []
     total = np.concatenate([[0], np.cumsum(sizes)])
     start = 0
     while start < len(sizes):
         by_bytes = int(np.searchsorted(total, total[start] + max_bytes, side="right")) - 1
-        left = len(sizes) - start
-        even = -(-left // -(-left // max_packs))
-        stop = max(start + 1, min(by_bytes, start + even))
+        remaining = len(sizes) - start
+        even = -(-remaining // -(-remaining // max_packs))  # ceil(remaining / number of shards of max_packs)
+        stop = max(start + 1, min(by_bytes, start + even))  # a pack larger than max_bytes is alone in its shard
         ranges.append((start, stop))
         start = stop
     return ranges
@@ -141,12 +148,12 @@ def _cut(sizes: Int64, max_packs: int, max_bytes: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncationTask:
-    """Samples longer than a row.
+    """Samples to truncate because they are longer than a row.
 
     Attributes:
-        rows: int64 (k,), record numbers.
-        records: where they are.
-        tokens: where their tokens are, for flavors that store them.
+        rows: int64 (k,), indices of the records.
+        records: their addresses.
+        tokens: files of their tokens, for flavors that store tokens.
     """
 
     rows: Int64
@@ -156,7 +163,7 @@ class TruncationTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncationCheck:
-    """Truncates samples, to see which cannot be and what is left of the others: a function for an engine.
+    """Function for an engine: truncates samples, to find the samples that cannot be truncated and count targets.
 
     Attributes:
         reader, encoder: as in the other stages.
@@ -168,7 +175,7 @@ class TruncationCheck:
     max_length: int
 
     def __call__(self, task: TruncationTask) -> list[tuple[int, int | Reject]]:
-        """(record number, targets that are left) of each record, or why it cannot be truncated."""
+        """Return the index of each record, with its remaining targets or the reason why it cannot be truncated."""
         results: list[tuple[int, int | Reject]] = []
         for row, sample in zip(task.rows.tolist(), self._samples(task), strict=True):
             try:
@@ -194,14 +201,14 @@ class TruncationCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is written.
+    """Result of the plan stage.
 
     Attributes:
-        status: int8 (n,), index into STATUSES, the rejects that `seq_len` decides included.
-        supervised: int32 (n,), targets of each record after truncation, -1 where unknown.
-        packs: all packs; `indices` are record numbers.
+        status: int8 (n,), index into STATUSES, including the rejects that depend on `seq_len`.
+        supervised: int32 (n,), targets of each record after truncation, -1 if unknown.
+        packs: all packs; `indices` are indices of records.
         shards: the packs of each shard.
-        utilization_ungrouped: what `group_by='none'` would reach, where the run groups.
+        utilization_ungrouped: utilization with `group_by='none'`, if the run groups; else None.
     """
 
     status: Status
@@ -212,7 +219,7 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tars, as estimated from the bytes of media and texts."""
+        """Estimated bytes of all tars, from the bytes of media and text."""
         return sum(shard.num_bytes for shard in self.shards)
 
 
@@ -220,23 +227,26 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
     """Plan all packs, write lengths.parquet and rejects.jsonl, and compare the rejects with the limits.
 
     Raises:
-        RejectLimitError: more is rejected than allowed.
+        RejectLimitError: more records are rejected than allowed.
     """
-    options, space = state.options, state.space
+    options, workspace = state.options, state.workspace
     state.progress.start("plan", len(table), "records")
     kept = None if options.truncate is None else kept_tokens(state, table)
     rejects, supervised = plan_rejects(table, options, state.reader, state.engine, kept=kept)
-    write_ledger(rejects, usable_len=options.usable_len, space=space)
-    rejects.check(options.limits, str(space.rejects))
+    # The reports are written first, so that they exist when the limits stop the run.
+    write_reports(rejects, usable_len=options.usable_len, workspace=workspace)
+    rejects.check(options.limits, str(workspace.rejects))
     packs = plan_packs(table, rejects.status, options)
-    mixed = None
+    ungrouped = None
     if options.group_by != "none":
-        mixed = plan_packs(table, rejects.status, replace(options, group_by="none")).utilization
+        ungrouped = plan_packs(table, rejects.status, replace(options, group_by="none")).utilization
     shards = plan_shards(packs, table, options)
     if sum(len(shard.rows) for shard in shards) != len(packs.indices):
-        raise AssertionError("the shards do not hold every packed sample")
+        raise AssertionError("the shards do not contain every packed sample")
     state.progress.advance(len(table), len(table))
-    return Plan(status=rejects.status, supervised=supervised, packs=packs, shards=shards, utilization_ungrouped=mixed)
+    return Plan(
+        status=rejects.status, supervised=supervised, packs=packs, shards=shards, utilization_ungrouped=ungrouped
+    )
 
 
 def plan_rejects(
@@ -248,18 +258,19 @@ def plan_rejects(
     kept: TokenCache | None = None,
     max_images: int | None = None,
 ) -> tuple[TableRejects, npt.NDArray[np.int32]]:
-    """The rejected records, those included that fit no row; and the targets of every record after truncation.
+    """Find the rejected records, including those that do not fit a row, and the targets of records after truncation.
 
     Args:
         table: measured records.
-        options: decide what happens to records longer than a row.
-        reader: of the input.
-        engine: truncates.
-        kept: tokens of the records, if the flavor stores them.
+        options: handling of records longer than a row.
+        reader: reads the input.
+        engine: runs the truncation.
+        kept: tokens of the records, if the flavor stores tokens.
         max_images: images that fit a row; None for any number.
     """
     status, supervised = table.status.copy(), table.supervised.copy()
     details: dict[int, str] = {}
+    # `status` and `details` are filled below, after the object that shares them is made.
     rejects = TableRejects(
         table=table, reader=reader, status=status, details=details, options=options, max_images=max_images
     )
@@ -287,7 +298,7 @@ def plan_rejects(
 
 
 def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:
-    """The tokens that measuring kept, for flavors that store them."""
+    """Return the tokens that the measure stage stored; None for flavors without tokens."""
     if not state.options.codec.stores_tokens:
         return None
     return TokenCache([tokens_file(file) for file in table.files], table.file_starts, table.length)

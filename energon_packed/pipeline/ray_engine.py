@@ -1,4 +1,8 @@
-"""RayEngine: tasks on the machines of a Ray cluster that share a disk."""
+"""RayEngine, which runs the tasks of a pipeline on a Ray cluster with a shared disk.
+
+Input: a function and tasks, as for every `Engine`, and the address of a cluster. Output: results in the order of
+completion; the files of the tasks are on the shared disk.
+"""
 
 import gc
 import os
@@ -15,19 +19,20 @@ from energon_packed.pipeline.engine import ONE_THREAD, Engine, WorkerDied, label
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-_AHEAD = 2  # tasks per core that wait or run
-_PATIENCE = 0.5  # seconds until an interrupted driver stops to wait for a task
+_TASKS_PER_CORE = 2  # submitted at a time, so that the next task of a core is already queued
+_POLL = 0.5  # seconds that one wait may block the thread of Ray, and so the end of an interrupted driver
 
 
 class RayEngine(Engine):
-    """Ray tasks, one core each.
+    """Engine that runs tasks on a Ray cluster, one core per task.
 
-    Every node must see the same paths, and have this package installed. Tasks write files under their final name only
-    when they are complete, and the same bytes each time: one that was lost with its node runs again elsewhere, and
-    what it had finished is replaced by identical files.
+    Every node must see the same paths, and have this package installed. A task that is lost with its node runs again
+    on another node. This is safe because tasks rename files to their final name when they are complete, and write the
+    same bytes each time.
 
     Args:
-        address: of the cluster, as `ray.init` takes it; None for the running one, or else one on this machine.
+        address: address of the cluster, as in `ray.init`; None for the running cluster, else a cluster on this
+            machine.
         tasks: maximum tasks at a time; 0 for as many as the cluster has cores.
 
     Raises:
@@ -44,14 +49,14 @@ class RayEngine(Engine):
         self._lost = (lost.WorkerCrashedError, lost.NodeDiedError, lost.OutOfMemoryError, lost.ObjectLostError)
         self._tasks = tasks
         self._thread = ThreadPoolExecutor(1, "ray")
-        self._is_ours = not ray.is_initialized()
-        if self._is_ours:
+        self._owns_connection = not ray.is_initialized()
+        if self._owns_connection:
             self._connect(address)
 
     def _connect(self, address: str | None) -> None:
         ray = self._ray
         options = {"log_to_driver": False, "logging_level": "warning", "configure_logging": False}
-        with _own_sigterm():
+        with _keep_sigterm_handler():
             try:
                 ray.init(address=address or "auto", **options)
             except (ConnectionError, ValueError) as error:
@@ -63,24 +68,24 @@ class RayEngine(Engine):
                 ray.init(num_cpus=self._tasks or None, include_dashboard=False, **options)
 
     def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Generator[Result, None, None]:
-        """Results as they come.
+        """Yield results in the order of completion.
 
         Raises:
             WorkerDied: a task was lost with its process or node repeatedly.
         """
         ray, folder = self._ray, os.getcwd()
-        remote = self._apart(ray.remote(num_cpus=1, max_retries=5), _call)
-        shared = self._apart(ray.put, function)
+        remote = self._in_thread(ray.remote(num_cpus=1, max_retries=5), _call)
+        shared = self._in_thread(ray.put, function)  # once per node, not once per task
         waiting = iter(tasks)
         running: list[Any] = []
         try:
             while True:
-                room = max(0, self._apart(self._limit) - len(running))
-                running += [self._apart(remote.remote, shared, task, folder) for task in islice(waiting, room)]
+                room = max(0, self._in_thread(self._limit) - len(running))
+                running += [self._in_thread(remote.remote, shared, task, folder) for task in islice(waiting, room)]
                 if not running:
                     return
-                done, running = self._apart(ray.wait, running, timeout=_PATIENCE)
-                for result, error in self._apart(ray.get, done):
+                done, running = self._in_thread(ray.wait, running, timeout=_POLL)
+                for result, error in self._in_thread(ray.get, done):
                     if error is not None:
                         raise error
                     yield result
@@ -90,29 +95,29 @@ class RayEngine(Engine):
                 "`workers` and run again, completed work is reused"
             ) from error
         finally:
-            if not self._is_ours:  # ours end with the connection; cancelling them can abort the driver
+            # Tasks of an own connection end with the connection, and cancelling them can abort the driver.
+            if not self._owns_connection:
                 for task in running:
-                    self._apart(ray.cancel, task)
+                    self._in_thread(ray.cancel, task)
 
     def close(self) -> None:
-        """Leave the cluster, unless the caller had joined it; it ends our tasks, or itself where it is ours."""
-        if self._is_ours:
-            self._apart(self._ray.shutdown)
+        """Disconnect, unless the caller had connected; this ends the tasks, and a cluster that this engine started."""
+        if self._owns_connection:
+            self._in_thread(self._ray.shutdown)
         self._thread.shutdown()
 
-    def _apart(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call Ray in a thread of its own: a signal that is raised inside its compiled code can abort the process."""
+    def _in_thread(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call Ray in a separate thread, because a signal handler that raises inside its C++ code can abort Python."""
         return self._thread.submit(call, *arguments, **options).result()
 
     def _limit(self) -> int:
-        """Tasks to hand out, from the cores that the cluster has now."""
-        cores = self._tasks or int(self._ray.cluster_resources().get("CPU", 1))
-        return cores if self._tasks else _AHEAD * cores
+        """Maximum number of submitted tasks, from the cores that the cluster has now."""
+        return self._tasks or _TASKS_PER_CORE * int(self._ray.cluster_resources().get("CPU", 1))
 
 
 @contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Ray replaces the handler of SIGTERM by one that exits without a word; the one from before comes back."""
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Restore the SIGTERM handler after the block, because Ray installs a handler that exits silently."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     if before is not None and threading.current_thread() is threading.main_thread():
@@ -120,7 +125,8 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _call(function: Callable[[Any], Any], task: Any, folder: str) -> tuple[Any, Exception | None]:
-    """Run a task where the driver's relative paths are right; errors of ours and of the disk come back as values."""
+    """Run a task in the driver's working directory; return errors of this package and of the disk as values."""
+    # Ray wraps exceptions in RayTaskError, whose text is a traceback: returned values keep the one-line message.
     if os.path.isdir(folder):
         os.chdir(folder)
     os.environ.update(ONE_THREAD)

@@ -1,4 +1,8 @@
-"""RecordReader: the records of all sources as conversations, read the same way in every stage."""
+"""RecordReader, which converts the records of all sources to conversations, the same way in every stage.
+
+Input: an opened record of a source, or its address. Output: a `Conversation`, or a RecordError with reason and
+detail.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +20,14 @@ from energon_packed.sources import Source, SourceRecord, open_sources
 
 @dataclass(frozen=True, kw_only=True)
 class RecordReader:
-    """Reads records of all sources as conversations.
+    """Reader of the records of all sources as conversations.
 
     Attributes:
         sources: the input.
-        sample_class: flavor that will hold the conversations; those it cannot hold are rejected. `auto` holds all.
+        sample_class: flavor to write; conversations that it cannot store are rejected. `auto` accepts all.
         use_patch_positions: False ignores the .npy files that records name.
-        layout: stricter form of the flavor, or "".
-        part: number of the part of the input, or None for all of it.
+        layout: stricter variant of the flavor, or "".
+        part: index of the input part, or None for the complete input.
     """
 
     sources: Sequence[Source]
@@ -33,7 +37,7 @@ class RecordReader:
     part: int | None = None
 
     def conversation(self, source: int, row: SourceRecord) -> Conversation:
-        """A record as a conversation; `id` is None where the record has none.
+        """Convert a record to a conversation, whose `id` is None if the record has no id.
 
         Raises:
             RecordError: the record cannot be used.
@@ -45,6 +49,7 @@ class RecordReader:
 
     def _conversation(self, source: int, row: SourceRecord) -> Conversation:
         reading = self.sources[source].reading
+        # First of all: a record that is not sampled is rejected as `not_sampled`, whatever else is wrong with it.
         if reading.fraction < 1:
             reading.check_sampled(row.address)
         if row.reject is not None:
@@ -64,14 +69,14 @@ class RecordReader:
             conversation = conversation.named(reading.named(conversation.id))
         if conversation.patch_positions and not self.use_patch_positions:
             conversation = replace(conversation, patch_positions=())
-        if self.sample_class != AUTO:  # the widest flavor holds everything
+        if self.sample_class != AUTO:  # `auto` falls back to a flavor that stores every conversation
             codec = codec_for(self.sample_class, self.layout)
             codec.check(conversation)
             conversation = codec.fitted(conversation)
         return conversation
 
     def fits_captioning(self, conversation: Conversation) -> bool:
-        """Whether PackedCaptioningSample holds it; only asked before `auto` is resolved."""
+        """Whether PackedCaptioningSample can store the conversation; True after `auto` is resolved."""
         if self.sample_class != AUTO:
             return True
         try:
@@ -81,20 +86,22 @@ class RecordReader:
         return True
 
     def read(self, source: int, address: int, size: int) -> Conversation:
-        """The record at an address, as `conversation` reads it."""
+        """Read the record at an address as a conversation."""
         return self.conversation(source, self.sources[source].read(address, size))
 
     def default_id(self, source: int, row: int) -> str:
-        """Name of a record that has none: its file, the part of it, and its number there."""
+        """Id of a record without an id: the file, the input part and the index of the record in them."""
         return self.sources[source].reading.named(f"{self._names[source]}{part_suffix(self.part)}:{row}")
 
     def rejected(self, source: int, records: Sequence[tuple[int, str | None, str, str]]) -> list[Rejected]:
-        """Lines of rejects.jsonl for records whose addresses are known; may read their file up to the last one.
+        """Lines of rejects.jsonl for records whose addresses are known; may read the file up to the last record.
 
         Args:
-            source: number of the source.
-            records: address, id, reason and detail of each; the id is None, or made of the address, if it has none.
+            source: index of the source.
+            records: address, id, reason and detail of each record. For a record without an id, the id is None or made
+                of the address.
         """
+        # An address may be a byte offset; the index of the record is known only after counting lines up to it.
         numbers = self.sources[source].row_numbers([address for address, *_ in records])
         path = str(self.sources[source].path)
         return [
@@ -110,7 +117,7 @@ class RecordReader:
 
     @cached_property
     def _names(self) -> list[str]:
-        """Stems of the files; their paths, where two have the same stem, and numbers, where two are read from one."""
+        """Names for default ids: file stems; paths if stems repeat; path@config if two sources read the same file."""
         files = [(source.path, source.reading.config) for source in self.sources]
         once = [path for path, _ in dict.fromkeys(files)]
         stems = [path.name.split(".")[0] for path in once]
@@ -120,21 +127,21 @@ class RecordReader:
 
 
 def raw_id(record: Any) -> str | None:
-    """The id in the report of a record that cannot be read as a conversation; None if it has none."""
+    """Id in the report of a record that is not a valid conversation; None if the record has no id."""
     ident = record.get("id") if isinstance(record, dict) else None
     return str(ident)[:200] if isinstance(ident, str | int | float) else None
 
 
 def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | None = None) -> RecordReader:
-    """The reader of the input of a run.
+    """Open the input of a run.
 
     Args:
-        options: of the run.
+        options: options of the run.
         work_dir: folder for converted copies.
-        part: (I, N), or None for all of the input.
+        part: (I, N), or None for the complete input.
 
     Raises:
-        SourceError: an input that cannot be read.
+        SourceError: an input cannot be read.
     """
     return RecordReader(
         sources=open_sources(

@@ -1,6 +1,7 @@
-"""`pack`: measure, plan, write, index.
+"""The runs of the pipeline.
 
-`run_status`: how far a run in an output folder is, without touching it.
+Input of `pack`: the options of a run. Output: a dataset in `output_dir` and a PackResult, after the stages measure,
+plan, write and index. Input of `run_status`: an output folder, which is only read. Output: the progress of its run.
 """
 
 import glob
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +24,7 @@ from energon_packed.pipeline.chunks import STATUSES, read_rows
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine, Progress
 from energon_packed.pipeline.measure import MeasureStage
-from energon_packed.pipeline.options import PackOptions
+from energon_packed.pipeline.options import PackKeywords, PackOptions
 from energon_packed.pipeline.plan import make_plan
 from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import Fingerprints, RunState, compute_fingerprints
@@ -38,12 +39,12 @@ Stage = Literal["nothing", "measured", "written", "done"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """State of an output folder.
+    """Progress of the run in an output folder.
 
     Attributes:
         output_dir: the folder.
-        stage: the last one with a result: `measured` and `written` results may still be incomplete.
-        running: `process 12 on host` of the run that holds the folder, or None.
+        stage: the last stage with a result; `measured` and `written` results may still be incomplete.
+        running: `process 12 on host` of the run that has locked the folder, or None.
         measured: records measured by the latest run.
         shards: shards finished by the latest run.
         packs, seq_len, utilization: of a finished dataset; None before.
@@ -60,10 +61,10 @@ class RunStatus:
 
 
 def run_status(output_dir: Path) -> list[RunStatus]:
-    """The state of a folder, or of the folders of all parts where its name has `{part}`.
+    """Return the status of a folder, or of the folders of all input parts if its name contains `{part}`.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
     """
     if "{part}" in str(output_dir):
         pattern = glob.escape(output_dir.name).replace("{part}", "p[0-9]*")
@@ -76,11 +77,11 @@ def run_status(output_dir: Path) -> list[RunStatus]:
 
 
 def _status(folder: Path) -> RunStatus:
-    space = Workspace(folder)
-    measured = sum(_records(file) for file in _latest(space.work, "measure-*", "*.arrow"))
-    shards = len(_latest(space.work, "write-*", "*.json"))
-    manifest = PackingManifest.load_if_there(space.shards) if space.shards.is_dir() else None
-    found = RunStatus(
+    workspace = Workspace(folder)
+    measured = sum(_records(file) for file in _latest(workspace.work, "measure-*", "*.arrow"))
+    shards = len(_latest(workspace.work, "write-*", "*.json"))
+    manifest = PackingManifest.load_if_there(workspace.shards) if workspace.shards.is_dir() else None
+    status = RunStatus(
         output_dir=folder,
         stage="written" if shards else "measured" if measured else "nothing",
         running=lock_holder(folder),
@@ -88,9 +89,9 @@ def _status(folder: Path) -> RunStatus:
         shards=shards,
     )
     if manifest is None:
-        return found
+        return status
     return replace(
-        found,
+        status,
         stage="done",
         measured=measured or manifest.records,
         shards=len(manifest.shards),
@@ -102,12 +103,12 @@ def _status(folder: Path) -> RunStatus:
 
 def _latest(work: Path, folders: str, files: str) -> list[Path]:
     """Files of the folder that changed last."""
-    found = sorted(work.glob(folders), key=lambda folder: folder.stat().st_mtime_ns)
-    return sorted(found[-1].glob(files)) if found else []
+    by_age = sorted(work.glob(folders), key=lambda folder: folder.stat().st_mtime_ns)
+    return sorted(by_age[-1].glob(files)) if by_age else []
 
 
 def _records(file: Path) -> int:
-    """Rows of a chunk file; 0 for one that is just being replaced."""
+    """Number of records in a chunk file; 0 if the file is being replaced."""
     try:
         return int(read_rows(file).num_rows)
     except (OSError, pa.ArrowInvalid):
@@ -121,16 +122,17 @@ Stamps = dict[Path, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackResult:
-    """What a run has done.
+    """Result of a run.
 
     Attributes:
-        manifest: as saved in packing.json.
+        manifest: content of packing.json.
         shards: folder of the tars.
-        lengths, rejects: files with a row per record, and per rejected record.
+        lengths: lengths.parquet, with all records.
+        rejects: rejects.jsonl, with the rejected records.
         bytes: size of all tars.
-        splits: splits that were asked for; one may have got no pack.
+        splits: requested splits, including splits without a pack.
         seconds: wall time of each stage.
-        utilization_ungrouped: what `group_by='none'` would reach, where the run groups.
+        utilization_ungrouped: utilization with `group_by='none'`, if the run groups; else None.
     """
 
     manifest: PackingManifest
@@ -148,65 +150,66 @@ def pack(
     *,
     encoder: Processor | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[PackKeywords],
 ) -> PackResult:
     """Pack records into an Energon dataset.
 
         pack("data.jsonl", output_dir="out", seq_len=4096, tokenizer="DIR")
 
     Args:
-        inputs: files, globs or folders; or all options in one object. `sources` has those with settings of their own.
-        encoder: a Processor of your own, in place of `tokenizer` and the image options.
+        inputs: files, globs or folders; or all options in one object. Inputs with per-source settings are passed as
+            `sources`.
+        encoder: a custom Processor, in place of `tokenizer` and the image options.
         progress: notified of every stage.
-        options: the fields of `PackOptions`; the options of `energon-packed pack` under the names of Python.
+        options: the fields of `PackOptions`: the options of `energon-packed pack` under their Python names.
 
     Raises:
-        ConfigError: options that do not fit the input or the output folder.
-        SourceError: an input that cannot be read, or that changed while it was packed.
-        RejectLimitError: more records rejected than allowed; only lengths.parquet and rejects.jsonl are written.
+        ConfigError: options do not fit the input or the output folder.
+        SourceError: an input cannot be read, or changed while it was packed.
+        RejectLimitError: more records are rejected than allowed; only lengths.parquet and rejects.jsonl are written.
     """
     if not isinstance(inputs, PackOptions):
         inputs = make(PackOptions, {"inputs": inputs, "encoder": encoder, **options})
     with FolderLock(inputs.output_dir) as lock:
-        space = Workspace(inputs.output_dir)
+        workspace = Workspace(inputs.output_dir)
         try:
-            return _run(inputs, space, lock, progress or Progress())
+            return _run(inputs, workspace, lock, progress or Progress())
         except FileNotFoundError as error:
-            lock.check()
-            if error.filename is None or space.root.absolute() not in Path(str(error.filename)).absolute().parents:
+            lock.check()  # if the whole folder was replaced, that is the better explanation
+            if error.filename is None or workspace.root.absolute() not in Path(str(error.filename)).absolute().parents:
                 raise
             raise ConfigError(
-                f"{error.filename} is gone while the run worked with it; something else uses `output_dir`: stop that, "
-                "and run again"
+                f"{error.filename} was removed during the run: another process is using `output_dir`. Stop it and run "
+                "again"
             ) from error
         finally:
-            space.remove_leftovers()
+            workspace.remove_leftovers()
 
 
-def _run(options: PackOptions, space: Workspace, lock: FolderLock, progress: Progress) -> PackResult:
-    reader = open_reader(options, space.work, options.part)
-    space.check_inputs(source.path for source in reader.sources)
-    inputs = _stamps(reader.sources)
+def _run(options: PackOptions, workspace: Workspace, lock: FolderLock, progress: Progress) -> PackResult:
+    reader = open_reader(options, workspace.work, options.part)
+    workspace.check_inputs(source.path for source in reader.sources)
+    inputs = _stamps(reader.sources)  # before the fingerprints, which read all files
     keys = compute_fingerprints(options, reader.sources, options.part)
     log_notices(options.encoder_loader)
     if not options.resume:
-        space.forget(keys.measure, keys.write)
-    space.open_for(keys.write, overwrite=options.overwrite)
+        workspace.forget(keys.measure, keys.write)
+    workspace.open_for(keys.write, overwrite=options.overwrite)
     with closing(make_engine(options)) as engine:
-        state = RunState(options=options, progress=progress, engine=engine, space=space, reader=reader)
+        state = RunState(options=options, progress=progress, engine=engine, workspace=workspace, reader=reader)
         return _stages(state, inputs, keys, lock)
 
 
 def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLock) -> PackResult:
-    options, progress, space, reader = state.options, state.progress, state.space, state.reader
+    options, progress, workspace, reader = state.options, state.progress, state.workspace, state.reader
     for source in reader.sources:
         _log.info("reads %s", source.path)
-    _log.info("restart state: %s", space.measure_folder(keys.measure))
+    _log.info("restart state: %s", workspace.measure_folder(keys.measure))
     clock = _Clock(progress)
     measure = MeasureStage(
         options=options,
         reader=reader,
-        folder=space.measure_folder(keys.measure),
+        folder=workspace.measure_folder(keys.measure),
         engine=state.engine,
         keep_tokens=options.codec.stores_tokens,
         progress=progress,
@@ -214,17 +217,18 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
         counters=state.counters,
         tokenizer_engines=state.tokenizer_engines,
     )
-    with clock.stage("measure"), _watched(inputs, space, keys):
+    with clock.stage("measure"), _watched(inputs, workspace, keys):
         table = measure.run()
     _warn_of_lost_inputs(table, reader.sources)
-    fits_captioning = options.part is None and bool(table.narrow[table.status == 0].all())  # parts must agree
+    # The runs of input parts do not see each other's records, but must choose the same flavor.
+    fits_captioning = options.part is None and bool(table.narrow[table.status == 0].all())
     options = options.resolved(fits_captioning)
     state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
     with clock.stage("plan"):
         plan = make_plan(state, table)
     _log.info("plans %d packs in %d shards, %d bytes", plan.packs.num_packs, len(plan.shards), plan.num_bytes)
-    with clock.stage("write"), _watched(inputs, space, keys):
+    with clock.stage("write"), _watched(inputs, workspace, keys):
         shards = write_shards(state, keys.write, table, plan)
     _log.info("shards written and reused: %(shards_written)d and %(shards_reused)d", state.counters)
     lock.check()
@@ -233,9 +237,9 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     _warn_of_empty_splits(manifest, options)
     return PackResult(
         manifest=manifest,
-        shards=space.shards,
-        lengths=space.lengths,
-        rejects=space.rejects,
+        shards=workspace.shards,
+        lengths=workspace.lengths,
+        rejects=workspace.rejects,
         bytes=sum(shard.size for shard in shards),
         splits=tuple(options.split),
         seconds=clock.seconds,
@@ -244,40 +248,38 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
 
 
 def _stamps(sources: Sequence[Source]) -> Stamps:
-    """Size and time of all input files, and of the copies that are read in place of some."""
+    """Size and modification time of all input files and of their converted copies."""
     return {path: _stamp(path) for source in sources for path in (source.path, source.data)}
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _check_unchanged(inputs: Stamps) -> None:
-    """Refuse a file that has changed since: what was measured is not what is read now.
+    """Check that the input files have not changed since the run opened them.
 
     Raises:
-        SourceError: it names the file and both sizes.
+        SourceError: a file changed; the message has both sizes.
     """
     for path, before in inputs.items():
         try:
-            found = _stamp(path)
+            after = _stamp(path)
         except OSError as error:
             raise SourceError(f"{path} is gone while it is packed: {error.strerror}; run again") from error
-        if found != before:
-            what = (
-                f"from {before[0]} to {found[0]} bytes"
-                if found[0] != before[0]
-                else f"its {before[0]} bytes are others"
-            )
-            raise SourceError(f"{path} changed while it was packed ({what}); let its writer finish, and run again")
+        if after != before:
+            change = f"its {before[0]} bytes are others"
+            if after[0] != before[0]:
+                change = f"from {before[0]} to {after[0]} bytes"
+            raise SourceError(f"{path} changed while it was packed ({change}); let its writer finish, and run again")
 
 
 @contextmanager
-def _watched(inputs: Stamps, space: Workspace, keys: Fingerprints) -> Iterator[None]:
-    """Refuse what a stage has read, and forget it, where the input changed meanwhile.
+def _watched(inputs: Stamps, workspace: Workspace, keys: Fingerprints) -> Iterator[None]:
+    """Raise if the input changed during the block, and delete the restart state that was made from it.
 
-    That it changed explains most errors of a stage, too.
+    The input is checked after an error of the block, too, because the change is then its likely cause.
     """
     try:
         try:
@@ -287,12 +289,12 @@ def _watched(inputs: Stamps, space: Workspace, keys: Fingerprints) -> Iterator[N
             raise
         _check_unchanged(inputs)
     except SourceError:
-        space.forget(keys.measure, keys.write)
+        workspace.forget(keys.measure, keys.write)
         raise
 
 
 def _warn_of_lost_inputs(table: RecordTable, sources: Sequence[Source]) -> None:
-    """Where others are packed, an input of which nothing can be used may be one that is read wrongly."""
+    """Warn of inputs without a usable record if others have some: they may need another record format."""
     rejected = ~np.isin(table.status, [0, *(STATUSES.index(reason.value) for reason in REQUESTED_REJECTS)])
     lost = []
     for number, (start, stop) in enumerate(itertools.pairwise(table.source_starts.tolist())):
@@ -300,7 +302,7 @@ def _warn_of_lost_inputs(table: RecordTable, sources: Sequence[Source]) -> None:
             lost.append((sources[number].path, STATUSES[int(table.status[start])], stop - start))
     if lost and len(lost) < len(sources):
         path, reason, records = lost[0]
-        more = f", nor of {len(lost) - 1} inputs more" if len(lost) > 1 else ""
+        more = f", nor of {len(lost) - 1} more inputs" if len(lost) > 1 else ""
         _log.warning("%s: none of its %d records can be used (%s)%s; see rejects.jsonl", path, records, reason, more)
 
 
@@ -308,7 +310,7 @@ def _warn_of_empty_splits(manifest: PackingManifest, options: PackOptions) -> No
     for split, share in options.split.items():
         if share > 0 and not manifest.packs_in(split):
             _log.warning(
-                "split %s gets no pack: its share %g of %d packs is less than one; raise its share in `split`, or "
+                "split %s is empty: its share %g of %d packs is less than one pack. Raise its share in `split`, or "
                 "pack more data",
                 split,
                 share,
@@ -317,7 +319,7 @@ def _warn_of_empty_splits(manifest: PackingManifest, options: PackOptions) -> No
 
 
 def make_engine(options: PackOptions) -> Engine:
-    """The engine that the options name.
+    """Make the engine that the options name.
 
     Raises:
         ConfigError: Ray is not installed, or no cluster answers.
@@ -330,7 +332,7 @@ def make_engine(options: PackOptions) -> Engine:
 
 
 class _Clock:
-    """Wall time of each stage."""
+    """Clock for the wall time of each stage."""
 
     def __init__(self, progress: Progress) -> None:
         self.seconds: dict[str, float] = {}
@@ -338,7 +340,7 @@ class _Clock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - begin
+        self.seconds[name] = time.perf_counter() - start
         self._progress.finish(self.seconds[name])

@@ -1,6 +1,7 @@
-"""RunState: what all stages of one run share.
+"""Objects that all stages of a run share, and the fingerprints of a run.
 
-Keys: digests of everything that decides the result of a stage, under which its restart state is kept.
+Input: the options and opened sources of a run. Output: Fingerprints, digests of everything that changes the result of
+a stage, which name the folders of its restart state; and RunState, which is passed from stage to stage.
 """
 
 import hashlib
@@ -17,7 +18,8 @@ from energon_packed.sources import Source
 from energon_packed.sources.base import changed_at
 from energon_packed.version import FORMAT_VERSION
 
-_MEASURE_VERSION = 6  # raise it when the same record is read or measured differently
+# Increase it when a release reads or measures the same record differently: old restart state is then not used.
+_MEASURE_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +27,11 @@ class Fingerprints:
     """Hex digests.
 
     Attributes:
-        input: content of the input files.
-        encoder: tokenizer, template, image settings and loss options; "" when the encoder has no fingerprint.
-        measure: of the measured lengths; restart state also depends on where the input is, and when it changed.
-        tars: of the bytes of the tars, the same wherever the input is.
-        write: of the finished shards.
+        input: digest of the content of the input files.
+        encoder: digest of tokenizer, template, image settings and loss options; "" if the encoder has no fingerprint.
+        measure: digest for the measured lengths; includes paths and modification times of the input.
+        tars: digest for the bytes of the tars; independent of the path of the input.
+        write: digest for the finished shards.
     """
 
     input: str
@@ -42,30 +44,32 @@ class Fingerprints:
 def compute_fingerprints(
     options: InputOptions, sources: Sequence[Source], part: tuple[int, int] | None
 ) -> Fingerprints:
-    """Keys of a run.
+    """Compute the fingerprints of a run.
 
     Args:
-        options: of the run; those of a survey have no `tars` key.
+        options: options of the run; a survey has no `tars` fingerprint.
         sources: the opened input.
-        part: of the input, or None.
+        part: input part (I, N), or None.
     """
     encoder = options.encoder_loader.load().fingerprint()
-    found = digest([source.fingerprint() for source in sources])
+    files = digest([source.fingerprint() for source in sources])
     read_as = [(source.reading.config, source.reading.copy) for source in sources]
-    content = [FORMAT_VERSION, found, encoder, part, options.reader_fingerprint(), read_as]
+    content = [FORMAT_VERSION, files, encoder, part, options.reader_fingerprint(), read_as]
+    # An encoder without a fingerprint may return other tokens in the next run: a random token prevents any reuse.
+    # Optional values are appended only if set, so that digests of runs without them never change.
     measure = digest(
-        [*content, _MEASURE_VERSION, *([] if encoder else [secrets.token_hex()])],  # no fingerprint: nothing is reused
+        [*content, _MEASURE_VERSION, *([] if encoder else [secrets.token_hex()])],
         [options.sample_class, options.use_patch_positions, *([options.layout] if options.layout else [])],
         image_check(options),
         [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],
     )
     tars = digest(content, options.tar_fingerprint_options()) if isinstance(options, PackOptions) else ""
-    return Fingerprints(input=found, encoder=encoder, measure=measure, tars=tars, write=digest(measure, tars))
+    return Fingerprints(input=files, encoder=encoder, measure=measure, tars=tars, write=digest(measure, tars))
 
 
-def digest(*parts: object) -> str:
-    """Hex SHA-256 of JSON."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+def digest(*values: object) -> str:
+    """Compute the hex SHA-256 of values in JSON."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 COUNTERS = ("measured", "tokenized", "reused", "shards_written", "shards_reused")
@@ -73,22 +77,22 @@ COUNTERS = ("measured", "tokenized", "reused", "shards_written", "shards_reused"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Of one run.
+    """Objects that all stages of a run share.
 
     Attributes:
-        options: of the run.
+        options: options of the run.
         progress: notified of every stage.
         engine: runs the tasks.
-        space: the output folder.
-        reader: of the input.
-        counters: records measured, texts tokenized, records reused from an earlier run; shards written and reused.
-        tokenizer_engines: what tokenized the texts.
+        workspace: the output folder.
+        reader: reads the input.
+        counters: records measured, tokenized, and reused from an earlier run; shards written and reused.
+        tokenizer_engines: names of the tokenizer engines in use.
     """
 
     options: PackOptions
     progress: Progress
     engine: Engine
-    space: Workspace
+    workspace: Workspace
     reader: RecordReader
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     tokenizer_engines: set[str] = field(default_factory=set)

@@ -1,6 +1,8 @@
-"""`survey_lengths`: the measure stage alone, over all records or a sample of them.
+"""Runs that write no dataset.
 
-`dry_run`: what `pack` would measure, reuse, plan and write, without writing in the output folder.
+Input of `survey_lengths`: LengthsOptions. Output: a Survey, the lengths of all records or of a sample of them, as the
+measure stage finds them. Input of `dry_run`: PackOptions. Output: a DryRun, which counts the packs, shards and bytes
+that `pack` would write, from the restart state or from a sample of the records; the output folder is only read.
 """
 
 import json
@@ -28,14 +30,16 @@ from energon_packed.pipeline.run_state import compute_fingerprints
 from energon_packed.pipeline.table import RecordTable, load_table, most_common
 from energon_packed.pipeline.workspace import FolderLock, Workspace
 
-_MOST = int(np.iinfo(np.int32).max)  # tokens in one row
-_SPREAD = 64  # places of the input that a sample comes from
+_MAX_SEQ_LEN = int(np.iinfo(np.int32).max)
+_SPREAD = 64  # ranges of the input in a sample: neighbors in a file are often alike, so few ranges would mislead
+_SAMPLE = 512  # records measured for a dry run
 
 
 def sampled_chunks(stage: MeasureStage, sample: int, seed: int) -> list[Chunk]:
-    """Short ranges spread over the input, with about `sample` records in all."""
+    """Choose short ranges all over the input, with about `sample` records in total."""
     ranges = [(number, *chunk) for number, source in enumerate(stage.reader.sources) for chunk in source.chunks()]
     number, start, stop = ranges[0]
+    # The length of an address range (bytes, for JSON lines) per record is not known before some records are read.
     first = stage.chunk("first", number, start, min(stop, start + max(1, (stop - start) // 16)))
     first.file.parent.mkdir(parents=True, exist_ok=True)
     stage.measurer(first)
@@ -47,28 +51,28 @@ def sampled_chunks(stage: MeasureStage, sample: int, seed: int) -> list[Chunk]:
         each = max(1, wanted // min(_SPREAD, len(ranges)))
         picked = sorted(rng.permutation(len(ranges))[: -(-wanted // each)].tolist())
         chosen = []
-        for number, start, stop in (ranges[place] for place in picked):
-            begin = start + int(rng.integers(0, max(1, stop - start - each + 1)))
-            chosen.append((number, begin, min(stop, begin + each)))
+        for number, start, stop in (ranges[index] for index in picked):
+            sampled_start = start + int(rng.integers(0, max(1, stop - start - each + 1)))
+            chosen.append((number, sampled_start, min(stop, sampled_start + each)))
         ranges = chosen
-    return [stage.chunk(f"{place:07d}", *edges) for place, edges in enumerate(ranges)]
+    return [stage.chunk(f"{index:07d}", *edges) for index, edges in enumerate(ranges)]
 
 
 def parse_seq_lens(text: str) -> tuple[int, ...]:
-    """`2048,4k` as numbers.
+    """Parse `2048,4k` as integers.
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: the string has another form.
     """
     try:
         return tuple(parse_seq_len(part) for part in text.replace(",", " ").split())
     except ConfigError as error:
-        raise ConfigError(f"`seq_lens` {text} must be integers, such as 8192 or 8k") from error
+        raise ConfigError(f"`seq_lens` must be integers, such as 8192 or 8k, got {text!r}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthsOptions(InputOptions):
-    """What is measured, and which `seq_len` are compared. Raises ConfigError for an invalid value."""
+    """Options of a survey: the input and the values of `seq_len` to compare. Raises ConfigError if one is invalid."""
 
     seq_lens: Sequence[int] = option(
         lambda: (2048, 4096, 8192, 16384, 32768), help="Candidates.", group=PACKING, parse=parse_seq_lens,
@@ -78,10 +82,9 @@ class LengthsOptions(InputOptions):
         None, help="Measure about N records, from all over the input.", group=PACKING, minimum=1, metavar="N"
     )
     output_dir: Path | None = option(
-        None, help="Keep the measurements here, where pack reuses them.", group=OUTPUT,
+        None, help="Keep the measurements in this folder, for reuse by pack.", group=OUTPUT,
         flags=("--output-dir", "-o"), metavar="DIR",
     )  # fmt: skip
-
     output: Path | None = option(
         None, help="Write NAME:LENGTH of every record that can be packed, a line each.", group=OUTPUT, metavar="FILE"
     )
@@ -92,31 +95,31 @@ class LengthsOptions(InputOptions):
             raise ConfigError(f"`output` {self.output} is a folder; pass the name of a text file")
         if self.output is not None and self.sample is not None:
             raise ConfigError("`output` lists all records, and `sample` measures some of them; omit one")
-        given = self.seq_lens if isinstance(self.seq_lens, list | tuple) else [self.seq_lens]
-        if not given:
+        seq_lens = self.seq_lens if isinstance(self.seq_lens, list | tuple) else [self.seq_lens]
+        if not seq_lens:
             raise ConfigError("`seq_lens` must have at least one candidate")
-        for one in given:
-            if not isinstance(one, int) or isinstance(one, bool):
-                raise ConfigError(f"`seq_len` is {short(one)}; it must be an integer, such as 8192 or 8k")
-            if not 1 <= one <= _MOST:
-                limit = f"at most {_MOST}" if one > 1 else "at least 1"
-                raise ConfigError(f"`seq_len` is {short(one)}; it must be {limit}")
-        object.__setattr__(self, "seq_lens", tuple(given))
+        for seq_len in seq_lens:
+            if not isinstance(seq_len, int) or isinstance(seq_len, bool):
+                raise ConfigError(f"`seq_len` must be an integer, such as 8192 or 8k, got {short(seq_len)}")
+            if not 1 <= seq_len <= _MAX_SEQ_LEN:
+                limit = f"at most {_MAX_SEQ_LEN}" if seq_len > 1 else "at least 1"
+                raise ConfigError(f"`seq_len` must be {limit}, got {short(seq_len)}")
+        object.__setattr__(self, "seq_lens", tuple(seq_lens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Survey:
-    """Measured records.
+    """Result of a survey.
 
     Attributes:
         lengths: int32 (n,), tokens of the records that can be packed.
-        rejects: records that cannot, by reason.
+        rejects: rejected records by reason.
         is_sample: only some of the records were measured.
         reused: records whose length an earlier run had measured.
-        reject_summary: the reasons with their counts, and an example of the most common one.
-        advice: what to do about the most common reason, or "".
-        unused_fields: records that have each field that nothing reads, by its name.
-        notes: records with each remark of the reader.
+        reject_summary: the reasons with their counts, and an example of the most common reason.
+        advice: remedy for the most common reason, or "".
+        unused_fields: number of records with each unused field, by its name.
+        notes: number of records with each note of the reader.
     """
 
     lengths: npt.NDArray[np.int32]
@@ -138,20 +141,20 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
     """Measure records as `pack` does.
 
     Args:
-        options: what is measured.
+        options: input and settings of the survey.
         progress: notified of the stage.
 
     Raises:
         ConfigError, SourceError: as `pack`.
         RejectLimitError: no record can be packed; the message has an example.
     """
-    with _work_folder(options) as space:
-        reader = open_reader(options, space.work)
+    with _work_folder(options) as workspace:
+        reader = open_reader(options, workspace.work)
         log_notices(options.encoder_loader)
         stage = MeasureStage(
             options=options,
             reader=reader,
-            folder=space.measure_folder(compute_fingerprints(options, reader.sources, None).measure),
+            folder=workspace.measure_folder(compute_fingerprints(options, reader.sources, None).measure),
             engine=LocalEngine(options.processes),
             keep_tokens=options.codec.stores_tokens and options.output_dir is not None,
             progress=progress or Progress(),
@@ -160,8 +163,8 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         table = stage.run(chunks)
         if options.output is not None:
             write_lengths(table, reader, options.output)
-        found = TableRejects(table=table, reader=reader, status=table.status)
-        rejects, summary = found.counts, found.summary(is_sample=options.sample is not None)
+        rejected = TableRejects(table=table, reader=reader, status=table.status)
+        rejects, summary = rejected.counts, rejected.summary(is_sample=options.sample is not None)
     if not np.any(table.status == 0):
         raise none_packed(len(table), summary, advice(rejects))
     return Survey(
@@ -179,7 +182,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
 def write_lengths(table: RecordTable, reader: RecordReader, out: Path) -> None:
     """Write `NAME:LENGTH` of every record that can be packed, in input order; NAME is its id, as in lengths.parquet.
 
-    It is the form that LLaVA-OneVision-2's `s3_bin_packing.py` reads: the length stands after the last colon.
+    This is the format that LLaVA-OneVision-2's `s3_bin_packing.py` reads: the length follows the last colon.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -187,47 +190,44 @@ def write_lengths(table: RecordTable, reader: RecordReader, out: Path) -> None:
     try:
         with atomic_path(out) as file, file.open("w", encoding="utf-8") as lines:
             for chunk in record_names(table, reader):
-                for place in np.flatnonzero(table.status[chunk.rows] == 0).tolist():
-                    lines.write(f"{' '.join(chunk.names[place].split())}:{table.length[chunk.rows[place]]}\n")
+                for index in np.flatnonzero(table.status[chunk.rows] == 0).tolist():
+                    lines.write(f"{' '.join(chunk.names[index].split())}:{table.length[chunk.rows[index]]}\n")
     except OSError as error:
         raise ConfigError(f"`output` {out} cannot be written: {error.strerror}; pass another path") from error
 
 
 @contextmanager
 def _work_folder(options: LengthsOptions) -> Iterator[Workspace]:
-    """The output folder, or a temporary one; a sample is not worth keeping."""
+    """Open the output folder, or a temporary folder, which is enough for a sample: `pack` cannot reuse it."""
     if options.output_dir is None or options.sample is not None:
         with tempfile.TemporaryDirectory(prefix="energon-packed-") as folder:
             yield Workspace(Path(folder))
         return
     with FolderLock(options.output_dir):
-        space = Workspace(options.output_dir)
+        workspace = Workspace(options.output_dir)
         try:
-            yield space
+            yield workspace
         finally:
-            space.remove_leftovers()
-
-
-_SAMPLE = 512  # records measured for an estimate
+            workspace.remove_leftovers()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What a run would do.
+    """Result of a dry run: the work and the output of a run with these options.
 
     Attributes:
-        files: of the input.
-        input_bytes: their size.
+        files: input files.
+        input_bytes: size of the input files.
         to_measure: share of the input that no earlier run has measured, 0 to 1.
-        sampled: records measured for the estimates below; 0 where all numbers are exact.
-        records: in the input.
+        sampled: records measured for the estimates below; 0 if all numbers are exact.
+        records: records in the input.
         rejects: rejected records by reason.
         reject_summary: the reasons with an example, or "".
-        packs, shards, tokens: that would be planned.
-        num_bytes: of all tars: media and texts, with the overhead of a tar.
-        unused_fields, notes: measured records with each, as the table of a run counts them.
+        packs, shards, tokens: counts of the plan.
+        num_bytes: estimated size of all tars.
+        unused_fields, notes: number of measured records with each unused field and each note.
         example: (role, text) of the turns of the first record that would be packed.
-        free_bytes: in the file system of the output folder, tars that would be replaced included.
+        free_bytes: free space in the file system of the output folder, including tars that would be replaced.
     """
 
     files: tuple[Path, ...]
@@ -248,23 +248,23 @@ class DryRun:
 
 
 def dry_run(options: PackOptions) -> DryRun:
-    """Open the input and tell what `pack` would do; where lengths are not known, from a sample of the records.
+    """Open the input and compute what `pack` would do, from a sample of the records if lengths are unknown.
 
     Raises:
-        ConfigError: as `pack`; also an output folder of another run, or a disk that is too small.
-        SourceError: an input that cannot be read.
+        ConfigError: options are invalid, the output folder has another run, or the disk is too small.
+        SourceError: an input cannot be read.
         RejectLimitError: no record can be packed.
     """
-    space = Workspace(options.output_dir)
-    with _scratch(space) as work:
+    workspace = Workspace(options.output_dir)
+    with _scratch(workspace) as work:
         reader = open_reader(options, work, options.part)
         keys = compute_fingerprints(options, reader.sources, options.part)
         log_notices(options.encoder_loader)
-        space.check_other_run(keys.write, overwrite=options.overwrite)
+        workspace.check_other_run(keys.write, overwrite=options.overwrite)
         stage = MeasureStage(
             options=options,
             reader=reader,
-            folder=space.measure_folder(keys.measure),
+            folder=workspace.measure_folder(keys.measure),
             engine=LocalEngine(1),
             keep_tokens=options.codec.stores_tokens,
         )
@@ -284,8 +284,8 @@ def dry_run(options: PackOptions) -> DryRun:
         example = _example(table, status, reader)
     if not np.any(status == 0):
         raise none_packed(round(len(table) * scale), summary, advice(rejects))
-    found = _planned(table, status, options, scale)
-    space.check_space(found["num_bytes"], keys.write)
+    planned = _planned(table, status, options, scale)
+    workspace.check_space(planned["num_bytes"], keys.write)
     files = tuple(source.path for source in reader.sources)
     return DryRun(
         files=files,
@@ -295,29 +295,29 @@ def dry_run(options: PackOptions) -> DryRun:
         records=round(len(table) * scale),
         rejects={reason: max(1, round(count * scale)) for reason, count in rejects.items()},
         reject_summary=summary,
-        free_bytes=space.free_bytes(keys.write),
+        free_bytes=workspace.free_bytes(keys.write),
         unused_fields=most_common(table.counts["unused_fields"]),
         notes=most_common(table.counts["notes"]),
         example=example,
-        **found,
+        **planned,
     )
 
 
 def _example(table: RecordTable, status: npt.NDArray[np.int8], reader: RecordReader) -> tuple[tuple[str, str], ...]:
-    """Turns of the first record that would be packed; none without."""
+    """Turns of the first record that would be packed; () if all are rejected."""
     rows = np.flatnonzero(status == 0)[:1]
     if not len(rows):
         return ()
     refs = table.refs(rows)
-    found = reader.read(int(refs.source[0]), int(refs.address[0]), int(refs.size[0]))
-    if found.input_ids is not None:
-        return (("tokens", f"{len(found.input_ids):,} input_ids"),)
-    if found.text is not None:
-        return (("document", found.text),)
-    tools = [("tools", _json(found.tools))] if found.tools else []
+    conversation = reader.read(int(refs.source[0]), int(refs.address[0]), int(refs.size[0]))
+    if conversation.input_ids is not None:
+        return (("tokens", f"{len(conversation.input_ids):,} input_ids"),)
+    if conversation.text is not None:
+        return (("document", conversation.text),)
+    tools = [("tools", _json(conversation.tools))] if conversation.tools else []
     turns = [
         (m.role, "\n".join([m.content, *(f"{name}: {_json(more)}" for name, more in m.extra.items())]).strip())
-        for m in found.messages
+        for m in conversation.messages
     ]
     return (*tools, *turns)
 
@@ -327,7 +327,7 @@ def _json(value: object) -> str:
 
 
 def _planned(table: RecordTable, status: npt.NDArray[np.int8], options: PackOptions, scale: float) -> dict[str, int]:
-    """Packs, tokens, bytes and shards of the whole input, from those of a part of it."""
+    """Estimate packs, tokens, bytes and shards of the whole input, which is `scale` times the measured part."""
     packs = plan_packs(table, status, options)
     planned = plan_shards(packs, table, options)
     num_bytes = round(scale * sum(shard.num_bytes for shard in planned))
@@ -340,11 +340,11 @@ def _planned(table: RecordTable, status: npt.NDArray[np.int8], options: PackOpti
 
 
 @contextmanager
-def _scratch(space: Workspace) -> Iterator[Path]:
-    """A temporary folder for what opening the input writes, with links to converted copies that exist."""
+def _scratch(workspace: Workspace) -> Iterator[Path]:
+    """Make a temporary folder for the files that opening the input writes, with links to existing converted copies."""
     with tempfile.TemporaryDirectory(prefix="energon-packed-") as folder:
         work = Path(folder)
         (work / "converted").mkdir()
-        for copy in (space.work / "converted").glob("[!.]*"):
+        for copy in (workspace.work / "converted").glob("[!.]*"):
             (work / "converted" / copy.name).symlink_to(copy.resolve())
         yield work

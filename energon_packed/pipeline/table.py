@@ -1,4 +1,8 @@
-"""RecordTable: the numbers of all records in the driver's memory, joined from the chunk files."""
+"""RecordTable, which has the numeric columns of all records in the memory of the driver.
+
+Input: the files of all chunks. Output: a RecordTable (arrays by record, 43 bytes per record) for the planner, and
+RecordRefs (arrays of selected records) for the tasks that read them again.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,11 +14,11 @@ import numpy.typing as npt
 
 from energon_packed.pipeline.chunks import (
     COUNTED,
-    NUMBERS,
+    NUMERIC,
     PACKED,
     STATUSES,
     Chunk,
-    WorkerProgress,
+    StringCounts,
     as_numpy,
     measured_records,
     read_counts,
@@ -22,19 +26,19 @@ from energon_packed.pipeline.chunks import (
 )
 
 Int64 = npt.NDArray[np.int64]
-_MOST_TEXTS = 200  # counted one by one; records with keys of their own would make the manifest large
+_MAX_COUNTED = 200  # strings with a separate count; unique keys in every record would make the manifest large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordRefs:
-    """Where k records are.
+    """Addresses and measurements of k records.
 
     Attributes:
-        source: int64 (k,), number of the source.
-        row: int64 (k,), number of the record in its source.
-        address, size: int64 (k,), int32 (k,), place in the source.
-        length: int32 (k,), tokens as measured.
-        media_bytes: int64 (k,), bytes of its media as measured.
+        source: int64 (k,), index of the source.
+        row: int64 (k,), index of the record in its source.
+        address, size: int64 (k,), int32 (k,), address in the source.
+        length: int32 (k,), measured tokens.
+        media_bytes: int64 (k,), measured bytes of the media.
     """
 
     source: Int64
@@ -50,24 +54,24 @@ class RecordRefs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """Numbers of all n records, in input order; 43 bytes a record.
+    """Columns of all n records, in input order; 43 bytes per record.
 
     Attributes:
-        address: int64 (n,), where each record lies in its source.
-        size: int32 (n,), bytes of the record, 0 where unknown.
-        length: int32 (n,), tokens, -1 where the record is rejected.
-        supervised: int32 (n,), targets among them, -1 where the record is rejected or its Processor does not tell.
-        text_bytes: int32 (n,), bytes of the texts with their JSON, about.
+        address: int64 (n,), address of the record in its source.
+        size: int32 (n,), bytes of the record, 0 if unknown.
+        length: int32 (n,), tokens, -1 for a rejected record.
+        supervised: int32 (n,), targets, -1 for a rejected record or if the encoder does not count them.
+        text_bytes: int32 (n,), estimated bytes of the text in JSON.
         media_bytes: int64 (n,), bytes of images and .npy files.
         num_images: int32 (n,).
-        num_decoded: int32 (n,), images among them whose pixels were decoded; the others were checked by their headers.
+        num_decoded: int32 (n,), images whose pixels were decoded; the headers of the other images were checked.
         kind: int8 (n,), index into KINDS.
         status: int8 (n,), index into STATUSES; 0 means packed.
-        narrow: int8 (n,), 1 where PackedCaptioningSample holds the record.
-        source_starts: int64 (sources + 1,), row at which each source begins.
+        narrow: int8 (n,), 1 if PackedCaptioningSample can store the record.
+        source_starts: int64 (sources + 1,), index of the first record of each source, and n.
         files: chunk files, in input order.
-        file_starts: int64 (chunks,), row at which each file begins.
-        counts: records that list each text of `COUNTED`: fields that nothing reads, and notes.
+        file_starts: int64 (chunks,), index of the first record of each file.
+        counts: by the names in `COUNTED`, the number of records with each unused field or note.
     """
 
     address: Int64
@@ -84,18 +88,18 @@ class RecordTable:
     source_starts: Int64
     files: list[Path]
     file_starts: Int64
-    counts: WorkerProgress
+    counts: StringCounts
 
     def __len__(self) -> int:
         return len(self.status)
 
     def locate(self, rows: Int64) -> tuple[Int64, Int64]:
-        """(source, row in that source) of each row: int64 (k,), int64 (k,)."""
+        """Source and index in that source of each record: int64 (k,), int64 (k,)."""
         source = np.searchsorted(self.source_starts, rows, side="right") - 1
         return source, rows - self.source_starts[source]
 
     def refs(self, rows: Int64) -> RecordRefs:
-        """Where the records of these rows are."""
+        """Addresses and measurements of these records."""
         source, local = self.locate(rows)
         return RecordRefs(
             source=source,
@@ -108,19 +112,20 @@ class RecordTable:
 
 
 def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
-    """Join the chunk files, which are all there."""
+    """Join the files of chunks that are all measured."""
     counts = [measured_records(chunk) for chunk in chunks]
     total = sum(counts)
-    columns = {name: np.empty(total, dtype=dtype) for name, dtype in NUMBERS.items()}
+    # Allocated once and filled chunk by chunk: joining at the end would need the memory twice.
+    columns = {name: np.empty(total, dtype=dtype) for name, dtype in NUMERIC.items()}
     per_source = np.zeros(sources + 1, dtype=np.int64)
     start = 0
-    listed: WorkerProgress = {name: Counter() for name in COUNTED}
+    listed: StringCounts = {name: Counter() for name in COUNTED}
     for chunk, count in zip(chunks, counts, strict=True):
         table = read_rows(chunk.file)
         for name, column in columns.items():
             column[start : start + count] = as_numpy(table[name], column.dtype)
-        for name, texts in read_counts(table).items():
-            listed[name].update(texts)
+        for name, counter in read_counts(table).items():
+            listed[name].update(counter)
         per_source[chunk.source + 1] += count
         start += count
     return RecordTable(
@@ -133,10 +138,10 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
 
 
 def most_common(counts: Counter[str]) -> dict[str, int]:
-    """Counts in order, the largest first; texts past the first 200 are one entry, `(others)`."""
+    """Sort counts, the largest first; strings after the first 200 are joined in one entry, `(others)`."""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    others = sum(count for _, count in ranked[_MOST_TEXTS:])
-    return dict(ranked[:_MOST_TEXTS]) | ({"(others)": others} if others else {})
+    others = sum(count for _, count in ranked[_MAX_COUNTED:])
+    return dict(ranked[:_MAX_COUNTED]) | ({"(others)": others} if others else {})
 
 
 def reject_counts(status: npt.NDArray[np.int8]) -> dict[str, int]:

@@ -1,4 +1,8 @@
-"""Workspace: the output folder and the restart state in it."""
+"""The output folder, its lock and the restart state in it.
+
+Input: `output_dir` and the fingerprints of a run. Output: the paths of all files that the stages write, and a
+ConfigError if the folder belongs to another run, is locked, or its disk is too small.
+"""
 
 import contextlib
 import os
@@ -16,38 +20,38 @@ from energon_packed.files import atomic_write, error_of_path, open_regular, remo
 
 _LOCK = "lock"
 _OWNER = "owner.json"
-_PATIENCE = 1.0  # seconds: workers of a run that was killed just now hold the lock until they have ended
+_LOCK_TIMEOUT = 1.0  # seconds; after a run was killed, its forked workers keep the lock until they have ended
 
 
 class FolderLock:
-    """Holds `folder/.work/lock` while its block runs.
+    """Context manager that locks `folder/.work/lock`.
 
-    The operating system releases the lock when its process ends, however it ends. `owner.json` beside it names the
-    holder, for the message of whoever finds the folder locked.
+    The operating system releases the lock when the process ends, however it ends. `owner.json` beside the lock names
+    the process, for the error message of another run.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._work = folder / ".work"
         self._lock = _file_lock(self._work / _LOCK)
-        self._ours = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid()})
-        self._made: list[Path] = []
+        self._owner = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+        self._created: list[Path] = []
 
     def __enter__(self) -> "FolderLock":
-        """Take the lock.
+        """Acquire the lock.
 
         Raises:
-            ConfigError: it is a file, or another run holds it; the message names its host and process.
+            ConfigError: the folder is a file, or another run has the lock; the message names its host and process.
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise ConfigError(f"`output_dir` {self.folder} is a file; pass a folder")
-        self._made = [folder for folder in (self._work, self.folder) if not folder.exists()]
+        self._created = [folder for folder in (self._work, self.folder) if not folder.exists()]
         try:
             self._work.mkdir(parents=True, exist_ok=True)
             self._acquire()
             if not (self._work / _OWNER).is_file():  # writing to a FIFO would wait for a reader
                 (self._work / _OWNER).unlink(missing_ok=True)
-            (self._work / _OWNER).write_bytes(self._ours)
+            (self._work / _OWNER).write_bytes(self._owner)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             if isinstance(error, OSError):
@@ -57,7 +61,7 @@ class FolderLock:
 
     def _acquire(self) -> None:
         try:
-            self._lock.acquire(timeout=_PATIENCE)
+            self._lock.acquire(timeout=_LOCK_TIMEOUT)
         except Timeout as error:
             raise ConfigError(
                 f"{self.folder} is being written by {_holder(self._work)}; wait for it to end, or use another "
@@ -71,19 +75,18 @@ class FolderLock:
             ) from error
 
     def check(self) -> None:
-        """Refuse to continue where the folder was removed, or removed and made again by another run.
+        """Check that the folder is still the locked folder: it may have been removed, and created by another run.
 
         Raises:
-            ConfigError: it is not the one that was locked.
+            ConfigError: the folder was removed or replaced.
         """
         try:
-            if (self._work / _OWNER).read_bytes() == self._ours:
+            if (self._work / _OWNER).read_bytes() == self._owner:
                 return
         except FileNotFoundError:
             pass
         raise ConfigError(
-            f"`output_dir` {self.folder} was removed or replaced while the run wrote there; nothing else of it may be "
-            "used: remove what is left of it, and run again"
+            f"`output_dir` {self.folder} was removed or replaced during the run. Delete the rest of it and run again"
         )
 
     def __exit__(
@@ -91,7 +94,7 @@ class FolderLock:
     ) -> None:
         try:
             self._free()
-        except KeyboardInterrupt:  # it comes once: nothing may be left
+        except KeyboardInterrupt:  # raised once: the second attempt completes
             self._free()
             raise
 
@@ -99,19 +102,19 @@ class FolderLock:
         own = {_LOCK} if self._lock.is_locked else set()
         if own:
             with contextlib.suppress(OSError):
-                (self._work / _OWNER).unlink()
+                (self._work / _OWNER).unlink()  # before the release: the next run writes its own file
         with contextlib.suppress(OSError):
             self._lock.release()
-        # A run that wrote nothing leaves no folder behind.
+        # A run that wrote no files removes the folders that it created; rmdir fails if they contain other files.
         with contextlib.suppress(OSError):
-            if self._work in self._made and {path.name for path in self._work.iterdir()} <= own:
+            if self._work in self._created and {path.name for path in self._work.iterdir()} <= own:
                 (self._work / _LOCK).unlink(missing_ok=True)
-            for folder in self._made:
+            for folder in self._created:
                 folder.rmdir()
 
 
 def lock_holder(folder: Path) -> str | None:
-    """`process 12 on host` that writes in a folder, or None. Nothing is written."""
+    """Name the process that writes in a folder, as `process 12 on host`; None if the folder is not locked."""
     work = folder / ".work"
     if not (work / _LOCK).is_file():
         return None
@@ -121,12 +124,12 @@ def lock_holder(folder: Path) -> str | None:
             return None
     except Timeout:
         return _holder(work)
-    except (NotImplementedError, OSError):  # no locks here, or a folder of someone else
+    except (NotImplementedError, OSError):  # no locks in this file system, or a folder of another user
         return None
 
 
 def _file_lock(path: Path) -> BaseFileLock:
-    """A lock of the operating system, never a file that a killed run would leave behind as its lock."""
+    """Make a lock of the operating system; a soft lock (the existence of a file) would survive a killed run."""
     return FileLock(path, thread_local=False, fallback_to_soft=False)
 
 
@@ -140,7 +143,7 @@ def _holder(work: Path) -> str:
 
 
 class Workspace:
-    """Paths of one run.
+    """Paths in the output folder of a run.
 
     out/webdataset/                the dataset
     out/lengths.parquet            one row per record
@@ -154,17 +157,17 @@ class Workspace:
         self.root = root
         self.work = root / ".work"
         self.shards = root / "webdataset"
-        self._ledger = root
+        self._reports = root
 
     @property
     def lengths(self) -> Path:
-        """One row per record: in the output folder, or in `.work` while that holds another run's data."""
-        return self._ledger / "lengths.parquet"
+        """Report with a table row per record, in `.work` while the output folder contains a dataset of another run."""
+        return self._reports / "lengths.parquet"
 
     @property
     def rejects(self) -> Path:
-        """Every rejected record: where `lengths` is."""
-        return self._ledger / "rejects.jsonl"
+        """Report of the rejected records, beside `lengths`."""
+        return self._reports / "rejects.jsonl"
 
     def measure_folder(self, fingerprint: str) -> Path:
         """Folder of measured chunks."""
@@ -175,10 +178,10 @@ class Workspace:
         return self.work / f"write-{fingerprint[:16]}"
 
     def check_inputs(self, files: Iterable[Path]) -> None:
-        """Refuse an input that the run would replace, as data that is packed again into its own folder.
+        """Refuse an input that the run would replace, such as a dataset that is packed again into its own folder.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: an input is in the output folder.
         """
         own = [Path(os.path.realpath(path)) for path in (self.shards, self.work, self.lengths, self.rejects)]
         for file in files:
@@ -187,26 +190,26 @@ class Workspace:
                 raise ConfigError(f"{file} is an input, and the run would replace it; use another `output_dir`")
 
     def check_other_run(self, key: str, *, overwrite: bool) -> None:
-        """Refuse an output folder that holds shards of another run.
+        """Refuse an output folder with shards of another run.
 
         Raises:
             ConfigError: there are such shards and `overwrite` is off.
         """
         if not overwrite and not self._is_owner(key) and any(self.shards.glob("*.tar")):
             raise ConfigError(
-                f"{self.shards} holds shards of another run (input, options or image root differ, or its .work is "
-                "gone); set `overwrite` to replace them, or use another `output_dir`"
+                f"{self.shards} contains shards of another run (input, options or image root differ, or its .work is "
+                "gone). Set `overwrite` to replace them, or use another `output_dir`"
             )
 
     def check_space(self, needed: int, key: str) -> None:
-        """Refuse a disk that cannot hold the tars.
+        """Refuse a disk that is too small for the tars.
 
         Args:
             needed: bytes that are still to be written.
-            key: of the run.
+            key: fingerprint of the run.
 
         Raises:
-            ConfigError: the message has both sizes.
+            ConfigError: the disk is too small; the message has both sizes.
         """
         free = self.free_bytes(key)
         if needed > free:
@@ -216,40 +219,44 @@ class Workspace:
             )
 
     def free_bytes(self, key: str) -> int:
-        """Free bytes for the run with this key: shards of another run are removed before it writes."""
+        """Free bytes for the run with this key, including the shards of another run that it would replace."""
         folder = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
         replaced = 0 if self._is_owner(key) else sum(tar.stat().st_size for tar in self.shards.glob("*.tar"))
         return shutil.disk_usage(folder).free + replaced
 
     def open_for(self, key: str, *, overwrite: bool) -> None:
-        """Make the restart state ready for a run.
+        """Create the folder of the restart state and choose the folder of the reports.
 
         Raises:
-            ConfigError: as `check_other_run`.
+            ConfigError: the folder has shards of another run, as in `check_other_run`.
         """
         self.check_other_run(key, overwrite=overwrite)
         self.work.mkdir(parents=True, exist_ok=True)
         self.remove_leftovers()
-        # The files beside the shards are kept until this run is sure to replace them.
-        self._ledger = self.work if not self._is_owner(key) and any(self.shards.glob("*.tar")) else self.root
+        # The reports of another run stay beside its shards until this run replaces both: its limits may still stop it.
+        self._reports = self.work if not self._is_owner(key) and any(self.shards.glob("*.tar")) else self.root
 
-    def claim(self, key: str) -> None:
-        """Make the shard folder ours before the first shard is written; shards of another run are removed."""
+    def delete_other_run(self, key: str) -> None:
+        """Delete the shards of another run, move the reports into place, and record `key` as the run of the shards.
+
+        Call it before the first shard is written.
+        """
+        # run.json is written last: a run that is killed before that point starts here again.
         if not self._is_owner(key):
-            self.open_shards()
+            self.remove_index()
             self.remove_strays(set())
         for file in (self.lengths, self.rejects):
             file.replace(self.root / file.name)
-        self._ledger = self.root
+        self._reports = self.root
         self.shards.mkdir(parents=True, exist_ok=True)
         atomic_write(self.work / "run.json", orjson.dumps({"key": key}))
 
-    def open_shards(self) -> None:
-        """Before a shard is written or rewritten: without `.nv-meta` no reader opens a half-written folder."""
+    def remove_index(self) -> None:
+        """Remove `.nv-meta` before a shard is written, so that no reader opens an incomplete dataset."""
         shutil.rmtree(self.shards / ".nv-meta", ignore_errors=True)
 
     def remove_strays(self, names: set[str]) -> None:
-        """Remove shards that are not in the plan, left by an earlier run, and what a lost worker was writing."""
+        """Remove shards that are not in the plan, and temporary files of lost workers."""
         self.remove_leftovers()
         for tar in self.shards.glob("*.tar"):
             if tar.name not in names:
@@ -257,7 +264,7 @@ class Workspace:
                 tar.with_suffix(".tar.idx").unlink(missing_ok=True)
 
     def remove_leftovers(self) -> None:
-        """Temporary files of a killed run, or of killed workers: only those with names that we give."""
+        """Remove temporary files of a killed run or killed workers; files with other names are not touched."""
         own = [
             *self.work.rglob(".*.tmp"),
             *(self.shards / ".nv-meta").glob(".*.tmp"),
@@ -269,7 +276,7 @@ class Workspace:
             remove_if_possible(leftover)
 
     def forget(self, *fingerprints: str) -> None:
-        """Drop the restart state of these fingerprints."""
+        """Delete the restart state of these fingerprints."""
         for fingerprint in fingerprints:
             for folder in (self.measure_folder(fingerprint), self.write_folder(fingerprint)):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,9 @@
-"""Stage 3, write: shards in parallel, each by one worker; index rows are collected on the way.
+"""Stage 3, write, and stage 4, index.
 
-Stage 4, index: `.nv-meta` and packing.json over the finished shards.
+Input: the Plan and the RecordTable of a run. Output of `write_shards`: the tars, each written by a task, with its
+`.tar.idx` and a state file with its index rows. Output of `write_index`: `.nv-meta` and packing.json.
+
+    Plan ──ShardTask──► ShardWriter (worker) ──► tar, state file;  ShardSummary ──► write_index ──► PackingManifest
 """
 
 import hashlib
@@ -35,20 +38,21 @@ from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at
 
 Int64 = npt.NDArray[np.int64]
+_MAX_SOURCES = 200  # separate entries in the manifest; thousands of inputs would make it large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardTask:
-    """One shard to write.
+    """Shard to write.
 
     Attributes:
         tar: final path.
-        state: file that gets the index rows; it appears when the shard is done.
-        prefix: start of keys.
-        first_pack: number of the first pack.
+        state: file for the index rows; it appears when the shard is done.
+        prefix: prefix of keys.
+        first_pack: index of the first pack.
         records: records of all packs, pack after pack.
         offsets: int64 (packs+1,), pack p is records offsets[p] to offsets[p + 1].
-        tokens: where the tokens of the records are; None for flavors that store none.
+        tokens: files of the tokens of the records; None for flavors without tokens.
     """
 
     tar: Path
@@ -61,14 +65,14 @@ class ShardTask:
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """Description for messages."""
         return f"writing {self.tar.name}"
 
     def digest(self) -> str:
-        """Hex digest of which records lie in which pack, and of what was measured of them.
+        """Compute the hex digest of the records of all packs and their measurements.
 
-        A shard that an earlier run has finished holds these packs only if its digest is the same: an image that was
-        missing then may exist now, which changes the entire plan.
+        A shard of an earlier run is reused only if its digest is the same: an image that was missing then may exist
+        now, which changes the entire plan.
         """
         digest = hashlib.sha256(f"{self.prefix} {self.first_pack}".encode())
         records = self.records
@@ -79,13 +83,13 @@ class ShardTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardWriter:
-    """Writes one shard: the function of the write stage.
+    """Function of the write stage: writes a shard.
 
     Attributes:
         reader: reads records as the measure stage did.
-        truncate: tokens that longer samples are truncated to, or None.
-        keep_bytes: for a layout whose images are named `.jpg`: images of other formats, and those with an EXIF
-            orientation, keep their bytes under that name, and are not converted.
+        truncate: length to which longer samples are truncated, or None.
+        keep_bytes: for a layout whose images are named `.jpg`: do not convert images of other formats, nor images with
+            an EXIF orientation; store their bytes under that name.
     """
 
     reader: RecordReader
@@ -99,38 +103,40 @@ class ShardWriter:
         with ExitStack() as open_files:
             shard = open_files.enter_context(TarShardWriter(task.tar))
             tokens = open_files.enter_context(TokenReader(task.tokens)) if task.tokens is not None else None
-            places = _places(task.records)
+            records = _records(task.records)
             for pack, (start, stop) in enumerate(itertools.pairwise(bounds), start=task.first_pack):
-                samples = [self.stored_sample(place, tokens) for place in itertools.islice(places, stop - start)]
+                samples = [self.stored_sample(record, tokens) for record in itertools.islice(records, stop - start)]
                 shard.add(f"{task.prefix}_{pack:08d}", codec.write(samples))
+        # The state file is written last: it marks the shard as finished.
         write_tar_index(task.tar, shard.rows)
         state = {"task": task.digest(), "mtime_ns": changed_at(task.tar), "rows": shard.rows.as_dict()}
         atomic_write(task.state, orjson.dumps(state))
         return shard.rows.summary
 
-    def stored_sample(self, place: "_Place", tokens: TokenReader | None) -> StoredSample:
-        """Read one record and its media again, and its tokens where they are kept.
+    def stored_sample(self, record: "_Record", tokens: TokenReader | None) -> StoredSample:
+        """Read a record and its media again, and its tokens if the flavor stores tokens.
 
         Raises:
             SourceError: the record or its media changed since it was measured.
         """
-        source, row, measured = place.source, place.row, place.length
+        source, row, measured = record.source, record.row, record.length
         images: tuple[StoredImage, ...] = ()
         positions: tuple[bytes, ...] = ()
         try:
-            conversation = self.reader.read(source, place.address, place.size)
+            conversation = self.reader.read(source, record.address, record.size)
             ident = self.reader.default_id(source, row) if conversation.id is None else conversation.id
             if conversation.images:
-                read = [image.read() for image in conversation.images]
+                contents = [image.read() for image in conversation.images]
                 positions = tuple([file.read() for file in conversation.patch_positions])
-                found = sum([len(data) for data in (*read, *positions)])
-                if found != place.media_bytes:
-                    raise self._changed(source, row, f"its media has {found} bytes, not {place.media_bytes}")
-                images = tuple([self._stored_image(data) for data in read])
-            elif place.media_bytes:
-                raise self._changed(source, row, f"it has no media any more, but had {place.media_bytes} bytes")
+                # A cheap check that finds most changes; a digest would have to read all media while measuring.
+                media_bytes = sum([len(data) for data in (*contents, *positions)])
+                if media_bytes != record.media_bytes:
+                    raise self._changed(source, row, f"its media has {media_bytes} bytes, not {record.media_bytes}")
+                images = tuple([self._stored_image(data) for data in contents])
+            elif record.media_bytes:
+                raise self._changed(source, row, f"it has no media any more, but had {record.media_bytes} bytes")
             if tokens is not None:
-                encoded = tokens.read(place.number, measured)
+                encoded = tokens.read(record.entry, measured)
                 encoded = encoded.truncated(self.truncate) if self.truncate else encoded
                 conversation = Conversation(
                     id=ident, input_ids=encoded.input_ids, labels=encoded.labels, images=conversation.images
@@ -149,22 +155,22 @@ class ShardWriter:
         )
 
     def _stored_image(self, data: bytes) -> StoredImage:
-        """The bytes of an image as they are, or a JPEG of it where the layout asks for one."""
+        """Return the bytes of an image unchanged, or converted to JPEG if the layout requires it."""
         if not self.reader.layout:
             return StoredImage(sniff_extension(data), data)
         return StoredImage("jpg", data if self.keep_bytes else as_jpeg(data))
 
-    def _changed(self, source: int, row: int, what: str) -> EnergonPackedError:
+    def _changed(self, source: int, row: int, change: str) -> EnergonPackedError:
         path = self.reader.sources[source].path
         return SourceError(
-            f"record {row} of {path} changed since it was measured ({what}); run again with `resume=False`"
+            f"record {row} of {path} changed since it was measured ({change}); run again with `resume=False`"
         )
 
 
-class _Place(NamedTuple):
-    """One entry of `RecordRefs`, and its number there."""
+class _Record(NamedTuple):
+    """Entry of `RecordRefs`, and its index there."""
 
-    number: int
+    entry: int
     source: int
     row: int
     address: int
@@ -173,13 +179,13 @@ class _Place(NamedTuple):
     media_bytes: int
 
 
-def _places(records: RecordRefs) -> Iterator[_Place]:
-    columns = [getattr(records, name).tolist() for name in _Place._fields[1:]]
-    return map(_Place, itertools.count(), *columns)
+def _records(records: RecordRefs) -> Iterator[_Record]:
+    columns = [getattr(records, name).tolist() for name in _Record._fields[1:]]  # Python integers, all at once
+    return map(_Record, itertools.count(), *columns)
 
 
 def finished_shard(task: ShardTask) -> ShardSummary | None:
-    """The shard of a task that an earlier run has finished and that is unchanged since, or None."""
+    """Return the summary of a shard that an earlier run has finished, if it is unchanged; else None."""
     tar = task.tar
     try:
         value = orjson.loads(task.state.read_bytes())
@@ -193,7 +199,7 @@ def finished_shard(task: ShardTask) -> ShardSummary | None:
 
 
 def shard_rows(state: Path) -> ShardRows:
-    """Index rows of a finished shard."""
+    """Read the index rows of a finished shard."""
     return ShardRows.from_dict(orjson.loads(state.read_bytes())["rows"])
 
 
@@ -201,26 +207,28 @@ def write_shards(state: RunState, key: str, table: RecordTable, plan: Plan) -> l
     """Write the shards that no earlier run has finished.
 
     Args:
-        state: of the run.
-        key: names the folder of the index rows.
-        table, plan: of the earlier stages.
+        state: objects of the run.
+        key: fingerprint of the stage; names the folder of the index rows.
+        table, plan: results of the earlier stages.
 
     Returns:
         All shards, in order.
     """
-    options, space = state.options, state.space
-    folder = space.write_folder(key)
+    options, workspace = state.options, state.workspace
+    folder = workspace.write_folder(key)
     shards = {f"{options.prefix}-{shard.number:06d}.tar": shard for shard in plan.shards}
-    missing = [name for name in shards if not (state_file(folder, name).exists() and (space.shards / name).exists())]
-    space.check_space(sum(shards[name].num_bytes for name in missing), key)  # before anything is replaced
-    space.claim(key)
+    missing = [
+        name for name in shards if not (state_file(folder, name).exists() and (workspace.shards / name).exists())
+    ]
+    workspace.check_space(sum(shards[name].num_bytes for name in missing), key)  # before anything is replaced
+    workspace.delete_other_run(key)
     folder.mkdir(parents=True, exist_ok=True)
     kept = kept_tokens(state, table)
 
     def task_of(name: str) -> ShardTask:
         shard = shards[name]
         return ShardTask(
-            tar=space.shards / name,
+            tar=workspace.shards / name,
             state=state_file(folder, name),
             prefix=options.prefix,
             first_pack=shard.first_pack,
@@ -243,23 +251,20 @@ def write_shards(state: RunState, key: str, table: RecordTable, plan: Plan) -> l
             finish(finished, "shards_reused")
     todo = [name for name in shards if name not in done]
     if todo:
-        space.open_shards()
+        workspace.remove_index()
     writer = ShardWriter(reader=state.reader, truncate=options.truncate, keep_bytes=options.keep_bytes)
     with closing(state.engine.run(writer, map(task_of, todo))) as summaries:
         for summary in summaries:
             finish(summary, "shards_written")
-    space.remove_strays(set(shards))
+    workspace.remove_strays(set(shards))
     if sum(summary.packs for summary in done.values()) != plan.packs.num_packs:
-        raise AssertionError("the shards do not hold every planned pack")
+        raise AssertionError("the shards do not contain every planned pack")
     return [done[name] for name in shards]
 
 
 def state_file(folder: Path, shard: str) -> Path:
-    """Where the index rows of a finished shard are."""
+    """Path of the index rows of a finished shard."""
     return folder / Path(shard).with_suffix(".json").name
-
-
-_MOST_SOURCES = 200  # listed one by one; folders of many parts would make the manifest large
 
 
 def write_index(
@@ -267,11 +272,11 @@ def write_index(
 ) -> PackingManifest:
     """Write the indexes and the manifest; return it as saved in packing.json."""
     state.progress.start("index", len(shards), "shards")
-    _check_there(state.space.shards, shards)
+    _check_shards(state.workspace.shards, shards)
     entries = _entries(table, plan, shards, state.options)
-    folder = state.space.write_folder(keys.write)
+    folder = state.workspace.write_folder(keys.write)
     write_nv_meta(
-        state.space.shards,
+        state.workspace.shards,
         codec=state.options.codec,
         shards=shards,
         rows=(shard_rows(state_file(folder, shard.name)) for shard in shards),
@@ -279,32 +284,32 @@ def write_index(
         dataset_module=state.options.dataset_module,
     )
     manifest = _manifest(state, keys, table, plan, entries)
-    manifest.save(state.space.shards)
+    manifest.save(state.workspace.shards)
     state.progress.advance(len(shards))
     return manifest
 
 
-def _check_there(folder: Path, shards: Sequence[ShardSummary]) -> None:
-    """Refuse to name shards that are gone, or were cut, since they were written.
+def _check_shards(folder: Path, shards: Sequence[ShardSummary]) -> None:
+    """Check that no shard was removed or truncated since it was written.
 
     Raises:
-        ConfigError: one is.
+        ConfigError: a shard was.
     """
     for shard in shards:
         tar = folder / shard.name
         try:
-            found = tar.stat().st_size if tar.with_suffix(".tar.idx").is_file() else None
+            size = tar.stat().st_size if tar.with_suffix(".tar.idx").is_file() else None
         except FileNotFoundError:
-            found = None
-        if found != shard.size:
-            what = "is gone" if found is None else f"has {found} bytes in place of {shard.size}"
+            size = None
+        if size != shard.size:
+            change = "is gone" if size is None else f"has {size} bytes in place of {shard.size}"
             raise ConfigError(
-                f"{tar} {what} since it was written; something else uses `output_dir`: stop that, and run again"
+                f"{tar} {change} since it was written: another process is using `output_dir`. Stop it and run again"
             )
 
 
 def _entries(table: RecordTable, plan: Plan, shards: Sequence[ShardSummary], options: PackOptions) -> list[ShardEntry]:
-    """What each planned shard holds, and the size and hash that its tar has."""
+    """Build the manifest entries of the shards: counts from the plan, size and hash from the tar."""
     return [
         ShardEntry(
             name=shard.name,
@@ -322,7 +327,7 @@ def _entries(table: RecordTable, plan: Plan, shards: Sequence[ShardSummary], opt
 def _manifest(
     state: RunState, keys: Fingerprints, table: RecordTable, plan: Plan, entries: list[ShardEntry]
 ) -> PackingManifest:
-    """Counts and settings of a run whose shards are written."""
+    """Build the manifest of a run whose shards are written, from its counts and settings."""
     options, packs = state.options, plan.packs
     cut = np.maximum(table.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
     return PackingManifest(
@@ -365,7 +370,7 @@ def _manifest(
 
 
 def _supervised(plan: Plan) -> int | None:
-    """Targets in all packs; None where one sample's are unknown."""
+    """Targets in all packs; None if the targets of a sample are unknown."""
     targets = plan.supervised[plan.packs.indices]
     return None if (targets < 0).any() else int(targets.sum(dtype=np.int64))
 
@@ -376,21 +381,23 @@ def _template_fingerprint(options: PackOptions) -> str:
 
 
 def _sources(state: RunState, table: RecordTable, plan: Plan) -> list[SourceEntry]:
-    """Settings and totals of each input; those past the first `_MOST_SOURCES` are one entry."""
+    """Build the manifest entries of the sources; sources after the first `_MAX_SOURCES` are joined in one entry."""
     configs, readings = state.options.source_configs, [source.reading for source in state.reader.sources]
-    config_of = np.minimum([reading.config for reading in readings], _MOST_SOURCES)
+    config_of = np.minimum([reading.config for reading in readings], _MAX_SOURCES)
     packed = plan.status == 0
     lengths = np.minimum(table.length, state.options.usable_len)
-    rows = config_of[table.locate(np.arange(len(table)))[0]]
-    count = min(len(configs), _MOST_SOURCES + 1)
-    files = np.bincount(
-        [config for config, one in zip(config_of, readings, strict=True) if not one.copy], minlength=count
+    config_of_record = config_of[table.locate(np.arange(len(table)))[0]]
+    count = min(len(configs), _MAX_SOURCES + 1)
+    # A weight above 1 reads a file several times: repeats are not counted as files.
+    originals = [config for config, reading in zip(config_of, readings, strict=True) if not reading.copy]
+    totals = (
+        np.bincount(originals, minlength=count),
+        np.bincount(config_of_record, minlength=count),
+        np.bincount(config_of_record[packed], minlength=count),
+        np.bincount(config_of_record[packed], weights=lengths[packed], minlength=count).astype(np.int64),
     )
-    records, kept = (np.bincount(found, minlength=count) for found in (rows, rows[packed]))
-    tokens = np.bincount(rows[packed], weights=lengths[packed], minlength=count).astype(np.int64)
-    numbers = zip(*(one.tolist() for one in (files, records, kept, tokens)), strict=True)
-    settings = [config.settings() for config in configs[:_MOST_SOURCES]] + [{"path": ["(others)"]}]
+    settings = [config.settings() for config in configs[:_MAX_SOURCES]] + [{"path": ["(others)"]}]
     return [
-        SourceEntry(**given, files=found, records=total, packed=inside, tokens=sum_)
-        for given, (found, total, inside, sum_) in zip(settings, numbers, strict=False)
+        SourceEntry(**source, files=files, records=records, packed=used, tokens=tokens)
+        for source, files, records, used, tokens in zip(settings, *(t.tolist() for t in totals), strict=False)
     ]

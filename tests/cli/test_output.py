@@ -36,7 +36,7 @@ def test_json_of_pack_is_one_object_and_the_rest_is_on_stderr(packed: Any, demo:
 def test_a_split_without_a_pack_is_a_warning(packed: Any) -> None:
     done, _ = packed
     assert json.loads(done.stdout)["packs_by_split"]["val"] == 0
-    assert re.search(r"^warning: split val gets no pack: .* raise its share in --split", done.stderr, re.MULTILINE)
+    assert re.search(r"^warning: split val is empty: .* Raise its share in --split", done.stderr, re.MULTILINE)
 
 
 def test_json_of_the_other_commands(packed: Any, tmp_path: Path) -> None:

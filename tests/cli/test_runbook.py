@@ -93,20 +93,22 @@ def test_both_lines_of_the_runbook_work(node: Path, text_tokenizer_dir: Path, to
 def test_a_sample_class_of_single_samples_is_packed_unless_unpacked(node: Path, text_tokenizer_dir: Path) -> None:
     line = PACK.replace("DIR", str(text_tokenizer_dir)).replace("PackedCaptioningSample", "MultiMixQASample")
     done = run(line)
-    assert "--sample-class MultiMixQASample names single samples; packs of them are written" in done.output
+    assert (
+        "--sample-class MultiMixQASample stores single samples; writing PackedMultiMixQASample instead" in done.output
+    )
     assert PackingManifest.load("out/node_a").sample_class == "PackedMultiMixQASample"
     assert PackingManifest.load("out/node_a").packs == 1
     single = run(line.replace("--sample-class MultiMixQASample", "--unpacked").replace("node_a", "node_b"))
-    assert "names single samples" not in single.output
+    assert "stores single samples" not in single.output
     manifest = PackingManifest.load("out/node_b")
     assert (manifest.sample_class, manifest.packs) == ("MultiMixQASample", 11)
     assert PackOptions(
         inputs="x", output_dir="o", seq_len=8, tokenizer=text_tokenizer_dir, unpacked=True
     ).sample_class == "MultiMixQASample"  # fmt: skip
     for wrong in ({"sample_class": "PackedTokensSample"}, {"layout": "llava-onevision2"}):
-        with pytest.raises(ConfigError, match="`unpacked` writes MultiMixQASample, one sample a member, and `"):
+        with pytest.raises(ConfigError, match="`unpacked` writes MultiMixQASample, one sample per member, but `"):
             PackOptions(inputs="x", output_dir="o", seq_len=8, tokenizer=text_tokenizer_dir, unpacked=True, **wrong)
-    with pytest.raises(ConfigError, match="`patch_order` is 'block', but the reader of `layout` llava-onevision2"):
+    with pytest.raises(ConfigError, match="`patch_order` must be 'row' or 'auto' with `layout` llava-onevision2"):
         PackOptions(
             inputs="x", output_dir="o", seq_len=8, tokenizer=text_tokenizer_dir, layout="llava-onevision2",
             patch_order="block",

@@ -132,12 +132,12 @@ def test_what_is_recorded_has_the_order_and_the_omissions_of_earlier_versions(to
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"factor": 0}, "^`factor` is 0; it must be at least 1$"),
-        ({"min_pixels": "many"}, "^`min_pixels` is 'many'; it must be an integer$"),
-        ({"loss_on": "user"}, "^`loss_on` is 'user'; use one of assistant, last, all$"),
-        ({"patch_order": "column"}, "^`patch_order` is 'column'; use one of auto, row, block$"),
-        ({"allow_special_in_text": "no"}, "^`allow_special_in_text` is 'no'; it must be True or False$"),
-        ({"vision_family": 5}, "^`vision_family` is 5; it must be text$"),
+        ({"factor": 0}, "^`factor` must be at least 1, got 0$"),
+        ({"min_pixels": "many"}, "^`min_pixels` must be an integer, got 'many'$"),
+        ({"loss_on": "user"}, "^`loss_on` must be one of assistant, last, all, got 'user'$"),
+        ({"patch_order": "column"}, "^`patch_order` must be one of auto, row, block, got 'column'$"),
+        ({"allow_special_in_text": "no"}, "^`allow_special_in_text` must be True or False, got 'no'$"),
+        ({"vision_family": 5}, "^`vision_family` must be a string, got 5$"),
     ],
 )
 def test_an_invalid_value_gets_the_same_line_everywhere(

@@ -268,12 +268,12 @@ def test_truncation_keeps_images_whole_and_a_target(encoder: ChatEncoder, demo: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss_on": "nothing"}, "`loss_on` is 'nothing'; use one of assistant, last, all"),
+        ({"loss_on": "nothing"}, "`loss_on` must be one of assistant, last, all, got 'nothing'"),
         ({"image_processor": "Pixtral"}, "unknown image processor 'Pixtral'; .* one of .*qwen25vl"),
         ({"factor": 31}, r"`factor` must be patch size times merge size .*, got `factor` 31"),
         ({"factor": 48, "patch_size": 14}, "`factor` must be .*, got `factor` 48, `patch_size` 14"),
         ({"vision_family": "pixtral"}, "unknown image processor 'pixtral'; set `vision_family`"),
-        ({"patch_order": "col"}, "`patch_order` is 'col'; use one of auto, row, block"),
+        ({"patch_order": "col"}, "`patch_order` must be one of auto, row, block, got 'col'"),
         ({"min_pixels": 100, "max_pixels": 50}, "`min_pixels` must be at most `max_pixels` 50, got 100"),
         ({"processor": "/nowhere"}, "/nowhere is not a folder"),
     ],

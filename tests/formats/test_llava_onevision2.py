@@ -280,13 +280,13 @@ def test_content_that_the_reader_would_lose_is_rejected(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sample_class": "PackedTokensSample"}, "is a form of PackedCaptioningSample"),
-        ({"overlong": "truncate"}, "`overlong` is 'truncate'"),
-        ({"loss_on": "last"}, "`loss_on` is 'last'"),
+        ({"sample_class": "PackedTokensSample"}, "is a variant of PackedCaptioningSample"),
+        ({"overlong": "truncate"}, "`overlong` must be 'drop' or 'error'"),
+        ({"loss_on": "last"}, "`loss_on` must be 'assistant'"),
         ({"layout": None, "keep_bytes": True}, "`keep_bytes` needs a `layout`; use llava-onevision2"),
         ({"layout": None, "dataset_module": "a"}, "`dataset_module` needs a `layout`"),
         ({"dataset_module": "a; import os"}, "is not the name of a package"),
-        ({"layout": "llava"}, "`layout` is 'llava'; use one of llava-onevision2"),
+        ({"layout": "llava"}, "`layout` must be one of llava-onevision2, got 'llava'"),
     ],
 )
 def test_options_that_the_reader_ignores_are_refused(options: dict[str, Any], message: str, encoder: Any) -> None:

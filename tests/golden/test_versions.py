@@ -145,7 +145,7 @@ def test_restart_files_of_another_release_are_rebuilt(tmp_path: Path, monkeypatc
     assert run(seq_len=150, overwrite=True)[0] == {"measured": 0, "tokenized": 0, "reused": 5}
     monkeypatch.setattr(keys, "_MEASURE_VERSION", keys._MEASURE_VERSION + 1)
     with pytest.raises(
-        ConfigError, match=r"holds shards of another run .*; set `overwrite` to replace them, or use an"
+        ConfigError, match=r"contains shards of another run .*\. Set `overwrite` to replace them, or use an"
     ):
         run()
     assert run(overwrite=True) == (first, content)

@@ -97,13 +97,13 @@ def test_wrong_input_is_a_one_line_error(tokenizer_dir: Path, tmp_path: Path) ->
         run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir).exception
     )
     wrong = run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir, "--seq-len", "many")
-    assert "`seq_lens` many must be integers" in str(wrong.exception)
+    assert "`seq_lens` must be integers, such as 8192 or 8k, got 'many'" in str(wrong.exception)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--seq-len", "0"), "`seq_len` is 0; it must be at least 1"),
+        (("--seq-len", "0"), "`seq_len` must be at least 1, got 0"),
     ],
 )
 def test_wrong_options_are_a_one_line_error(

@@ -93,7 +93,7 @@ def test_without_a_setting_the_note_names_the_settings_that_decide(copy: Path) -
     ("line", "message"),
     [
         ("--patch-size 14", "--factor must be patch size times merge size (2 or 3 unless it is set), got --factor 48"),
-        ("--patch-size 0", "--patch-size is 0; it must be at least 1"),
+        ("--patch-size 0", "--patch-size must be at least 1, got 0"),
         (
             "--patch-size 16 --min-pixels 6272",
             "(not set in packing.json), --min-pixels 6272 (3136 in packing.json). Omit",
@@ -132,12 +132,12 @@ def test_third_party_datasets_use_settings_with_a_tokenizer(copy: Path, text_tok
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"factor": "48"}, "has no valid encoder (pack the data again): --factor is '48'; it must be an integer"),
-        ({"factor": 0}, "has no valid encoder (pack the data again): --factor is 0; it must be at least 1"),
-        ({"processor": 5}, "has no valid encoder (pack the data again): --processor is 5; it must be a path"),
+        ({"factor": "48"}, "has no valid encoder (pack the data again): --factor must be an integer, got '48'"),
+        ({"factor": 0}, "has no valid encoder (pack the data again): --factor must be at least 1, got 0"),
+        ({"processor": 5}, "has no valid encoder (pack the data again): --processor must be a path, got 5"),
         (
             {"loss_on": "user"},
-            "has no valid encoder (pack the data again): --loss-on is 'user'; use one of assistant, last, all",
+            "has no valid encoder (pack the data again): --loss-on must be one of assistant, last, all, got 'user'",
         ),
         (
             {"patchsize": 1},

@@ -193,12 +193,12 @@ def test_one_switch_streams_or_plans(tokens: Path, weight: int | None) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"packing_strategy": "worst_fit"}, "unknown `packing_strategy` 'worst_fit'; use one of first_fit, best_fit"),
+        ({"packing_strategy": "worst_fit"}, "`packing_strategy` must be one of first_fit, best_fit"),
         ({"packing_length": None}, "`packing_length` .* must be given"),
         ({"packing_length": 24, "seq_len": 32}, "`seq_len` 32 and its other name, 24, differ"),
         ({"processor_config": {"tokeniser": "x"}}, "unknown option 'tokeniser' in `processor_config`"),
-        ({"max_failures": -1}, "`max_failures` is -1"),
-        ({"shuffle": "yes"}, "`shuffle` is 'yes'; it must be True or False"),
+        ({"max_failures": -1}, "`max_failures` must be at least 0, got -1"),
+        ({"shuffle": "yes"}, "`shuffle` must be True or False, got 'yes'"),
     ],
 )
 def test_an_invalid_config_is_one_line(tokens: Path, settings: dict[str, Any], message: str) -> None:
@@ -226,7 +226,7 @@ def test_options_that_only_pack_uses_are_no_error_and_unknown_ones_are(tokens: P
     assert (config.packing_length, config.overlong, config.strict) == (24, "error", True)
     assert config.packing_strategy == "best_fit"
     file.write_text(yaml.safe_dump(base | {"overlong": "split"}))
-    with pytest.raises(ConfigError, match="`overlong` is 'split'"):
+    with pytest.raises(ConfigError, match="`overlong` must be one of drop, error, truncate, got 'split'"):
         DataflowConfig.from_yaml(file)
     file.write_text(yaml.safe_dump(base | {"pakcing_length": 3}))
     with pytest.raises(ConfigError, match="unknown option 'pakcing_length'; did you mean packing_length"):

@@ -193,14 +193,22 @@ REFUSALS = [
     ({"strict": True}, [GOOD, "{broken"], r"record data:1 of .*data.jsonl is rejected: bad_json: .*`strict`"),
     ({"strict": True}, [GOOD, LONG], r"record long of .* is rejected: overlong: .*`strict`"),
     ({"strict": True}, [GOOD, BAD["missing_image"]], "record data:1 of .* is rejected: missing_image: .*`strict`"),
-    ({"max_failures": 0}, [GOOD, "{broken"], r"1 records are rejected, more than `max_failures` 0 \(bad_json 1\)"),
-    ({"max_failures": 1}, [GOOD, "{broken", "{broken"], "2 records are rejected, more than `max_failures` 1"),
+    (
+        {"max_failures": 0},
+        [GOOD, "{broken"],
+        r"1 records were rejected \(limit `max_failures` 0\): bad_json 1\. Fix the data",
+    ),
+    ({"max_failures": 1}, [GOOD, "{broken", "{broken"], r"2 records were rejected \(limit `max_failures` 1\)"),
     (
         {"max_reject_rate": 0.3},
         [GOOD, GOOD, "{broken", LONG],
-        r"2 of 4 records \(50.0%\) .*`max_reject_rate` 0.3: 1 x",
+        r"2 of 4 records \(50.0%\) .*`max_reject_rate` 0.3\): 1 x",
     ),
-    ({"max_reject_rate": 0}, [GOOD, GOOD, GOOD, LONG], "1 of 4 .* 1 x overlong, e.g. row 3 of .*: .* seq_len 256; "),
+    (
+        {"max_reject_rate": 0},
+        [GOOD, GOOD, GOOD, LONG],
+        "1 of 4 .* 1 x overlong, e.g. row 3 of .*: .* seq_len 256 \\(raise",
+    ),
     ({}, ["{broken", LONG, LONG], r"none of 3 records can be packed: 2 x overlong, e.g. row 1 of .*; 1 x bad_json"),
 ]
 
@@ -308,11 +316,11 @@ def test_a_config_file_for_training_serves_pack(options: Options, tmp_path: Path
     file.write_text("\n".join([*lines, f"output_dir: {tmp_path / 'out'}"]))
     config = DataflowConfig.from_yaml(file)
     assert (config.overlong, config.max_failures, config.max_reject_rate) == ("error", 1, 1)
-    with pytest.raises(RejectLimitError, match="more than `max_failures` 1"):
+    with pytest.raises(RejectLimitError, match=r"limit `max_failures` 1"):
         plan_in_memory(config)
     done = energon_packed("pack", "--config", file, "--quiet")
     assert done.returncode == 1
-    assert "more than --max-failures 1" in done.stderr
+    assert "limit --max-failures 1" in done.stderr
 
 
 def test_energon_refuses_what_it_does_not_do(pack_demo: Any, encoder: Any) -> None:

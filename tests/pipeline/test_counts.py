@@ -20,7 +20,7 @@ from energon_packed import (
     Processor,
     pack,
 )
-from tests.internals import chunks, count_texts, index_stage, measure_stage, most_common, result_table, table
+from tests.internals import chunks, count_strings, index_stage, measure_stage, most_common, result_table, table
 from tests.internals import reader as reader_module
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -68,7 +68,7 @@ def test_long_lists_are_cut_with_a_count(build: Any) -> None:
     table = shown(build([{"messages": TURNS, **{f"field{n}": n for n in range(25)}}]))
     assert table.count("field") == 10 + 1  # and the title
     assert "15 more" in table
-    assert count_texts([None, replace(CONVERSATION, unused_fields=("\ud83d", "a", "a"))])["unused_fields"] == {
+    assert count_strings([None, replace(CONVERSATION, unused_fields=("\ud83d", "a", "a"))])["unused_fields"] == {
         "?": 1,
         "a": 1,
     }

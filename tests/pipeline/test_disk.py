@@ -34,7 +34,7 @@ ERRORS = {
     "shutil.rmtree": ("EIO",),
     "fcntl.flock": ("ENOLCK", "ENOTSUP", "EAGAIN", "EIO", "ENOSYS"),
 }
-REMEDY = re.compile(r"; (.*\b(run|use|raise|check|free|wait|let|remove|stop|delete|close)\b.*)")
+REMEDY = re.compile(r"[;.] (.*\b(run|use|raise|check|free|wait|let|remove|stop|delete|close)\b.*)", re.IGNORECASE)
 
 
 def check_line(ran: Ran) -> None:
@@ -162,9 +162,7 @@ def test_the_folder_is_removed_meanwhile(
     ran = stopped(undisturbed, out, path, lambda: removed(out / folder), role=role)
     print(ran.err)
     check_line(ran)
-    assert re.search(
-        "was removed or replaced while|is gone since it was written|is gone while the run worked", ran.err
-    )
+    assert re.search("was removed or replaced during|is gone since it was written|was removed during", ran.err)
     removed(out)
     undisturbed.check_resumed(out)
 

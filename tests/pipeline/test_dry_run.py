@@ -94,7 +94,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(
 def test_what_stops_a_run_stops_a_dry_run(build: Any, tmp_path: Path, tokenizer_dir: Path) -> None:
     build([{"messages": TURNS}])
     settings: dict[str, Any] = {"inputs": tmp_path / "data.jsonl", "tokenizer": tokenizer_dir, "workers": 1}
-    with pytest.raises(ConfigError, match="holds shards of another run"):
+    with pytest.raises(ConfigError, match="contains shards of another run"):
         dry_run(PackOptions(**settings, output_dir=tmp_path / "out", seq_len=300))
     with pytest.raises(RejectLimitError, match=r"none of 1 records can be packed: 1 x overlong, e.g. a record of"):
         dry_run(PackOptions(**settings, output_dir=tmp_path / "new", seq_len=8))

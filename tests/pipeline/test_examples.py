@@ -39,7 +39,7 @@ def test_an_input_without_usable_records_shows_one_and_what_to_do(
 
 def test_the_example_is_of_the_most_common_reason(build: Any) -> None:
     records = [{"messages": TURNS}] * 3 + ["{broken"] + [IMAGE] * 2
-    message = r"e.g. row 4 of .*data.jsonl: .*; 1 x bad_json; set `image_root`.*raise the limit"
+    message = r"e.g. row 4 of .*data.jsonl: .* \(set `image_root`.*\); 1 x bad_json. See .*raise `max_reject_rate`"
     with pytest.raises(RejectLimitError, match=rf"3 of 6 records \(50.0%\) .*: 2 x missing_image, {message}"):
         build(records, max_reject_rate=0.1)
 

@@ -101,7 +101,7 @@ def test_offsets_by_hand(tmp_path: Path) -> None:
             found = reader.read(place, int(lengths[row]))
             assert found.input_ids.tolist() == samples[row].input_ids.tolist()
             assert found.labels.tolist() == samples[row].labels.tolist()
-        with pytest.raises(OSError, match="shorter than what was measured"):
+        with pytest.raises(OSError, match="fewer tokens than were measured"):
             reader.read(0, 40)
 
 

@@ -21,7 +21,7 @@ from tests.pipeline.undisturbed import STAGES, Build, leftovers, stage_of
 MOMENTS = int(os.environ.get("ENERGON_PACKED_KILLS", "6"))
 KILLED = re.compile(
     r"error: worker process \d+ was killed by signal 9 \(SIGKILL\) while (measuring input \d from \d+ to \d+|writing "
-    r"s-\d+\.tar): perhaps the machine ran out of memory; use fewer --workers, or give the run more memory, and run "
+    r"s-\d+\.tar): perhaps the machine ran out of memory; use fewer --workers or more memory, and run "
     r"it again: completed work is reused\n"
 )
 INTERRUPTED = "\nerror: interrupted{}; run the same command again to resume\n"

@@ -2,17 +2,27 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from energon_packed import ChatEncoder, ConfigError, PackResult, RejectLimitError, SourceError
+from energon_packed import ChatEncoder, ConfigError, PackOptions, PackResult, RejectLimitError, SourceError
 from tests.conftest import Packer
-from tests.internals import DemoDataset, ShardReader, cli, result_table, view_pack
+from tests.internals import (
+    DemoDataset,
+    PackKeywords,
+    ShardReader,
+    cli,
+    declared,
+    result_table,
+    view_pack,
+)
 from tests.pipeline.test_conservation import packed_samples
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
@@ -147,7 +157,7 @@ def test_what_a_flavor_cannot_hold_is_rejected_with_the_remedy(build: Any) -> No
 def test_too_many_rejects_stop_before_writing(build: Any, tmp_path: Path) -> None:
     records = [{"messages": TURNS}] * 8 + ["{broken"] * 2
     with pytest.raises(
-        RejectLimitError, match=r"2 of 10 records \(20.0%\) .* `max_reject_rate` 0.05: 2 x bad_json, e.g. row 8"
+        RejectLimitError, match=r"2 of 10 records \(20.0%\) .* `max_reject_rate` 0.05\): 2 x bad_json, e.g. row 8"
     ):
         build(records, max_reject_rate=0.05)
     assert not list((tmp_path / "out" / "webdataset").glob("*"))
@@ -169,7 +179,7 @@ def test_another_build_is_not_overwritten_by_accident(build: Any) -> None:
     records = [{"messages": TURNS}] * 5
     first = build(records)
     tar = next(first.shards.glob("*.tar")).read_bytes()
-    with pytest.raises(ConfigError, match="holds shards of another run.*`overwrite`"):
+    with pytest.raises(ConfigError, match="contains shards of another run.*`overwrite`"):
         build(records, seq_len=512)
     assert next(first.shards.glob("*.tar")).read_bytes() == tar
     assert build(records, seq_len=512, overwrite=True).manifest.seq_len == 512
@@ -203,15 +213,15 @@ def test_an_image_that_vanishes_while_packing_is_named(build: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq_len": 0}, "`seq_len` is 0; it must be at least 1"),
-        ({"sample_class": "Sample"}, "`sample_class` is 'Sample'; use one of auto, PackedCaptioningSample"),
+        ({"seq_len": 0}, "`seq_len` must be at least 1, got 0"),
+        ({"sample_class": "Sample"}, "`sample_class` must be one of auto, PackedCaptioningSample"),
         ({"algorithm": "magic"}, "unknown algorithm 'magic'"),
-        ({"shard_prefix": "a.b"}, "keys have no dots"),
+        ({"shard_prefix": "a.b"}, "must be 1 to 64 letters, digits, '_' and '-', got 'a.b'"),
         ({"split": {"train": 0.5}}, "add up to 0.5"),
         ({"split": {"dev": 1.0}}, "unknown split dev"),
         ({"max_reject_rate": 2}, "between 0 and 1"),
-        ({"pad_multiple": 512}, "`pad_multiple` 512 is above `seq_len` 256"),
-        ({"overlong": "keep"}, "`overlong` is 'keep'; use one of drop, error, truncate"),
+        ({"pad_multiple": 512}, "`pad_multiple` must be at most `seq_len` 256, got 512"),
+        ({"overlong": "keep"}, "`overlong` must be one of drop, error, truncate, got 'keep'"),
     ],
 )
 def test_options_are_checked_when_made(build: Any, options: Any, message: str) -> None:
@@ -229,3 +239,20 @@ def test_the_default_flavor_is_the_one_that_holds_all_records(build: Any, tmp_pa
     assert rejected.manifest.sample_class == "PackedCaptioningSample"  # what is rejected does not decide
     part = build(plain, output_dir=tmp_path / "d", part=(0, 1))
     assert part.manifest.sample_class == "PackedMultiMixQASample"  # parts are packed without knowing each other
+
+
+def test_keywords_of_pack_agree_with_the_fields_of_pack_options() -> None:
+    fields, keywords = get_type_hints(PackOptions), get_type_hints(PackKeywords)
+    parsed = {declaration.name for declaration in declared(PackOptions) if declaration.parse is not None}
+    assert list(keywords) == [name for name in fields if name not in ("inputs", "encoder")]
+    for name, keyword in keywords.items():
+        accepted = fields[name]
+        if accepted in (Path, Path | None) or name in parsed:
+            accepted |= str  # converted by `check`
+        if name == "map":
+            accepted |= Mapping[str, str]  # as in a config file
+        assert _members(keyword) == _members(accepted), name
+
+
+def _members(hint: Any) -> set[Any]:
+    return set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}

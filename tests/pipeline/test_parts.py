@@ -85,11 +85,11 @@ def test_parts_of_several_files_and_formats(tokenizer_dir: Path, tmp_path: Path,
 
 def test_part_numbers_are_checked(tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ((3, 3), (-1, 2), (0, 0)):
-        with pytest.raises(ConfigError, match=f"`part` is {part[0]}/{part[1]}"):
+        with pytest.raises(ConfigError, match=f"`part` must be I/N with 0 <= I < N, got {part[0]}/{part[1]}"):
             PackOptions(inputs=("x",), output_dir=tmp_path, tokenizer=tokenizer_dir, seq_len=8, part=part)
-    with pytest.raises(ConfigError, match=r"has a \{part\}, but no part is given; pass `part=I/N`"):
+    with pytest.raises(ConfigError, match=r"contains \{part\}, but `part` is not set. Pass `part=I/N`"):
         PackOptions(inputs=("x",), output_dir=tmp_path / "{part}", tokenizer=tokenizer_dir, seq_len=8)
-    with pytest.raises(ConfigError, match="invalid `part` 'x'; use the form 0/4"):
+    with pytest.raises(ConfigError, match="`part` must have the form 0/4, or be auto, got 'x'"):
         parse_part("x")
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     with pytest.raises(ConfigError, match="SLURM_PROCID"):

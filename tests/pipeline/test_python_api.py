@@ -93,14 +93,14 @@ def test_the_command_line_a_config_file_and_python_make_the_same_shards(
     [
         ("seq_lem: 4", "unknown option 'seq_lem'; did you mean seq_len?"),
         ("encoder: x", "unknown option 'encoder'"),
-        ("split: 5", "`split` is 5; use shares such as"),
-        ("inputs: 5", "`inputs` is 5; pass one path or a list of paths"),
-        ("strict: 'no'", "strict is 'no'; it must be true or false"),
+        ("split: 5", "`split` must be shares such as"),
+        ("inputs: 5", "`inputs` must be a path or a list of paths, got 5"),
+        ("strict: 'no'", "strict must be true or false, got 'no'"),
         ("[1]", "must be a mapping of option names"),
         ("a: [", "is not YAML"),
-        ("seq_len: many", "`seq_len` is 'many'; it must be an integer"),
-        ("split: most", "invalid `split` 'most'"),
-        ("overlong: keep", "`overlong` is 'keep'; use one of drop, error, truncate"),
+        ("seq_len: many", "`seq_len` must be an integer"),
+        ("split: most", "`split` must have the form train=0.98,val=0.02, got 'most'"),
+        ("overlong: keep", "`overlong` must be one of drop, error, truncate, got 'keep'"),
     ],
 )
 def test_mistakes_in_a_config_file_are_named(
@@ -118,16 +118,16 @@ def test_mistakes_in_python_are_named(tokenizer_dir: Path, encoder: ChatEncoder,
     good: dict[str, Any] = {"output_dir": tmp_path, "seq_len": 8}
     for changes, message in (
         ({"tokenizer": tokenizer_dir, "sequence_length": 8}, "unknown argument 'sequence_length'"),
-        ({}, "pass the folder of a `tokenizer` or, from Python, an `encoder`; neither is given"),
-        ({"tokenizer": tokenizer_dir, "encoder": encoder}, "both is given"),
-        ({"encoder": tokenizer_dir}, "pass a Processor such as ChatEncoder"),
-        ({"tokenizer": tokenizer_dir, "seq_len": "8x"}, "`seq_len` is '8x'; it must be an integer"),
-        ({"tokenizer": tokenizer_dir, "seq_len": "0.3k"}, "`seq_len` is '0.3k'; it must be an integer"),
-        ({"tokenizer": tokenizer_dir, "seq_len": 8.5}, "`seq_len` is 8.5; it must be an integer"),
+        ({}, "pass exactly one of `tokenizer` and, from Python, `encoder`, got neither"),
+        ({"tokenizer": tokenizer_dir, "encoder": encoder}, "`encoder`, got both"),
+        ({"encoder": tokenizer_dir}, "must be a Processor such as ChatEncoder, got"),
+        ({"tokenizer": tokenizer_dir, "seq_len": "8x"}, "`seq_len` must be an integer"),
+        ({"tokenizer": tokenizer_dir, "seq_len": "0.3k"}, "`seq_len` must be an integer"),
+        ({"tokenizer": tokenizer_dir, "seq_len": 8.5}, "`seq_len` must be an integer"),
     ):
         with pytest.raises(ConfigError, match=message):
             pack("x.jsonl", **{**good, **changes})
-    with pytest.raises(ConfigError, match="`output_dir`, `seq_len` must be given"):
+    with pytest.raises(ConfigError, match="missing required arguments: `output_dir`, `seq_len`"):
         pack("x.jsonl", tokenizer=tokenizer_dir)
     with pytest.raises(ConfigError, match="invalid size 'big'"):
         parse_size("big")

@@ -184,14 +184,14 @@ def test_what_decides_the_records_is_in_the_fingerprint(folder: Path, tokenizer_
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ({"path": "a"}, "sources is dict; it must be a list"),
+        ({"path": "a"}, "`sources` must be a list, got dict"),
         ([3], r"sources\[0\] must be a path or a mapping with a path, got 3"),
         ([{"weight": 2}], r"sources\[0\]: path must be given"),
         (["a", {"path": "b", "imageroot": ""}], r"s\[1\] \(b\): unknown setting 'imageroot'; .* image_root\?"),
         ([{"path": "flat.jsonl", "image_root": "none"}], FLAT + r"image_root none is not a folder"),
         ([{"path": "flat.jsonl", "weight": 0}], FLAT + r"weight must be above 0 and at most 1000, got 0"),
-        ([{"path": "flat.jsonl", "weight": float("nan")}], "weight is nan; it must be a number"),
-        ([{"path": "flat.jsonl", "weight": "2"}], "weight is '2'; it must be a number"),
+        ([{"path": "flat.jsonl", "weight": float("nan")}], "weight must be a number, got nan"),
+        ([{"path": "flat.jsonl", "weight": "2"}], "weight must be a number, got '2'"),
         ([{"path": "flat.jsonl", "map": "user=q"}], FLAT + r"map 'user=q' has no assistant"),
         ([{"path": "flat.jsonl", "adapter": "no.such:f"}], FLAT + r"adapter no.such:f: No module"),
         ([{"path": []}], "path must be a path or a list of paths, got"),
