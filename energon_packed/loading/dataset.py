@@ -255,7 +255,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         )
 
     def item(self, number: int) -> Sequence[EncodedSample]:
-        """The encoded sub-samples of a pack, by its number in all datasets of the blend.
+        """The encoded samples of a pack, by its number in all datasets of the blend.
 
         Raises:
             FormatError: as for indexing.
@@ -276,7 +276,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         return len(self._packs)
 
     def __getitem__(self, index: int) -> Sequence[EncodedSample]:
-        """The encoded sub-samples of one pack; negative numbers count from the end.
+        """The encoded samples of one pack; negative numbers count from the end.
 
         Raises:
             IndexError: there is no such pack.

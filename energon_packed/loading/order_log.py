@@ -79,11 +79,11 @@ class OrderReport:
     Attributes:
         steps: steps of all ranks, each once.
         repeated: lines that a resumed run wrote again.
-        samples: sub-samples in them.
+        samples: samples in them.
         dropped: items that were used up without a batch.
         complete: epochs that every rank has read to their end.
         epochs: epochs with a step.
-        sources: sub-samples of each dataset.
+        sources: samples of each dataset.
         problems: lost, repeated or different items, one line each.
     """
 

@@ -19,7 +19,7 @@ def encode_pack(
     on_failure: Callable[[Exception, Any], None] | None = None,
     source: SampleSource | None = None,
 ) -> Sequence[EncodedSample]:
-    """The encoded sub-samples of a pack, in order.
+    """The encoded samples of a pack, in order.
 
     Args:
         pack: of any flavor.
@@ -93,11 +93,11 @@ class RecordAt(NamedTuple):
 
 
 class WithSource(NamedTuple):
-    """A value with the data set that it comes from.
+    """A value with the dataset that it comes from.
 
     Attributes:
         value: a conversation, or a Reject.
-        source: the data set.
+        source: the dataset.
         at: where the record is, if it is one of an input file.
     """
 

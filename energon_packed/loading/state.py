@@ -186,7 +186,7 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
     if all(one.startswith("weights ") for one in differ):
         raise BatchError(
             f"{'; '.join(differ)}: pass `allow_changed_weights=True` to the loader to continue with the new ones "
-            "from where each data set is, or restore the old ones"
+            "from where each dataset is, or restore the old ones"
         )
     if all(one.startswith(_OF_DATA) for one in differ):
         raise BatchError(
