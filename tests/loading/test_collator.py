@@ -120,7 +120,9 @@ def test_padding_can_be_taken_off_again(lengths: list[int], multiple: int, spare
         ([sample([1, 2]), sample([3, 4], mrope=True)], {}, "some samples have M-RoPE positions and some do not"),
     ],
 )
-def test_samples_that_make_no_batch_are_refused(samples: list[EncodedSample], options: dict[str, int], message: str) -> None:
+def test_samples_that_make_no_batch_are_refused(
+    samples: list[EncodedSample], options: dict[str, int], message: str
+) -> None:
     with pytest.raises(BatchError, match=message):
         PaddingFreeCollator(**options).collate(samples)
 

@@ -275,7 +275,7 @@ def test_what_cannot_change_says_so() -> None:
         BatchError, match="is of rank 1 alone, .*2 ranks of 1 workers saved, 1 of 1 now.: load what gather_state"
     ):
         new_loader(FEATURES).load_state_dict(state)
-    with pytest.raises(BatchError, match="has ranks 1, and the run had 2; call gather_state on every"):
+    with pytest.raises(BatchError, match="the states of all 2 ranks, got ranks 1. Call gather_state on every"):
         new_loader(FEATURES).load_state_dict({"ranks": [state]})
     with pytest.raises(BatchError, match="is of rank 1, and this is rank 0"):
         two[0].load_state_dict(state)

@@ -39,7 +39,7 @@ def test_padding_of_features_is_removed_and_bad_ones_are_named() -> None:
     padded = {"id": "a", "input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}
     assert PaddingFreeCollator()([padded])["input_ids"].tolist() == [[5, 6]]
     for feature, message in (
-        ({"id": "b", "input_ids": [1, 2], "labels": [1]}, "Feature b: `labels` must have 2 values, as `input_ids`, got 1"),
+        ({"id": "b", "input_ids": [1, 2], "labels": [1]}, "Feature b: `labels` must have 2 values, .* got 1"),
         ({"id": "c", "input_ids": []}, "Feature c: `input_ids` is empty"),
         ({"id": "d", "input_ids": [0.5]}, "must be integers of shape .* got dtype float64"),
     ):

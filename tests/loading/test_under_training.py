@@ -234,7 +234,7 @@ def test_packing_again_under_a_job_mixes_nothing(tmp_path: Path, reader: Reader,
         assert reader in (by_dataflow, by_distributor)  # they read ahead: all files are open already
     if state is not None:
         with pytest.raises(
-            BatchError, match=r"the saved state is of other data \(.* saved, .* now\): it was packed again"
+            BatchError, match=r"The dataset changed since the state was saved \(.* saved, .* now\). Restore"
         ):
             reader(path, workers).load_state_dict(state)
     assert min(read_all(reader(path, workers)).values()) >= NEW
