@@ -76,15 +76,13 @@ def broadcast_object(value: Any, group: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """The slice of one epoch that a single loader worker of one rank reads.
-
-    Slices are disjoint, and together they are the epoch.
+    """Part `index` of the `count` parts of one epoch. Parts are disjoint, and together they are the epoch.
 
     Attributes:
-        index: index of the slice, from 0: worker w of rank r reads slice `r * num_workers + w`.
-        count: slices of the epoch: loader workers of all ranks.
+        index: number of the part, from 0: worker w of rank r reads part `r * num_workers + w`.
+        count: parts of the epoch: workers of all ranks.
         epoch: from 0.
-        seed: seed of the loader.
+        seed: of the loader.
     """
 
     index: int = 0
@@ -93,11 +91,11 @@ class ShardSpec:
     seed: int = 0
 
     def part(self, items: int) -> range:
-        """Indices of this worker's items among `items`: every `count`-th, from `index` on."""
+        """The numbers that this share has of `items`: every `count`-th, from `index` on."""
         return range(self.index, items, self.count)
 
     def rng(self, *salt: int) -> np.random.Generator:
-        """Random generator of the epoch, the same for all workers unless `salt` distinguishes them."""
+        """Random numbers of the epoch, the same in all shares unless `salt` distinguishes them."""
         return np.random.default_rng([self.seed, self.epoch, *salt])
 
 
@@ -142,9 +140,9 @@ def check_rank(made: tuple[int, int], rank: int | None, world_size: int | None) 
 
 
 def shuffled(items: Sequence[int] | int, share: ShardSpec, *salt: int, shuffle: bool = True) -> npt.NDArray[np.int64]:
-    """Indices in the order of an epoch, int64 (n,): a seeded permutation, or unchanged without `shuffle`."""
-    indices = np.arange(items) if isinstance(items, int) else np.asarray(items, dtype=np.int64)
-    return share.rng(*salt).permutation(indices) if shuffle else indices
+    """Numbers in the order of an epoch, int64 (n,): a seeded permutation, or as they are."""
+    numbers = np.arange(items) if isinstance(items, int) else np.asarray(items, dtype=np.int64)
+    return share.rng(*salt).permutation(numbers) if shuffle else numbers
 
 
 def warn_uneven(rank: int, world_size: int, length: Callable[[int], int]) -> None:
