@@ -301,6 +301,6 @@ def test_ranks_of_different_lengths_are_told_once(
 def test_packs_have_numbers(folder: Path, number: int) -> None:
     dataset = PackedDataset(folder)
     for read in (dataset.sample, dataset.__getitem__):
-        with pytest.raises(IndexError, match=f"pack {number} is not among the 24 packs"):
+        with pytest.raises(IndexError, match=f"Pack index {number} is out of range for a dataset of 24 packs"):
             read(number)
     assert dataset.sample(-1).__key__ == dataset.sample(PACKS - 1).__key__
