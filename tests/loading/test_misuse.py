@@ -278,7 +278,7 @@ def test_weights_have_a_sum(folder: Path) -> None:
         JointLoader(loaders, {"a": 1e308, "b": 1e308})
 
 
-def test_ranks_of_different_lengths_are_told_once(
+def test_ranks_of_different_lengths_are_reported_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
@@ -293,7 +293,7 @@ def test_ranks_of_different_lengths_are_told_once(
         ids(uneven)
     finally:
         torch.distributed.destroy_process_group()
-    told = [record.getMessage() for record in caplog.records if "ranks have" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "Ranks have" in record.getMessage()]
     assert [one.split(",")[0] for one in told] == ["Ranks have 11 to 12 batches per epoch"]
 
 
