@@ -2,7 +2,7 @@
 
 | function | reads | memory | length |
 |---|---|---|---|
-| `plan_in_memory` | all records once at start, to measure them; then each row at random | some 100 bytes per record | known |
+| `plan_in_memory` | all records at start, to measure them; then each row at random | 100 bytes per record | known |
 | `PackedIterableDataset` | records in ranges, packed on the fly | constant | unknown |
 | `get_raw_loader` | one of both, as `config.streaming` says | | |
 """
