@@ -168,7 +168,7 @@ class PackedBatch(Batch):
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
         }
-        # Models without the kernel for `seq_idx` refuse the argument, and a row of one segment does not need it.
+        # Models without the kernel for `seq_idx` refuse the argument, and a row with a single segment does not need it.
         if len(bounds) > 2:
             segments = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
             tokens = self.input_ids.shape[1]  # known, so that the host need not wait for a GPU
@@ -314,5 +314,5 @@ class PackedBatch(Batch):
 
 
 def _shifted(row: torch.Tensor, last: float) -> torch.Tensor:
-    """Shift a row (1, T) left by one position and append `last`."""
+    """Shift a row (1, T) left by a position and append `last`."""
     return torch.cat([row[:, 1:], torch.full_like(row[:, :1], last)], dim=1)

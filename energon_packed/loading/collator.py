@@ -1,6 +1,6 @@
 """Collators: a list of EncodedSamples (or an EncodedRow) in, one PackedBatch out, padding-free unless requested.
 
-Subclasses of `Collator` implement `collate`; `PaddingFreeCollator` is the one in use. Rows without images can get a
+Subclasses of `Collator` implement `collate`; `PaddingFreeCollator` is the default. Rows without images can get a
 dummy image (`DummyImages`), so that the vision tower runs on every rank:
 
     rank 0   |-- text --|-- image --|             forward and backward through the vision tower
@@ -47,7 +47,7 @@ class Collator(ABC):
 
     @abstractmethod
     def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
-        """Combine the samples into one batch, in the given order.
+        """Combine the samples into one batch, in this order.
 
         Args:
             samples: the samples of one row, a list or an EncodedRow.
@@ -140,7 +140,7 @@ class PaddingFreeCollator(Collator):
         return super().__call__(features)
 
     def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
-        """Combine the samples into one row, in the given order.
+        """Combine the samples into one row, in this order.
 
         Raises:
             BatchError: no sample, a row longer than `pad_to`, mixed kinds of positions, no target, or no room for a
@@ -179,7 +179,7 @@ class PaddingFreeCollator(Collator):
             input_ids[real], labels[real], padding[real] = row.input_ids, row.labels, False
             if dummy is not None:
                 input_ids[total - tail : total - tail + len(dummy)] = dummy.input_ids
-        labels[bounds[: len(lengths)]] = IGNORE_INDEX  # no token of the same sample predicts the first one
+        labels[bounds[: len(lengths)]] = IGNORE_INDEX  # no token of the same sample predicts the first token
         is_target = labels != IGNORE_INDEX
         if not is_target.any():
             names = ", ".join(map(str, row.ids))

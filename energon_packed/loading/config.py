@@ -60,7 +60,7 @@ class DataflowConfig(RejectOptions):
         work_dir: folder for measurements and converted copies, kept for the next run; by default temporary.
 
     Raises:
-        ConfigError: a value is invalid, or two names of one setting have different values.
+        ConfigError: a value is invalid, or two names of a setting have different values.
     """
 
     dataset_path: Any = option(None, help="Input.", group=INPUT, flags=())
@@ -88,7 +88,7 @@ class DataflowConfig(RejectOptions):
         names = ("dataset_path", "packing_length", "processor_config", "packing_strategy")
         values = {name: getattr(self, name) for name in names}
         defaults = {attribute.name: attribute.default for attribute in fields(self)}
-        # The names of `pack` are the ones that all later code reads; `translated` converts this class's names to them.
+        # All later code reads the names of `pack`; `translated` converts the names of this class to them.
         for name, value in translated(values).items():
             own = getattr(self, name)
             if name == "sources":  # SourceConfigs already, if `replace` makes a config from another config

@@ -62,7 +62,7 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         dataset: PackedDataset or PlannedDataset.
         num_replicas, rank: world size and rank; by default from torch.distributed. `rank="all"` yields the order of
             all ranks, batch by batch, for accelerate and the Trainer, which assign batches to ranks.
-        batch_size: packs of one step on one rank.
+        batch_size: packs of a step on a rank.
         balance: `attention`.
         cost: cost model of a pack.
         shuffle, seed: draw a new seeded order every epoch; call `set_epoch`.
@@ -352,7 +352,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
 
 
 class _Folder:
-    """The packs of one dataset folder, by index."""
+    """The packs of a dataset folder, by index."""
 
     def __init__(self, split: LoadedSplit, encoder: Processor) -> None:
         self.reader = ShardReader(shards_in_split(split.path, split.split), digests_of(split))
@@ -403,5 +403,5 @@ class _Folder:
             return 0
         conversations = [conversation for conversation in self.sample(pack).conversations() if conversation.images]
         tokens = sum(run.length for media in conversations for run in measure_media(vision, media).runs)
-        # An image token stands for merge_size x merge_size patches.
+        # An image token represents merge_size x merge_size patches.
         return int(tokens * vision.merge_size**2)

@@ -77,7 +77,7 @@ class FailureLog:
     A loader with epochs counts from the start of the epoch, or from the restored state.
 
     Args:
-        limit: failures of one rank that are skipped; the next failure raises. 0 raises the first failure, with its
+        limit: failures of this rank that are skipped; the next failure raises. 0 raises the first failure, with its
             location. None skips all.
         unchanged: raises DataChangedError for sources whose files changed since they were opened. Such an error is
             not a failure of a sample, and is never skipped. None does not check.
@@ -346,7 +346,7 @@ def _source(sources: Any) -> str:
 
 
 def in_one_line(error: BaseException, loader: str) -> EnergonPackedError | None:
-    """Convert the error of a worker to a one-line error; return None for other errors.
+    """Convert the error of a worker to an error of a single line; return None for other errors.
 
     Args:
         error: the error that torch raised.

@@ -33,7 +33,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LoadedSplit:
-    """One split of one dataset folder.
+    """A split of a dataset folder.
 
     Attributes:
         path: folder with `.nv-meta`.
@@ -202,7 +202,7 @@ class OpenedSplits(OpenedFiles):
             digests |= {folder / tar.name: digest for tar, digest in digests_of(split).items()}
             tars |= dict.fromkeys(folder / name for name in read_split(split.path).shards(split.split))
         super().__init__(tars, digests)
-        # Resolving a path takes system calls, and every pack asks again.
+        # Resolving a path needs system calls, and every pack asks again.
         self._tars: dict[tuple[Any, str], Path | None] = {}
 
     def check_sources(self, sources: Iterable[Any] | None) -> None:
@@ -219,7 +219,7 @@ class OpenedSplits(OpenedFiles):
                 self.check(tar)
 
     def _tar(self, folder: Any, name: str) -> Path | None:
-        """The tar of a source, a name in an EPath; None for other files, such as those of auxiliary datasets."""
+        """The tar of a source, a name in an EPath; None for other files, such as files of auxiliary datasets."""
         key = (folder, name)
         if key not in self._tars:
             tar = Path(str(folder)).resolve() / str(name)
@@ -245,7 +245,7 @@ def epoch_pack_counts(blend: list[LoadedSplit], packs: list[int]) -> list[int]:
 
 def apportion(weights: list[float], total: int) -> list[int]:
     """Divide `total` in proportion to weights, as integers whose sum is `total`."""
-    # Largest remainders (Hamilton's method): round down, then add 1 where most was cut off.
+    # Largest remainders (Hamilton's method): round down, then add 1 to the counts that lost most.
     exact = total * np.array(weights) / sum(weights)
     counts = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]] += 1

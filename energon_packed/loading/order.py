@@ -1,6 +1,6 @@
 """The order of training: a map-style dataset, seed, epoch, rank and step in, the items of that step out.
 
-    order of an epoch   a seeded permutation of its N items, optionally such that the items of a step cost the same
+    order of an epoch   a seeded permutation of its N items, optionally with equal costs of the items in a step
     step s              the next `ranks * rows` items of the order; rank r reads every `ranks`-th of them, from r on
     worker w of W       prepares the steps w, w + W, w + 2 W, ... of its rank
 
@@ -41,7 +41,7 @@ class Segment:
         step: first step of the segment, from 0 in the epoch.
         item: place in the order of the first item of that step.
         ranks: data-parallel ranks.
-        rows: items of one step on one rank.
+        rows: items of a step on a rank.
         weights: weights of the datasets of a blend by weight; None for other data.
     """
 
@@ -53,7 +53,7 @@ class Segment:
 
     @property
     def width(self) -> int:
-        """Items of one step on all ranks."""
+        """Items of a step on all ranks."""
         return self.ranks * self.rows
 
     def first_item(self, step: int) -> int:
@@ -256,7 +256,7 @@ class Order:
         return np.arange(len(self.dataset), dtype=np.int64)
 
     def _aligned(self, order: Int64, segment: Segment, rng: np.random.Generator) -> Int64:
-        """Reorder items so that the items of a step cost the same on all ranks; the last, short step is unchanged."""
+        """Reorder items so that a step has equal costs on all ranks; the last, short step is unchanged."""
         steps, rest = balanced_steps(
             self._costs(), order, ranks=segment.ranks, rows=segment.rows, window=WINDOW, rng=rng
         )

@@ -26,7 +26,7 @@ _MAX_NAMED = 5  # items that a message names
 
 
 class OrderLog:
-    """Append the steps of one rank to its file `order-RANK.jsonl`.
+    """Append the steps of a rank to its file `order-RANK.jsonl`.
 
     Args:
         folder: folder of the files of all ranks.
@@ -118,9 +118,9 @@ def check_order(folder: Path) -> OrderReport:
                     f"{before['step']} and {line['step']}: {_some(line['items'])}"
                 )
             elif any(before[name] != line[name] for name in ("ids", "sources", "items", "dropped")):
-                where = f"epoch {line['epoch']}, step {line['step']}, rank {line['rank']}"
+                step = f"epoch {line['epoch']}, step {line['step']}, rank {line['rank']}"
                 problems.append(
-                    f"{where} had {_some(before['ids'])} before a resume, and {_some(line['ids'])} after it"
+                    f"{step} had {_some(before['ids'])} before a resume, and {_some(line['ids'])} after it"
                 )
     epochs = sorted({line["epoch"] for line in lines.values()})
     complete, kept = [], []
@@ -197,14 +197,14 @@ def _check_stream(epoch: int, lines: list[dict[str, Any]]) -> Checked:
     return lines, len(ended) == lines[0]["num_shards"], problems
 
 
-def _lost_or_twice(where: str, items: list[int], *, complete: bool) -> Iterator[str]:
+def _lost_or_twice(scope: str, items: list[int], *, complete: bool) -> Iterator[str]:
     """Yield a line for repeated items and a line for lost items."""
     if twice := sorted(item for item, count in Counter(items).items() if count > 1):
-        yield f"{where}: {len(twice)} items are twice: {_some(twice)}"
+        yield f"{scope}: {len(twice)} items are twice: {_some(twice)}"
     # Until an epoch is complete, gaps are items of steps that other ranks have not logged yet.
     lost = sorted(set(range(max(items, default=-1) + 1)) - set(items))
     if lost and complete:
-        yield f"{where}: {len(lost)} items are lost: {_some(lost)}"
+        yield f"{scope}: {len(lost)} items are lost: {_some(lost)}"
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:

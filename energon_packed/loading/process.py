@@ -127,7 +127,7 @@ Encoded = Sequence[EncodedSample] | EnergonPackedError
 
 
 def encode_items(values: Sequence[Any], processor: Processor) -> list[Encoded]:
-    """Encode items; an error takes the position of an item that cannot be used.
+    """Encode items; the result of an item that cannot be used is its error.
 
     Args:
         values: items of distributors, as in the table of this module, each perhaps in a WithSource.

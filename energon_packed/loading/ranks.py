@@ -4,11 +4,11 @@
 |---|---|
 | `has_group`, `group_place`, `launched_processes` | the process group, or the processes that a launcher started |
 | `all_gather_object`, `broadcast_object` | collective operations that also work without a process group |
-| `ShardSpec`, `shuffled` | the items of an epoch that one worker of one rank reads |
+| `ShardSpec`, `shuffled` | the items of an epoch that a worker of a rank reads |
 | `resolve_rank`, `check_rank`, `warn_uneven` | rank and world size of a loader |
 | `check_not_resharded`, `refuse_dispatch` | errors for tools that would shard the data a second time |
 
-Sharding twice loses rows without an error, and no argument tells a dataset that it happens. So the tools are searched
+Sharding twice loses rows without an error, and a dataset is not informed about it. So the tools are searched
 among the callers, by the names of their classes:
 
     IterableDatasetShard    accelerate, Transformers: keeps every n-th item of a shard that belongs to one rank already

@@ -344,7 +344,7 @@ def get_raw_loader(
         for batch in loader:                            # one epoch of PackedBatch, a row each
             ...
 
-    With `streaming: true` it returns the loader of a `PackedIterableDataset`; with `streaming: false`, a loader over
+    With `streaming: true` it returns the loader of a `PackedIterableDataset`, with `streaming: false` a loader over
     `plan_in_memory(config)`, whose length is known. Rejected records are in `loader.failures` in both cases.
 
     Args:

@@ -26,7 +26,7 @@ from energon_packed.records import Conversation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """A step of one rank.
+    """A step of a rank.
 
     Attributes:
         rank: from 0.
@@ -168,7 +168,7 @@ class _Lengths(Processor):
         self.processor = processor
 
     def encode(self, conversation: Conversation) -> EncodedSample:
-        """Return the blank sample of one conversation."""
+        """Return the blank sample of a conversation."""
         result = self.encode_many([conversation])[0]
         if isinstance(result, Reject):
             raise RecordError.of(result)

@@ -112,7 +112,7 @@ def states_of(state: Any) -> list[dict[str, Any]]:
 
 @contextmanager
 def damage_named() -> Iterator[None]:
-    """Context manager that turns any error of reading a corrupted state into a one-line BatchError.
+    """Context manager that turns any error of reading a corrupted state into a BatchError of a single line.
 
     Raises:
         BatchError: a value is missing or has another type than the saved value.
@@ -186,7 +186,7 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
     differ = "; ".join(_difference(name, saved.get(name), now[name]) for name in names)
     if all(_is_ratio(name, saved.get(name), now[name]) for name in names):
         raise BatchError(
-            f"{differ}. Pass `allow_changed_weights=True` to continue with the new weights, or restore the old ones."
+            f"{differ}. Pass `allow_changed_weights=True` to continue with the new weights, or restore the old weights."
         )
     if all(name in _DATA_KEYS for name in names):
         raise BatchError(
@@ -201,7 +201,7 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def without_weights(value: Any) -> Any:
-    """An identity without the weights of mixtures and blends, nested ones included."""
+    """An identity without the weights of mixtures and blends, at any depth."""
     if isinstance(value, dict):
         return {name: without_weights(entry) for name, entry in value.items() if name not in _WEIGHT_KEYS}
     return [without_weights(entry) for entry in value] if isinstance(value, list) else value
