@@ -168,7 +168,7 @@ class PackedBatch(Batch):
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
         }
-        # Models without the kernel for `seq_idx` refuse the argument, and a row with a single segment does not need it.
+        # Models without the kernel for `seq_idx` refuse the argument, and a row of 1 segment does not need it.
         if len(bounds) > 2:
             segments = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
             tokens = self.input_ids.shape[1]  # known, so that the host need not wait for a GPU

@@ -186,7 +186,7 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
     differ = "; ".join(_difference(name, saved.get(name), now[name]) for name in names)
     if all(_is_ratio(name, saved.get(name), now[name]) for name in names):
         raise BatchError(
-            f"{differ}. Pass `allow_changed_weights=True` to continue with the new weights, or restore the old weights."
+            f"{differ}. Pass `allow_changed_weights=True` to continue with the new weights, or restore the old."
         )
     if all(name in _DATA_KEYS for name in names):
         raise BatchError(
