@@ -86,6 +86,7 @@ class PackedBatch(Batch):
     @property
     def num_tokens(self) -> int:
         """Number of real tokens, without padding."""
+        # From the mask, as a padding tail is a segment of `cu_seqlens`, too.
         padding = 0 if self.padding_mask is None else int(self.padding_mask.sum())
         return self.input_ids.shape[1] - padding
 
@@ -117,6 +118,7 @@ class PackedBatch(Batch):
 
     def without_targets(self) -> "PackedBatch":
         """The same row without targets and names of samples, for a rank that has no row in a step."""
+        # The tokens stay, so that the rank runs the same forward and backward pass as the others; its loss is 0.
         batch = copy(self)
         batch.labels, batch.loss_mask = torch.full_like(self.labels, IGNORE_INDEX), torch.zeros_like(self.loss_mask)
         batch.ids = [None] * len(self.ids)
@@ -185,6 +187,7 @@ class PackedBatch(Batch):
         Args:
             logits: (1, T, vocabulary), model output for this row.
         """
+        # The weights sum to the number of targets, so this is the mean of Transformers if all weights are 1.
         losses, weights = self._losses(logits)
         return (losses * weights).sum() / weights.sum()
 
@@ -252,6 +255,7 @@ class PackedBatch(Batch):
     def _losses(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross entropy and weight of the targets at 1..T-1, each (T-1,)."""
         targets, weights = self.labels[0, 1:], self.loss_mask[0, 1:].to(logits.device)
+        # Logits t predict token t + 1. In float32, as bfloat16 sums over the vocabulary lose digits.
         losses = torch.nn.functional.cross_entropy(
             logits[0, :-1].float(), targets.to(logits.device), ignore_index=IGNORE_INDEX, reduction="none"
         )
@@ -300,7 +304,7 @@ class PackedBatch(Batch):
             raise BatchError(
                 "packed_seq_params requires megatron-core; run pip install 'energon-packed[megatron]'"
             ) from error
-        known = {attribute.name for attribute in fields(PackedSeqParams)}
+        known = {attribute.name for attribute in fields(PackedSeqParams)}  # fields differ between releases
         return PackedSeqParams(
             **({"total_tokens": self.input_ids.shape[1]} if "total_tokens" in known else {}),
             qkv_format="thd",

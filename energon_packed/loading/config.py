@@ -169,6 +169,7 @@ def is_dataflow_config(path: Path) -> bool:
     """Whether a file is the YAML of a config, and not a Metadataset."""
     if not path.is_file():
         return False
+    # By keys that only Metadatasets have; a config has none of them.
     try:
         content = read_yaml(path)
     except yaml.YAMLError:

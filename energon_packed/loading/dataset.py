@@ -112,7 +112,7 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         ranks, width = self.ranks, self.ranks * self.rows
         order = self.order.epoch_order(self.epoch, self.seed, [self.order.segment(ranks, self.rows)])
-        full = len(order) // width * width
+        full = len(order) // width * width  # items of full steps
         steps = order[:full].reshape(-1, self.rows, ranks)  # rank r has every `ranks`-th item of a step
         rest = order[full:] if not self.drop_last else order[:0]
         if self.rank is None:
@@ -192,6 +192,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         seed: int = 0,
         trust_sample_loader: bool = False,
     ) -> None:
+        # First, as opening a Metadataset parses it with Energon, which may run code that it names.
         if not trust_sample_loader:
             check_blend_trusted(path)
         self.blend = loaded_splits(Path(path), split, trusted=trust_sample_loader)
@@ -310,7 +311,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         """
         shards = []
         for member in self.blend:
-            if member.manifest is None:
+            if member.manifest is None:  # without recorded hashes, comparing would need all bytes of the tars
                 return ""
             split = None if member.split == "train" else member.split
             shards.append([split, member.repetitions, [shard.sha256 for shard in member.manifest.shards]])

@@ -38,6 +38,7 @@ def from_features(feature: dict[str, Any]) -> EncodedSample:
     ids = _array(feature["input_ids"], "input_ids")
     labels = ids if feature.get("labels") is None else _array(feature["labels"], "labels")
     mask = feature.get("attention_mask")
+    # Padding is removed instead of masked: a packed row has none.
     real = np.ones(len(ids), dtype=bool) if mask is None else _array(mask, "attention_mask").astype(bool)
     name = feature.get("id")
     for column, array in (("labels", labels), ("attention_mask", real)):

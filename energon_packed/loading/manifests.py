@@ -103,6 +103,7 @@ class LoadedSplit:
         Raises:
             ConfigError: its fingerprint differs.
         """
+        # Custom encoders and other packing tools may have no fingerprint; lengths are still checked per sample.
         if self.manifest is None or not encoder.fingerprint() or not self.manifest.tokenizer_fingerprint:
             return
         if encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
@@ -254,6 +255,7 @@ def apportion(weights: list[float], total: int) -> list[int]:
 
 def drawn(packs: int, count: int, rng: np.random.Generator) -> Int64:
     """Draw `count` of `packs` pack indices, int64 (count,): each equally often, and a random few one time more."""
+    # Sorted, so that an epoch without shuffling reads the tars in order.
     copies, rest = divmod(count, packs)
     return np.concatenate([np.tile(np.arange(packs), copies), np.sort(rng.permutation(packs)[:rest])])
 
@@ -306,6 +308,7 @@ def steps_per_epoch(
     layout = {"world_size": world_size, "micro_batch_size": micro_batch_size, "num_workers": num_workers}
     if isinstance(path, PackingManifest):
         return steps_of_ranks([(path.packs_in(split), 1)], **layout, drop_last=drop_last)
+    # Counting opens no dataset with Energon, but parsing a Metadataset must not create its objects.
     check_blend_trusted(path)
     blend = loaded_splits(Path(path), split)
     counts = []

@@ -32,7 +32,7 @@ class ThroughputMetrics:
         while True:
             start = time.perf_counter()
             batch = next(iterator, None)
-            if batch is None:
+            if batch is None:  # no loader yields None
                 return
             self.add(batch, wait=time.perf_counter() - start)
             yield batch

@@ -105,6 +105,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         self._groups = np.concatenate(groups) if groups else np.zeros(0, dtype=np.int64)
         self._offsets = np.cumsum([0, *map(len, groups)])
         self.lengths = np.array([int(refs.length[group].sum()) for group in groups], dtype=np.int64)
+        # Attention costs the square of each sample's length, not of the row's: samples do not attend to each other.
         squares = [int((refs.length[group].astype(np.int64) ** 2).sum()) for group in groups]
         self._squares = np.array(squares, dtype=np.int64)
 
@@ -167,6 +168,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         index %= len(self)
         refs, read = self._refs, []
         for record in self._groups[self._offsets[index] : self._offsets[index + 1]].tolist():
+            # By address: a record of a large file is read without the records before it.
             source = int(refs.source[record])
             conversation = self._reader.read(source, int(refs.address[record]), int(refs.size[record]))
             if conversation.id is None:
@@ -201,6 +203,7 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
     reader = open_reader(config, folder)
     config.check_format(reader)
     keys = compute_fingerprints(config, reader.sources, None)
+    # The stages of `pack`, without writing: measurements in `work_dir` are shared with `pack` and with other ranks.
     with closing(LocalEngine(config.processes)) as engine:
         table = MeasureStage(
             options=config,
@@ -217,6 +220,7 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
     if line := warning_of(report.counts, len(table), "`rejects.rows` of the dataset"):
         _log.warning("%s", line)
     refs = table.refs(usable)
+    # A longer sample is truncated when it is read, so it is planned with the truncated length.
     if config.truncate is not None:
         refs = replace(refs, length=np.minimum(refs.length, config.truncate))
     lengths = refs.length.astype(np.int64)

@@ -81,6 +81,7 @@ def replay(
         ConfigError: `step` is below 1, or beyond the epoch on every rank.
         FormatError: there is no dataset.
     """
+    # Only keys and ids are read, so any processor serves, and the tokenizer of the data is not needed.
     dataset = PackedDataset(path, StoredTokens(), split=split, check_encoder=False)
     return _of_ranks(MapDistributor(dataset, shuffle=shuffle), step, run)
 

@@ -70,6 +70,7 @@ def gather_state(loader: Any, group: Any = None) -> dict[str, Any]:
 
 def gathered(state: dict[str, Any], group: Any = None) -> dict[str, Any]:
     """Collect a state that `state_dict` returned, as `gather_state` does."""
+    # A state without a rank is equal on all ranks, so no rank needs to join a collective operation for it.
     if "rank" not in state:
         return state
     shared = {name: state[name] for name in ("version", "loader") if name in state}
@@ -209,6 +210,7 @@ def without_weights(value: Any) -> Any:
 
 def ratio(weights: Any) -> str:
     """Format weights as small integers, 0.75 and 0.25 as 3:1; as decimals if the integers were above 1,000."""
+    # Users write 3:1 and states store 0.75 and 0.25, so messages show the smallest integers with the same ratios.
     values = [float(weight) for weight in (weights.values() if isinstance(weights, dict) else weights)]
     total = sum(values) or 1.0
     shares = [Fraction(value / total).limit_denominator(1000) for value in values]
@@ -240,6 +242,7 @@ def iterate_epoch(rest: Callable[[], Iterator[Any]], *, empty: int) -> Iterator[
         rest: returns the remaining batches of the current epoch, after which the next epoch is the current epoch.
         empty: how many times `rest` may be empty: 1 in an epoch that was started, 0 in a new epoch.
     """
+    # A generator that returned nothing means the state was at the end of an epoch; then the next epoch is tried.
     is_empty = True
     while is_empty and empty >= 0:
         for batch in rest():
