@@ -238,7 +238,7 @@ def test_the_pool_is_part_of_the_state(num_workers: int) -> None:
         other.load_state_dict(states[0])
 
 
-def test_what_cannot_be_balanced_is_one_line(dataset: PackedDataset) -> None:
+def test_data_that_cannot_be_balanced_raises_one_line(dataset: PackedDataset) -> None:
     wrong: Any = "patches"
     with pytest.raises(ConfigError, match="`balance` must be 'attention' or None, got 'patches'"):
         MapDistributor(dataset, balance=wrong)

@@ -102,7 +102,7 @@ def test_a_blend_resumes_under_the_torch_loader(outputs: dict[str, Path], tmp_pa
     check_every_step(new_loader)
 
 
-def test_what_a_map_style_epoch_cannot_hold_is_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
+def test_metadatasets_without_a_map_style_epoch_are_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
     subset = metadataset(tmp_path / "s.yaml", f"{{path: {outputs['a']}, subset: {{range: [0%, 50%]}}}}")
     with pytest.raises(ConfigError, match="uses 'subset' of .*, which only Energon"):
         PackedDataset(subset)

@@ -1,4 +1,4 @@
-"""Weights that changed between saving and resuming: named, and allowed, with every data set where it was."""
+"""Weights that changed between saving and resuming: named, and allowed, with every dataset where it was."""
 
 import json
 from collections import Counter

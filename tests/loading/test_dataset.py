@@ -103,7 +103,7 @@ def test_tokens_need_no_encoder(text_tokenizer_dir: Path, tmp_path: Path) -> Non
     assert all(same(plain[index], encoded[index]) for index in range(len(plain)))
 
 
-def test_what_is_missing_is_said(pack_demo: Any, encoder: ChatEncoder, tmp_path: Path) -> None:
+def test_missing_parts_of_a_dataset_raise(pack_demo: Any, encoder: ChatEncoder, tmp_path: Path) -> None:
     shards = pack_demo(max_packs_per_shard=3).shards
     with pytest.raises(ConfigError, match=r"stores PackedCaptioningSample with images, which needs an encoder"):
         PackedDataset(shards)

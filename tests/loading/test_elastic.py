@@ -256,7 +256,7 @@ def test_gathered_states_of_energon_loaders_change_ranks(folder: Path) -> None:
         get_packed_loader(folder, rank=1, world_size=3, num_workers=1).load_state_dict(gathered)
 
 
-def test_what_cannot_change_says_so() -> None:
+def test_streams_that_cannot_change_ranks_raise() -> None:
     def stream() -> Iterator[Any]:
         yield from FEATURES
 

@@ -160,7 +160,7 @@ def test_bad_options_are_named(pack_demo: Packer, encoder: ChatEncoder, options:
         get_packed_loader(pack_demo().shards, encoder, **options)
 
 
-def test_what_is_no_data_set_is_named(encoder: ChatEncoder, tmp_path: Path) -> None:
+def test_paths_without_a_dataset_are_named(encoder: ChatEncoder, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="does not exist"):
         get_packed_loader(tmp_path / "none", encoder)
     with pytest.raises(FormatError, match=r"has no \.nv-meta folder; check that the build completed"):

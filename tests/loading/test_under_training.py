@@ -427,7 +427,7 @@ def test_a_timeout_without_workers_is_refused(tmp_path: Path) -> None:
         by_energon(path, 2, timeout=-1)
 
 
-def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_fifo_is_named_and_not_waited_for(tmp_path: Path) -> None:
     whole = packed(tmp_path)
     files = [*whole.glob("*-000000.*"), *(whole / ".nv-meta").iterdir()]
     names = sorted(file.relative_to(whole) for file in files)
