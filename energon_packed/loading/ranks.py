@@ -199,8 +199,8 @@ def refuse_dispatch() -> None:
         if kind.__module__.startswith("accelerate."):
             raise ConfigError(
                 "`dispatch_batches=True` splits tensors between processes, which breaks packed rows. Pass "
-                "DataLoaderConfiguration(dispatch_batches=False), or accelerator_config={'dispatch_batches': False} in "
-                "TrainingArguments."
+                "DataLoaderConfiguration(dispatch_batches=False), or accelerator_config={'dispatch_batches': False} "
+                "in TrainingArguments."
             )
         raise ConfigError(
             f"{kind.__module__}.{kind.__name__} reads on process 0 for all ranks, but this loader is sharded over "
