@@ -1,11 +1,16 @@
-"""The training side: items and packs become padding-free batches.
+"""The training side: packed datasets or raw records in, padding-free PackedBatches and resumable loader states out.
 
     items ──► Distributor ──► Processor ──► EncodedSample ──► Packer ──► group ──► Collator ──► PackedBatch
 
-Roles: distributors/ (which items), process.py (encoded samples), packers/ (which samples share a row), collator.py,
-batch.py (the row, and its forms for frameworks). Order of items with known packs: order.py. Loaders: dataflow/
-(torch), energon/ (Energon), dataset.py (packed folders, map-style), raw_records.py (records, streamed or planned),
-joint.py. Shared by all: state.py, failures.py, ranks.py, manifests.py, trust.py, order_log.py, replay.py, metrics.py.
+| modules | content |
+|---|---|
+| distributors/, process.py, packers/, collator.py | the roles: items, encoding, which samples share a row, the row |
+| batch.py, features.py | the batch, and its arguments for frameworks; Hugging Face features |
+| dataset.py, raw_records.py, config.py | map-style packs; raw records, streamed or planned; their settings |
+| dataflow/, energon/, joint.py | loaders: on torch's DataLoader, on Energon's loader, several loaders |
+| order.py, state.py, ranks.py | which item each rank reads at each step; loader states; rank and world size |
+| manifests.py, trust.py | datasets and Metadatasets of a loader; the check that they run no code |
+| failures.py, metrics.py, order_log.py, replay.py | reports: failures, throughput, past and future order |
 """
 
 from energon_packed.loading.batch import PackedBatch

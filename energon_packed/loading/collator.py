@@ -1,20 +1,21 @@
-"""Collators combine encoded samples into one padding-free row. Subclasses implement `collate`.
+"""Collators: a list of EncodedSamples (or an EncodedRow) in, one PackedBatch out, padding-free unless requested.
 
-DummyImages: which rows without images get a dummy image, so that the vision tower runs on every rank.
+Subclasses of `Collator` implement `collate`; `PaddingFreeCollator` is the default. Rows without images can get a
+dummy image (`DummyImages`), so that the vision tower runs on every rank:
 
     rank 0   |-- text --|-- image --|             forward and backward through the vision tower
     rank 1   |-- text --|-- text --|(dummy)       the same collective operations, with zero gradient
 
-DDP and FSDP reduce gradients, and FSDP gathers weights, in operations that every rank must take part in. A rank whose
-row has no image skips the vision tower, and the others wait for it. The dummy is the row's tail segment: padding with
-its own boundaries, without a target.
+DDP and FSDP reduce gradients, and FSDP gathers weights, in operations that every rank must join. A rank whose row has
+no image skips the vision tower, and the other ranks wait for it forever. The dummy is the row's tail segment: padding
+with its own boundaries, without a target.
 """
 
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -29,97 +30,34 @@ from energon_packed.loading.ranks import group_place, has_group, launched_proces
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
 LossWeighting = Literal["token", "sample", "sqrt"]
+DummyChoice = Literal["auto", "always", "never"]
 _EXPONENT: dict[str, float] = {"token": 0.0, "sample": 1.0, "sqrt": 0.5}
 _log = logging.getLogger(__name__)
-DummyChoice = Literal["auto", "always", "never"]
-DUMMY_CHOICES: tuple[DummyChoice, ...] = ("auto", "always", "never")
-
-
-class DummyImages:
-    """Decides for each row; the dummy is that of the row's samples, or one that is given.
-
-    Args:
-        choice: `auto` (several ranks train), `always`, `never`, or the dummy: `encoder.dummy`.
-
-    Raises:
-        ConfigError: an unknown choice, or a dummy without an image.
-    """
-
-    def __init__(self, choice: "DummyChoice | EncodedSample") -> None:
-        given = choice if isinstance(choice, EncodedSample) else None
-        if given is None and choice not in DUMMY_CHOICES:
-            raise ConfigError(f"`dummy_images` is {choice!r}; use {', '.join(DUMMY_CHOICES)}, or `encoder.dummy`")
-        if given is not None and given.num_images == 0:
-            raise ConfigError("`dummy_images` is a sample without an image; pass `encoder.dummy` of a vision encoder")
-        self._given = given
-        self._choice = choice
-        self._warned = False
-        self._several = is_distributed()  # workers that are spawned do not know the process group
-
-    def known(self, of_row: EncodedSample | None) -> EncodedSample | None:
-        """The dummy that rows such as this one get if they have no image; None if they do not get a dummy.
-
-        Args:
-            of_row: the dummy of the row's samples.
-
-        Raises:
-            BatchError: `always`, and no sample is of a vision encoder.
-        """
-        if self._choice == "never":
-            return None
-        dummy = self._given or of_row
-        if dummy is not None and self._choice == "auto" and not (self._several or is_distributed()):
-            return None
-        if dummy is None and self._choice == "always":
-            raise BatchError(
-                "`dummy_images` is 'always', but the samples do not come from an encoder with a vision family; "
-                "pass `dummy_images=encoder.dummy`"
-            )
-        return dummy
-
-    def fitting(self, dummy: EncodedSample | None, room: int | None) -> EncodedSample | None:
-        """The dummy, where the row has room for it; with `auto`, a row without room has a warning in its place.
-
-        Args:
-            dummy: as `known` gives it.
-            room: tokens that the row may still get; None where there is no limit, negative where it is too long.
-
-        Raises:
-            BatchError: no room, and the choice is not `auto`.
-        """
-        if dummy is None or room is None or room < 0 or len(dummy) <= room:
-            return dummy
-        why = (
-            f"a row without images has room for {room} tokens up to `pad_to`, and the dummy image with which all "
-            f"ranks run the vision tower takes {len(dummy)}: set `pad_to` to at least `seq_len` + {len(dummy)}, "
-            "or pack with a smaller `seq_len`"
-        )
-        if self._choice != "auto":
-            raise BatchError(f"{why}, or set `dummy_images` to 'never'")
-        if not self._warned:
-            self._warned = True
-            _log.warning("%s; ranks may wait for each other (DDP, FSDP)", why)
-        return None
-
-
-def is_distributed() -> bool:
-    """Whether several processes train."""
-    return (group_place()[1] if has_group() else launched_processes()) > 1
 
 
 class Collator(ABC):
-    """Combines encoded samples into one row."""
+    """Base class of collators: `collate(samples)` joins EncodedSamples into one PackedBatch.
+
+        class Reversed(PaddingFreeCollator):
+            def collate(self, samples):
+                return super().collate(samples[::-1])
+
+    A collator is also a `collate_fn` of torch and a `data_collator` of transformers.Trainer.
+    """
 
     @abstractmethod
     def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
-        """Combine the samples into one batch, in the given order.
+        """Combine the samples into one batch, in this order.
+
+        Args:
+            samples: the samples of one row, a list or an EncodedRow.
 
         Raises:
             BatchError: the samples cannot form a batch.
         """
 
     def __call__(self, features: Sequence[Any]) -> Any:
-        """Entry point for torch's `collate_fn` and the `data_collator` of transformers.Trainer.
+        """Collate what a torch DataLoader or transformers.Trainer passes.
 
         Packs of a `PackedDataset`, rows of its `to_hf()`, features and a finished PackedBatch are returned as the dict
         of `transformers_inputs()`, samples as a PackedBatch.
@@ -128,7 +66,7 @@ class Collator(ABC):
             BatchError: as `collate`, or the dict cannot represent the collator's loss weights.
         """
         if features and isinstance(features[0], PackedBatch):
-            return _only(features).transformers_inputs()
+            return _single(features).transformers_inputs()
         if features and isinstance(features[0], dict) and PACK in features[0]:
             features = [feature[PACK] for feature in features]
         if features and isinstance(features[0], (list, EncodedRow)):
@@ -143,19 +81,19 @@ class PaddingFreeCollator(Collator):
     """Concatenates samples without padding, unless a framework requires it.
 
     Args:
-        pad_multiple: each sub-sample is padded to a multiple of this many tokens: `2 * cp` for context parallelism,
+        pad_multiple: each sample is padded to a multiple of this many tokens: `2 * cp` for context parallelism,
             `lcm(2 * cp, cp * tp)` with sequence parallelism too.
         pad_to: the row is padded to this many tokens with one tail segment; None adds no tail.
         pad_token_id: token id of padding; excluded from the loss and from the attention of real tokens.
-        loss_weighting: how the loss is weighted across sub-samples. With n_i targets in sub-sample i and N in the row,
+        loss_weighting: how the loss is weighted across samples. With n_i targets in sample i and N in the row,
             each target of i has the weight N * f(n_i) / sum_j(n_j * f(n_j)), where f(n) is 1 for `token` (all targets
-            count equally), 1/n for `sample` (all sub-samples count equally) and 1/sqrt(n) for `sqrt` (in between;
+            count equally), 1/n for `sample` (all samples count equally) and 1/sqrt(n) for `sqrt` (in between;
             "square averaging" in Z. Chen et al., InternVL 2.5, 2024). The weights are in `loss_mask` and sum to N, so
             the loss is sum(loss * loss_mask) / sum(loss_mask).
-        pixel_dtype: torch.float32 or torch.bfloat16, dtype of `pixel_values`; bfloat16 takes half the memory, and is
-            what a model in bfloat16 rounds them to. None leaves what the image processor gives, float32.
+        pixel_dtype: torch.float32 or torch.bfloat16, dtype of `pixel_values`; bfloat16 needs half the memory, and a
+            model in bfloat16 rounds to it anyway. None keeps the dtype of the image processor, float32.
         dummy_images: which rows without images get a minimal dummy image, as padding in the tail segment, so that
-            every rank runs the vision tower: `auto` (those of a vision encoder, when several processes train),
+            every rank runs the vision tower: `auto` (rows of a vision encoder, when several processes train),
             `always`, `never`, or `encoder.dummy` itself for features. It changes no loss and no gradient.
 
     Raises:
@@ -172,13 +110,13 @@ class PaddingFreeCollator(Collator):
         pixel_dtype: torch.dtype | None = None,
         dummy_images: DummyChoice | EncodedSample = "auto",
     ) -> None:
-        for name, value, least in (("pad_multiple", pad_multiple, 1), ("pad_to", pad_to, 1)):
-            if value is not None and value < least:
-                raise ConfigError(f"`{name}` is {value}; it must be at least {least}")
+        for name, value in (("pad_multiple", pad_multiple), ("pad_to", pad_to)):
+            if value is not None and value < 1:
+                raise ConfigError(f"`{name}` must be at least 1, got {value}.")
         if loss_weighting not in _EXPONENT:
-            raise ConfigError(f"`loss_weighting` is {loss_weighting!r}; use one of {', '.join(_EXPONENT)}")
+            raise ConfigError(f"`loss_weighting` must be one of {', '.join(_EXPONENT)}, got {loss_weighting!r}.")
         if pixel_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ConfigError(f"`pixel_dtype` is {pixel_dtype!r}; use torch.float32 or torch.bfloat16")
+            raise ConfigError(f"`pixel_dtype` must be torch.float32 or torch.bfloat16, got {pixel_dtype!r}.")
         self.loss_weighting = loss_weighting
         self.pixel_dtype = pixel_dtype
         self.pad_multiple = pad_multiple
@@ -187,47 +125,52 @@ class PaddingFreeCollator(Collator):
         self.dummy_images = DummyImages(dummy_images)
 
     def __call__(self, features: Sequence[Any]) -> Any:
-        """As in Collator; packs and features require `loss_weighting` 'token', as Trainer ignores `loss_mask`.
+        """Collate as Collator does; packs and features require `loss_weighting` 'token'.
 
-        Features are `{"input_ids", "labels"}` as lists, arrays or tensors, as for Transformers'
-        `DataCollatorWithFlattening`; without labels, all tokens but the first are targets.
+        Trainer ignores `loss_mask`, so other weightings would be lost without an error. Features are
+        `{"input_ids", "labels"}` as lists, arrays or tensors, as for Transformers' `DataCollatorWithFlattening`;
+        without labels, all tokens but the first are targets.
         """
         if self.loss_weighting != "token" and features and isinstance(features[0], list | dict | PackedBatch):
             raise BatchError(
-                f"`loss_weighting` is {self.loss_weighting!r}, but a model's own loss ignores loss_mask; use "
-                "collate() and batch.loss(logits) in the training step, or set `loss_weighting` to 'token'"
+                f"`loss_weighting` must be 'token' for packs and features, got {self.loss_weighting!r}: a model's own "
+                "loss ignores loss_mask. Use collate() and batch.loss(logits) in the training step, or set "
+                "`loss_weighting` to 'token'."
             )
         return super().__call__(features)
 
     def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
-        """Combine the samples into one row, in the given order.
+        """Combine the samples into one row, in this order.
 
         Raises:
-            BatchError: no sample, a row longer than `pad_to`, mixed kinds of positions, no target, or no dummy image
-                where one is needed.
+            BatchError: no sample, a row longer than `pad_to`, mixed kinds of positions, no target, or no room for a
+                dummy image that is required.
         """
         if not samples:
-            raise BatchError("a batch needs at least one sample")
+            raise BatchError("A batch must have at least 1 sample, got 0.")
+        # From here on, the row is columns: nothing below asks single samples, except for their images.
         row = EncodedRow.of(samples)
         lengths = np.diff(row.cu_seqlens).astype(np.int64)
         padded = lengths if self.pad_multiple == 1 else round_up(lengths, self.pad_multiple)
-        possible = self.dummy_images.known(row.dummy)
-        num_images = row.num_images
         room = None if self.pad_to is None else self.pad_to - int(padded.sum())
-        dummy = None if any(num_images) else self.dummy_images.fitting(possible, room)
+        num_images = row.num_images
+        possible = self.dummy_images.candidate(row.dummy)
+        dummy = None if any(num_images) else self.dummy_images.fit(possible, room)
         tail = self._tail(int(padded.sum()), 0 if dummy is None else len(dummy))
         segments = np.append(padded, tail) if tail else padded
         bounds = cu_seqlens_from_lengths(segments)
         total, tokens = int(bounds[-1]), len(row.input_ids)
 
-        between = padded is not lengths and bool((padded != lengths).any())
-        # Places of the real tokens in the padded row.
+        is_padded_between = padded is not lengths and bool((padded != lengths).any())
+        # Indices of the real tokens in the padded row: each sample is shifted by the padding before it.
         real: Any = slice(0, tokens)
-        if between:
+        if is_padded_between:
             real = np.arange(tokens) + np.repeat(bounds[: len(lengths)] - row.cu_seqlens[:-1], lengths)
         if total == tokens:
-            pads = self.pad_multiple > 1 or self.pad_to is not None or possible is not None
-            padding = np.zeros(total, dtype=bool) if pads else None
+            # A collator that may pad sets the mask for every row: Megatron's ranks must agree on whether it exists.
+            may_pad = self.pad_multiple > 1 or self.pad_to is not None or possible is not None
+            padding = np.zeros(total, dtype=bool) if may_pad else None
+            # Copies, because labels are changed below and the columns may be views of a stored row.
             input_ids, labels = row.input_ids.copy(), row.labels.copy()
         else:
             padding = np.ones(total, dtype=bool)
@@ -236,12 +179,14 @@ class PaddingFreeCollator(Collator):
             input_ids[real], labels[real], padding[real] = row.input_ids, row.labels, False
             if dummy is not None:
                 input_ids[total - tail : total - tail + len(dummy)] = dummy.input_ids
-        labels[bounds[: len(lengths)]] = IGNORE_INDEX  # no token of the same sample predicts the first one
+        labels[bounds[: len(lengths)]] = IGNORE_INDEX  # no token of the same sample predicts the first token
         is_target = labels != IGNORE_INDEX
         if not is_target.any():
-            raise _without_target(row)
+            names = ", ".join(map(str, row.ids))
+            raise BatchError(f"No token of {names} is a target. Pack with another `loss_on`, or remove these samples.")
+        # Kernels read `cu_seqlens` without the padding between samples, and the tail is a segment in both.
         unpadded = np.append(lengths, tail) if tail else lengths
-        pictured = row.pictured if dummy is None else [dummy]
+        with_images = row.pictured if dummy is None else [dummy]
         return PackedBatch(
             __key__=[str(name) for name in row.ids],
             __restore_key__=(),
@@ -249,12 +194,12 @@ class PaddingFreeCollator(Collator):
             labels=_row(labels),
             loss_mask=_row(self._weights(is_target, bounds)),
             position_ids=self._positions(row, bounds, real),
-            cu_seqlens=torch.from_numpy(cu_seqlens_from_lengths(unpadded) if between else bounds),
-            cu_seqlens_padded=torch.from_numpy(bounds) if between else None,
+            cu_seqlens=torch.from_numpy(cu_seqlens_from_lengths(unpadded) if is_padded_between else bounds),
+            cu_seqlens_padded=torch.from_numpy(bounds) if is_padded_between else None,
             max_seqlen=int(segments.max()),
             padding_mask=None if padding is None else _row(padding),
-            **(_images(pictured, self.pixel_dtype) if pictured else {}),
-            **(_vision_inputs(pictured, self.pixel_dtype) if pictured else {}),
+            **(_images(with_images, self.pixel_dtype) if with_images else {}),
+            **(_vision_inputs(with_images, self.pixel_dtype) if with_images else {}),
             ids=list(row.ids),
             sources=row.sources,
             num_images=num_images,
@@ -266,21 +211,20 @@ class PaddingFreeCollator(Collator):
         exponent = _EXPONENT[self.loss_weighting]
         if exponent == 0:
             return np.asarray(is_target, dtype=np.float32)
+        # With n targets in a segment, f(n) = n ** -exponent; the factor makes the weights sum to all targets, N.
         targets = np.add.reduceat(is_target, bounds[:-1], dtype=np.float64)
         weight = np.where(targets > 0, np.maximum(targets, 1.0) ** -exponent, 0.0)
         weight *= targets.sum() / (targets * weight).sum()
         return np.asarray(np.repeat(weight, np.diff(bounds)) * is_target, dtype=np.float32)
 
     def _tail(self, total: int, dummy: int) -> int:
-        """Tokens of the tail segment, which holds the dummy image's."""
-        if self.pad_to is None and not dummy:
-            return 0
+        """Tokens of the tail segment, the tokens of the dummy image included."""
         if self.pad_to is None:
-            return int(round_up(np.array([dummy], dtype=np.int64), self.pad_multiple)[0])
+            return int(round_up(np.array([dummy], dtype=np.int64), self.pad_multiple)[0]) if dummy else 0
         if total > self.pad_to:
             raise BatchError(
-                f"the row has {total} tokens, more than `pad_to` {self.pad_to}; reduce `micro_batch_size` "
-                "(`micro_batch_size` * `seq_len` must fit), or pack with `pad_multiple`"
+                f"The row has {total} tokens but `pad_to` is {self.pad_to}. Set `pad_to` to at least {total}, or put "
+                "fewer packs in a batch (`micro_batch_size`)."
             )
         return self.pad_to - total
 
@@ -290,58 +234,131 @@ class PaddingFreeCollator(Collator):
         text = position_ids_from_cu_seqlens(bounds)
         if row.position_ids is None:
             return _row(text)
+        # Row 0 counts tokens for the attention mask; rows 1 to 3 are the model's t, h and w.
         rows = np.stack([text] * 4)
         rows[1:, real] = row.position_ids
         return torch.from_numpy(rows).unsqueeze(1)
 
 
-def _without_target(row: EncodedRow) -> BatchError:
-    named = ", ".join(map(str, row.ids))
-    return BatchError(f"no token of {named} is a target; pack with another `loss_on` or remove these samples")
+class DummyImages:
+    """Chooses the dummy image of each row: `encoder.dummy` of its samples, or the dummy passed as `choice`.
+
+    Args:
+        choice: `auto` (if several ranks train), `always`, `never`, or the dummy: `encoder.dummy`.
+
+    Raises:
+        ConfigError: an unknown choice, or a dummy without an image.
+    """
+
+    def __init__(self, choice: DummyChoice | EncodedSample) -> None:
+        fixed = choice if isinstance(choice, EncodedSample) else None
+        if fixed is None and choice not in (valid := get_args(DummyChoice)):
+            raise ConfigError(f"`dummy_images` must be one of {', '.join(valid)}, or `encoder.dummy`, got {choice!r}.")
+        if fixed is not None and fixed.num_images == 0:
+            raise ConfigError(
+                "`dummy_images` must be a sample with an image, got a sample without. Pass `encoder.dummy` of a "
+                "vision encoder."
+            )
+        self._fixed = fixed
+        self._choice = choice
+        self._is_warned = False
+        self._is_distributed = _is_distributed()  # asked here too: spawned workers do not know the process group
+
+    def candidate(self, of_row: EncodedSample | None) -> EncodedSample | None:
+        """The dummy for rows of these samples, if they have no image; None if they do not get a dummy.
+
+        Args:
+            of_row: the dummy of the row's samples.
+
+        Raises:
+            BatchError: `always`, but no sample comes from a vision encoder.
+        """
+        if self._choice == "never":
+            return None
+        dummy = self._fixed or of_row
+        if dummy is not None and self._choice == "auto" and not (self._is_distributed or _is_distributed()):
+            return None
+        if dummy is None and self._choice == "always":
+            raise BatchError(
+                "`dummy_images='always'` needs samples of an encoder with a vision family. Pass "
+                "`dummy_images=encoder.dummy`."
+            )
+        return dummy
+
+    def fit(self, dummy: EncodedSample | None, room: int | None) -> EncodedSample | None:
+        """Return the dummy if the row has room for it; with `auto`, warn once and return None if not.
+
+        Args:
+            dummy: result of `candidate`.
+            room: tokens that the row may still get; None without a limit, negative if the row is too long already,
+                which is reported elsewhere.
+
+        Raises:
+            BatchError: no room, and the choice is not `auto`.
+        """
+        if dummy is None or room is None or room < 0 or len(dummy) <= room:
+            return dummy
+        reason = (
+            f"A row without images has room for {room} tokens up to `pad_to`, but the dummy image that lets all ranks "
+            f"run the vision tower needs {len(dummy)}. Set `pad_to` to at least `seq_len` + {len(dummy)}, or pack "
+            "with a smaller `seq_len`"
+        )
+        if self._choice != "auto":
+            raise BatchError(f"{reason}, or set `dummy_images` to 'never'.")
+        if not self._is_warned:
+            self._is_warned = True
+            _log.warning("%s. Until then, ranks may wait for each other (DDP, FSDP).", reason)
+        return None
+
+
+def _is_distributed() -> bool:
+    """Whether several processes train."""
+    return (group_place()[1] if has_group() else launched_processes()) > 1
 
 
 def _images(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, torch.Tensor | None]:
-    """What the vision tower reads of all images of a row."""
-    pictured = [sample for sample in samples if sample.image_grid_thw is not None]
-    if len({sample.patch_positions is None for sample in pictured}) > 1:
-        raise BatchError("some samples with images have patch positions and some do not; use one encoder for all")
-    positions = [torch.from_numpy(s.patch_positions) for s in pictured if s.patch_positions is not None]
+    """Pixels, grids and patch positions of all images of a row."""
+    with_grid = [sample for sample in samples if sample.image_grid_thw is not None]
+    if len({sample.patch_positions is None for sample in with_grid}) > 1:
+        raise BatchError("Some samples with images have patch positions and some do not. Use one encoder for all.")
+    positions = [torch.from_numpy(s.patch_positions) for s in with_grid if s.patch_positions is not None]
     return {
         "pixel_values": _pixel_row(samples, dtype),
-        "image_grid_thw": _joined([s.image_grid_thw for s in pictured if s.image_grid_thw is not None]),
+        "image_grid_thw": _joined([s.image_grid_thw for s in with_grid if s.image_grid_thw is not None]),
         "patch_positions": _joined(positions),
     }
 
 
 def _vision_inputs(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Arguments of vision towers without patches and grids, and where each sample's are."""
-    parts = [sample.vision_inputs for sample in samples if sample.vision_inputs is not None]
-    if not parts:
+    """Arguments of vision towers without patches and grids, and the slices of each sample in them."""
+    inputs = [sample.vision_inputs for sample in samples if sample.vision_inputs is not None]
+    if not inputs:
         return {}
-    if any(sample.image_grid_thw is not None for sample in samples) or len({tuple(p.dims.items()) for p in parts}) > 1:
-        raise BatchError("images of different vision families cannot share a row; use one encoder for all samples")
-    values, places = VisionInputs.joined(parts)
+    dims = {tuple(values.dims.items()) for values in inputs}
+    if any(sample.image_grid_thw is not None for sample in samples) or len(dims) > 1:
+        raise BatchError("Images of different vision families cannot share a row. Use one encoder for all samples.")
+    values, places = VisionInputs.joined(inputs)
     if dtype is not None:
-        values = {name: one.to(dtype) if one.is_floating_point() else one for name, one in values.items()}
-    each = iter(places)
+        values = {name: value.to(dtype) if value.is_floating_point() else value for name, value in values.items()}
+    slices = iter(places)
     return {
         "vision_inputs": values,
-        "vision_dims": parts[0].dims,
-        "vision_places": [None if sample.vision_inputs is None else next(each) for sample in samples],
+        "vision_dims": inputs[0].dims,
+        "vision_places": [None if sample.vision_inputs is None else next(slices) for sample in samples],
     }
 
 
 def _token_types(
     row: EncodedRow, real: Any, dummy: EncodedSample | None, bounds: npt.NDArray[np.int32]
 ) -> torch.Tensor | None:
-    """int64 (1, T), 1 at image tokens, also of the dummy in the tail; None for models that do not take it."""
+    """int64 (1, T), 1 at image tokens, also of the dummy in the tail; None for models that do not use it."""
     of_dummy = None if dummy is None else dummy.token_type_ids
     if row.token_type_ids is None and of_dummy is None:
         return None
     types = np.zeros(int(bounds[-1]), dtype=np.int64)
     if row.token_type_ids is not None:
         types[real] = row.token_type_ids
-    if of_dummy is not None:
+    if of_dummy is not None:  # the tail is the last segment
         types[bounds[-2] : bounds[-2] + len(of_dummy)] = of_dummy
     return _row(types)
 
@@ -353,10 +370,11 @@ def _pixel_row(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> t
         return None
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
-        raise BatchError(f"patches have different shapes, {sorted(shapes)}; use one encoder for all samples")
+        raise BatchError(f"Patches must have one shape, got {sorted(shapes)}. Use one encoder for all samples.")
     if any(part.device.type != "cpu" for part in parts):
         return torch.cat([part.to(dtype=dtype) for part in parts])
     dtype = dtype or reduce(torch.promote_types, (part.dtype for part in parts))
+    # One pass converts and joins; `torch.cat` of converted parts would write all pixels twice.
     out = _empty((sum(part.shape[0] for part in parts), *shapes.pop()), dtype)
     start = 0
     for part in parts:
@@ -374,16 +392,16 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def _only(batches: Sequence[PackedBatch]) -> PackedBatch:
-    """The one finished row among the features of a batch.
+def _single(batches: Sequence[PackedBatch]) -> PackedBatch:
+    """Return the finished row among the features of a batch.
 
     Raises:
         BatchError: there are several.
     """
     if len(batches) > 1:
         raise BatchError(
-            f"the data are finished rows, and {len(batches)} of them cannot share a batch: set the batch size of the "
-            "trainer (`per_device_train_batch_size`) to 1, and `micro_batch_size` of the loader"
+            f"A batch of finished rows must have 1 row, got {len(batches)}. Set the trainer's batch size "
+            "(`per_device_train_batch_size`) to 1, and `micro_batch_size` of the loader to the packs per step."
         )
     return batches[0]
 

@@ -1,6 +1,6 @@
-"""DataflowConfig: raw records to batches, from Python or the YAML of `pack --config`.
+"""DataflowConfig: options in Python or the YAML of `pack --config` in, the settings of loading raw records out.
 
-The folder of a dataflow for measurements and converted copies.
+`is_dataflow_config` detects such a YAML; `work_folder` is the folder for measurements and converted copies of a run.
 """
 
 import tempfile
@@ -21,50 +21,53 @@ from energon_packed.pipeline.options import INPUT, PACKING, RUN, PackOptions, Re
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.sources import SourceConfig
 
-_STRATEGY_OF = {"bfd": "best_fit", "ffd": "first_fit"}
+_STRATEGY_OF = {"bfd": "best_fit", "ffd": "first_fit"}  # names of `algorithm` and `packing_strategy`
 AUTO = "auto"
+_TEMPORARY: list["tempfile.TemporaryDirectory[str]"] = []  # removed when this process ends
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataflowConfig(RejectOptions):
-    """What `get_raw_loader` loads: `PackedIterableDataset` streams it, `plan_in_memory` plans it.
+    """Settings of `get_raw_loader`, `PackedIterableDataset` and `plan_in_memory`: raw records to batches.
 
         DataflowConfig(dataset_path="data.jsonl", packing_length=4096, processor_config="TOKENIZER_DIR")
         DataflowConfig.from_yaml("pack.yaml")
 
-    The names of `pack` are taken as well: `inputs`, `sources`, `seq_len`, `algorithm`, `tokenizer`, `image_root`,
-    `map`, `adapter`, `seed` and others of reading and tokenizing.
+    The option names of `pack` are accepted as well: `inputs`, `sources`, `seq_len`, `algorithm`, `tokenizer`,
+    `image_root`, `map`, `adapter`, `seed` and others of reading and tokenizing.
 
     Attributes:
-        dataset_path: a path, a list of paths, a list of sources with settings of their own (`path`, `weight`,
+        dataset_path: a path, a list of paths, a list of sources with per-source settings (`path`, `weight`,
             `image_root`, `map`, ...), or a YAML file with such a list.
-        dataset_format: container that every input must have, such as `jsonl` or `parquet`; `auto` takes any.
-        packing: False gives every sample a row of its own.
+        dataset_format: file format that every input must have, such as `jsonl` or `parquet`; `auto` accepts any.
+        packing: pack several samples per row; False puts one sample in each row.
         packing_length: tokens in one row.
         packing_strategy: `first_fit`, `best_fit`, `window_N` (sorted by length and packed within windows of N
             samples), `sequential`, `pool_N` (best fit over a buffer of N). Streaming `first_fit` and `best_fit` use a
             buffer of 256 samples; `plan_in_memory` uses all, and windows for `pool_N`.
-        overlong: samples longer than a row are dropped and counted (`drop`), stop loading (`error`), or keep their
-            first tokens (`truncate`), as with `pack`.
-        shuffle: a new seeded order every epoch.
+        overlong: drop and count samples longer than a row (`drop`), stop loading (`error`), or keep their first
+            tokens (`truncate`), as `pack` does.
+        shuffle: draw a new seeded order every epoch.
         processor_config: folder of the tokenizer, or a mapping of the parameters of `ChatEncoder.from_pretrained`.
             Without a tokenizer, records must be tokenized.
-        streaming: `get_raw_loader` streams; False plans in memory.
-        max_images, max_patches: limits of a row; None for none.
-        max_failures: records that may be rejected before the run stops, overlong ones not counted; None for any
-            number. Planning counts all records, a stream those of its rank in an epoch.
+        streaming: stream with `get_raw_loader`; False plans in memory.
+        max_images, max_patches: limits of a row; None for no limit.
+        max_failures: records that may be rejected before the run stops, without overlong records; None for any
+            number. Planning counts all records, a stream counts the records of its rank in an epoch.
         max_reject_rate: share of the records that may be rejected, None for any; a stream checks it when an epoch
             ends, for the records of its rank.
         strict: the first rejected record stops the run.
-        work_dir: folder for measurements and converted copies, kept for the next run; by default a temporary one.
+        work_dir: folder for measurements and converted copies, kept for the next run; by default temporary.
 
     Raises:
-        ConfigError: an invalid value, or two names with different values.
+        ConfigError: a value is invalid, or two names of a setting have different values.
     """
 
     dataset_path: Any = option(None, help="Input.", group=INPUT, flags=())
-    dataset_format: str = option(AUTO, help="Container of every input.", group=INPUT, flags=())
-    packing: bool = option(True, help="False: a row for each sample.", group=PACKING, flags=())
+    dataset_format: str = option(AUTO, help="File format of the inputs, or auto.", group=INPUT, flags=())
+    packing: bool = option(
+        True, help="Pack several samples per row; False puts one sample in each row.", group=PACKING, flags=()
+    )
     packing_length: int | None = option(
         None, help="Tokens in one row.", group=PACKING, flags=(), parse=parse_seq_len, minimum=1
     )
@@ -83,15 +86,17 @@ class DataflowConfig(RejectOptions):
 
     def __post_init__(self) -> None:
         names = ("dataset_path", "packing_length", "processor_config", "packing_strategy")
-        given = {name: getattr(self, name) for name in names}
-        defaults = {one.name: one.default for one in fields(self)}
-        for name, value in translated(given).items():
+        values = {name: getattr(self, name) for name in names}
+        defaults = {attribute.name: attribute.default for attribute in fields(self)}
+        # All later code reads the names of `pack`; `translated` converts the names of this class to them.
+        for name, value in translated(values).items():
             own = getattr(self, name)
-            if name == "sources":  # read already, where a config is made from another one
-                value = tuple(SourceConfig.of(one, number) for number, one in enumerate(value))
+            if name == "sources":  # SourceConfigs already, if `replace` makes a config from another config
+                value = tuple(SourceConfig.of(source, i) for i, source in enumerate(value))
             if own != defaults[name] and own and str(own) != str(value):
                 raise ConfigError(
-                    f"`{name}` {short(own)} and its other name, {short(value)}, differ; give one of them"
+                    f"`{name}` must have one value, got {short(own)} and, by its other name, {short(value)}. Remove "
+                    "one of them."
                 )
             object.__setattr__(self, name, value)
         if self.packing_strategy is None:
@@ -99,24 +104,24 @@ class DataflowConfig(RejectOptions):
         if self.tokenizer is None and self.encoder is None:
             object.__setattr__(self, "encoder", StoredTokens())
         if self.seq_len is None:
-            raise ConfigError("`packing_length` (or `seq_len`) must be given: tokens in one row")
+            raise ConfigError("Missing required option: `packing_length` (or `seq_len`), the tokens in one row.")
         super().__post_init__()
         object.__setattr__(self, "packing_length", self.seq_len)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "DataflowConfig":
-        """The config in a YAML file, the same that `pack --config` takes; options for writing shards are not used.
+        """Read a config from the YAML file of `pack --config`; options for writing shards are ignored.
 
         Raises:
-            ConfigError: it cannot be read, or has an unknown option.
+            ConfigError: the file cannot be read, or has an unknown option.
         """
         return make(cls, read_config(Path(path), cls, PackOptions))
 
     def packer(self) -> Packer:
-        """What groups a stream of samples.
+        """Create the packer of the packing strategy and limits.
 
         Raises:
-            ConfigError: a strategy or limit that is invalid.
+            ConfigError: the strategy or a limit is invalid.
         """
         limits: dict[str, Any] = {"max_images": self.max_images, "max_patches": self.max_patches}
         limits |= {"overlong": self.overlong, "multiple": self.pad_multiple}
@@ -127,7 +132,7 @@ class DataflowConfig(RejectOptions):
             return SequentialPacker(length, max_samples=self.max_samples_per_pack, **limits)
         if strategy.startswith("pool_"):
             limits["pool_size"] = int(strategy.removeprefix("pool_"))
-        algorithm = "bfd" if "pool_size" in limits else self.algorithm
+        algorithm = "bfd" if "pool_size" in limits else self.algorithm  # a pool is best fit over its buffer
         return PoolPacker(length, algorithm=algorithm, max_samples=self.max_samples_per_pack, **limits)
 
     @property
@@ -137,11 +142,11 @@ class DataflowConfig(RejectOptions):
         return self.seq_len
 
     def check_format(self, reader: RecordReader) -> None:
-        """Hold the inputs to `dataset_format`.
+        """Check that all inputs have the file format `dataset_format`.
 
         Raises:
-            ConfigError: there is no such container.
-            SourceError: an input has another one.
+            ConfigError: the file format is unknown.
+            SourceError: an input has another file format.
         """
         from energon_packed.sources.registry import SOURCES
 
@@ -150,16 +155,21 @@ class DataflowConfig(RejectOptions):
             return
         known = sorted({_format_of(kind) for kind in SOURCES})
         if wanted not in known:
-            raise ConfigError(f"`dataset_format` is {self.dataset_format!r}; use auto, {', '.join(known)}")
+            raise ConfigError(
+                f"`dataset_format` must be one of auto, {', '.join(known)}, got {self.dataset_format!r}."
+            )
         for source in reader.sources:
-            if (found := _format_of(type(source))) != wanted:
-                raise SourceError(f"{source.path} is {found}, and `dataset_format` is {wanted}; use auto, or name it")
+            if (actual := _format_of(type(source))) != wanted:
+                raise SourceError(
+                    f"{source.path} must be {wanted} (`dataset_format`), got {actual}. Use auto, or {actual}."
+                )
 
 
 def is_dataflow_config(path: Path) -> bool:
-    """Whether a file is the YAML of a config, and no Metadataset."""
+    """Whether a file is the YAML of a config, and not a Metadataset."""
     if not path.is_file():
         return False
+    # By keys that only Metadatasets have; a config has none of them.
     try:
         content = read_yaml(path)
     except yaml.YAMLError:
@@ -168,14 +178,12 @@ def is_dataflow_config(path: Path) -> bool:
 
 
 def _format_of(kind: type[Any]) -> str:
+    """File format of a reader class: jsonl for JsonlSource and CompressedJsonlSource."""
     return kind.__name__.removesuffix("Source").removeprefix("Compressed").lower()
 
 
-_TEMPORARY: list["tempfile.TemporaryDirectory[str]"] = []  # removed when this process ends
-
-
 def work_folder(config: DataflowConfig) -> Path:
-    """`work_dir`, or a temporary folder that lasts as long as this process."""
+    """Return `work_dir`, or a new temporary folder that is removed when this process ends."""
     if config.work_dir is not None:
         config.work_dir.mkdir(parents=True, exist_ok=True)
         return config.work_dir

@@ -1,6 +1,11 @@
-"""PackedDataset: finished shards as a map-style dataset, for samplers, epochs and stock trainers.
+"""PackedDataset: a dataset folder or Metadataset in, packs by index out, each a sequence of EncodedSamples.
 
-BalancedSampler: the aligned order of training for loaders that take a sampler.
+`BalancedSampler` orders the indices so that all ranks process packs of similar cost; for trainers that use a sampler.
+
+    index of the epoch ──► item of all datasets ──► (dataset of the blend, pack in it) ──► tar ──► samples
+
+An epoch of a folder is all its packs. An epoch of a blend is drawn: its indices select from the items of all datasets,
+which are numbered dataset by dataset.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,30 +45,33 @@ from energon_packed.pipeline.run_state import digest
 from energon_packed.shards.nv_meta import shards_in_split
 from energon_packed.shards.reader import ShardReader
 
+Int64 = npt.NDArray[np.int64]
+
 
 class BalancedSampler(torch.utils.data.Sampler[int]):
-    """Distributed sampler that gives all ranks packs of similar compute cost in each step.
+    """Distributed sampler that assigns packs of similar compute cost to all ranks in each step.
 
         sampler = BalancedSampler(dataset, batch_size=2)            # rank and world size from torch.distributed
         loader = DataLoader(dataset, batch_size=2, sampler=sampler, collate_fn=PaddingFreeCollator())
         print(sampler.imbalance)                                    # imbalance 1.412 -> 1.007
 
-    The cost of a pack is `CostModel`: its tokens, the squared lengths of its samples, and its patches. The order
-    depends on seed and epoch alone, so a loader resumes by skipping what was used, as StatefulDataLoader does.
+    `CostModel` estimates the cost from the tokens of a pack, the squared lengths of its samples, and its patches. The
+    order depends only on seed and epoch, so a loader resumes by skipping used indices, as StatefulDataLoader does.
 
     Args:
-        dataset: PackedDataset, or what `plan_in_memory` returns.
-        num_replicas, rank: data-parallel place; by default from torch.distributed. `rank="all"` gives the order of
+        dataset: PackedDataset or PlannedDataset.
+        num_replicas, rank: world size and rank; by default from torch.distributed. `rank="all"` yields the order of
             all ranks, batch by batch, for accelerate and the Trainer, which assign batches to ranks.
-        batch_size: packs of one step on one rank.
+        batch_size: packs of a step on a rank.
         balance: `attention`.
-        cost: of a pack.
-        shuffle, seed: a new order every epoch; call `set_epoch`.
-        drop_last: drop the packs after the last full step; False repeats some, so that all ranks have as many, and
-            every pack comes at least once.
+        cost: cost model of a pack.
+        shuffle, seed: draw a new seeded order every epoch; call `set_epoch`.
+        drop_last: drop the packs after the last full step; False repeats some, so that all ranks have equally many,
+            and every pack comes at least once.
 
     Raises:
-        ConfigError: `balance` is unknown, a number is below 1, or the dataset has no `row_sizes()`.
+        ConfigError: `balance` is unknown, `batch_size` or `num_replicas` is below 1, or the dataset has no
+            `row_sizes()`.
     """
 
     def __init__(
@@ -90,10 +98,10 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
                 raise ConfigError(f"`{name}` must be at least 1, got {value}.")
         check_sizes(dataset)
         self.rows, self.seed, self.drop_last, self.epoch = batch_size, seed, drop_last, 0
-        self.order = Order(_Indexed(dataset), shuffle=shuffle, cost=cost or CostModel())
+        self.order = Order(_EpochView(dataset), shuffle=shuffle, cost=cost or CostModel())
 
     def set_epoch(self, epoch: int) -> None:
-        """Order anew, as DistributedSampler's."""
+        """Choose the epoch to order, as `DistributedSampler.set_epoch`."""
         self.epoch = epoch
 
     @property
@@ -104,7 +112,7 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         ranks, width = self.ranks, self.ranks * self.rows
         order = self.order.epoch_order(self.epoch, self.seed, [self.order.segment(ranks, self.rows)])
-        full = len(order) // width * width
+        full = len(order) // width * width  # items of full steps
         steps = order[:full].reshape(-1, self.rows, ranks)  # rank r has every `ranks`-th item of a step
         rest = order[full:] if not self.drop_last else order[:0]
         if self.rank is None:
@@ -112,10 +120,9 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
             yield from rest.tolist()
             return
         yield from steps[:, :, self.rank].reshape(-1).tolist()
+        # As DistributedSampler, fill the last step with the first packs: ranks with fewer steps would hang the others.
         missing = -len(rest) % ranks
-        yield from [*rest.tolist(), *(order[place % len(order)].item() for place in range(missing))][
-            self.rank :: ranks
-        ]
+        yield from [*rest.tolist(), *(order[i % len(order)].item() for i in range(missing))][self.rank :: ranks]
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.order), self.ranks * self.rows)
@@ -125,8 +132,11 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         return full * self.rows + -(-rest // self.ranks)
 
 
-class _Indexed:
-    """A dataset by the indices of its present epoch, which samplers give: a blend has other packs in each epoch."""
+class _EpochView:
+    """A dataset without `epoch_items`, so that Order yields indices of the present epoch instead of items.
+
+    A sampler must return indices for `dataset[index]`, and a blend has other packs in each epoch.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -141,35 +151,33 @@ class _Indexed:
             set_epoch(epoch)
 
 
-Int64 = npt.NDArray[np.int64]
-
-
 class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
-    """Pack i of a packed dataset or of a blend, without Energon's loader.
+    """Map-style dataset over packed shards: `dataset[i]` returns the EncodedSamples of pack i.
 
         dataset = PackedDataset("out", encoder)
         trainer = transformers.Trainer(model, args, train_dataset=dataset, data_collator=PaddingFreeCollator())
 
-    Each process that reads opens the tars itself; the dataset can be pickled, forked and indexed in any order. A tar
-    that was packed again, changed or removed since raises DataChangedError.
+    It does not use Energon's loader. Each process opens the tars itself; the dataset can be pickled, forked and
+    indexed in any order. A tar that was packed again, changed or removed in the meantime raises DataChangedError.
 
-    A Metadataset has an epoch of known length. With repetitions, each dataset is repeated as often; a fraction is a
-    seeded choice. With weights, the epoch is as long as all datasets together, and each has its share of it: some
-    packs come repeatedly, of others a seeded choice. `set_epoch` draws anew.
+    A Metadataset has an epoch of known length. With repetitions, each dataset is repeated that many times, and of a
+    fraction, a seeded choice of packs is read. With weights, the epoch is as long as all datasets together, and each
+    dataset has its share of it: small datasets are repeated, large datasets are sampled. `set_epoch` draws again.
 
     Args:
         path: folder that `energon-packed pack` wrote, `out` or `out/webdataset`, or an Energon Metadataset YAML.
-        encoder: the Processor that the data was packed with. None for a PackedTokensSample dataset without images,
-            which holds everything that is needed.
+        encoder: the encoder that the data was packed with. None for a PackedTokensSample dataset without images, which
+            stores the token ids.
         split: `train`, `val` or `test`.
-        check_encoder: refuse an encoder other than the one that the data was packed with.
-        check_lengths: raise where a sample's length differs from the recorded one.
-        seed: of what a Metadataset repeats and samples.
-        trust_sample_loader: let Energon, which reads a Metadataset, run the code of its datasets. A folder is read
-            without running any.
+        check_encoder: refuse an encoder that encodes differently than the encoder of the dataset.
+        check_lengths: raise if the length of a sample differs from the recorded length.
+        seed: seed of the packs that a Metadataset repeats and samples.
+        trust_sample_loader: let Energon, which parses a Metadataset, run the code of its datasets. A folder is read
+            without running any code.
 
     Raises:
-        ConfigError: an empty split, another encoder, or none where one is needed; a Metadataset with joins or subsets.
+        ConfigError: an empty split, another encoder, or no encoder although one is required; a Metadataset with joins
+            or subsets.
         FormatError: `path` is not a packed dataset, or is damaged.
     """
 
@@ -184,18 +192,19 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         seed: int = 0,
         trust_sample_loader: bool = False,
     ) -> None:
+        # First, as opening a Metadataset parses it with Energon, which may run code that it names.
         if not trust_sample_loader:
             check_blend_trusted(path)
         self.blend = loaded_splits(Path(path), split, trusted=trust_sample_loader)
         self.encoder = processor_for(self.blend, encoder, check=check_encoder)
         self.check_lengths = check_lengths
         self.seed = seed
-        self._folders = [_Folder(one, self.encoder) for one in self.blend]
-        self._starts = np.cumsum([0, *self.packs])
+        self._folders = [_Folder(member, self.encoder) for member in self.blend]
+        self._starts = np.cumsum([0, *self.packs])  # first item of each dataset among the items of all datasets
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw what the blend repeats and samples in an epoch; a folder alone is always the same.
+        """Draw the packs that a blend repeats and samples in an epoch; the epochs of a folder are all equal.
 
         Raises:
             ConfigError: accelerate calls it with `dispatch_batches=True`, which would cut rows in parts.
@@ -205,67 +214,69 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
 
     @property
     def weights(self) -> list[float] | None:
-        """Of the datasets of a blend by weight, D numbers; None for a folder, and for a blend by repetitions."""
-        found = [one.weight for one in self.blend if one.weight is not None]
-        return found if len(found) == len(self.blend) else None
+        """Weight of each dataset of a blend by weight; None for a folder, and for a blend by repetitions."""
+        weights = [member.weight for member in self.blend if member.weight is not None]
+        return weights if len(weights) == len(self.blend) else None
 
     @property
     def packs(self) -> list[int]:
-        """Packs that each dataset of the blend has, D numbers."""
+        """Number of packs in each of the D datasets of the blend."""
         return [len(folder.reader) for folder in self._folders]
 
     def epoch_items(self, epoch: int, weights: Sequence[float] | None) -> Int64:
-        """Numbers of the packs of an epoch, int64 (N,), dataset by dataset; `item` takes them.
+        """Items of an epoch, int64 (N,), dataset by dataset; `item` reads them.
 
         Args:
             epoch: from 0.
-            weights: D numbers, in place of the weights of the blend; None if it counts repetitions.
+            weights: weight of each of the D datasets, instead of the weights of the blend; None if it counts
+                repetitions.
         """
         blend, packs = self.blend, self.packs
         if weights is not None:
-            blend = [replace(one, weight=weight) for one, weight in zip(blend, weights, strict=True)]
+            blend = [replace(member, weight=weight) for member, weight in zip(blend, weights, strict=True)]
+        counts = epoch_pack_counts(blend, packs)
+        # One generator per dataset: adding a dataset to the blend does not change the packs drawn from the others.
         return np.concatenate(
             [
-                start + drawn(count, of_epoch, np.random.default_rng([self.seed, epoch, member]))
-                for member, (start, count, of_epoch) in enumerate(
-                    zip(self._starts.tolist(), packs, epoch_pack_counts(blend, packs), strict=False)
-                )
+                self._starts[member] + drawn(packs[member], count, np.random.default_rng([self.seed, epoch, member]))
+                for member, count in enumerate(counts)
             ]
         )
 
     def redrawn(self, used: Int64, count: int, weights: Sequence[float], rng: np.random.Generator) -> Int64:
-        """Numbers of the packs of the rest of an epoch whose weights changed in it, int64 (count,).
+        """Items of the rest of an epoch whose weights changed in it, int64 (count,).
 
-        Each dataset continues where it is: a pack comes again only after all others of its dataset have come as often.
+        Each dataset continues: a pack is repeated only after all others of its dataset were used equally often.
 
         Args:
-            used: int64 (n,), numbers of the packs that the epoch has used.
-            count: packs of the rest.
-            weights: D numbers, from here on.
+            used: int64 (n,), items that the epoch has used.
+            count: items of the rest.
+            weights: new weight of each of the D datasets.
             rng: chooses among packs that were used equally often.
         """
         times = np.bincount(used, minlength=int(self._starts[-1]))
+        bounds = self._starts.tolist()
         return np.concatenate(
             [
                 start + least_used(times[start:stop], of_member, rng)
                 for start, stop, of_member in zip(
-                    self._starts[:-1].tolist(), self._starts[1:].tolist(), apportion(list(weights), count), strict=True
+                    bounds[:-1], bounds[1:], apportion(list(weights), count), strict=True
                 )
             ]
         )
 
     def item(self, number: int) -> Sequence[EncodedSample]:
-        """The encoded sub-samples of a pack, by its number in all datasets of the blend.
+        """Return the encoded samples of an item: a pack by its index over all datasets of the blend.
 
         Raises:
-            FormatError: as for indexing.
+            FormatError: the shard is damaged, or a length differs from the recorded length.
         """
-        folder, pack = self._place(number)
+        folder, pack = self._locate(number)
         source = folder.source
         try:
             return encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
         except (FormatError, RecordError) as error:
-            raise error.at(folder.place(pack), verify_hint(source.dataset)) from error
+            raise error.at(folder.describe(pack), verify_hint(source.dataset)) from error
 
     @property
     def reader(self) -> ShardReader:
@@ -276,76 +287,73 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         return len(self._packs)
 
     def __getitem__(self, index: int) -> Sequence[EncodedSample]:
-        """The encoded sub-samples of one pack; negative numbers count from the end.
+        """Return the encoded samples of one pack; negative indices count from the end.
 
         Raises:
-            IndexError: there is no such pack.
-            FormatError: the shard is damaged, or a length differs from the recorded one.
+            IndexError: the index is out of range.
+            FormatError: the shard is damaged, or a length differs from the recorded length.
         """
-        return self.item(self._number(index))
+        return self.item(self._item_at(index))
 
     def sample(self, index: int) -> PackSample:
-        """The pack as its flavor, not encoded. Raises IndexError as above."""
-        return self.pack(self._number(index))
+        """Return one pack as its flavor, not encoded. Raises IndexError if the index is out of range."""
+        return self.pack(self._item_at(index))
 
     def pack(self, number: int) -> PackSample:
-        """The pack as its flavor, not encoded, by its number in all datasets of the blend."""
-        folder, pack = self._place(number)
+        """Return an item as its flavor, not encoded: a pack by its index over all datasets of the blend."""
+        folder, pack = self._locate(number)
         return folder.sample(pack)
 
     def fingerprint(self) -> str:
-        """Of the shards and how they repeat, for loader states; "" where a folder has no packing.json.
+        """Digest of the shards and their repetitions, for loader states; "" if a folder has no packing.json.
 
-        Without the weights of a blend, which may change in a run.
+        It leaves out the weights of a blend, which may change in a run.
         """
         shards = []
-        for one in self.blend:
-            if one.manifest is None:
+        for member in self.blend:
+            if member.manifest is None:  # without recorded hashes, comparing would need all bytes of the tars
                 return ""
-            split = None if one.split == "train" else one.split
-            shards.append([split, one.repetitions, [shard.sha256 for shard in one.manifest.shards]])
+            split = None if member.split == "train" else member.split
+            shards.append([split, member.repetitions, [shard.sha256 for shard in member.manifest.shards]])
         return digest(self.seed, shards)[:16]
 
     def to_hf(self) -> Any:
-        """The packs as a `datasets.Dataset`, for trainers that take nothing else; see `hf_dataset`."""
+        """Return the packs as a `datasets.Dataset`, for trainers that accept nothing else; see `hf_dataset`."""
         return hf_dataset(self)
 
     @property
     def lengths(self) -> Int64:
-        """Tokens of each pack, int64 (N,); the first use reads what every pack recorded, and no image."""
+        """Tokens of each pack, int64 (N,); the first use reads the recorded lengths of every pack, and no image."""
         return np.concatenate([folder.lengths for folder in self._folders])[self._packs]
 
     def row_sizes(self) -> RowSizes:
-        """Sizes that decide the cost of each pack of the epoch."""
+        """Sizes that determine the cost of each pack of the epoch."""
         return self.item_sizes()[self._packs]
 
     def item_sizes(self) -> RowSizes:
-        """Sizes that decide the cost of each pack, by its number in all datasets of the blend.
-
-        The first use reads what every pack recorded, and the headers of its images.
-        """
-        parts = [folder.sizes for folder in self._folders]
+        """Sizes that determine the cost of each item; the first use reads recorded lengths and image headers."""
+        sizes = [folder.sizes for folder in self._folders]
         names = ("tokens", "squares", "patches")
-        return RowSizes(**{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
+        return RowSizes(**{name: np.concatenate([getattr(part, name) for part in sizes]) for name in names})
 
-    def _number(self, index: int) -> int:
-        """Number of a pack of the epoch in all datasets of the blend.
+    def _item_at(self, index: int) -> int:
+        """Item at an index of the epoch.
 
         Raises:
-            IndexError: there is no such pack.
+            IndexError: the index is out of range.
         """
         if not -len(self) <= index < len(self):
-            raise IndexError(f"pack {index} is not among the {len(self)} packs")
+            raise IndexError(f"Pack index {index} is out of range for a dataset of {len(self)} packs.")
         return int(self._packs[index])
 
-    def _place(self, number: int) -> tuple["_Folder", int]:
-        """(dataset of the blend, number of the pack in it)."""
+    def _locate(self, number: int) -> tuple["_Folder", int]:
+        """(dataset folder, index of the pack in it) of an item."""
         member = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self._folders[member], number - int(self._starts[member])
 
 
 class _Folder:
-    """The packs of one dataset folder."""
+    """The packs of a dataset folder, by index."""
 
     def __init__(self, split: LoadedSplit, encoder: Processor) -> None:
         self.reader = ShardReader(shards_in_split(split.path, split.split), digests_of(split))
@@ -356,19 +364,20 @@ class _Folder:
     def sample(self, pack: int) -> PackSample:
         return load_pack(self._codec, self.reader[pack])
 
-    def place(self, pack: int) -> str:
+    def describe(self, pack: int) -> str:
+        """Tar and index of a pack, for error messages."""
         shard, _, _ = self.reader.locate(pack)
         return f"{self.reader.tars[shard]}, pack {pack} of its split"
 
     @cached_property
     def lengths(self) -> Int64:
         """Tokens of each pack, int64 (P,)."""
-        return np.array([one.sum() for one in self._of_samples], dtype=np.int64)
+        return np.array([lengths.sum() for lengths in self._sample_lengths], dtype=np.int64)
 
     @cached_property
     def sizes(self) -> RowSizes:
-        """Sizes that decide the cost of each pack."""
-        squares = np.array([(one**2).sum() for one in self._of_samples], dtype=np.int64)
+        """Sizes that determine the cost of each pack."""
+        squares = np.array([(lengths**2).sum() for lengths in self._sample_lengths], dtype=np.int64)
         patches = np.array([self._patches(pack) for pack in range(len(squares))], dtype=np.int64)
         return RowSizes(tokens=self.lengths, squares=squares, patches=patches)
 
@@ -377,20 +386,23 @@ class _Folder:
         return codec_for(self._manifest.sample_class) if self._manifest else codec_of(self.reader[0])
 
     @cached_property
-    def _of_samples(self) -> list[Int64]:
-        """Tokens of the samples of each pack: as recorded, else measured."""
-        found = []
+    def _sample_lengths(self) -> list[Int64]:
+        """Tokens of the samples of each pack: the recorded lengths, else measured."""
+        packs = []
         for pack in range(len(self.reader)):
+            # Only the member with the lengths is read, and no image.
             lengths = self._codec.lengths(self.reader.part(pack, self._codec.lengths_part))
-            if None in lengths:
-                lengths = [self._encoder.length(one) for one in self.sample(pack).conversations()]
-            found.append(np.array(lengths, dtype=np.int64))
-        return found
+            if None in lengths:  # other tools record none
+                lengths = [self._encoder.length(conversation) for conversation in self.sample(pack).conversations()]
+            packs.append(np.array(lengths, dtype=np.int64))
+        return packs
 
     def _patches(self, pack: int) -> int:
+        """Patches of the images of a pack."""
         vision = getattr(self._encoder, "vision", None)
         if vision is None or (self._manifest is not None and not self._manifest.images):
             return 0
-        talks = [talk for talk in self.sample(pack).conversations() if talk.images]
-        tokens = sum(run.length for talk in talks for run in measure_media(vision, talk).runs)
+        conversations = [conversation for conversation in self.sample(pack).conversations() if conversation.images]
+        tokens = sum(run.length for media in conversations for run in measure_media(vision, media).runs)
+        # An image token represents merge_size x merge_size patches.
         return int(tokens * vision.merge_size**2)

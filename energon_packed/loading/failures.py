@@ -1,12 +1,17 @@
-"""FailureLog: what happens to samples that fail while loading. Energon would skip them and only print a traceback.
+"""Failures while loading: exceptions of samples and workers in; counts, log lines and one-line errors out.
 
-Counts and rows are shared with the worker processes, so the main process sees them, and the limit holds for all of a
-rank. Records of input files that are rejected are reported as `pack` does: see `pipeline.rejects`.
+| part | input | output |
+|---|---|---|
+| `FailureLog` | samples that fail, records that are rejected | counts and rows; an error past `max_failures` |
+| `watched`, `in_one_line`, `lost_worker` | exceptions of torch's DataLoader | the error of a worker in one line |
+| `add_location`, `reraise_with_location` | an error of a pack | the error with shard, key and remedy |
 
-Errors of worker processes under torch's DataLoader: one line that says what happened, and what to do.
+Without a FailureLog, Energon would skip a failing sample and only print a traceback. Its counts and rows are in memory
+that workers share, so the main process sees them, and the limit is one for all workers of a rank. Rejected records of
+input files are reported as `pack` reports them: see `pipeline.rejects`.
 
 Torch raises `DataLoader worker (pid 7) is killed by signal: Killed.` and `DataLoader timed out after 9 seconds`, and
-turns an error of a worker into its whole traceback.
+turns an error of a worker into its whole traceback. No API has these facts, so the messages are parsed.
 """
 
 import contextlib
@@ -47,125 +52,41 @@ from energon_packed.pipeline.rejects import (
     warning_of,
 )
 
+_log = logging.getLogger(__name__)
 _DEAD = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: [^.]+|exited unexpectedly)")
 _SLOW = re.compile(r"DataLoader timed out after ([\d.]+) seconds")
 _CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process \d+\.")
-_OURS = re.compile(r"^energon_packed\.errors\.(\w+): (.*)$", re.M)
+_OWN_ERROR = re.compile(r"^energon_packed\.errors\.(\w+): (.*)$", re.M)  # the last line of a traceback
 _RECORD = re.compile(r"(\w+): (.*)")
 _SIGNALS = {
-    "Killed": "the system kills what takes too much memory (dmesg tells): use fewer workers, a smaller "
-    "`prefetch_factor` or `shuffle_buffer_size`, or more memory",
-    "Bus error": "shared memory is full, or an input file was truncated while it was read: enlarge /dev/shm, or use "
+    "Killed": "out of memory (see dmesg). Use fewer workers, a smaller `prefetch_factor` or `shuffle_buffer_size`, or "
+    "more memory",
+    "Bus error": "shared memory is full, or an input file was truncated while it was read. Enlarge /dev/shm, or use "
     "fewer workers",
 }
-_CRASHED = "too little memory, or a crash: use fewer workers, or `num_workers=0` to see why"
-_RESUME = "the state that was saved last is good: load it in a new loader"
-
-
-def in_one_line(error: BaseException, loader: str) -> EnergonPackedError | None:
-    """The error of a worker as one line; None for what is none.
-
-    Args:
-        error: what torch raised.
-        loader: what to call the loader.
-    """
-    text = str(error)
-    if isinstance(error, RuntimeError) and (found := _DEAD.search(text)):
-        remedy = next((remedy for name, remedy in _SIGNALS.items() if found[2].endswith(name)), _CRASHED)
-        return WorkerError(f"a worker process of {loader} (pid {found[1]}) {found[2]}: {remedy}; {_RESUME}")
-    if isinstance(error, RuntimeError) and (found := _SLOW.search(text)):
-        return WorkerError(
-            f"{loader} got no batch for {found[1]} seconds, its `timeout`: a file system that hangs, or samples that "
-            f"take longer; check the storage, or raise `timeout`; {_RESUME}"
-        )
-    if _CAUGHT.match(text) and (lines := _OURS.findall(text)):
-        name, message = lines[-1]
-        if name == "RecordError" and (found := _RECORD.fullmatch(message)):
-            return RecordError(Reason(found[1]), found[2])
-        return getattr(errors, name)(message)  # type: ignore[no-any-return]
-    return None
-
-
-def lost_worker(error: BaseException, loader: str, batches: Any) -> WorkerError | None:
-    """The error of a connection to a worker that died, as which torch may notice it first; None for what is none."""
-    workers = getattr(batches, "_workers", None)
-    if not workers or not isinstance(error, OSError | EOFError):
-        return None
-    ending = wait([worker.sentinel for worker in workers], timeout=5)
-    for worker in workers:
-        if worker.sentinel in ending:
-            worker.join(timeout=5)  # the kernel closes connections and sentinel before the process has ended
-    dead = dead_workers(batches)
-    if not dead:
-        return None
-    return WorkerError(
-        f"a worker process of {loader} (pid {dead[0]}) exited unexpectedly ({type(error).__name__}): "
-        f"{_CRASHED}; {_RESUME}"
-    )
-
-
-def watched(batches: Iterator[Any], loader: str) -> Iterator[Any]:
-    """What an iterator of torch's DataLoader gives; after the death of a worker, the others are ended.
-
-    Raises:
-        EnergonPackedError: of a worker, or its death, in one line.
-        Exception: what else the iterator raised.
-    """
-    try:
-        yield from batches
-    except Exception as error:
-        found = in_one_line(error, loader) or lost_worker(error, loader, batches)
-        if found is None:
-            raise
-        if isinstance(found, WorkerError):
-            end_workers(batches)
-        raise found from error
-
-
-def end_workers(batches: Any) -> None:
-    """Kill the workers of an iterator of torch's DataLoader: one that hangs in a read ends at nothing less.
-
-    Torch asks them to end, and Python waits for them when the process exits.
-    """
-    workers = getattr(batches, "_workers", None)
-    if not workers:
-        return
-    if getattr(batches, "_worker_pids_set", False):  # or torch would raise that they died
-        signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
-        batches._worker_pids_set = False
-    for worker in workers:
-        worker.kill()
-    with contextlib.suppress(Exception):  # whatever is left of queues and threads
-        batches._shutdown_workers()
-
-
-def dead_workers(batches: Any) -> list[int]:
-    """Process ids of the workers of an iterator of torch's DataLoader that ended."""
-    return [worker.pid for worker in getattr(batches, "_workers", ()) if not worker.is_alive()]
-
-
-_log = logging.getLogger(__name__)
-_OF_RECORDS = tuple(reason.value for reason in Reason)
-_REASONS = (*_OF_RECORDS, "bad_format", "bad_batch", "other", "drop_last")
-_ROOM = 512 << 10  # bytes of the rows that are kept; most rows have some 200
+_CRASHED = "out of memory, or a crash. Use fewer workers, or `num_workers=0` to see the cause"
+_RESUME = "then resume from the last saved state in a new loader."
+_RECORD_REASONS = tuple(reason.value for reason in Reason)
+_REASONS = (*_RECORD_REASONS, "bad_format", "bad_batch", "other", "drop_last")
+_MAX_BYTES = 512 << 10  # of all rows; most rows have some 200 bytes, so 1,000 fit
 
 
 class FailureLog:
-    """Counts failures by reason, logs each with its key and source, and stops the run past a limit.
+    """Count failures by reason, log each with its key and source, and stop the run past a limit.
 
-    A loader with epochs counts from the start of the epoch, or from the state that it was restored to.
+    A loader with epochs counts from the start of the epoch, or from the restored state.
 
     Args:
-        limit: failures of one rank that are skipped; the next one raises. 0 raises the first one, with its place. None
-            skips all.
-        unchanged: raises DataChangedError for sources that are not the files of before: that is no failure of a
-            sample, and is never skipped. None does not look.
+        limit: failures of this rank that are skipped; the next failure raises. 0 raises the first failure, with its
+            location. None skips all.
+        unchanged: raises DataChangedError for sources whose files changed since they were opened. Such an error is
+            not a failure of a sample, and is never skipped. None does not check.
         context: start method of the workers, or a context of multiprocessing; None for the default.
-        readers: of the records that are loaded.
+        readers: readers of the records that are loaded.
 
     Attributes:
-        limits: on rejected records, beside `limit`.
-        planned: what was rejected before loading; part of `counts` and `rows`.
+        limits: limits on rejected records, beside `limit`.
+        planned: records that were rejected before loading; part of `counts` and `rows`.
     """
 
     def __init__(
@@ -181,12 +102,13 @@ class FailureLog:
         self._readers = readers
         self._is_whole = False
         self._unchanged = unchanged
-        self._last_word: Exception | None = None
-        given = multiprocessing.get_context(context) if context is None or isinstance(context, str) else context
-        self._counts = given.Array("q", len(_REASONS))
-        self._dropped = given.Array("q", len(_REASONS))
-        self._used = given.Value("q", 0)
-        self._rows = _SharedLines(given)
+        self._fatal: Exception | None = None
+        shared = multiprocessing.get_context(context) if context is None or isinstance(context, str) else context
+        # Two arrays with the same reasons: the limit counts failures, and not samples that the settings drop.
+        self._counts = shared.Array("q", len(_REASONS))
+        self._dropped = shared.Array("q", len(_REASONS))
+        self._used = shared.Value("q", 0)
+        self._rows = _SharedLines(shared)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -197,31 +119,33 @@ class FailureLog:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The first 1,000 of them, each a line of rejects.jsonl: `source`, `row`, `id`, `reason` and `detail`.
+        """The first 1,000 failures, as lines of rejects.jsonl: `source`, `row`, `id`, `reason` and `detail`.
 
-        In input order. `row` is None for items that are not records of an input file. Row numbers of JSONL and tars
-        are counted now, which reads these files.
+        They are in input order. `row` is None for items that are not records of an input file. Reading this property
+        counts the rows of JSONL files and tars, which reads these files.
         """
-        found: list[Rejected] = []
-        records: dict[tuple[int, int], list[list[Any]]] = {}  # by number of the reader, and of the source in it
+        others: list[Rejected] = []
+        records: dict[
+            tuple[int, int], list[tuple[int, str | None, str, str]]
+        ] = {}  # by index of the reader, and of the source in it
         for line in map(orjson.loads, self._rows.read()):
-            place = self._reader_of(line[0], line[1])
-            if place is None:
-                found.append(Rejected(line[1], None, *line[3:]))
+            source, path, address, ident, reason, detail = line  # as `_SharedLines.add` was called
+            reader = self._reader_of(source, path)
+            if reader is None:
+                others.append(Rejected(path, None, ident, reason, detail))
             else:
-                records.setdefault((place, line[0]), []).append(line)
+                records.setdefault((reader, source), []).append((address, ident, reason, detail))
         of_records: list[Rejected] = []
-        for (place, source), lines in sorted(records.items()):
-            rejected = self._readers[place].rejected(source, [(line[2], line[3], line[4], line[5]) for line in lines])
-            of_records += sorted(rejected, key=lambda one: one.row or 0)
-        return (self.planned.rows + [one._asdict() for one in [*of_records, *found]])[:MOST_ROWS]
+        for (reader, source), entries in sorted(records.items()):
+            of_records += sorted(self._readers[reader].rejected(source, entries), key=lambda entry: entry.row or 0)
+        return (self.planned.rows + [entry._asdict() for entry in [*of_records, *others]])[:MOST_ROWS]
 
     def start(self, *, is_whole: bool) -> None:
-        """Count anew, as reading starts; `is_whole`, if it is at the start of an epoch."""
+        """Reset the counts when reading starts; `is_whole` at the start of an epoch."""
         self._is_whole = is_whole
-        for shared in (self._counts, self._dropped):
-            with shared.get_lock():
-                shared[:] = [0] * len(_REASONS)
+        for counts in (self._counts, self._dropped):
+            with counts.get_lock():
+                counts[:] = [0] * len(_REASONS)
         with self._used.get_lock():
             self._used.value = 0
         self._rows.clear()
@@ -232,32 +156,33 @@ class FailureLog:
             self._used.value += items
 
     def end_epoch(self, epoch: int, *, is_alone: bool) -> None:
-        """Log the rejected records of an epoch in one line, and hold them to the limits.
+        """Log the rejected records of an epoch in one line, and check them against the limits.
 
         Args:
-            epoch: its number.
+            epoch: index of the epoch.
             is_alone: this rank reads all records.
 
         Raises:
-            RejectLimitError: more is rejected than allowed, or everything.
+            RejectLimitError: more records are rejected than allowed, or all of them.
         """
-        counts = {name: count for name, count in self.counts.items() if name in _OF_RECORDS}
+        counts = {name: count for name, count in self.counts.items() if name in _RECORD_REASONS}
         if not counts or not self._readers:
             return
         used = int(self._used.value)
         if line := warning_of(counts, used + sum(counts.values()), "`failures.rows` of the loader"):
             _log.warning("epoch %d: %s", epoch, line)
+        # Rates need a whole epoch. A rank without any used record may just have got none that is good.
         if self._is_whole and (used or is_alone):
             replace(self.limits, max_failures=self.limit).check_all(counts, used, lambda: self._example(counts))
 
     def reject(self, at: RecordAt, path: str, reject: Reject, *, overlong: str = "drop") -> None:
-        """Count a record of an input file that is rejected, as `pack` does.
+        """Count a rejected record of an input file, as `pack` does.
 
         Args:
-            at: where it is.
-            path: of its file.
-            reject: why.
-            overlong: what happens to samples longer than a row: `error` raises.
+            at: position of the record.
+            path: path of its file.
+            reject: reason and detail.
+            overlong: with `error`, a sample longer than a row raises.
 
         Raises:
             RejectLimitError: `strict` or `overlong` allow no such record, or there are more than `limit`.
@@ -269,13 +194,11 @@ class FailureLog:
         self._rows.add(at.source, path, at.address, at.id, reject.reason.value, reject.detail)
         limits = replace(self.limits, max_failures=self.limit, overlong=overlong)
         if limits.strict or overlong == "error":
-            place = self._reader_of(at.source, path)
+            reader = self._reader_of(at.source, path)
             rejected = Rejected(path, None, str(at.id), reject.reason.value, reject.detail)
-            if place is not None:
-                found = self._readers[place].rejected(
-                    at.source, [(at.address, at.id, reject.reason.value, reject.detail)]
-                )
-                rejected = found[0]
+            if reader is not None:
+                entry = (at.address, at.id, reject.reason.value, reject.detail)
+                rejected = self._readers[reader].rejected(at.source, [entry])[0]
             limits.check_record(rejected)
         if is_failure(reject.reason):
             _log.error("record %s of %s is rejected: %s", at.id or f"at {at.address}", path, reject)
@@ -284,18 +207,18 @@ class FailureLog:
             )
 
     def drop(self, reason: str) -> None:
-        """Count a sample that the settings drop: it is not held against the limit."""
+        """Count a sample that the settings drop; it does not count for the limit."""
         with self._dropped.get_lock():
             self._dropped[_REASONS.index(reason)] += 1
 
     def handle(self, error: Exception, sample: Any, sources: Any = None) -> None:
-        """Energon's `global_error_handler`: count, log, and let the sample be skipped or stop.
+        """Count and log a failure; the sample is skipped on return. Energon's `global_error_handler`.
 
         Raises:
-            BatchError: more than `limit` failures; with a limit of 0, the error itself.
-            DataChangedError: the files of the sample are not those of before.
+            BatchError: there are more than `limit` failures; with a limit of 0, the error itself.
+            DataChangedError: the files of the sample changed since they were opened.
         """
-        if error is self._last_word:  # raised below, inside the pack that Energon now reports as failed
+        if error is self._fatal:  # raised below, inside the pack that Energon now reports as failed
             raise error
         sources = sources or _field(sample, "__sources__")
         self._refuse_changed(error, sources)
@@ -306,59 +229,64 @@ class FailureLog:
         self._rows.add(-1, source, -1, key, _reason(error), str(error)[:MOST_DETAIL])
         _log.error("sample %s%s failed to load: %s: %s", key, source and f" of {source}", type(error).__name__, error)
         if self.limit == 0:
-            self._last_word = add_location(error, key, source)
-            raise self._last_word from (error if self._last_word is not error else None)
+            self._fatal = add_location(error, key, source)
+            raise self._fatal from (error if self._fatal is not error else None)
         if self.limit is not None and total > self.limit:
             by_reason = ", ".join(f"{name} {count}" for name, count in self.counts.items())
-            self._last_word = BatchError(
+            self._fatal = BatchError(
                 f"{total} samples failed to load, more than `max_failures` {self.limit} ({by_reason}); "
-                f"the last is {key}: {error}; fix the data or raise `max_failures`"
+                f"the last is {key}: {error}. Fix the data or raise `max_failures`."
             )
-            raise self._last_word from error
+            raise self._fatal from error
 
     def _reader_of(self, source: int, path: str) -> int | None:
-        """Number of the reader with a source of that number and path, or None."""
-        for number, reader in enumerate(self._readers):
+        """Index of the reader whose source of that index has that path, or None."""
+        for i, reader in enumerate(self._readers):
             if 0 <= source < len(reader.sources) and str(reader.sources[source].path) == path:
-                return number
+                return i
         return None
 
     def _example(self, counts: dict[str, int]) -> str:
-        found = [one for one in self.rows if one["reason"] == main_reason(counts)]
-        return example_of(Rejected(**found[0])) if found else "see `failures.rows`"
+        """A rejected record with the most frequent reason, for messages."""
+        rows = [row for row in self.rows if row["reason"] == main_reason(counts)]
+        return example_of(Rejected(**rows[0])) if rows else "see `failures.rows`"
 
     def _refuse_changed(self, error: Exception, sources: Any) -> None:
+        """Raise if the files of a failing sample changed: then the change is the cause, not the sample."""
         if isinstance(error, DataChangedError):
-            self._last_word = error
+            self._fatal = error
             raise error
         if self._unchanged is None:
             return
         try:
             self._unchanged(sources)
         except DataChangedError as changed:
-            self._last_word = changed
+            self._fatal = changed
             raise changed from error
 
 
 class _SharedLines:
-    """The first lines that any process adds, in shared memory of a fixed size."""
+    """The first JSON lines that any process adds, in shared memory of a fixed size.
+
+    A queue or manager would need a thread or process in each loader, and could block a worker that dies.
+    """
 
     def __init__(self, context: Any) -> None:
-        self._text = context.Array("c", _ROOM)
+        self._text = context.Array("c", _MAX_BYTES)
         self._size = context.Value("q", 0)  # bytes in use
 
     def add(self, *values: Any) -> None:
-        """Add a line of JSON, if there is room; lone surrogates become question marks, as in rejects.jsonl."""
-        clean = [one.encode(errors="replace").decode() if isinstance(one, str) else one for one in values]
+        """Add a line of JSON, if it fits; lone surrogates become question marks, as in rejects.jsonl."""
+        clean = [value.encode(errors="replace").decode() if isinstance(value, str) else value for value in values]
         line = orjson.dumps(clean, option=orjson.OPT_APPEND_NEWLINE)
         with self._size.get_lock():
             start, end = self._size.value, self._size.value + len(line)
-            if end <= _ROOM:
+            if end <= _MAX_BYTES:
                 self._text[start:end] = line
                 self._size.value = end
 
     def read(self) -> list[bytes]:
-        """The lines."""
+        """Return the lines."""
         with self._size.get_lock():
             return list(self._text[: self._size.value].splitlines())
 
@@ -369,23 +297,23 @@ class _SharedLines:
 
 
 def add_location(error: Exception, key: str, source: str) -> Exception:
-    """The error with shard and pack, where it is one of their content."""
+    """Add shard and pack to an error, if their content is the cause."""
     if isinstance(error, FormatError | RecordError) and source:
         return error.at(f"{source}, pack {key}", verify_hint(os.path.dirname(source)))
     return error
 
 
 def reraise_with_location(error: Exception, sample: Any, sources: Any = None) -> None:
-    """Energon's `global_error_handler` where nothing is skipped.
+    """Raise the error of a sample, with its location. Energon's `global_error_handler` if no failure is skipped.
 
     Raises:
-        Exception: the error, with its place.
+        Exception: the error.
     """
     raise add_location(error, _key(sample), _source(sources or _field(sample, "__sources__"))) from error
 
 
 def verify_hint(folder: str) -> str:
-    """What to do about a pack that cannot be loaded."""
+    """The remedy for a pack that cannot be loaded."""
     return f"energon-packed verify {folder} tells whether files are damaged: copy or pack them again"
 
 
@@ -398,12 +326,12 @@ def _reason(error: Exception) -> str:
 
 
 def _key(sample: Any) -> str:
-    """Key of a sample, of a raw sample, or of the first of several."""
+    """Key of a sample, of a raw sample, or of the first in a list."""
     return str(_field(sample, "__key__"))
 
 
 def _field(sample: Any, name: str) -> Any:
-    """A field of a sample, of a raw sample, or of the first of several."""
+    """A field of a sample, of a raw sample, or of the first in a list."""
     if isinstance(sample, list | tuple):
         return _field(sample[0], name) if sample else None
     if isinstance(getattr(sample, "data", None), tuple):  # Energon's RawSampleData
@@ -412,5 +340,93 @@ def _field(sample: Any, name: str) -> Any:
 
 
 def _source(sources: Any) -> str:
+    """Paths of the tars in `__sources__`, joined."""
     names = sorted({f"{s.dataset_path}/{s.shard_name}" for s in sources or () if hasattr(s, "shard_name")})
     return ", ".join(names)
+
+
+def in_one_line(error: BaseException, loader: str) -> EnergonPackedError | None:
+    """Convert the error of a worker to an error of a single line; return None for other errors.
+
+    Args:
+        error: the error that torch raised.
+        loader: name of the loader in the message.
+    """
+    text = str(error)
+    if isinstance(error, RuntimeError) and (match := _DEAD.search(text)):
+        remedy = next((remedy for name, remedy in _SIGNALS.items() if match[2].endswith(name)), _CRASHED)
+        return WorkerError(f"a worker process of {loader} (pid {match[1]}) {match[2]}: {remedy}, {_RESUME}")
+    if isinstance(error, RuntimeError) and (match := _SLOW.search(text)):
+        return WorkerError(
+            f"{loader} timed out after {match[1]} seconds (`timeout`) waiting for a batch: storage hangs, or samples "
+            f"are slow. Check the storage or raise `timeout`, {_RESUME}"
+        )
+    if _CAUGHT.match(text) and (lines := _OWN_ERROR.findall(text)):
+        name, message = lines[-1]
+        # A RecordError is made of a reason and a detail; all other errors of this package of a message.
+        if name == "RecordError" and (match := _RECORD.fullmatch(message)):
+            return RecordError(Reason(match[1]), match[2])
+        return getattr(errors, name)(message)  # type: ignore[no-any-return]
+    return None
+
+
+def lost_worker(error: BaseException, loader: str, batches: Any) -> WorkerError | None:
+    """Convert a connection error to the error of the worker that died; return None if no worker died.
+
+    Torch may notice the broken connection before it notices the death of the process.
+    """
+    workers = getattr(batches, "_workers", None)
+    if not workers or not isinstance(error, OSError | EOFError):
+        return None
+    ending = wait([worker.sentinel for worker in workers], timeout=5)
+    for worker in workers:
+        if worker.sentinel in ending:
+            worker.join(timeout=5)  # the kernel closes connections and sentinel before the process has ended
+    dead = dead_workers(batches)
+    if not dead:
+        return None
+    return WorkerError(
+        f"a worker process of {loader} (pid {dead[0]}) exited unexpectedly ({type(error).__name__}): "
+        f"{_CRASHED}, {_RESUME}"
+    )
+
+
+def watched(batches: Iterator[Any], loader: str) -> Iterator[Any]:
+    """Iterate over the batches of torch's DataLoader, and convert its errors; if a worker died, kill the others.
+
+    Raises:
+        EnergonPackedError: an error of a worker, or its death, in one line.
+        Exception: another error of the iterator.
+    """
+    try:
+        yield from batches
+    except Exception as error:
+        converted = in_one_line(error, loader) or lost_worker(error, loader, batches)
+        if converted is None:
+            raise
+        if isinstance(converted, WorkerError):
+            end_workers(batches)
+        raise converted from error
+
+
+def end_workers(batches: Any) -> None:
+    """Kill the workers of an iterator of torch's DataLoader.
+
+    Torch asks workers to end, and Python waits for them when the process exits. A worker that hangs in a read does
+    not answer, and would block the exit.
+    """
+    workers = getattr(batches, "_workers", None)
+    if not workers:
+        return
+    if getattr(batches, "_worker_pids_set", False):  # or the signal handler of torch would raise that they died
+        signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
+        batches._worker_pids_set = False
+    for worker in workers:
+        worker.kill()
+    with contextlib.suppress(Exception):  # queues and threads of killed workers may be in any state
+        batches._shutdown_workers()
+
+
+def dead_workers(batches: Any) -> list[int]:
+    """Process ids of the ended workers of an iterator of torch's DataLoader."""
+    return [worker.pid for worker in getattr(batches, "_workers", ()) if not worker.is_alive()]

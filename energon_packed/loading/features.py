@@ -1,6 +1,9 @@
-"""Ordinary features, `{"input_ids": [...], "labels": [...]}`, as Hugging Face data sets and collators use them.
+"""Hugging Face features: a dict of token ids in, an EncodedSample out; and packs in, a `datasets.Dataset` out.
 
-`hf_dataset`: packs as a `datasets.Dataset`, for trainers that take nothing else.
+| function | input | output |
+|---|---|---|
+| `from_features` | `{"input_ids": [...], "labels": [...]}` of one sample | EncodedSample |
+| `hf_dataset` | PackedDataset or PlannedDataset | `datasets.Dataset`, for trainers that accept nothing else |
 """
 
 from typing import Any
@@ -12,15 +15,17 @@ from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.errors import BatchError, ConfigError
 
 PACK = "pack"  # column of the samples in rows of `PackedDataset.to_hf()`
+# The stored column has the pack index. It is called `input_ids`, as trainers remove columns that no model uses.
+INDEX = "input_ids"
 
 
 def is_features(value: Any) -> bool:
-    """A dict with the token ids of one sample, that says nothing of text or images."""
+    """Whether a value is a dict with the token ids of one sample, and neither messages nor images."""
     return isinstance(value, dict) and "input_ids" in value and "messages" not in value and "images" not in value
 
 
 def from_features(feature: dict[str, Any]) -> EncodedSample:
-    """The sample of a feature.
+    """Convert a feature to a sample.
 
     Args:
         feature: `input_ids` (L,), a list, array or tensor of integers; `labels` of the same length, else all tokens
@@ -28,20 +33,21 @@ def from_features(feature: dict[str, Any]) -> EncodedSample:
             and are removed; `id`; `pixel_values` and `image_grid_thw`; other keys are ignored.
 
     Raises:
-        BatchError: no token, or lengths that differ.
+        BatchError: there is no token, or the lengths differ.
     """
     ids = _array(feature["input_ids"], "input_ids")
     labels = ids if feature.get("labels") is None else _array(feature["labels"], "labels")
     mask = feature.get("attention_mask")
+    # Padding is removed instead of masked: a packed row has none.
     real = np.ones(len(ids), dtype=bool) if mask is None else _array(mask, "attention_mask").astype(bool)
     name = feature.get("id")
-    for what, array in (("labels", labels), ("attention_mask", real)):
+    for column, array in (("labels", labels), ("attention_mask", real)):
         if len(array) != len(ids):
             raise BatchError(
-                f"feature {name} has {len(ids)} `input_ids` and {len(array)} `{what}`; they must have the same length"
+                f"Feature {name}: `{column}` must have {len(ids)} values, as `input_ids`, got {len(array)}."
             )
     if not real.any():
-        raise BatchError(f"feature {name} has no token; remove it")
+        raise BatchError(f"Feature {name}: `input_ids` is empty. Remove it.")
     labels = labels[real].copy()
     labels[0] = IGNORE_INDEX  # nothing predicts the first token
     return EncodedSample(
@@ -54,24 +60,24 @@ def from_features(feature: dict[str, Any]) -> EncodedSample:
 
 
 def _array(values: Any, name: str) -> npt.NDArray[np.int64]:
-    array = np.asarray(values, dtype=np.int64 if len(values) == 0 else None)
-    if array.ndim == 2 and len(array) == 1:
+    array = np.asarray(values, dtype=np.int64 if len(values) == 0 else None)  # NumPy makes floats of an empty list
+    if array.ndim == 2 and len(array) == 1:  # (1, L), as tokenizers return it with `return_tensors`
         array = array[0]
     if array.ndim != 1 or array.dtype.kind not in "iub":
-        raise BatchError(f"`{name}` has shape {array.shape} and dtype {array.dtype}; it must be integers, shape (L,)")
+        raise BatchError(
+            f"`{name}` must be integers of shape (L,), got dtype {array.dtype} and shape {array.shape}. Pass one "
+            "sample per feature."
+        )
     return array.astype(np.int64)
 
 
-NUMBER = "input_ids"  # the stored column: the number of the pack. Trainers remove columns that no model takes.
-
-
 def hf_dataset(packs: Any) -> Any:
-    """A `datasets.Dataset` with a row for each pack, which is read and encoded when the row is.
+    """Return a `datasets.Dataset` with a table row for each pack, which is encoded when the table row is read.
 
-    A row has `input_ids` and `labels`, int64 (T,), `seq_lengths`, int64 (S,), tokens of each sample, and `pack`, the S
-    encoded samples, pixels included, of which PaddingFreeCollator makes the batch. The Arrow table holds the number of
-    each pack alone, so `select`, `shuffle`, `shard` and `train_test_split` cost nothing. `map` would read everything:
-    tell a trainer not to prepare the data (`dataset_kwargs={"skip_prepare_dataset": True}` in TRL).
+    A table row has `input_ids` and `labels`, int64 (T,), `seq_lengths`, int64 (S,), tokens of each sample, and `pack`,
+    the S encoded samples, pixels included, from which PaddingFreeCollator makes the batch. The Arrow table stores only
+    pack indices, so `select`, `shuffle`, `shard` and `train_test_split` are free. `map` would read everything: make
+    the trainer skip it (`dataset_kwargs={"skip_prepare_dataset": True}` in TRL).
 
     Args:
         packs: PackedDataset or PlannedDataset; P packs.
@@ -82,19 +88,19 @@ def hf_dataset(packs: Any) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError("to_hf() needs the package datasets; run pip install datasets") from error
-    table = datasets.Dataset.from_dict({NUMBER: np.arange(len(packs))})
-    return table.with_transform(_Reading(packs))
+        raise ConfigError("to_hf() needs the package datasets. Run pip install datasets.") from error
+    table = datasets.Dataset.from_dict({INDEX: np.arange(len(packs))})
+    return table.with_transform(_ReadPacks(packs))
 
 
-class _Reading:
-    """Turns numbers of packs into rows; picklable, so loader workers can read."""
+class _ReadPacks:
+    """Transform of the table that replaces pack indices by table rows; a class, so that workers can unpickle it."""
 
     def __init__(self, packs: Any) -> None:
         self._packs = packs
 
     def __call__(self, columns: dict[str, list[int]]) -> dict[str, list[Any]]:
-        rows = [self._packs[number] for number in columns[NUMBER]]
+        rows = [self._packs[index] for index in columns[INDEX]]
         return {
             "input_ids": [_joined(row, "input_ids") for row in rows],
             "labels": [_joined(row, "labels") for row in rows],

@@ -1,7 +1,7 @@
-"""JointLoader: several loaders, drawn by ratio, with one state."""
+"""JointLoader: several loaders and their weights in, (name, batch) pairs in a seeded order and one state out."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -19,19 +19,18 @@ from energon_packed.loading.state import (
     without_weights,
 )
 
-_BLOCK = 1024  # draws that are made together
+_BLOCK = 1024  # draws that are made together; part of the order, so it must never change
 StopAt = Literal["first", "all", "never"]
-_NAME = "JointLoader"
-"""In states, of subclasses too."""
+_NAME = "JointLoader"  # in states, of subclasses too
 
 
 class JointPosition(NamedTuple):
     """A position of a JointLoader.
 
     Attributes:
-        step: batches that were drawn.
+        step: number of batches that were drawn.
         ended: names of the loaders that ended in this epoch.
-        loaders: position of each loader.
+        loaders: position of each loader, by name.
     """
 
     step: int
@@ -40,25 +39,25 @@ class JointPosition(NamedTuple):
 
 
 class JointLoader:
-    """Draws each batch from one of several loaders; each has its own data, packer and collator.
+    """Draw each batch from one of several loaders; each has its own data, packer and collator.
 
         joint = JointLoader({"text": text_loader, "images": image_loader}, {"text": 3, "images": 1})
         for name, batch in joint:
             ...
 
-    The draws depend on the seed and the step alone, so all ranks take the same loader at the same step.
+    The draws depend only on the seed and the step, so all ranks use the same loader at the same step.
 
     Args:
-        loaders: by name: DataflowLoader, PackedIterableDataset, PackedLoader, or others with `state_dict`.
-        weights: by name, above 0.
-        seed: of the draws.
-        stop: `first` ends when a loader ends, `all` when every one ended once, `never` repeats indefinitely; a loader
-            that ends before begins its next epoch.
-        allow_changed_weights: a state of other weights is restored: each loader continues where it was, and later
+        loaders: DataflowLoader, PackedIterableDataset, PackedLoader, or others with `state_dict`, by name.
+        weights: expected share of the steps of each loader, above 0, by name; they are normalized.
+        seed: seed of the draws.
+        stop: `first` ends when a loader ends, `all` when every loader has ended once, `never` repeats indefinitely. A
+            loader that ends earlier starts its next epoch.
+        allow_changed_weights: accept a state with other weights: each loader continues at its position, and later
             batches are drawn by the new weights.
 
     Raises:
-        ConfigError: names that differ, or an invalid weight.
+        ConfigError: the names differ, or a weight is invalid.
     """
 
     def __init__(
@@ -71,14 +70,16 @@ class JointLoader:
         allow_changed_weights: bool = False,
     ) -> None:
         if not loaders or set(loaders) != set(weights):
-            raise ConfigError(f"`weights` names {sorted(weights)} and `loaders` {sorted(loaders)}; name the same ones")
+            raise ConfigError(
+                f"`weights` and `loaders` must have the same keys, got {sorted(weights)} and {sorted(loaders)}."
+            )
         if bad := [name for name, weight in weights.items() if not (np.isfinite(weight) and weight > 0)]:
-            raise ConfigError(f"the weight of {bad[0]} is {weights[bad[0]]}; it must be above 0")
-        if stop not in ("first", "all", "never"):
-            raise ConfigError(f"`stop` is {stop!r}; use first, all or never")
+            raise ConfigError(f"The weight of {bad[0]} must be above 0, got {weights[bad[0]]}. Remove unused loaders.")
+        if stop not in (valid := get_args(StopAt)):
+            raise ConfigError(f"`stop` must be one of {', '.join(valid)}, got {stop!r}.")
+        if not np.isfinite(total := sum(map(float, weights.values()))):
+            raise ConfigError(f"The sum of `weights` must be finite, got {total}. Make them smaller.")
         self.loaders = dict(loaders)
-        if not np.isfinite(sum(map(float, weights.values()))):
-            raise ConfigError("the weights have no finite sum; make them smaller")
         self._weights = {name: float(weights[name]) for name in loaders}
         self._seed, self._stop = seed, stop
         self._allow_changed_weights = allow_changed_weights
@@ -86,7 +87,7 @@ class JointLoader:
         self._ended: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """(name, batch) of every step that was not given yet; after the last one, those of the next epoch.
+        """Iterate over (name, batch) of the remaining steps of the epoch; after its last step, of the next epoch.
 
         Raises:
             ConfigError: a loader without any batch.
@@ -94,14 +95,14 @@ class JointLoader:
         return iterate_epoch(self.rest_of_epoch, empty=len(self.loaders) if self._step else 0)
 
     def rest_of_epoch(self) -> Iterator[tuple[str, Any]]:
-        """(name, batch) of the steps of the current epoch that were not given yet: none after its last one.
+        """Iterate over (name, batch) of the remaining steps of the current epoch; empty after its last step.
 
         Raises:
             ConfigError: as iterating.
         """
         running: dict[str, Iterator[Any]] = {}
         while True:
-            name = self._drawn()
+            name = self._draw()
             if name not in running:
                 running[name] = self._rest_of(name)
             try:
@@ -113,31 +114,35 @@ class JointLoader:
                 try:
                     batch = next(running[name])
                 except StopIteration:
-                    raise ConfigError(f"loader {name!r} has no batch; leave it out") from None
+                    raise ConfigError(f"Loader {name!r} must have at least 1 batch, got 0. Remove it.") from None
             self._step += 1
             yield name, batch
         self._ended = []
 
     def _rest_of(self, name: str) -> Iterator[Any]:
-        """What is left of the epoch of a loader, so that its end is seen, also after its last batch."""
+        """Batches of a loader until its epoch ends.
+
+        Iterating the loader itself would start the next epoch after the last batch, and its end would be missed.
+        """
         loader = self.loaders[name]
         rest = getattr(loader, "rest_of_epoch", None)
         return iter(loader if rest is None else rest())
 
-    def position(self) -> "JointPosition":
-        """The position after the last batch that was given: small, for `state_dict` of later."""
+    def position(self) -> JointPosition:
+        """The position after the last batch that was returned: small, for a later `state_dict(position)`."""
         inner = {name: position_of(loader) for name, loader in self.loaders.items()}
         return JointPosition(self._step, tuple(self._ended), inner)
 
-    def state_dict(self, position: "JointPosition | None" = None) -> dict[str, Any]:
-        """State of all loaders after the last batch, in plain types.
+    def state_dict(self, position: JointPosition | None = None) -> dict[str, Any]:
+        """Return the state of all loaders after the last batch, in plain types.
 
         Args:
             position: after an earlier batch, for a trainer that reads ahead.
         """
         here = position or self.position()
         inner = {name: state_at(loader, here.loaders[name]) for name, loader in self.loaders.items()}
-        places = [(one["rank"], one["world_size"]) for one in inner.values() if "rank" in one]
+        # A joint state belongs to a rank if the state of one of its loaders does.
+        places = [(state["rank"], state["world_size"]) for state in inner.values() if "rank" in state]
         plain = {"step": here.step, "ended": list(here.ended), "loaders": inner}
         return make_state(_NAME, self._identity(), plain, places[0] if places else None)
 
@@ -145,19 +150,19 @@ class JointLoader:
         """Continue after the batch at which `state` was saved; call it before iterating.
 
         Args:
-            state: of this rank, or of all ranks as `gather_state` returned it: then each loader continues with another
-                number of ranks or workers, if it can.
+            state: the state of this rank, or the states of all ranks as `gather_state` returned them: then each loader
+                continues with another number of ranks or workers, if it can.
 
         Raises:
-            BatchError: it is of other loaders, weights or data.
+            BatchError: the state belongs to other loaders, weights or data.
         """
         with damage_named():
             self._restore(states_of(state), is_gathered=isinstance(state, dict) and GATHERED in state)
 
     def _restore(self, states: list[dict[str, Any]], *, is_gathered: bool) -> None:
-        for one in states:
-            check_state(one, _NAME)
-            saved, expected = one["identity"], self._identity()
+        for state in states:
+            check_state(state, _NAME)
+            saved, expected = state["identity"], self._identity()
             if self._allow_changed_weights:
                 saved, expected = without_weights(saved), without_weights(expected)
             check_identity(saved, expected)
@@ -165,10 +170,11 @@ class JointLoader:
         before = {name: loader.state_dict() for name, loader in self.loaders.items()}
         try:
             for name, loader in self.loaders.items():
-                inner = [one["loaders"][name] for one in states]
+                inner = [state["loaders"][name] for state in states]
                 loader.load_state_dict({GATHERED: inner} if is_gathered else inner[0])
         except EnergonPackedError:
-            for name, loader in self.loaders.items():  # one that refuses leaves all where they were
+            # All or nothing: if a loader refuses its state, the loaders before it return to their positions.
+            for name, loader in self.loaders.items():
                 loader.load_state_dict(before[name])
             raise
         self._step, self._ended = step, ended
@@ -176,15 +182,16 @@ class JointLoader:
     def _identity(self) -> dict[str, Any]:
         return {"seed": self._seed, "weights": self._weights, "stop": self._stop}
 
-    def _drawn(self) -> str:
-        """The loader of this step."""
+    def _draw(self) -> str:
+        """Name of the loader of this step."""
+        # Drawn by block and step instead of by a running generator: a state is then the step alone.
         draws = np.random.default_rng([self._seed, self._step // _BLOCK]).random(_BLOCK)
         bounds = np.cumsum(list(self._weights.values()))
-        place = int(np.searchsorted(bounds, draws[self._step % _BLOCK] * bounds[-1], side="right"))
-        return list(self._weights)[min(place, len(bounds) - 1)]
+        index = int(np.searchsorted(bounds, draws[self._step % _BLOCK] * bounds[-1], side="right"))
+        return list(self._weights)[min(index, len(bounds) - 1)]  # rounding may reach the last bound
 
     def _ends(self, name: str) -> bool:
-        """A loader ended: whether the joint epoch does, too."""
+        """Record that a loader ended, and return whether the joint epoch ends with it."""
         if name not in self._ended:
             self._ended.append(name)
         return self._stop == "first" or (self._stop == "all" and len(self._ended) == len(self.loaders))

@@ -1,10 +1,12 @@
-"""The manifests of what a loader reads: of a dataset folder, or of every one that a Metadataset refers to.
+"""Datasets of a loader: the path of a folder or Metadataset in, its dataset folders with their manifests out.
 
-What a loader opened, so that it notices when a dataset is packed again, changed or removed under it.
-
-Blends as an epoch of known length: how many packs of each dataset, and which ones.
-
-`steps_per_epoch`: of a dataset folder, and of a blend that counts repetitions.
+| part | purpose |
+|---|---|
+| `LoadedSplit`, `loaded_splits` | one split of each dataset folder, with its packing.json, weight and repetitions |
+| `processor_for`, `common_seq_len` | the encoder and row length that fit all of them |
+| `OpenedSplits` | notices tars that are packed again, changed or removed while they are read |
+| `epoch_pack_counts`, `drawn`, `least_used` | a blend as an epoch of known length: which packs of each dataset |
+| `steps_per_epoch` | micro batches per rank, before training |
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,18 +28,20 @@ from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
 from energon_packed.shards.reader import OpenedFiles, ShardReader
 from energon_packed.shards.steps import steps_of_ranks
 
+Int64 = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedSplit:
-    """One split of one dataset folder.
+    """A split of a dataset folder.
 
     Attributes:
         path: folder with `.nv-meta`.
-        split: which of its splits is read.
-        manifest: its packing.json; None where another tool packed it.
-        subflavors: what the Metadatasets say of it.
+        split: name of the split that is read.
+        manifest: its packing.json; None if another tool packed it.
+        subflavors: subflavors that the Metadatasets set for it.
         weight: share of the packs of an epoch, 0 to 1; None in a blend that counts repetitions.
-        repetitions: how often an epoch has each of its packs; None in a blend by weight.
+        repetitions: how many times an epoch has each of its packs; None in a blend by weight.
     """
 
     path: Path
@@ -49,9 +53,9 @@ class LoadedSplit:
 
     @property
     def packs(self) -> int | None:
-        """Packs that are read; without packing.json, from the indexes.
+        """Number of packs, from packing.json or else the indexes of the shards.
 
-        None where that is not known: single packs are excluded, or an index is missing.
+        None if it is unknown: split.yaml excludes single packs, or there is no index. Both count whole shards only.
         """
         split = read_split(self.path)
         if split.excluded_packs:
@@ -61,16 +65,16 @@ class LoadedSplit:
             return sum(shard.packs for shard in self.manifest.shards if shard.name in names)
         try:
             return len(ShardReader(shards_in_split(self.path, self.split)))
-        except FormatError:  # no index: Energon says so
+        except FormatError:  # no index: Energon raises that when it opens the dataset
             return None
 
     @classmethod
     def of_folder(cls, path: str | Path, split: str) -> "LoadedSplit":
-        """A dataset folder.
+        """Read the manifest of a dataset folder.
 
         Raises:
-            FormatError: there is none, a packing.json that cannot be read, or fewer packs than it says.
-            ConfigError: it has no packs in that split.
+            FormatError: there is no dataset, packing.json cannot be read, or packs that it lists are missing.
+            ConfigError: the split has no packs.
         """
         folder = dataset_folder(path)
         read_split(folder).required(split)
@@ -79,63 +83,69 @@ class LoadedSplit:
         return cls(folder, split, manifest)
 
     def stored_tokens(self) -> Processor:
-        """The processor for data that holds all tokens and no image.
+        """The processor for a dataset that stores all token ids and no image.
 
         Raises:
-            ConfigError: it holds something else, which a ChatEncoder must encode.
+            ConfigError: it stores something else, which a ChatEncoder must encode.
         """
         sample_class = self.manifest.sample_class if self.manifest else None
         images = self.manifest.images if self.manifest else 0
         if sample_class is None or not codec_for(sample_class).stores_tokens or images:
             raise ConfigError(
-                f"{self.path} holds {sample_class or 'packs'}{' with images' if images else ''}, which an encoder "
-                "must turn into tokens and pixels: pass ChatEncoder.from_pretrained(...)"
+                f"{self.path} stores {sample_class or 'packs'}{' with images' if images else ''}, which needs an "
+                "encoder. Pass `encoder=ChatEncoder.from_pretrained(...)`."
             )
         return StoredTokens()
 
     def check_encoder(self, encoder: Processor) -> None:
-        """Refuse an encoder other than the one that the data was packed with.
+        """Refuse an encoder that encodes differently than the encoder that the data was packed with.
 
         Raises:
             ConfigError: its fingerprint differs.
         """
-        found = encoder.fingerprint()
-        if self.manifest is None or not found or not self.manifest.tokenizer_fingerprint:
+        # Custom encoders and other packing tools may have no fingerprint; lengths are still checked per sample.
+        if self.manifest is None or not encoder.fingerprint() or not self.manifest.tokenizer_fingerprint:
             return
-        if not encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
-            raise ConfigError(
-                f"{self.path} was packed with another tokenizer, chat template, image settings or loss_on than this "
-                f"encoder, or by an earlier release that encoded differently; packing.json names "
-                f"{self.manifest.encoder}; use those, pack the data again, or set `check_encoder=False` if the "
-                "difference is intended"
-            )
+        if encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
+            return
+        packed = self.manifest.encoder
+        # A fingerprint is one digest; `loss_on` is the only setting that both sides also have as a value.
+        loss_on = getattr(getattr(encoder, "renderer", None), "loss_on", None)
+        if loss_on is not None and packed.get("loss_on", loss_on) != loss_on:
+            difference = f"`loss_on` was {packed['loss_on']!r}, now {loss_on!r}"
+        else:
+            difference = "its tokenizer, chat template or image settings differ, or an earlier release packed it"
+        raise ConfigError(
+            f"{self.path} was packed with a different encoder: {difference}. Use the settings of packing.json "
+            f"({packed}), repack the data, or set `check_encoder=False`."
+        )
 
 
 def processor_for(splits: Sequence[LoadedSplit], encoder: Processor | None, *, check: bool = True) -> Processor:
-    """The encoder, compared with every dataset; without one, the processor of stored tokens.
+    """Return the encoder, compared with every dataset; without an encoder, the processor of stored tokens.
 
     Raises:
-        ConfigError: another encoder than a dataset was packed with (where `check`), or none where one is needed.
+        ConfigError: a dataset was packed with another encoder (if `check`), or needs an encoder.
     """
-    for one in splits:
+    for dataset in splits:
         if encoder is None:
-            one.stored_tokens()
+            dataset.stored_tokens()
         elif check:
-            one.check_encoder(encoder)
+            dataset.check_encoder(encoder)
     return splits[0].stored_tokens() if encoder is None else encoder
 
 
 def loaded_splits(path: Path, split: str, *, trusted: bool = False) -> list[LoadedSplit]:
-    """What is read: one dataset folder, or all those behind a Metadataset YAML.
+    """Open one dataset folder, or all dataset folders that a Metadataset YAML refers to.
 
     Args:
-        path: of either.
+        path: dataset folder or Metadataset YAML.
         split: `train`, `val` or `test`.
-        trusted: a Metadataset may make objects of any class.
+        trusted: a Metadataset may create objects of any class.
 
     Raises:
         FormatError: there is no dataset, or no Metadataset that Energon can read.
-        ConfigError: a dataset without packs in its split, or as `Metadataset.leaves`.
+        ConfigError: a dataset has no packs in its split, or as `Metadataset.leaves`.
     """
     if not path.is_file():
         return [LoadedSplit.of_folder(path, split)]
@@ -151,31 +161,31 @@ def loaded_splits(path: Path, split: str, *, trusted: bool = False) -> list[Load
 
 
 def common_seq_len(splits: list[LoadedSplit], seq_len: int | None) -> int | None:
-    """Tokens of a row that holds the packs of all these: `seq_len`, or the largest that one was packed with.
+    """Tokens of a row that fits the packs of all datasets: `seq_len`, or the largest recorded value.
 
     Raises:
-        ConfigError: `seq_len` is less than one was packed with.
+        ConfigError: `seq_len` is less than a recorded value.
     """
-    for one in splits:
-        if one.manifest is not None and seq_len is not None and one.manifest.seq_len > seq_len:
+    packed_with = {dataset.path: dataset.manifest.seq_len for dataset in splits if dataset.manifest is not None}
+    for path, packed in packed_with.items():
+        if seq_len is not None and packed > seq_len:
             raise ConfigError(
-                f"{one.path} was packed with seq_len {one.manifest.seq_len}, more than `seq_len` {seq_len}; raise it"
+                f"{path} was packed with seq_len {packed}; `seq_len` must be at least that, got {seq_len}."
             )
-    packed_with = [one.manifest.seq_len for one in splits if one.manifest is not None]
-    return max(packed_with, default=None) if seq_len is None else seq_len
+    return max(packed_with.values(), default=None) if seq_len is None else seq_len
 
 
-def digests_of(one: LoadedSplit) -> Mapping[Path, str]:
+def digests_of(split: LoadedSplit) -> Mapping[Path, str]:
     """SHA-256 of each tar that packing.json lists."""
-    shards = one.manifest.shards if one.manifest is not None else ()
-    return {one.path / shard.name: shard.sha256 for shard in shards}
+    shards = split.manifest.shards if split.manifest is not None else ()
+    return {split.path / shard.name: shard.sha256 for shard in shards}
 
 
 class OpenedSplits(OpenedFiles):
-    """The tars that Energon reads, by the sources that it names.
+    """The tars that Energon reads, found by the `__sources__` of its samples.
 
     Args:
-        splits: of the loader.
+        splits: datasets of the loader.
 
     Attributes:
         folders: the dataset folders, with `.nv-meta`.
@@ -185,21 +195,22 @@ class OpenedSplits(OpenedFiles):
     """
 
     def __init__(self, splits: Sequence[LoadedSplit]) -> None:
-        self.folders = [one.path for one in splits]
+        self.folders = [split.path for split in splits]
         digests: dict[Path, str] = {}
         tars: dict[Path, None] = {}
-        for one in splits:
-            folder = one.path.resolve()
-            digests |= {folder / tar.name: digest for tar, digest in digests_of(one).items()}
-            tars |= dict.fromkeys(folder / name for name in read_split(one.path).shards(one.split))
+        for split in splits:
+            folder = split.path.resolve()
+            digests |= {folder / tar.name: digest for tar, digest in digests_of(split).items()}
+            tars |= dict.fromkeys(folder / name for name in read_split(split.path).shards(split.split))
         super().__init__(tars, digests)
-        self._found: dict[tuple[Any, str], Path | None] = {}
+        # Resolving a path needs system calls, and every pack asks again.
+        self._tars: dict[tuple[Any, str], Path | None] = {}
 
     def check_sources(self, sources: Iterable[Any] | None) -> None:
-        """Refuse a sample whose tar is not the one of before.
+        """Refuse a sample whose tar is not the file that was opened.
 
         Args:
-            sources: `__sources__` of a sample of Energon, or none.
+            sources: `__sources__` of a sample of Energon, or None.
 
         Raises:
             DataChangedError: a tar was replaced, changed or removed.
@@ -209,63 +220,62 @@ class OpenedSplits(OpenedFiles):
                 self.check(tar)
 
     def _tar(self, folder: Any, name: str) -> Path | None:
-        """The tar of a source, a name in an EPath; None for what is none of ours, such as an auxiliary file."""
+        """The tar of a source, a name in an EPath; None for other files, such as files of auxiliary datasets."""
         key = (folder, name)
-        if key not in self._found:
+        if key not in self._tars:
             tar = Path(str(folder)).resolve() / str(name)
-            self._found[key] = tar if tar in self else None
-        return self._found[key]
-
-
-Int64 = npt.NDArray[np.int64]
+            self._tars[key] = tar if tar in self else None
+        return self._tars[key]
 
 
 def epoch_pack_counts(blend: list[LoadedSplit], packs: list[int]) -> list[int]:
-    """Packs that an epoch has of each dataset.
+    """Number of packs of each dataset in an epoch.
 
-    By repetitions, their product with the packs there are. By weight, an epoch is as long as all datasets together,
-    and each has its share of it (largest remainders), so a dataset of a large weight is repeated, and one of a small
-    weight is sampled.
+    By repetitions, they multiply the packs of a dataset. By weight, an epoch is as long as all datasets together, and
+    each dataset has its share of it, so a dataset with a large weight is repeated, and one with a small weight is
+    sampled.
 
     Args:
         blend: D datasets.
-        packs: D numbers, packs in each.
+        packs: number of packs in each of them.
     """
-    if all(one.weight is None for one in blend):
-        return [int((one.repetitions or 1) * count) for one, count in zip(blend, packs, strict=True)]
-    return apportion([one.weight or 0.0 for one in blend], sum(packs))
+    if all(dataset.weight is None for dataset in blend):
+        return [int((dataset.repetitions or 1) * count) for dataset, count in zip(blend, packs, strict=True)]
+    return apportion([dataset.weight or 0.0 for dataset in blend], sum(packs))
 
 
 def apportion(weights: list[float], total: int) -> list[int]:
-    """`total` divided by weights, with the sum `total`, by largest remainders."""
+    """Divide `total` in proportion to weights, as integers whose sum is `total`."""
+    # Largest remainders (Hamilton's method): round down, then add 1 to the counts that lost most.
     exact = total * np.array(weights) / sum(weights)
     counts = np.floor(exact).astype(np.int64)
-    for place in np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]:
-        counts[place] += 1
+    counts[np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]] += 1
     return [int(count) for count in counts]
 
 
 def drawn(packs: int, count: int, rng: np.random.Generator) -> Int64:
-    """Numbers of `count` of `packs` packs, int64 (count,): every pack equally often, and a random few once more."""
+    """Draw `count` of `packs` pack indices, int64 (count,): each equally often, and a random few one time more."""
+    # Sorted, so that an epoch without shuffling reads the tars in order.
     copies, rest = divmod(count, packs)
     return np.concatenate([np.tile(np.arange(packs), copies), np.sort(rng.permutation(packs)[:rest])])
 
 
 def least_used(used: Int64, count: int, rng: np.random.Generator) -> Int64:
-    """Numbers of `count` packs, int64 (count,): each is chosen when it is among the packs that came least.
+    """Choose `count` pack indices, int64 (count,), always among the packs that were used least.
 
     Args:
-        used: int64 (P,), how often each pack was used.
-        count: packs to choose; a pack is chosen repeatedly if there are fewer.
+        used: int64 (P,), how many times each pack was used.
+        count: packs to choose; if there are fewer, packs are chosen repeatedly.
         rng: chooses among packs that were used equally often.
     """
-    found, level = [np.zeros(0, dtype=np.int64)], int(used.min())
+    rounds, level = [np.zeros(0, dtype=np.int64)], int(used.min())
     while count > 0:
-        ready = np.flatnonzero(used <= level)  # with the packs of the rounds before, which came once more in each
+        # The packs of earlier rounds are included: each was chosen once in every round, as `level` grew by 1.
+        ready = np.flatnonzero(used <= level)
         chosen = ready if len(ready) <= count else rng.choice(ready, count, replace=False)
-        found.append(chosen)
+        rounds.append(chosen)
         count, level = count - len(chosen), level + 1
-    return np.concatenate(found)
+    return np.concatenate(rounds)
 
 
 def steps_per_epoch(
@@ -277,7 +287,7 @@ def steps_per_epoch(
     split: str = "train",
     drop_last: bool = False,
 ) -> list[int]:
-    """Micro batches per rank in one epoch of the Energon loader.
+    """Compute the micro batches per rank in one epoch of the Energon loader.
 
     Args:
         path: packed dataset, its manifest, or a Metadataset with repetitions. Without packing.json, packs are counted
@@ -292,24 +302,27 @@ def steps_per_epoch(
         One number per rank. If they differ, train for the minimum or repeat the data.
 
     Raises:
-        ConfigError: an argument is below its minimum, or a Metadataset that draws by weight, which has no epoch.
+        ConfigError: an argument is below its minimum, or a Metadataset draws by weight and so has no epoch.
         FormatError: there is no dataset.
     """
-    place = {"world_size": world_size, "micro_batch_size": micro_batch_size, "num_workers": num_workers}
+    layout = {"world_size": world_size, "micro_batch_size": micro_batch_size, "num_workers": num_workers}
     if isinstance(path, PackingManifest):
-        return steps_of_ranks([(path.packs_in(split), 1)], **place, drop_last=drop_last)
+        return steps_of_ranks([(path.packs_in(split), 1)], **layout, drop_last=drop_last)
+    # Counting opens no dataset with Energon, but parsing a Metadataset must not create its objects.
     check_blend_trusted(path)
     blend = loaded_splits(Path(path), split)
-    if unknown := [one.path for one in blend if one.packs is None]:
-        raise FormatError(
-            f"the packs of {unknown[0]} are not known: split.yaml excludes single packs, or an index is missing; run "
-            "energon-packed nv-meta"
-        )
-    counts = [one.packs or 0 for one in blend]
-    if any(one.weight is not None for one in blend):
+    counts = []
+    for dataset in blend:
+        if (packs := dataset.packs) is None:
+            raise FormatError(
+                f"The number of packs of {dataset.path} is unknown: split.yaml excludes single packs, or an index is "
+                "missing. Run energon-packed nv-meta."
+            )
+        counts.append(packs)
+    if any(dataset.weight is not None for dataset in blend):
         raise ConfigError(
-            f"{path} draws by weight indefinitely, so it has no epoch; count the steps to train for, or use "
-            f"PackedDataset, whose epoch has {sum(epoch_pack_counts(blend, counts))} packs"
+            f"{path} draws by weight indefinitely, so it has no epoch. Count the steps to train for, or use "
+            f"PackedDataset, whose epoch has {sum(epoch_pack_counts(blend, counts))} packs."
         )
-    times = [one.repetitions or 1 for one in blend]
-    return steps_of_ranks(list(zip(counts, times, strict=True)), **place, drop_last=drop_last)
+    repetitions = [dataset.repetitions or 1 for dataset in blend]
+    return steps_of_ranks(list(zip(counts, repetitions, strict=True)), **layout, drop_last=drop_last)

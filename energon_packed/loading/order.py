@@ -1,16 +1,18 @@
-"""The order of training: which item of a dataset with known packs each rank reads at each step.
+"""The order of training: a map-style dataset, seed, epoch, rank and step in, the items of that step out.
 
-    order of an epoch   a seeded permutation of its N items, or one in which the items of a step cost the same
+    order of an epoch   a seeded permutation of its N items, optionally with equal costs of the items in a step
     step s              the next `ranks * rows` items of the order; rank r reads every `ranks`-th of them, from r on
     worker w of W       prepares the steps w, w + W, w + 2 W, ... of its rank
 
     items   7 3 9 | 0 4 8 | 2 1 6 | 5        3 ranks of one row: step 0 is 7 3 9, and rank 1 reads 3, 4 and 1
             step 0  step 1  step 2  step 3   the last step is short: only rank 0 has an item
 
-Everything follows from seed and epoch, so each rank and worker computes its items. The number of workers decides
-nothing, and the position in the data is (epoch, step), the same on all ranks. Where the ranks, the rows of a step or
-the weights of a blend change within an epoch, a `Segment` records the step: the epoch continues after the last item
-that was used, whatever the number of ranks and workers is from there on.
+Everything follows from seed and epoch, so each rank and worker computes its items. The order does not depend on the
+number of workers, and a position in the data is (epoch, step), the same on all ranks. If the ranks, the rows of a step
+or the weights of a blend change within an epoch, a `Segment` records the step: the epoch continues after the last item
+that was used, with any number of ranks and workers.
+
+Names: an *item* is an index in the dataset (of all datasets of a blend); a *place* is a position in the order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,19 +28,21 @@ from energon_packed.packing.balance import CostModel, Imbalance, balanced_steps,
 
 Int64 = npt.NDArray[np.int64]
 WINDOW = 128
-"""Steps that are sorted by cost together: more align better, and mix less."""
+"""Steps that are sorted by cost together: a larger window aligns better and shuffles less."""
+# Last entries of seeds, so that the orders of a plain shuffle, an aligned shuffle and a redraw are independent.
+_ALIGNED, _REDRAWN = 3, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Steps of an epoch that have one layout.
+    """Consecutive steps of an epoch with the same ranks, rows and weights.
 
     Attributes:
-        step: the first step of the segment, from 0 in the epoch.
+        step: first step of the segment, from 0 in the epoch.
         item: place in the order of the first item of that step.
         ranks: data-parallel ranks.
-        rows: items of one step on one rank.
-        weights: of the datasets of a blend by weight; None for other data.
+        rows: items of a step on a rank.
+        weights: weights of the datasets of a blend by weight; None for other data.
     """
 
     step: int = 0
@@ -49,7 +53,7 @@ class Segment:
 
     @property
     def width(self) -> int:
-        """Items of one step on all ranks."""
+        """Items of a step on all ranks."""
         return self.ranks * self.rows
 
     def first_item(self, step: int) -> int:
@@ -57,7 +61,7 @@ class Segment:
         return self.item + (step - self.step) * self.width
 
     def continued(self, step: int, layout: "Segment") -> "Segment":
-        """The segment that begins at `step` with the ranks, rows and weights of `layout`."""
+        """The segment that starts at `step` with the ranks, rows and weights of `layout`."""
         return Segment(
             step=step, item=self.first_item(step), ranks=layout.ranks, rows=layout.rows, weights=layout.weights
         )
@@ -67,12 +71,12 @@ class Segment:
         return (self.ranks, self.rows, self.weights) == (other.ranks, other.rows, other.weights)
 
     def to_plain(self) -> list[Any]:
-        """Numbers and lists, for loader states."""
+        """Return a list of numbers and lists, for loader states."""
         return [list(value) if isinstance(value, tuple) else value for value in astuple(self)]
 
     @classmethod
     def from_plain(cls, value: Sequence[Any]) -> "Segment":
-        """The inverse of `to_plain`."""
+        """Rebuild a segment from the result of `to_plain`."""
         step, item, ranks, rows, weights = value
         return cls(step=step, item=item, ranks=ranks, rows=rows, weights=None if weights is None else tuple(weights))
 
@@ -80,17 +84,17 @@ class Segment:
 class Order:
     """The items of a map-style dataset in the order of training.
 
-    A dataset that is drawn in each epoch (a blend) has `epoch_items(epoch, weights)`, which returns the numbers of the
-    items of an epoch, int64 (N,), `item(number)`, which reads an item, `item_sizes()` and `weights`. Other datasets
-    are indexed, after `set_epoch(epoch)` if they have that method.
+    A dataset that is drawn in each epoch (a blend) has `epoch_items(epoch, weights)`, which returns the items of an
+    epoch, int64 (N,), `item(number)`, which reads an item, `item_sizes()` and `weights`. Other datasets are indexed,
+    after `set_epoch(epoch)` if they have that method.
 
     Args:
-        dataset: with a length and random access.
-        shuffle: a permutation by seed and epoch; False keeps the order of the dataset.
-        cost: cost of an item; the items of a step get similar costs on all ranks. None does not align. Requires
+        dataset: a dataset with a length and random access.
+        shuffle: permute the items by seed and epoch; False keeps the order of the dataset.
+        cost: cost model of an item; the items of a step get similar costs on all ranks. None does not align. Requires
             `dataset.row_sizes()`.
-        repeat: one epoch after the other without end, as one sequence: a step at the end of an epoch takes its
-            last items and the first ones of the next epoch, so that all ranks have an item at every step.
+        repeat: concatenate all epochs to one endless sequence: a step at the end of an epoch combines its last items
+            with the first items of the next epoch, so that all ranks have an item at every step.
 
     Raises:
         ConfigError: `cost` with a dataset that has no `row_sizes()`, or `repeat` with an empty dataset.
@@ -108,7 +112,7 @@ class Order:
         self.shuffle, self.cost, self.repeat = shuffle, cost, repeat
         self._cached: tuple[Any, Int64] | None = None
         if cost is not None:
-            self._costs()  # before workers start, which inherit what was read
+            self._costs()  # reads the sizes before workers are forked, which inherit them
 
     def __len__(self) -> int:
         """Items of one epoch."""
@@ -117,28 +121,29 @@ class Order:
     @property
     def weights(self) -> tuple[float, ...] | None:
         """Weights of the datasets of a blend by weight; None for other data."""
-        found = self.dataset.weights if hasattr(self.dataset, "epoch_items") else None
-        return None if found is None else tuple(found)
+        weights = self.dataset.weights if hasattr(self.dataset, "epoch_items") else None
+        return None if weights is None else tuple(weights)
 
     def segment(self, ranks: int, rows: int) -> Segment:
         """The segment of an epoch whose layout does not change."""
         return Segment(ranks=ranks, rows=rows, weights=self.weights)
 
     def steps(self, segment: Segment, rank: int | None, *, drop_last: bool = False) -> int:
-        """Number of the step after the last step of a rank, in an epoch that ends with this segment.
+        """Index of the step after the last step of a rank, in an epoch that ends with this segment.
 
         Args:
-            segment: the last one of the epoch.
+            segment: last segment of the epoch.
             rank: from 0; None for the rank with the most steps.
             drop_last: leave out a step that is not full.
 
         Raises:
-            TypeError: `repeat`: the steps do not end.
+            TypeError: `repeat` is set, so the steps do not end.
         """
         if self.repeat:
             raise TypeError("the number of batches is not known in advance: the data repeats, count steps")
-        full, left = divmod(len(self) - segment.item, segment.width)
-        return segment.step + full + (left > (rank or 0) and not drop_last)
+        full, remainder = divmod(len(self) - segment.item, segment.width)
+        # The first `remainder` ranks have an item in the last, short step.
+        return segment.step + full + (remainder > (rank or 0) and not drop_last)
 
     def places(self, segment: Segment, step: int, rank: int) -> range:
         """Places in the order of the items of a step on one rank."""
@@ -147,101 +152,111 @@ class Order:
         return range(first + rank, stop if self.repeat else min(stop, len(self)), segment.ranks)
 
     def numbers(self, places: Sequence[int], epoch: int, seed: int, segments: Sequence[Segment]) -> list[int]:
-        """Numbers of the items at these places of the order.
+        """Items at places of the order.
 
         Args:
             places: from 0 in the epoch; with `repeat`, from 0 in epoch 0.
-            epoch: from 0; it is 0 with `repeat`.
-            seed: of the loader.
-            segments: of the epoch until here.
+            epoch: from 0; with `repeat`, always 0.
+            seed: seed of the loader.
+            segments: segments of the epoch so far.
         """
         size = len(self)
-        found = []
+        items = []
         for place in places:
             turn, at = divmod(place, size) if self.repeat else (epoch, place)
-            found.append(int(self.epoch_order(turn, seed, segments)[at]))
-        return found
+            items.append(int(self.epoch_order(turn, seed, segments)[at]))
+        return items
 
     def item(self, number: int) -> Any:
-        """Read one item by its number."""
+        """Read one item."""
         read: Callable[[int], Any] = getattr(self.dataset, "item", None) or self.dataset.__getitem__
         return read(number)
 
     def epoch_order(self, epoch: int, seed: int, segments: Sequence[Segment]) -> Int64:
-        """Numbers of the items of an epoch in their order, int64 (N,); the last order is kept.
+        """Items of an epoch in their order, int64 (N,); the last result is cached.
 
         Args:
             epoch: from 0.
-            seed: of the loader.
-            segments: of the epoch; with `repeat`, of all epochs until here.
+            seed: seed of the loader.
+            segments: segments of the epoch; with `repeat`, of all epochs so far.
         """
         layout = tuple(self._layout_of(epoch, segments))
-        decides = layout if self.cost is not None else tuple((one.item, one.weights) for one in layout if one.weights)
-        key = (epoch, seed, decides)
+        # Without alignment, ranks and rows do not change the order: a rank count that changes keeps the cached order.
+        relevant = (
+            layout if self.cost is not None else tuple((part.item, part.weights) for part in layout if part.weights)
+        )
+        key = (epoch, seed, relevant)
         if self._cached is None or self._cached[0] != key:
             self._cached = key, self._ordered(epoch, seed, layout)
         return self._cached[1]
 
     def imbalance(self, epoch: int, seed: int, segment: Segment) -> Imbalance:
-        """Time of the slowest rank of a step over the mean rank, as shuffled and as ordered."""
+        """Time of the slowest rank of a step over the mean rank, shuffled and then aligned."""
         count = len(self) // segment.width
         orders = (self._shuffled(epoch, seed, segment.weights)[0], self.epoch_order(epoch, seed, [segment]))
-        steps = [
-            order[: count * segment.width].reshape(count, segment.rows, segment.ranks).transpose(0, 2, 1)
+        # Items of a step alternate between ranks; (step, rank, row) is what `imbalance` reads.
+        before, after = (
+            imbalance(
+                self._costs(),
+                order[: count * segment.width].reshape(count, segment.rows, segment.ranks).transpose(0, 2, 1),
+            )
             for order in orders
-        ]
-        before, after = (imbalance(self._costs(), one) for one in steps)
+        )
         return Imbalance(before=before, after=after)
 
     def _costs(self) -> npt.NDArray[np.float64]:
-        """Cost of each item by its number, float64; of a dataset without `item_sizes`, in the epoch that is set."""
+        """Cost of each item, float64; of a dataset without `item_sizes`, in the epoch that is set."""
         sizes = getattr(self.dataset, "item_sizes", None) or self.dataset.row_sizes
         return (self.cost or CostModel()).costs(sizes())
 
     def _layout_of(self, epoch: int, segments: Sequence[Segment]) -> Iterator[Segment]:
-        """The segments of one epoch, with items counted from its begin.
+        """The segments of one epoch, with places relative to its start.
 
-        With `repeat`, a step may begin in the epoch before: the items that complete it come before the first segment.
+        With `repeat`, a step may start in the previous epoch: the items that complete it precede the first segment.
         """
         if not self.repeat:
             yield from segments
             return
-        begin, size = epoch * len(self), len(self)
-        first = max((one for one in segments if one.item <= begin), key=lambda one: one.item)
+        start, size = epoch * len(self), len(self)
+        first = max((part for part in segments if part.item <= start), key=lambda part: part.item)
+        # The first whole step of this epoch starts at the next multiple of the width after the segment's start.
         yield Segment(
-            item=(first.item - begin) % first.width, ranks=first.ranks, rows=first.rows, weights=first.weights
+            item=(first.item - start) % first.width, ranks=first.ranks, rows=first.rows, weights=first.weights
         )
-        for one in segments:
-            if begin < one.item < begin + size:
-                yield Segment(item=one.item - begin, ranks=one.ranks, rows=one.rows, weights=one.weights)
+        for part in segments:
+            if start < part.item < start + size:
+                yield Segment(item=part.item - start, ranks=part.ranks, rows=part.rows, weights=part.weights)
 
     def _ordered(self, epoch: int, seed: int, layout: Sequence[Segment]) -> Int64:
+        """Build the order of an epoch; each segment changes only the places from its start on."""
         order, rng = self._shuffled(epoch, seed, layout[0].weights)
-        for number, part in enumerate(layout):
-            if number and part.weights != layout[number - 1].weights:
+        for i, part in enumerate(layout):
+            if i and part.weights != layout[i - 1].weights:
                 order[part.item :] = self._redrawn(order[: part.item], len(order) - part.item, part, epoch, seed)
             if self.cost is not None and part.item < len(order):
-                rng = np.random.default_rng([seed, epoch, 3, part.item]) if number else rng
+                # Later segments have their own generator, which does not depend on the segments before.
+                rng = np.random.default_rng([seed, epoch, _ALIGNED, part.item]) if i else rng
                 order[part.item :] = self._aligned(order[part.item :], part, rng)
         return order
 
     def _shuffled(self, epoch: int, seed: int, weights: tuple[float, ...] | None) -> tuple[Int64, np.random.Generator]:
-        """The items of an epoch before they are aligned, and the generator that continues with them."""
-        numbers = self._numbers_of(epoch, weights)
-        rng = np.random.default_rng([seed, epoch] if self.cost is None else [seed, epoch, 3])
-        return (rng.permutation(numbers) if self.shuffle else numbers.copy()), rng
+        """The items of an epoch before alignment, and the generator that alignment continues with."""
+        items = self._items_of(epoch, weights)
+        rng = np.random.default_rng([seed, epoch] if self.cost is None else [seed, epoch, _ALIGNED])
+        return (rng.permutation(items) if self.shuffle else items.copy()), rng
 
-    def _numbers_of(self, epoch: int, weights: tuple[float, ...] | None) -> Int64:
+    def _items_of(self, epoch: int, weights: tuple[float, ...] | None) -> Int64:
+        """The items of an epoch in the order of the dataset."""
         draw = getattr(self.dataset, "epoch_items", None)
         if draw is not None:
-            drawn: Int64 = draw(epoch, weights)
-            return drawn
+            items: Int64 = draw(epoch, weights)
+            return items
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
         return np.arange(len(self.dataset), dtype=np.int64)
 
     def _aligned(self, order: Int64, segment: Segment, rng: np.random.Generator) -> Int64:
-        """Steps whose items cost the same on all ranks; the last, short step stays as it is."""
+        """Reorder items so that a step has equal costs on all ranks; the last, short step is unchanged."""
         steps, rest = balanced_steps(
             self._costs(), order, ranks=segment.ranks, rows=segment.rows, window=WINDOW, rng=rng
         )
@@ -249,10 +264,10 @@ class Order:
         return np.concatenate([steps.transpose(0, 2, 1).reshape(-1), rest])
 
     def _redrawn(self, used: Int64, count: int, segment: Segment, epoch: int, seed: int) -> Int64:
-        """`count` items by other weights, after the items that the epoch has used."""
-        rng = np.random.default_rng([seed, epoch, 4, segment.item])
-        drawn: Int64 = self.dataset.redrawn(used, count, segment.weights, rng)
-        return rng.permutation(drawn) if self.shuffle else drawn
+        """Draw `count` items by new weights, after the items that the epoch has used."""
+        rng = np.random.default_rng([seed, epoch, _REDRAWN, segment.item])
+        items: Int64 = self.dataset.redrawn(used, count, segment.weights, rng)
+        return rng.permutation(items) if self.shuffle else items
 
 
 def check_sizes(dataset: Any) -> None:

@@ -1,13 +1,13 @@
-"""The order log: one JSON line for each step of a rank, and the proof that no item is lost or used twice.
+"""The order log: steps of a loader in, JSON lines out (`OrderLog`); files of all ranks in, an `OrderReport` out.
 
     {"epoch": 0, "step": 3, "rank": 0, "world_size": 8, "worker": 1, "num_workers": 2,
      "ids": ["a", "b"], "sources": ["captions.jsonl", "chats.jsonl"], "items": [24, 32], "dropped": [],
-     "segments": [[0, 0, 8, 2, null]]}                      or, of a stream, "shard": 1, "num_shards": 16
+     "segments": [[0, 0, 8, 2, null]]}                      for a stream, instead: "shard": 1, "num_shards": 16
 
-`items` are places in the global order of the epoch, over all ranks; of a stream, numbers in the shard. An epoch has
-each of them from 0 on once, in a batch or dropped. The line at the end of a worker, or of a shard, has no step. A
-resumed run repeats the lines after its checkpoint, and they must be equal. With other ranks, the lines of a shard are
-those of before, and a segment says from which step on its lines replace the others.
+`items` are places in the global order of the epoch, over all ranks; for a stream, indices in the shard. An epoch has
+each place from 0 on exactly once, in a batch or dropped. The last line of a worker, or of a shard, has no step. A
+resumed run repeats the lines after its checkpoint, and they must be equal. With other ranks, a shard continues with
+equal lines, and a segment records the step from which its lines replace the lines of earlier segments.
 """
 
 import json
@@ -22,15 +22,15 @@ from energon_packed.errors import FormatError
 if TYPE_CHECKING:
     from energon_packed.loading.dataflow.worker_stream import Step
 
-_MOST = 5  # problems that are named
+_MAX_NAMED = 5  # items that a message names
 
 
 class OrderLog:
-    """Appends the steps of one rank to a file of its own.
+    """Append the steps of a rank to its file `order-RANK.jsonl`.
 
     Args:
-        folder: of the files of all ranks.
-        rank: of this process.
+        folder: folder of the files of all ranks.
+        rank: rank of this process.
         planned: items have a global order; False for streams.
     """
 
@@ -44,16 +44,16 @@ class OrderLog:
 
         Args:
             place: (rank, world size, number of workers).
-            position: of the loader after the step.
-            step: ids and items.
+            position: position of the loader after the step.
+            step: batch and items of the step.
         """
         if step.ended and not self._planned:
-            return  # the ends of its shards were written
+            return  # a worker of a stream ended, and the end of each of its shards has a line already
         batch = step.batch
         ended = step.ended if self._planned else batch is None
         rank, world_size, num_workers = place
         if self._planned:
-            order: dict[str, Any] = {"segments": [one.to_plain() for one in position.segments]}
+            order: dict[str, Any] = {"segments": [segment.to_plain() for segment in position.segments]}
         else:
             order = {"shard": step.state[0] if step.state else None, "num_shards": position.num_shards}
         line = {
@@ -64,10 +64,11 @@ class OrderLog:
             "worker": step.worker,
             "num_workers": num_workers,
             "ids": list(getattr(batch, "ids", [])),
-            "sources": [None if one is None else one.dataset for one in getattr(batch, "sources", [])],
+            "sources": [None if source is None else source.dataset for source in getattr(batch, "sources", [])],
             "items": step.items,
             "dropped": step.dropped,
         }
+        # Opened for each line, so that a kill loses at most the line that is being written.
         with self.file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line | order) + "\n")
 
@@ -77,13 +78,13 @@ class OrderReport:
     """Result of a check of an order log.
 
     Attributes:
-        steps: steps of all ranks, each once.
+        steps: steps of all ranks, each counted once.
         repeated: lines that a resumed run wrote again.
-        samples: sub-samples in them.
-        dropped: items that were used up without a batch.
-        complete: epochs that every rank has read to their end.
+        samples: samples in these steps.
+        dropped: items that were read, but are in no batch.
+        complete: epochs that every rank has read to the end.
         epochs: epochs with a step.
-        sources: sub-samples of each dataset.
+        sources: samples of each dataset.
         problems: lost, repeated or different items, one line each.
     """
 
@@ -98,16 +99,16 @@ class OrderReport:
 
 
 def check_order(folder: Path) -> OrderReport:
-    """Read the logs of all ranks, and look for items that are lost, used twice, or different after a resume.
+    """Read the logs of all ranks, and find items that are lost, used twice, or different after a resume.
 
     Raises:
-        FormatError: there is no order log, or one is damaged.
+        FormatError: there is no order log, or a line is damaged.
     """
     lines: dict[tuple[Any, ...], dict[str, Any]] = {}
     problems: list[str] = []
     repeated = 0
     for line in _lines(folder):
-        before = lines.setdefault(_place_of(line), line)
+        before = lines.setdefault(_key_of(line), line)
         if before is not line:
             repeated += 1
             same_ranks = all(before[name] == line[name] for name in ("rank", "world_size", "num_workers"))
@@ -117,18 +118,18 @@ def check_order(folder: Path) -> OrderReport:
                     f"{before['step']} and {line['step']}: {_some(line['items'])}"
                 )
             elif any(before[name] != line[name] for name in ("ids", "sources", "items", "dropped")):
-                where = f"epoch {line['epoch']}, step {line['step']}, rank {line['rank']}"
+                step = f"epoch {line['epoch']}, step {line['step']}, rank {line['rank']}"
                 problems.append(
-                    f"{where} had {_some(before['ids'])} before a resume, and {_some(line['ids'])} after it"
+                    f"{step} had {_some(before['ids'])} before a resume, and {_some(line['ids'])} after it"
                 )
     epochs = sorted({line["epoch"] for line in lines.values()})
     complete, kept = [], []
     for epoch in epochs:
         of_epoch = [line for line in lines.values() if line["epoch"] == epoch]
         check = _check_planned if "segments" in of_epoch[0] else _check_stream
-        valid, is_complete, found = check(epoch, of_epoch)
+        valid, is_complete, of_check = check(epoch, of_epoch)
         kept += valid
-        problems += found
+        problems += of_check
         complete += [epoch] if is_complete else []
     return OrderReport(
         steps=sum(line["step"] is not None for line in kept),
@@ -142,13 +143,10 @@ def check_order(folder: Path) -> OrderReport:
     )
 
 
-def _place_of(line: dict[str, Any]) -> tuple[Any, ...]:
-    """Where a line is in the run: a line at the same place is that of a resumed run.
-
-    The steps of a shard belong to it, whichever rank reads it after a resume.
-    """
+def _key_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    """Identity of a line in the run: a second line with the same key was written by a resumed run."""
     items = line["items"] or line["dropped"]
-    if "segments" not in line:
+    if "segments" not in line:  # a stream: a shard may be continued by any rank, so the rank is not part of the key
         return line["epoch"], line["shard"], line["step"] is None, items[0] if items else None
     end = line["worker"] if line["step"] is None else None
     return line["epoch"], line["rank"], line["step"], end, json.dumps(line["segments"])
@@ -159,12 +157,12 @@ Checked = tuple[list[dict[str, Any]], bool, list[str]]
 
 
 def _check_planned(epoch: int, lines: list[dict[str, Any]]) -> Checked:
-    """Items are places in the order of the epoch: over all ranks, each once."""
+    """Check the lines of an epoch with a global order: over all ranks, each place occurs once."""
     last = max((line["segments"] for line in lines), key=len)
     valid = []
     for line in lines:
         own = line["segments"]
-        if own != last[: len(own)]:
+        if own != last[: len(own)]:  # two runs resumed the same checkpoint with different ranks
             layouts = sorted(
                 {f"{line['segments'][-1][2]} ranks from step {line['segments'][-1][0]}" for line in lines}
             )
@@ -172,52 +170,56 @@ def _check_planned(epoch: int, lines: list[dict[str, Any]]) -> Checked:
                 f"epoch {epoch} was resumed in different ways, {_some(layouts)}: pass another `order_log` folder to "
                 "each of these runs"
             ]  # fmt: skip
+        # Steps after the start of the next segment were lost with the run that was resumed from before them.
         if len(own) == len(last) or (line["step"] is not None and line["step"] <= last[len(own)][0]):
             valid.append(line)
     ended = {(line["rank"], line["worker"]) for line in valid if line["step"] is None}
     complete = any(len(ended) >= line["world_size"] * line["num_workers"] for line in valid if line["step"] is None)
-    items = [number for line in valid for number in (*line["items"], *line["dropped"])]
+    items = [place for line in valid for place in (*line["items"], *line["dropped"])]
     return valid, complete, list(_lost_or_twice(f"epoch {epoch}", items, complete=complete))
 
 
 def _check_stream(epoch: int, lines: list[dict[str, Any]]) -> Checked:
-    """Items are numbers in a shard: in each shard, each once; ids over all shards."""
+    """Check the lines of an epoch of a stream: in each shard, each item occurs once, and each id over all shards."""
     shards: dict[int, list[int]] = defaultdict(list)
     ended: set[int] = set()
     problems: list[str] = []
     ids: Counter[str] = Counter()
     for line in lines:
         shards[line["shard"]] += [*line["items"], *line["dropped"]]
-        ids.update(one for one in line["ids"] if one is not None)
+        ids.update(ident for ident in line["ids"] if ident is not None)
         if line["step"] is None:
             ended.add(line["shard"])
     for shard, items in sorted(shards.items()):
         problems += _lost_or_twice(f"epoch {epoch}, shard {shard}", items, complete=shard in ended)
-    if repeated := sorted(one for one, count in ids.items() if count > 1):
+    if repeated := sorted(ident for ident, count in ids.items() if count > 1):
         problems.append(f"epoch {epoch}: {len(repeated)} samples are twice: {_some(repeated)}")
     return lines, len(ended) == lines[0]["num_shards"], problems
 
 
-def _lost_or_twice(where: str, items: list[int], *, complete: bool) -> Iterator[str]:
-    if twice := sorted(number for number, count in Counter(items).items() if count > 1):
-        yield f"{where}: {len(twice)} items are twice: {_some(twice)}"
+def _lost_or_twice(scope: str, items: list[int], *, complete: bool) -> Iterator[str]:
+    """Yield a line for repeated items and a line for lost items."""
+    if twice := sorted(item for item, count in Counter(items).items() if count > 1):
+        yield f"{scope}: {len(twice)} items are twice: {_some(twice)}"
+    # Until an epoch is complete, gaps are items of steps that other ranks have not logged yet.
     lost = sorted(set(range(max(items, default=-1) + 1)) - set(items))
     if lost and complete:
-        yield f"{where}: {len(lost)} items are lost: {_some(lost)}"
+        yield f"{scope}: {len(lost)} items are lost: {_some(lost)}"
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:
     files = sorted(folder.glob("order-*.jsonl"))
     if not files:
-        raise FormatError(f"{folder} has no order log; pass the folder that `order_log` named")
+        raise FormatError(f"{folder} has no order log. Pass the folder that was `order_log` of the loader.")
     for file in files:
         for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 yield json.loads(text)
             except json.JSONDecodeError as error:
-                raise FormatError(f"{file}, line {number} is damaged: {error}; remove that line") from error
+                raise FormatError(f"{file}, line {number} is damaged: {error}. Remove that line.") from error
 
 
 def _some(values: list[Any]) -> str:
-    more = f" and {len(values) - _MOST} more" if len(values) > _MOST else ""
-    return ", ".join(map(str, values[:_MOST])) + more
+    """The first values, and how many more there are."""
+    more = f" and {len(values) - _MAX_NAMED} more" if len(values) > _MAX_NAMED else ""
+    return ", ".join(map(str, values[:_MAX_NAMED])) + more

@@ -1,4 +1,14 @@
-"""From the items of a distributor to encoded samples: the Processor's place in a dataflow."""
+"""Encoding: items of a distributor, or packs of any flavor, in; encoded samples, or the error of each item, out.
+
+| item | becomes |
+|---|---|
+| EncodedSample, EncodedRow, list of EncodedSamples | itself |
+| features, `{"input_ids", ...}` | one sample |
+| record of a known record format, Conversation | one sample, encoded together with the others |
+| pack of a dataset (PackSample) | its samples |
+| Reject | the error of a record that could not be read |
+| anything else | `processor.encode(item)` |
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,34 +29,35 @@ def encode_pack(
     on_failure: Callable[[Exception, Any], None] | None = None,
     source: SampleSource | None = None,
 ) -> Sequence[EncodedSample]:
-    """The encoded sub-samples of a pack, in order.
+    """Encode the samples of a pack, in order.
 
     Args:
-        pack: of any flavor.
-        encoder: the Processor that the data was packed with.
-        check_lengths: refuse a sample whose length differs from the recorded one.
-        on_failure: called with the error and the pack when a sample cannot be encoded; when it returns, that sample
-            is skipped and the others stay. None raises.
-        source: of all samples; by default what Energon says of the pack.
+        pack: a pack of any flavor.
+        encoder: the encoder that the data was packed with.
+        check_lengths: refuse a sample whose length differs from the recorded length.
+        on_failure: called with the error and the pack if a sample cannot be encoded; if it returns, that sample is
+            skipped and the others stay. None raises.
+        source: source of all samples; by default `__sources__` of the pack, as Energon sets it.
 
     Raises:
-        RecordError, FormatError: a sample that cannot be encoded, without `on_failure`.
+        RecordError, FormatError: a sample cannot be encoded, and there is no `on_failure`.
     """
     source = source or _source_of(pack)
     if (row := pack.token_row()) is not None:
+        # Stored tokens are used as columns, without an object for each sample.
         try:
             encoded_row = encoder.encode_row(row.ids, row.input_ids, row.labels, row.cu_seqlens)
             encoded_row.source = source
             return encoded_row
-        except EnergonPackedError:  # find the sample, one by one
-            pass
+        except EnergonPackedError:
+            pass  # encode sample by sample below: only the bad sample is skipped, and its error names it
     encoded = []
     samples = pack.stored_samples()
-    for sample, found in zip(samples, encoder.encode_many([one.conversation for one in samples]), strict=True):
+    results = encoder.encode_many([sample.conversation for sample in samples])
+    for sample, result in zip(samples, results, strict=True):
         try:
-            one = checked_sample(sample, found, pack.__key__, check_lengths=check_lengths)
-            encoded.append(one.of(source))
-        except EnergonPackedError as error:  # one bad sample costs one sample, not its pack
+            encoded.append(checked_sample(sample, result, pack.__key__, check_lengths=check_lengths).of(source))
+        except EnergonPackedError as error:  # a bad sample is skipped, the rest of its pack is kept
             if on_failure is None:
                 raise
             on_failure(error, pack)
@@ -59,32 +70,38 @@ def _source_of(pack: PackSample) -> SampleSource | None:
 
 
 def checked_sample(
-    sample: StoredSample, found: EncodedSample | Reject, key: str, *, check_lengths: bool = True
+    stored: StoredSample, result: EncodedSample | Reject, key: str, *, check_lengths: bool = True
 ) -> EncodedSample:
-    """What encoding a sample of a pack gave, truncated as it was packed.
+    """Check the encoded sample of a stored sample, and truncate it as it was packed.
+
+    Args:
+        stored: the sample in its pack.
+        result: the result of encoding it.
+        key: key of the pack, for messages.
+        check_lengths: compare the length with the recorded length.
 
     Raises:
-        RecordError: it cannot be encoded.
-        FormatError: its length differs from the recorded one.
+        RecordError: the sample cannot be encoded.
+        FormatError: its length differs from the recorded length.
     """
-    if isinstance(found, Reject):
-        raise RecordError.of(found)
-    one = found if sample.truncate is None else found.truncated(sample.truncate)
-    if check_lengths and sample.length is not None and len(one) != sample.length:
+    if isinstance(result, Reject):
+        raise RecordError.of(result)
+    sample = result if stored.truncate is None else result.truncated(stored.truncate)
+    if check_lengths and stored.length is not None and len(sample) != stored.length:
         raise FormatError(
-            f"sample {one.id} of pack {key} has {len(one)} tokens, but {sample.length} were recorded: use the "
+            f"sample {sample.id} of pack {key} has {len(sample)} tokens, but {stored.length} were recorded: use the "
             "tokenizer, chat template and image settings that it was packed with (see packing.json)"
         )
-    return one
+    return sample
 
 
 class RecordAt(NamedTuple):
-    """Where the record of an item is; by this the reject report finds its row number when it is asked for.
+    """The position of a record in the input; the reject report computes its row number only when it is read.
 
     Attributes:
-        source: number of the source in its reader.
-        address: of the record in the source.
-        id: of the record, or None.
+        source: index of the source in its reader.
+        address: address of the record in the source.
+        id: id of the record, or None.
     """
 
     source: int
@@ -93,12 +110,12 @@ class RecordAt(NamedTuple):
 
 
 class WithSource(NamedTuple):
-    """A value with the data set that it comes from.
+    """An item with the dataset that it comes from.
 
     Attributes:
         value: a conversation, or a Reject.
-        source: the data set.
-        at: where the record is, if it is one of an input file.
+        source: the dataset.
+        at: position of the record, if it comes from an input file.
     """
 
     value: Any
@@ -110,41 +127,45 @@ Encoded = Sequence[EncodedSample] | EnergonPackedError
 
 
 def encode_items(values: Sequence[Any], processor: Processor) -> list[Encoded]:
-    """The encoded samples of each value, or why it cannot be used.
-
-    EncodedSamples, lists of them and features (`{"input_ids", ...}`) pass through; packs of any flavor are encoded
-    sample by sample; records of a known shape become conversations; everything else goes to `processor.encode`.
+    """Encode items; the result of an item that cannot be used is its error.
 
     Args:
-        values: what distributors give; a Reject stands for a record that could not be read.
-        processor: encodes conversations, all of these together.
+        values: items of distributors, as in the table of this module, each perhaps in a WithSource.
+        processor: encodes the conversations of all items together.
     """
-    found: list[Any] = [one.value if isinstance(one, WithSource) else one for one in values]
-    found = [one if isinstance(one, Conversation) else _without_processor(one) for one in found]
-    talks = [place for place, one in enumerate(found) if isinstance(one, Conversation)]
-    encoded = processor.encode_many([found[place] for place in talks]) if talks else []
-    for place, one in zip(talks, encoded, strict=True):
-        found[place] = RecordError.of(one) if isinstance(one, Reject) else [one]
-    done = [one if isinstance(one, (list, EncodedRow)) else _rest(one, processor) for one in found]
+    # Three passes, so that all conversations go to `encode_many` in one call: it tokenizes them in one batch.
+    results: list[Any] = [value.value if isinstance(value, WithSource) else value for value in values]
+    results = [value if isinstance(value, Conversation) else _without_processor(value) for value in results]
+    at = [i for i, value in enumerate(results) if isinstance(value, Conversation)]
+    for i, sample in zip(at, processor.encode_many([results[i] for i in at]) if at else [], strict=True):
+        results[i] = RecordError.of(sample) if isinstance(sample, Reject) else [sample]
+    results = [
+        value if isinstance(value, (list, EncodedRow)) else _encode_single(value, processor) for value in results
+    ]
     return [
-        [sample.of(value.source) for sample in one]
-        if isinstance(value, WithSource) and not isinstance(one, EnergonPackedError)
-        else one
-        for value, one in zip(values, done, strict=True)
+        [sample.of(value.source) for sample in result]
+        if isinstance(value, WithSource) and not isinstance(result, EnergonPackedError)
+        else result
+        for value, result in zip(values, results, strict=True)
     ]
 
 
 def _without_processor(value: Any) -> Any:
-    """What needs no processor, a Conversation, or the value itself."""
+    """Convert an item as far as possible without a processor.
+
+    Returns:
+        A list of samples or an EncodedRow, an error, a Conversation, or the value itself.
+    """
     if isinstance(value, EncodedSample):
         return [value]
     if isinstance(value, Reject):
         return RecordError.of(value)
     if isinstance(value, EncodedRow) or (
-        isinstance(value, list) and all(isinstance(one, EncodedSample) for one in value)
+        isinstance(value, list) and all(isinstance(sample, EncodedSample) for sample in value)
     ):
         return value
     try:
+        # Features before records: both are dicts, and `normalize` would reject most features.
         if is_features(value):
             return [from_features(value)]
         return normalize(dict(value)) if isinstance(value, Mapping) else value
@@ -152,7 +173,8 @@ def _without_processor(value: Any) -> Any:
         return error
 
 
-def _rest(value: Any, processor: Processor) -> Encoded:
+def _encode_single(value: Any, processor: Processor) -> Encoded:
+    """Encode a pack or a value of an unknown type; return an error unchanged."""
     if isinstance(value, EnergonPackedError):
         return value
     try:

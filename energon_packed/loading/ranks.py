@@ -1,14 +1,19 @@
-"""The process group of torch.distributed, where there is one, and what its launchers say before there is.
+"""Ranks: torch.distributed and its environment in, (rank, world size) and the worker shard of an epoch out.
 
-Share: the part of an epoch of a stream that one loader worker reads. Ranks: data-parallel place of this process.
+| part | purpose |
+|---|---|
+| `has_group`, `group_place`, `launched_processes` | the process group, or the processes that a launcher started |
+| `all_gather_object`, `broadcast_object` | collective operations that also work without a process group |
+| `ShardSpec`, `shuffled` | the items of an epoch that a worker of a rank reads |
+| `resolve_rank`, `check_rank`, `warn_uneven` | rank and world size of a loader |
+| `check_not_resharded`, `refuse_dispatch` | errors for tools that would shard the data a second time |
 
-What another tool would read for all ranks, or split over them again: rows and data are lost without an error.
+Sharding twice loses rows without an error, and a dataset is not informed about it. So the tools are searched
+among the callers, by the names of their classes:
 
-Nothing is passed to a dataset that tells. The tools are found among the callers, by the names of their classes:
-
-    IterableDatasetShard    accelerate, Transformers: keeps every n-th item of the part that a rank has already
-    DataLoaderDispatcher    reads on process 0; accelerate's cuts every tensor in equal parts, ms-swift's gives all of
-                            them rows of process 0
+    IterableDatasetShard    accelerate, Transformers: keeps every n-th item of a shard that belongs to one rank already
+    DataLoaderDispatcher    reads on process 0; accelerate's version cuts every tensor in equal parts, the version of
+                            ms-swift sends rows of process 0 to all processes
 """
 
 import inspect
@@ -25,6 +30,11 @@ import torch
 
 from energon_packed.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+_DISPATCHER = "DataLoaderDispatcher"
+_SHARD = "IterableDatasetShard"
+_READING = ("__iter__", "_fetch_batches")  # methods that read data; others, such as __len__, are harmless
+
 
 def has_group() -> bool:
     """Whether this process is in a process group."""
@@ -32,36 +42,36 @@ def has_group() -> bool:
 
 
 def group_place() -> tuple[int, int]:
-    """Rank and number of processes of the group; 0 and 1 without one."""
+    """(rank, number of processes) of the process group; (0, 1) without a process group."""
     return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if has_group() else (0, 1)
 
 
 def launched_processes() -> int:
-    """Processes that a launcher (torchrun, accelerate, Lightning) has started, by WORLD_SIZE; 1 without one."""
+    """Number of processes that a launcher (torchrun, accelerate, Lightning) started: WORLD_SIZE, or 1."""
     launched = os.environ.get("WORLD_SIZE", "")
     return int(launched) if launched.isdecimal() else 1
 
 
 def all_gather_object(value: Any, group: Any = None) -> list[Any]:
-    """`value` of every process, in the order of ranks: a collective operation. Without a group, this one's alone."""
+    """Collect `value` of every process, in the order of ranks; [value] without a process group."""
     if not has_group():
         return [value]
-    found: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(found, value, group=group)
-    return found
+    values: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 def broadcast_object(value: Any, group: Any = None) -> Any:
-    """`value` of the first process of the group: a float computed on other hardware may differ in its last bit."""
+    """Return the `value` of the first process of the group on all processes.
+
+    Ranks must not compute such a value each: a float of other hardware may differ in its last bit.
+    """
     if not has_group():
         return value
-    found = [value]
+    values = [value]
     first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
-    torch.distributed.broadcast_object_list(found, src=first, group=group)
-    return found[0]
-
-
-_log = logging.getLogger(__name__)
+    torch.distributed.broadcast_object_list(values, src=first, group=group)
+    return values[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,33 +100,33 @@ class ShardSpec:
 
 
 def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """(rank, world_size): as given, else from torch.distributed, else (0, 1).
+    """Determine (rank, world_size): the arguments, else torch.distributed, else (0, 1).
 
     Raises:
-        ConfigError: only one is given, the rank is not below the world size, or neither is known and the environment
-            says that there are several processes.
+        ConfigError: one of both is missing, the rank is not below the world size, or neither is known although a
+            launcher started several processes.
     """
     if (rank is None) != (world_size is None):
-        raise ConfigError("pass both `rank` and `world_size`, or neither")
+        raise ConfigError(f"`rank` and `world_size` must be passed together, got {rank} and {world_size}.")
     if rank is not None and world_size is not None:
         if not 0 <= rank < world_size:
-            raise ConfigError(f"`rank` {rank} is not below `world_size` {world_size}")
+            raise ConfigError(f"`rank` must be from 0 to `world_size` - 1, got {rank} with `world_size` {world_size}.")
         return rank, world_size
     if not has_group() and (launched := launched_processes()) > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {launched} and there is no process group, so each process would load all packs: make the "
-            "loader after torch.distributed.init_process_group (accelerate.Accelerator(), Fabric.launch() and "
-            "TrainingArguments call it), or pass `rank` and `world_size`"
+            f"WORLD_SIZE is {launched} but torch.distributed is not initialized, so every process would load all "
+            "packs. Create the loader after init_process_group (or Accelerator(), Fabric.launch(), "
+            "TrainingArguments), or pass `rank` and `world_size`."
         )
     return group_place()
 
 
 def check_rank(made: tuple[int, int], rank: int | None, world_size: int | None) -> None:
-    """Refuse to load where the process group is no longer that in which the loader was made.
+    """Refuse to load if the process group changed since the loader was created.
 
     Args:
         made: rank and world size of the loader.
-        rank, world_size: as they were given to it; None where torch.distributed decides.
+        rank, world_size: arguments of the loader; None if torch.distributed decides.
 
     Raises:
         ConfigError: rank or world size differ; the message names both.
@@ -124,8 +134,8 @@ def check_rank(made: tuple[int, int], rank: int | None, world_size: int | None) 
     now = resolve_rank(rank, world_size)
     if made != now:
         raise ConfigError(
-            f"the loader was made as rank {made[0]} of {made[1]}, and torch.distributed now says rank {now[0]} of "
-            f"{now[1]}: make it after torch.distributed.init_process_group, or pass `rank` and `world_size`"
+            f"The loader was created as rank {made[0]} of {made[1]}, but torch.distributed now reports rank {now[0]} "
+            f"of {now[1]}. Create it after init_process_group, or pass `rank` and `world_size`."
         )
 
 
@@ -139,83 +149,79 @@ def warn_uneven(rank: int, world_size: int, length: Callable[[int], int]) -> Non
     """Warn once for all ranks of a process group if their epochs differ in length.
 
     Args:
-        rank, world_size: data-parallel place of this process.
-        length: batches of a rank in one epoch; raises TypeError if that is not known.
+        rank, world_size: rank and world size of this process.
+        length: batches of a rank in one epoch; raises TypeError if they are unknown.
     """
     if rank > 0 or world_size == 1 or not has_group():
         return
     try:
-        most, least = length(0), length(world_size - 1)  # what is left over goes to the first ranks
+        most, least = length(0), length(world_size - 1)  # the first ranks get the remainder
     except TypeError:
         return
     if least < most:
         _log.warning(
-            "ranks have %d to %d batches in an epoch, and collective operations of the longer ones wait for the "
-            "others: end each epoch after %d batches, repeat without end with MapDistributor(dataset, repeat=True), "
-            "or use get_packed_loader, which evens them",
+            "Ranks have %d to %d batches per epoch, so ranks with more batches will wait in collective operations. "
+            "Stop each epoch after %d batches, use MapDistributor(dataset, repeat=True), or use get_packed_loader, "
+            "which evens them.",
             least, most, least,
         )  # fmt: skip
 
 
-_DISPATCHER = "DataLoaderDispatcher"
-_SHARD = "IterableDatasetShard"
-_READING = ("__iter__", "_fetch_batches")
-
-
 def check_not_resharded(world_size: int) -> None:
-    """Raise where a class that splits data over processes reads a loader that gives each rank its own.
+    """Raise if a class that shards data over processes reads a loader that is sharded already.
 
     Args:
-        world_size: of the loader; 1 gives everything to every process, and splitting it once is right.
+        world_size: world size of the loader; with 1, every process has all data, and sharding it once is right.
 
     Raises:
-        ConfigError: the data is split twice; the message says what to write.
+        ConfigError: the data is sharded twice; the message names the remedies.
     """
     if world_size == 1:
         return
     for method, caller, kind in _callers(_SHARD, _DISPATCHER):
         if method in _READING and _processes(caller) > 1:
             raise ConfigError(
-                f"the loader gives each of {world_size} ranks its own packs, and {type(caller).__module__}."
-                f"{kind.__name__} splits them over ranks again, which loses the rest: do not pass the loader to "
-                "accelerator.prepare or Trainer (iterate it directly, and move each batch to the device), use "
-                "PackedDataset there, or make the loader with rank=0, world_size=1"
+                f"This loader is already sharded over {world_size} ranks; {type(caller).__module__}.{kind.__name__} "
+                "would shard it again and drop data. Iterate it directly, use PackedDataset instead, or create it "
+                "with rank=0, world_size=1."
             )
 
 
 def refuse_dispatch() -> None:
-    """Raise where a dispatcher is calling, on every process, before anything is read.
+    """Raise if a dispatcher is calling, on every process, before anything is read.
 
-    A batch of packs is one row, with boundaries and pixels of other lengths than the row: it cannot be cut.
+    A batch of packs is one row, and its boundaries and pixels are longer or shorter than the row: it cannot be cut.
 
     Raises:
-        ConfigError: the message says what to write.
+        ConfigError: the message names the remedies.
     """
     for _, _, kind in _callers(_DISPATCHER):
         if kind.__module__.startswith("accelerate."):
             raise ConfigError(
-                "`dispatch_batches` is True: it reads on process 0 and cuts every tensor of a batch in equal parts; "
-                "a packed row cannot be cut: set Accelerator(dataloader_config=DataLoaderConfiguration("
-                "dispatch_batches=False)), or accelerator_config={'dispatch_batches': False} in TrainingArguments"
+                "`dispatch_batches=True` splits tensors between processes, which breaks packed rows. Pass "
+                "DataLoaderConfiguration(dispatch_batches=False), or accelerator_config={'dispatch_batches': False} "
+                "in TrainingArguments."
             )
         raise ConfigError(
-            f"{kind.__module__}.{kind.__name__} reads on process 0 for all, and this data gives each process its own "
-            "rows: pass a PackedDataset, or a loader made with rank=0, world_size=1"
+            f"{kind.__module__}.{kind.__name__} reads on process 0 for all ranks, but this loader is sharded over "
+            "ranks. Pass a PackedDataset, or a loader created with rank=0, world_size=1."
         )
 
 
 def _callers(*names: str) -> Iterator[tuple[str, Any, type]]:
-    """(method, object, its class of one of these names) of every method that is running, the innermost first."""
+    """(method, object, matching class) of every running method of these classes, the innermost first."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
-        kind = next((one for one in type(caller).__mro__ if one.__name__ in names), None)
+        # By name along the MRO, as importing accelerate or ms-swift to compare classes would cost seconds.
+        kind = next((base for base in type(caller).__mro__ if base.__name__ in names), None)
         if kind is not None:
             yield frame.f_code.co_name, caller, kind
         frame = frame.f_back
 
 
 def _processes(caller: Any) -> int:
+    """Number of processes that a tool shards over."""
     state = getattr(caller, "state", caller)
-    found: Any = getattr(state, "num_processes", None) or getattr(caller, "world_size", 1)  # ms-swift has the latter
-    return int(found)
+    count: Any = getattr(state, "num_processes", None) or getattr(caller, "world_size", 1)  # ms-swift has the latter
+    return int(count)

@@ -1,14 +1,19 @@
-"""`plan_in_memory`: raw records are measured and planned at start, and served map-style with a known length.
+"""Raw records while training: a DataflowConfig in, rows of EncodedSamples or PackedBatches out; no shards on disk.
 
-PackedIterableDataset: raw records, packed on the fly in constant memory.
+| function | reads | memory | length |
+|---|---|---|---|
+| `plan_in_memory` | all records at start, to measure them; then each row at random | 100 bytes per record | known |
+| `PackedIterableDataset` | records in ranges, packed on the fly | constant | unknown |
+| `get_raw_loader` | one of both, as `config.streaming` says | | |
 """
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +46,28 @@ Int64 = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 
 
+class LoaderOptions(TypedDict, total=False):
+    """Options of `DataflowLoader` that a config does not decide; `seed` and `max_failures` override the config."""
+
+    seed: int
+    max_failures: int | None
+    batch_size: int | None
+    drop_last: bool
+    allow_changed_weights: bool
+    order_log: str | Path | None
+    even_ranks: Literal["off", "mask"]
+    persistent_workers: bool
+    pin_memory: bool
+    prefetch_factor: int | None
+    timeout: float
+    multiprocessing_context: Any
+    worker_init_fn: Callable[[int], None] | None
+
+
 class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
-    """Row i of a plan, encoded when it is read: for samplers, epochs and stock trainers, as PackedDataset.
+    """Map-style dataset returned by `plan_in_memory`: `dataset[i]` returns the EncodedSamples of row i.
+
+    Records are read and encoded when their row is. It works with samplers and stock trainers, as PackedDataset.
 
     Attributes:
         lengths: int64 (P,), tokens of each row.
@@ -56,25 +81,31 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         encoder: EncoderLoader,
         refs: RecordRefs,
         groups: list[Int64],
-        **facts: Any,
+        *,
+        rejects: RejectReport,
+        seq_len: int,
+        truncate: int | None,
+        fingerprint: str,
     ) -> None:
-        """Use `plan_in_memory`.
+        """Wrap a finished plan; call `plan_in_memory` to make one.
 
         Args:
-            reader, encoder: as the records were measured with.
-            refs: where the packed records are.
-            groups: numbers of the records in each row.
-            facts: `rejects`; `seq_len`; `truncate`, tokens that longer samples are truncated to, or None; and the
-                `fingerprint` of what is read.
+            reader, encoder: reader and encoder that the records were measured with.
+            refs: positions and lengths of the packed records.
+            groups: indices into `refs` of the records in each row.
+            rejects: records that are in no row.
+            seq_len: tokens that fit in a row.
+            truncate: tokens that longer samples are truncated to, or None.
+            fingerprint: digest of the input, the encoder and the settings of reading.
         """
-        self.rejects: RejectReport = facts["rejects"]
-        self._truncate: int | None = facts["truncate"]
-        self.seq_len: int = facts["seq_len"]
-        self._fingerprint: str = facts["fingerprint"]
+        self.rejects, self.seq_len = rejects, seq_len
+        self._truncate, self._fingerprint = truncate, fingerprint
         self._reader, self._encoder, self._refs = reader, encoder, refs
+        # One array and its offsets instead of a list of arrays: forked workers share it, as no reference is counted.
         self._groups = np.concatenate(groups) if groups else np.zeros(0, dtype=np.int64)
         self._offsets = np.cumsum([0, *map(len, groups)])
         self.lengths = np.array([int(refs.length[group].sum()) for group in groups], dtype=np.int64)
+        # Attention costs the square of each sample's length, not of the row's: samples do not attend to each other.
         squares = [int((refs.length[group].astype(np.int64) ** 2).sum()) for group in groups]
         self._squares = np.array(squares, dtype=np.int64)
 
@@ -87,85 +118,92 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         return float(self.lengths.sum() / (len(self) * self.seq_len)) if len(self) else 1.0
 
     def row_sizes(self) -> RowSizes:
-        """What decides the cost of each row; patches count as the tokens that they become."""
+        """Sizes that determine the cost of each row; patches count as the tokens that they become."""
         return RowSizes(tokens=self.lengths, squares=self._squares, patches=np.zeros(len(self), dtype=np.int64))
 
     def fingerprint(self) -> str:
-        """Of data, encoder and plan, for loader states; the same for a copy of the data elsewhere."""
+        """Digest of data, encoder and plan, for loader states; equal for a copy of the data in another folder."""
         content = hashlib.sha256(self._fingerprint.encode())
-        for part in (self._groups, self._offsets, self._refs.source, self._refs.address, self._refs.length):
-            content.update(np.asarray(part, dtype=np.int64).tobytes())
+        for column in (self._groups, self._offsets, self._refs.source, self._refs.address, self._refs.length):
+            content.update(np.asarray(column, dtype=np.int64).tobytes())
         return content.hexdigest()[:16]
 
     def ids(self, index: int) -> list[str | None]:
-        """Names of the samples of one row, without encoding them."""
-        return [talk.id for talk, _ in self._read(index)]
+        """Ids of the samples of one row, without encoding them."""
+        return [conversation.id for conversation, _ in self._read(index)]
 
     def to_hf(self) -> Any:
-        """The rows as a `datasets.Dataset`, for trainers that take nothing else; see `hf_dataset`."""
+        """Return the rows as a `datasets.Dataset`, for trainers that accept nothing else; see `hf_dataset`."""
         return hf_dataset(self)
 
     def __getitem__(self, index: int) -> list[EncodedSample]:
-        """The encoded samples of one row; negative numbers count from the end.
+        """Return the encoded samples of one row; negative indices count from the end.
 
         Raises:
-            IndexError: there is no such row.
-            RecordError: a record was changed since it was measured.
+            IndexError: the index is out of range.
+            RecordError: a record cannot be encoded, because it changed since it was measured.
+            ConfigError: the length of a sample changed since it was measured.
         """
         read = self._read(index)
-        found = []
-        encoded = self._encoder.load().encode_many([talk for talk, _ in read])
-        for one, (_, row) in zip(encoded, read, strict=True):
-            if isinstance(one, Reject):
-                raise RecordError.of(one)
-            one = one if self._truncate is None else one.truncated(self._truncate)
-            if len(one) != self._refs.length[row]:
+        samples = []
+        encoded = self._encoder.load().encode_many([conversation for conversation, _ in read])
+        for sample, (_, record) in zip(encoded, read, strict=True):
+            if isinstance(sample, Reject):
+                raise RecordError.of(sample)
+            sample = sample if self._truncate is None else sample.truncated(self._truncate)
+            # A longer sample would not fit the planned row, so a changed file is an error instead of a longer row.
+            if len(sample) != self._refs.length[record]:
                 raise ConfigError(
-                    f"sample {one.id} has {len(one)} tokens and was measured with {self._refs.length[row]}: its file "
-                    "changed after planning; plan again"
+                    f"Sample {sample.id} must have {self._refs.length[record]} tokens, as measured, got "
+                    f"{len(sample)}: its file changed after planning. Plan again."
                 )
-            path = self._reader.sources[int(self._refs.source[row])].path
-            found.append(one.of(SampleSource(str(path), {})))
-        return found
+            path = self._reader.sources[int(self._refs.source[record])].path
+            samples.append(sample.of(SampleSource(str(path), {})))
+        return samples
 
     def _read(self, index: int) -> list[tuple[Conversation, int]]:
-        """(conversation, number of the record) of the samples of one row."""
+        """(conversation, index of its record in `refs`) of the samples of one row."""
         if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} is not among the {len(self)} rows")
+            raise IndexError(f"Row index {index} is out of range for a plan of {len(self)} rows.")
         index %= len(self)
         refs, read = self._refs, []
-        for row in self._groups[self._offsets[index] : self._offsets[index + 1]].tolist():
-            number = int(refs.source[row])
-            talk = self._reader.read(number, int(refs.address[row]), int(refs.size[row]))
-            if talk.id is None:
-                talk = replace(talk, id=self._reader.default_id(number, int(refs.row[row])))
-            read.append((talk, row))
+        for record in self._groups[self._offsets[index] : self._offsets[index + 1]].tolist():
+            # By address: a record of a large file is read without the records before it.
+            source = int(refs.source[record])
+            conversation = self._reader.read(source, int(refs.address[record]), int(refs.size[record]))
+            if conversation.id is None:
+                conversation = replace(conversation, id=self._reader.default_id(source, int(refs.row[record])))
+            read.append((conversation, record))
         return read
 
 
 def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> PlannedDataset:
-    """Measure all records of a config, plan the rows, and serve them map-style.
+    """Measure all records of a config, plan the rows, and return them as a map-style dataset.
 
         dataset = plan_in_memory(config)
         loader = DataflowLoader(MapDistributor(dataset), num_workers=4)
 
-    Every rank that calls it measures; with a shared `work_dir`, what one has measured is reused.
+    Every rank measures for itself; with a shared `work_dir`, measurements of another rank are reused.
 
     Args:
-        config: what is read, and how it is packed.
-        progress: notified of measuring.
+        config: the input, and how it is packed.
+        progress: receives the progress of measuring.
 
     Raises:
-        ConfigError, SourceError: as `pack`; `max_patches`, which lengths do not tell.
+        ConfigError, SourceError: as `pack`; or `max_patches` is set, which cannot be planned from lengths.
         RejectLimitError: no record can be packed, or more are rejected than `strict`, `overlong`, `max_failures` or
             `max_reject_rate` allow.
     """
     if config.max_patches is not None:
-        raise ConfigError("`max_patches` needs the images of a record, which planning does not read; use `max_images`")
+        raise ConfigError(
+            f"`max_patches` must be None with `streaming: false`, got {config.max_patches}: planning does not read "
+            "images. Use `max_images`."
+        )
     folder = work_folder(config)
     reader = open_reader(config, folder)
     config.check_format(reader)
     keys = compute_fingerprints(config, reader.sources, None)
+    # The stages of `pack`, without writing: measurements in `work_dir` are shared with `pack` and with other ranks.
     with closing(LocalEngine(config.processes)) as engine:
         table = MeasureStage(
             options=config,
@@ -182,33 +220,41 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
     if line := warning_of(report.counts, len(table), "`rejects.rows` of the dataset"):
         _log.warning("%s", line)
     refs = table.refs(usable)
+    # A longer sample is truncated when it is read, so it is planned with the truncated length.
     if config.truncate is not None:
         refs = replace(refs, length=np.minimum(refs.length, config.truncate))
     lengths = refs.length.astype(np.int64)
     sizes = Sizes(lengths, table.num_images[usable].astype(np.int64), np.zeros_like(lengths))
     groups = config.packer().groups(sizes)
+    # Loaders shuffle each epoch anyway; this mixes the planner's order for samplers that read in order.
     order = np.random.default_rng(config.seed).permutation(len(groups)) if config.shuffle else range(len(groups))
-    groups = [groups[number] for number in order]
-    read = digest(keys.input, keys.encoder, config.reader_fingerprint())
-    facts = {"rejects": report, "seq_len": config.row_length, "truncate": config.truncate, "fingerprint": read}
-    return PlannedDataset(reader, config.encoder_loader, refs, groups, **facts)
+    return PlannedDataset(
+        reader,
+        config.encoder_loader,
+        refs,
+        [groups[i] for i in order],
+        rejects=report,
+        seq_len=config.row_length,
+        truncate=config.truncate,
+        fingerprint=digest(keys.input, keys.encoder, config.reader_fingerprint()),
+    )
 
 
 class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
-    """Streams the records of a config, and yields a PackedBatch for each row; every iteration is one epoch.
+    """Iterable dataset that streams the records of a config as PackedBatches; every iteration is one epoch.
 
         for batch in PackedIterableDataset(DataflowConfig.from_yaml("pack.yaml"), num_workers=4):
             ...
 
-    Records are read in ranges, sharded over ranks and workers; memory does not grow with the data. It has worker
-    processes of its own: iterate it directly.
+    Records are read in ranges, sharded over ranks and workers; memory does not grow with the data. It starts its own
+    worker processes: iterate it directly, without a DataLoader.
 
     Args:
-        config: what is read, and how it is packed.
-        rank, world_size: data-parallel place; by default from torch.distributed.
+        config: the input, and how it is packed.
+        rank, world_size: rank and world size; by default from torch.distributed.
         num_workers: worker processes.
         collator: makes the batch; by default PaddingFreeCollator.
-        options: other options of `DataflowLoader`, such as `order_log`.
+        options: options of `DataflowLoader`, such as `order_log`.
 
     Raises:
         ConfigError, SourceError: as `pack`.
@@ -222,12 +268,13 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         world_size: int | None = None,
         num_workers: int = 0,
         collator: Collator | None = None,
-        **options: Any,
+        **options: Unpack[LoaderOptions],
     ) -> None:
         reader = open_reader(config, work_folder(config))
         config.check_format(reader)
         self.config = config
-        self._place = (rank, world_size)
+        self._rank_arguments = (rank, world_size)
+        # Before the loader forks its workers, which inherit the loaded encoder.
         prepare_workers(config.encoder_loader, sum(len(source.chunks()) for source in reader.sources))
         fingerprint = compute_fingerprints(config, reader.sources, None).input
         self.loader = DataflowLoader(
@@ -238,29 +285,29 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
             num_workers=num_workers,
             rank=rank,
             world_size=world_size,
-            **{"seed": config.seed, "max_failures": config.max_failures} | options,
+            **_with_defaults(config, options),
         )
         self.loader.failures.limits = config.limits
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        """The rest of the current epoch; after its last batch, the next epoch.
+        """Iterate over the rest of the current epoch; after its last batch, over the next epoch.
 
         Raises:
             RejectLimitError: more records are rejected than `strict`, `overlong`, `max_failures` or `max_reject_rate`
                 allow.
-            ConfigError: it is read in a worker process of another loader, or accelerate splits or dispatches it again.
+            ConfigError: it is read in a worker process of another loader, or accelerate shards or dispatches it again.
         """
         refuse_dispatch()
-        check_not_resharded(resolve_rank(*self._place)[1])
+        check_not_resharded(resolve_rank(*self._rank_arguments)[1])
         if torch.utils.data.get_worker_info() is not None:
             raise ConfigError(
-                "a PackedIterableDataset is read in a worker process of a DataLoader, and each worker would read "
-                "everything: iterate it directly, and set its own `num_workers`"
+                "A PackedIterableDataset cannot run in a DataLoader worker: each worker would read everything. "
+                "Iterate it directly, and set its own `num_workers`."
             )
         return iter(self.loader)
 
     def rest_of_epoch(self) -> Iterator[PackedBatch]:
-        """As `DataflowLoader.rest_of_epoch`."""
+        """Iterate over the rest of the current epoch, as `DataflowLoader.rest_of_epoch`."""
         return self.loader.rest_of_epoch()
 
     @property
@@ -274,15 +321,15 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         return self.loader.place
 
     def position(self) -> Position:
-        """As `DataflowLoader.position`."""
+        """The position after the last batch, as `DataflowLoader.position`."""
         return self.loader.position()
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
-        """As `DataflowLoader.state_dict`."""
+        """Return the loader state, as `DataflowLoader.state_dict`."""
         return self.loader.state_dict(position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `DataflowLoader.load_state_dict`."""
+        """Restore a loader state, as `DataflowLoader.load_state_dict`."""
         self.loader.load_state_dict(state)
 
 
@@ -293,32 +340,43 @@ def get_raw_loader(
     world_size: int | None = None,
     num_workers: int = 0,
     collator: Collator | None = None,
-    **options: Any,
+    **options: Unpack[LoaderOptions],
 ) -> DataflowLoader:
-    """Raw records as batches of one row each, the same way from either form.
+    """Load raw records: stream them, or measure and plan them in memory, depending on `config.streaming`.
 
         loader = get_raw_loader(DataflowConfig.from_yaml("train.yaml"), num_workers=4)
+        for batch in loader:                            # one epoch of PackedBatch, a row each
+            ...
 
-    With `streaming: true` it is the loader of a `PackedIterableDataset`; with `streaming: false`, a
-    `MapDistributor` over `plan_in_memory`, whose length is known. Its `failures` has the counts and rows of the
-    rejected records in both forms.
+    With `streaming: true` it returns the loader of a `PackedIterableDataset`, with `streaming: false` a loader over
+    `plan_in_memory(config)`, whose length is known. Rejected records are in `loader.failures` in both cases.
 
     Args:
-        config: what is read, and how it is packed.
-        rank, world_size: data-parallel place; by default from torch.distributed.
+        config: the input, and how it is packed.
+        rank, world_size: rank and world size; by default from torch.distributed.
         num_workers: worker processes.
         collator: makes the batch; by default PaddingFreeCollator.
-        options: other options of `DataflowLoader`, such as `order_log`; `seed` and `max_failures` are of the config.
+        options: options of `DataflowLoader`, such as `order_log`; `seed` and `max_failures` override the config.
 
     Raises:
-        ConfigError, SourceError, RejectLimitError: as those two.
+        ConfigError, SourceError, RejectLimitError: as `PackedIterableDataset` and `plan_in_memory`.
     """
-    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "num_workers": num_workers}
+    common: dict[str, Any] = {
+        "rank": rank,
+        "world_size": world_size,
+        "num_workers": num_workers,
+        "collator": collator,
+        **_with_defaults(config, options),
+    }
     if config.streaming:
-        return PackedIterableDataset(config, collator=collator, **place, **options).loader
+        return PackedIterableDataset(config, **common).loader
     dataset = plan_in_memory(config)
-    given = {"seed": config.seed, "max_failures": config.max_failures} | options
-    items = MapDistributor(dataset, shuffle=config.shuffle)
-    loader = DataflowLoader(items, collator=collator, **place, **given)
+    loader = DataflowLoader(MapDistributor(dataset, shuffle=config.shuffle), **common)
+    # Planning has rejected its records before the loader exists, so its report is added to the loader's.
     loader.failures.planned = dataset.rejects
     return loader
+
+
+def _with_defaults(config: DataflowConfig, options: LoaderOptions) -> dict[str, Any]:
+    """Options of a loader, with `seed` and `max_failures` of the config as defaults."""
+    return {"seed": config.seed, "max_failures": config.max_failures, **options}

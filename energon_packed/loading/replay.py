@@ -1,4 +1,7 @@
-"""`replay`: what a step of training will hold, before training: of packed data, or of a DataflowConfig."""
+"""Replay: a dataset or DataflowConfig and a step in, the packs and sample ids of that step on every rank out.
+
+It computes the order as the loaders do, before or after training, and decodes no image.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,14 +26,14 @@ from energon_packed.records import Conversation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """A step of one rank.
+    """A step of a rank.
 
     Attributes:
         rank: from 0.
-        worker: that makes the batch; None if the rank has no such step.
+        worker: index of the worker that makes the batch; None if the rank has no such step.
         packs: keys of the packs; empty if rows are packed while streaming.
-        ids: of the samples in them.
-        steps: steps of that rank in the epoch; those until `step`, while streaming.
+        ids: ids of the samples in them.
+        steps: steps of that rank in the epoch; for a stream, steps until `step`.
     """
 
     rank: int
@@ -42,14 +45,14 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Settings of a training run that decide its order.
+    """Settings of a training run that determine its order.
 
     Attributes:
         world_size: data-parallel ranks.
-        num_workers: loader workers of a rank; they decide the order of streams alone.
+        num_workers: loader workers of a rank; they change only the order of streams.
         batch_size: rows in one batch.
         epoch: from 0.
-        seed: of the loader.
+        seed: seed of the loader.
     """
 
     world_size: int = 1
@@ -65,85 +68,88 @@ _DEFAULT = Run()
 def replay(
     path: str | Path, step: int, run: Run = _DEFAULT, *, split: str = "train", shuffle: bool = True
 ) -> Iterator[Replayed]:
-    """Step `step` of `DataflowLoader(MapDistributor(PackedDataset(path)), batch_size=...)` on every rank.
+    """Compute step `step` of `DataflowLoader(MapDistributor(PackedDataset(path)), batch_size=...)` on every rank.
 
     Args:
         path: dataset folder or Metadataset.
-        step: number in the epoch, from 1.
+        step: step in the epoch, from 1.
         run: settings of the run.
         split: `train`, `val` or `test`.
-        shuffle: of the distributor.
+        shuffle: `shuffle` of the distributor.
 
     Raises:
         ConfigError: `step` is below 1, or beyond the epoch on every rank.
         FormatError: there is no dataset.
     """
+    # Only keys and ids are read, so any processor serves, and the tokenizer of the data is not needed.
     dataset = PackedDataset(path, StoredTokens(), split=split, check_encoder=False)
     return _of_ranks(MapDistributor(dataset, shuffle=shuffle), step, run)
 
 
 def replay_config(config: DataflowConfig, step: int, run: Run = _DEFAULT) -> Iterator[Replayed]:
-    """Step `step` of `get_raw_loader(config)` on every rank.
+    """Compute step `step` of `get_raw_loader(config)` on every rank.
 
-    Records are read and tokenized as far as packing needs their lengths, and no pixel is decoded: an image whose
-    header is intact counts as usable.
+    Records are read and tokenized as far as packing needs their lengths, and no pixel is decoded: an image with an
+    intact header counts as usable.
 
     Args:
-        config: what is read, and how it is packed.
-        step: as for `replay`.
+        config: the input, and how it is packed.
+        step: step in the epoch, from 1.
         run: settings of the run; a stream has a `batch_size` of 1.
 
     Raises:
-        ConfigError: as for `replay`, or another `batch_size` while streaming.
+        ConfigError: as for `replay`, or another `batch_size` with a stream.
         RejectLimitError: more records are rejected than the config allows.
     """
     if not config.streaming:
         return _of_ranks(MapDistributor(plan_in_memory(config), shuffle=config.shuffle), step, run)
     if run.batch_size != 1:
-        raise ConfigError(f"`batch_size` must be 1 with `streaming: true`, got {run.batch_size}. Drop it.")
+        raise ConfigError(f"`batch_size` must be 1 with `streaming: true`, got {run.batch_size}. Remove it.")
     roles = PackedIterableDataset(config).loader._roles
+    # Limits of patches and truncation need encoded samples; everything else needs only their lengths.
     processor = roles.processor if config.max_patches or config.truncate else _Lengths(roles.processor)
-    return _streamed(roles._replace(processor=processor, collator=_Names()), step, run)
+    return _streamed(roles._replace(processor=processor, collator=_Ids()), step, run)
 
 
 def _of_ranks(distributor: MapDistributor, step: int, run: Run) -> Iterator[Replayed]:
-    """A step of items with a global order."""
+    """Compute a step of items with a global order."""
     order, dataset = distributor.order, distributor.dataset
     segment = order.segment(run.world_size, run.batch_size)
     counts = [order.steps(segment, rank) for rank in range(run.world_size)]
     _check_step(step, max(counts))
     for rank, count in enumerate(counts):
         places = order.places(segment, step - 1, rank) if step <= count else range(0)
-        numbers = order.numbers(places, run.epoch, run.seed, [segment])
+        items = order.numbers(places, run.epoch, run.seed, [segment])
         if isinstance(dataset, PlannedDataset):
-            packs = [f"row {number}" for number in numbers]
-            ids = [str(ident) for number in numbers for ident in dataset.ids(number)]
+            packs = [f"row {item}" for item in items]
+            ids = [str(ident) for item in items for ident in dataset.ids(item)]
         else:
-            read = [dataset.pack(number) for number in numbers]
+            read = [dataset.pack(item) for item in items]
             packs = [str(pack.__key__) for pack in read]
-            ids = [str(talk.id) for pack in read for talk in pack.conversations()]
+            ids = [str(conversation.id) for pack in read for conversation in pack.conversations()]
         worker = (step - 1) % max(1, run.num_workers) if step <= count else None
         yield Replayed(rank=rank, worker=worker, packs=packs, ids=ids, steps=count)
 
 
 def _streamed(roles: LoaderParts, step: int, run: Run) -> Iterator[Replayed]:
-    """A step of a stream, which is packed until there."""
+    """Compute a step of a stream, by packing the stream up to it."""
     workers, longest = max(1, run.num_workers), 0
     for rank in range(run.world_size):
         plan = StreamSteps(roles, rank, run.world_size, workers, run.seed)
+        # The loader reads its workers round-robin: the next worker is at index 0, a finished worker is removed.
         turns = deque(iter(plan.steps(plan.begin(run.epoch), worker)) for worker in range(workers))
-        count, found = 0, None
-        while turns and found is None:
-            one = next(turns[0])
+        count, replayed = 0, None
+        while turns and replayed is None:
+            made = next(turns[0])
             turns.rotate(-1)
-            if one.ended:
+            if made.ended:
                 turns.pop()
-            elif one.batch is not None:
+            elif made.batch is not None:
                 count += 1
                 if count == step:
-                    found = Replayed(rank=rank, worker=one.worker, packs=[], ids=one.batch, steps=count)
+                    replayed = Replayed(rank=rank, worker=made.worker, packs=[], ids=made.batch, steps=count)
         longest = max(longest, count)
-        yield found or Replayed(rank=rank, worker=None, packs=[], ids=[], steps=count)
+        yield replayed or Replayed(rank=rank, worker=None, packs=[], ids=[], steps=count)
     _check_step(step, longest)
 
 
@@ -157,36 +163,37 @@ def _check_step(step: int, longest: int) -> None:
 
 
 class _Lengths(Processor):
-    """Encodes to as many tokens as another processor does, all of them 0, and no pixels."""
+    """Processor that only measures: its samples have the right lengths, token ids 0, and no pixels."""
 
     def __init__(self, processor: Processor) -> None:
         self.processor = processor
 
     def encode(self, conversation: Conversation) -> EncodedSample:
-        """One of `encode_many`."""
-        found = self.encode_many([conversation])[0]
-        if isinstance(found, Reject):
-            raise RecordError.of(found)
-        return found
+        """Return the blank sample of a conversation."""
+        result = self.encode_many([conversation])[0]
+        if isinstance(result, Reject):
+            raise RecordError.of(result)
+        return result
 
     def encode_many(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
-        """By `measure`."""
-        measured = self.processor.measure(conversations)
+        """Measure conversations, and return blank samples."""
+        measurements = self.processor.measure(conversations)
         return [
-            _blank(talk, one.length) if one.reject is None else one.reject
-            for talk, one in zip(conversations, measured, strict=True)
+            _blank(conversation, measured.length) if measured.reject is None else measured.reject
+            for conversation, measured in zip(conversations, measurements, strict=True)
         ]
 
 
-def _blank(talk: Conversation, length: int) -> EncodedSample:
+def _blank(conversation: Conversation, length: int) -> EncodedSample:
     tokens = np.broadcast_to(np.zeros(1, dtype=np.int64), (length,))
-    grids = torch.zeros((len(talk.images), 3), dtype=torch.int64) if talk.images else None
-    return EncodedSample(id=talk.id, input_ids=tokens, labels=tokens, image_grid_thw=grids)
+    images = len(conversation.images)
+    grids = torch.zeros((images, 3), dtype=torch.int64) if images else None  # packers count images by it
+    return EncodedSample(id=conversation.id, input_ids=tokens, labels=tokens, image_grid_thw=grids)
 
 
-class _Names(Collator):
-    """Names of the samples, in place of a batch."""
+class _Ids(Collator):
+    """Collator whose batch is the list of sample ids."""
 
     def collate(self, samples: Sequence[EncodedSample]) -> Any:
-        """The ids."""
-        return [str(one.id) for one in samples]
+        """Return the ids."""
+        return [str(sample.id) for sample in samples]

@@ -1,20 +1,20 @@
-"""The state of a loader: one versioned dict of plain types for every loader, and the check that a loader can continue.
+"""Loader states: a position in the data in, a versioned dict of plain types out; and the checks before it is restored.
 
     {"version": 4, "loader": "DataflowLoader",
-     "identity": {...},                 data and settings that the loader which continues must have, too
+     "identity": {...},                 data and settings that must be equal in the loader that continues
      "epoch": 0, "step": 12, ...}       the position after the last batch that was used
 
-A state that holds for one rank alone also has "rank" and "world_size"; `gather_state` collects the states of all ranks
-under "ranks". A state without "rank" is the same on all ranks, and needs no gathering.
+A state of a single rank also has "rank" and "world_size"; `gather_state` collects the states of all ranks under
+"ranks". A state without "rank" is the same on all ranks, and is not gathered.
 
-| loader | position | another number of ranks or workers |
+| loader | position | with another number of ranks or workers |
 |---|---|---|
-| DataflowLoader over items with a global order | epoch, step, segments | exact: no item is lost, none comes twice |
-| DataflowLoader over a stream | of each shard of the stream | each shard continues in one of the new workers |
-| PackedLoader (Energon) | of each worker of Energon's loader | `epochs=None`, if ranks x workers stays the same |
-| JointLoader | of its loaders | as its loaders |
+| DataflowLoader over items with a global order | epoch, step, segments | exact: every item is read once |
+| DataflowLoader over a stream | position in each shard of the stream | each shard continues in a new worker |
+| PackedLoader (Energon) | position of each Energon worker | `epochs=None`, if ranks x workers stays the same |
+| JointLoader | positions of its loaders | as its loaders |
 
-Where an epoch ends: at its last batch, whether a loop meets the end of the iterator or counts steps.
+An epoch ends at its last batch, whether a loop reaches the end of the iterator or counts steps (`iterate_epoch`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,48 +27,50 @@ from energon_packed.errors import BatchError, EnergonPackedError
 from energon_packed.loading.ranks import all_gather_object
 
 STATE_VERSION = 4
-"""Version of the states of all loaders. Versions 1 to 3 had another form for each loader."""
+"""Version of the states of all loaders. In versions 1 to 3, each loader had a different structure."""
 GATHERED = "ranks"
 """Key of the states of all ranks in the dict that `gather_state` returns."""
-_OF_DATA = ("dataset ", "distributor_dataset ", "distributor_content ")
+_DATA_KEYS = ("dataset", "distributor_dataset", "distributor_content")
+_WEIGHT_KEYS = ("weights", "distributor_weights", "distributor_blend_weights", "blend_weights")
 
 
 def make_state(
     loader: str, identity: dict[str, Any], position: dict[str, Any], place: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """The state of a loader.
+    """Build the state of a loader.
 
     Args:
         loader: name of its class.
-        identity: data and settings that the loader which continues must have, too.
-        position: after the last batch that was used.
-        place: (rank, world size) of a state that holds for this rank alone; None if it is the same on all ranks.
+        identity: data and settings that must be equal in the loader that continues.
+        position: entries of the position after the last batch that was used.
+        place: (rank, world size) of a state of this rank only; None if the state is the same on all ranks.
     """
     of_rank = {} if place is None else {"rank": place[0], "world_size": place[1]}
     return {"version": STATE_VERSION, "loader": loader, **of_rank, "identity": identity, **position}
 
 
 def gather_state(loader: Any, group: Any = None) -> dict[str, Any]:
-    """The state of a loader for all ranks, for trainers that write one checkpoint; the same on every rank.
+    """Collect the loader states of all ranks in one dict, for trainers that write one checkpoint.
 
         state = gather_state(loader)            # on every rank
-        loader.load_state_dict(state)           # on every rank, also if their number changed
+        loader.load_state_dict(state)           # on every rank, also if the number of ranks changed
 
-    A state that is the same on all ranks is returned as it is, without communication. Otherwise this is a collective
+    A state that is the same on all ranks is returned unchanged, without communication. Otherwise this is a collective
     operation. `load_state_dict` of every loader accepts both.
 
     Args:
-        loader: with `state_dict`, at the same step on every rank.
+        loader: a loader with `state_dict`, at the same step on every rank.
         group: data-parallel process group; by default all processes, or this process if there is no group.
 
     Returns:
-        The state, or {"ranks": [the state of each rank]}; plain types.
+        The state, or {"ranks": [the state of each rank]}, in plain types; equal on every rank.
     """
     return gathered(loader.state_dict(), group)
 
 
 def gathered(state: dict[str, Any], group: Any = None) -> dict[str, Any]:
-    """As `gather_state`, of a state that is at hand."""
+    """Collect a state that `state_dict` returned, as `gather_state` does."""
+    # A state without a rank is equal on all ranks, so no rank needs to join a collective operation for it.
     if "rank" not in state:
         return state
     shared = {name: state[name] for name in ("version", "loader") if name in state}
@@ -76,46 +78,45 @@ def gathered(state: dict[str, Any], group: Any = None) -> dict[str, Any]:
 
 
 def position_of(loader: Any) -> Any:
-    """The position of a loader after the last batch that it gave, for `state_at` of later.
+    """The position of a loader after the last batch that it returned, for a later `state_at`.
 
-    A loader of another package has a state alone.
+    A position is small, a state may be large. A third-party loader has only a state, which then is its position.
     """
     return loader.position() if hasattr(loader, "position") else loader.state_dict()
 
 
 def state_at(loader: Any, position: Any) -> dict[str, Any]:
     """The state of a loader at a position that `position_of` returned."""
-    found: dict[str, Any] = loader.state_dict(position) if hasattr(loader, "position") else position
-    return found
+    state: dict[str, Any] = loader.state_dict(position) if hasattr(loader, "position") else position
+    return state
 
 
 def states_of(state: Any) -> list[dict[str, Any]]:
-    """The states in the argument of `load_state_dict`, by rank: one state, or those that `gather_state` returned.
-
-    Processes that share a data-parallel rank have equal states, and count once.
+    """The states in an argument of `load_state_dict`, by rank: one state, or the states that `gather_state` collected.
 
     Raises:
         BatchError: a rank is missing.
     """
     if not (isinstance(state, dict) and isinstance(state.get(GATHERED), Sequence)):
         return [state]
-    found = {one.get("rank", place): one for place, one in enumerate(state[GATHERED]) if isinstance(one, dict)}
-    ranks = sorted(found)
-    count = found[ranks[0]].get("world_size", len(ranks)) if ranks else 0
+    # Processes that share a data-parallel rank (tensor or pipeline parallelism) have equal states, and count once.
+    by_rank = {saved.get("rank", i): saved for i, saved in enumerate(state[GATHERED]) if isinstance(saved, dict)}
+    ranks = sorted(by_rank)
+    count = by_rank[ranks[0]].get("world_size", len(ranks)) if ranks else 0
     if not ranks or ranks != list(range(count)):
         raise BatchError(
-            f"the gathered state has ranks {', '.join(map(str, ranks)) or 'none'}, and the run had {count}; call "
-            "gather_state on every data-parallel rank"
+            f"A gathered state must have the states of all {count} ranks, got ranks "
+            f"{', '.join(map(str, ranks)) or 'none'}. Call gather_state on every data-parallel rank."
         )
-    return [found[rank] for rank in ranks]
+    return [by_rank[rank] for rank in ranks]
 
 
 @contextmanager
 def damage_named() -> Iterator[None]:
-    """Turn an error of reading a damaged state into one line.
+    """Context manager that turns any error of reading a corrupted state into a BatchError of a single line.
 
     Raises:
-        BatchError: a value is missing, or of another type than it was saved with.
+        BatchError: a value is missing or has another type than the saved value.
     """
     try:
         yield
@@ -133,41 +134,41 @@ def check_numbers(state: dict[str, Any], *names: str) -> None:
     """
     for name in names:
         value = state[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:  # True is an int in Python
             raise damaged(f"`{name}` is {value!r}"[:200])
 
 
-def damaged(what: str) -> BatchError:
-    """The error over a state that no loader saved.
+def damaged(reason: str) -> BatchError:
+    """The error for a state that no loader can have saved.
 
     Args:
-        what: is wrong with it.
+        reason: description of the damage.
     """
-    return BatchError(f"the saved state is damaged ({what}); load an earlier one, or start the epoch again")
+    return BatchError(f"The saved state is corrupted ({reason}). Load an earlier one, or restart the epoch.")
 
 
 def check_state(state: Any, loader: str, identity: dict[str, Any] | None = None) -> None:
     """Refuse a state that a loader cannot continue from.
 
     Args:
-        state: as it was saved.
+        state: the saved state.
         loader: name of the class that continues.
-        identity: of the loader that continues; None checks version and class alone.
+        identity: data and settings of the loader that continues; None checks only version and class.
 
     Raises:
         BatchError: the message names the version, the class, or every value that differs, saved and now.
     """
-    version = state.get("version") if isinstance(state, dict) else None
-    if version != STATE_VERSION:
+    if not isinstance(state, dict) or "version" not in state:
+        keys = ", ".join(map(str, state))[:200] if isinstance(state, dict) else type(state).__name__
+        raise BatchError(f"This is not a loader state (no `version` key, got {keys}). Pass a saved state_dict().")
+    if state["version"] != STATE_VERSION:
         raise BatchError(
-            f"the saved state has version {version}, and this release reads version {STATE_VERSION}; finish the run "
-            "with the release that saved it, or start the epoch again without the state"
+            f"State version {state['version']} is not supported (this release reads version {STATE_VERSION}). Finish "
+            "the run with the release that saved it, or restart the epoch."
         )
     if state.get("loader") != loader:
-        raise BatchError(
-            f"the saved state is of {state.get('loader')}, and this loader is a {loader}; load it in a "
-            f"{state.get('loader')}, or start the epoch again without the state"
-        )
+        saved = state.get("loader")
+        raise BatchError(f"The state was saved by {saved}, but this loader is a {loader}. Load it with a {saved}.")
     if identity is not None:
         check_identity(state["identity"], identity)
 
@@ -178,84 +179,90 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
     Raises:
         BatchError: the message names every value that differs, saved and now.
     """
-    differ = [_difference(name, saved.get(name), value) for name, value in now.items() if saved.get(name) != value]
-    if len(differ) > 1:  # settings are part of the dataset's fingerprint
-        differ = [one for one in differ if not one.startswith("dataset ")]
-    if not differ:
+    names = [name for name, value in now.items() if saved.get(name) != value]
+    if len(names) > 1 and "dataset" in names:
+        names.remove("dataset")  # its fingerprint contains the settings, so it differs as well and explains nothing
+    if not names:
         return
-    if all(one.startswith("weights ") for one in differ):
+    differ = "; ".join(_difference(name, saved.get(name), now[name]) for name in names)
+    if all(_is_ratio(name, saved.get(name), now[name]) for name in names):
         raise BatchError(
-            f"{'; '.join(differ)}: pass `allow_changed_weights=True` to the loader to continue with the new ones "
-            "from where each data set is, or restore the old ones"
+            f"{differ}. Pass `allow_changed_weights=True` to continue with the new weights, or restore the old."
         )
-    if all(one.startswith(_OF_DATA) for one in differ):
+    if all(name in _DATA_KEYS for name in names):
         raise BatchError(
-            f"the saved state is of other data ({'; '.join(differ)}): it was packed again or changed since; "
-            "restore the original data, or start without the state"
+            f"The dataset changed since the state was saved ({differ}). Restore the original dataset, or start "
+            "without the state."
         )
-    ranks = any(one.startswith("world_size ") for one in differ)
-    redist = "redistribute it with `energon-packed state redist`, " if ranks else ""
+    redist = "Redistribute it with `energon-packed state redist`, or restore" if "world_size" in names else "Restore"
     raise BatchError(
-        f"the saved state is of another loader: {'; '.join(differ)}; {redist}restore it with the same settings "
-        "and data, or start without it"
+        f"The saved state does not match this loader: {differ}. {redist} it with the same settings and data, or start "
+        "without it."
     )
 
 
 def without_weights(value: Any) -> Any:
-    """An identity without the weights of mixtures and blends, and of parts of them."""
+    """An identity without the weights of mixtures and blends, at any depth."""
     if isinstance(value, dict):
-        hidden = ("weights", "distributor_weights", "distributor_blend_weights", "blend_weights")
-        return {name: without_weights(one) for name, one in value.items() if name not in hidden}
-    return [without_weights(one) for one in value] if isinstance(value, list) else value
+        return {name: without_weights(entry) for name, entry in value.items() if name not in _WEIGHT_KEYS}
+    return [without_weights(entry) for entry in value] if isinstance(value, list) else value
 
 
 def ratio(weights: Any) -> str:
-    """Weights as whole numbers, 0.75 and 0.25 as 3:1; as decimals if these were large."""
-    values = [float(one) for one in (weights.values() if isinstance(weights, dict) else weights)]
+    """Format weights as small integers, 0.75 and 0.25 as 3:1; as decimals if the integers were above 1,000."""
+    # Users write 3:1 and states store 0.75 and 0.25, so messages show the smallest integers with the same ratios.
+    values = [float(weight) for weight in (weights.values() if isinstance(weights, dict) else weights)]
     total = sum(values) or 1.0
-    shares = [Fraction(one / total).limit_denominator(1000) for one in values]
-    common = lcm(*[one.denominator for one in shares])
-    whole = [int(one * common) for one in shares]
+    shares = [Fraction(value / total).limit_denominator(1000) for value in values]
+    common = lcm(*[share.denominator for share in shares])
+    whole = [int(share * common) for share in shares]
     divisor = gcd(*whole) or 1
-    whole = [one // divisor for one in whole]
-    return ":".join(map(str, whole)) if max(whole) <= 1000 else ":".join(f"{one:.4g}" for one in values)
+    whole = [count // divisor for count in whole]
+    return ":".join(map(str, whole)) if max(whole) <= 1000 else ":".join(f"{value:.4g}" for value in values)
+
+
+def _is_ratio(name: str, saved: Any, now: Any) -> bool:
+    """Whether a difference is one of weights over the same datasets."""
+    return name in _WEIGHT_KEYS and bool(saved) and len(saved) == len(now)
 
 
 def _difference(name: str, saved: Any, now: Any) -> str:
-    plain = name.removeprefix("distributor_").removeprefix("blend_")
-    if plain == "weights" and saved and len(saved) == len(now):
+    if _is_ratio(name, saved, now):
         return f"weights {ratio(saved)} saved, {ratio(now)} now"
     return f"{name} {saved} saved, {now} now"
 
 
 def iterate_epoch(rest: Callable[[], Iterator[Any]], *, empty: int) -> Iterator[Any]:
-    """The rest of an epoch, or the next epoch where nothing is left of one that was begun.
+    """Iterate over the rest of an epoch, or over the next epoch if the current epoch has no batch left.
 
-    A loop that counts its steps leaves the iterator after the last batch, and so does a state saved there: what
-    follows is the next epoch, as after a loop that met the end.
+    A loop that counts its steps leaves the iterator after the last batch, and a state may be saved there. The next
+    iteration then is the next epoch, as after a loop that reached the end of the iterator.
 
     Args:
-        rest: batches of the current epoch that were not returned; at its end the next epoch is the current one.
-        empty: how often `rest` may return nothing: 1 in an epoch that was begun, 0 in a new one.
+        rest: returns the remaining batches of the current epoch, after which the next epoch is the current epoch.
+        empty: how many times `rest` may be empty: 1 in an epoch that was started, 0 in a new epoch.
     """
-    given = False
-    while not given and empty >= 0:
+    # A generator that returned nothing means the state was at the end of an epoch; then the next epoch is tried.
+    is_empty = True
+    while is_empty and empty >= 0:
         for batch in rest():
-            given = True
+            is_empty = False
             yield batch
         empty -= 1
 
 
 def is_left(began: tuple[int, int], now: tuple[int, int]) -> bool:
-    """Whether the epoch of an iterator has ended meanwhile, by another iterator of its loader.
+    """Whether the epoch of an iterator was ended by another iterator of the same loader.
 
     Args:
-        began: number of the epoch, and of states that were loaded, when the iterator began.
-        now: the same at present.
+        began: (epoch, count of loaded states) at the start of the iterator.
+        now: the present values.
 
     Raises:
-        BatchError: a state was loaded meanwhile: what the iterator would give next is of another place.
+        BatchError: a state was loaded since the start, so the iterator would continue at another position.
     """
     if began[1] != now[1]:
-        raise BatchError("a state was loaded while this loop ran; leave the loop, and iterate the loader again")
+        raise BatchError(
+            "load_state_dict() was called while this iterator was active. Leave the loop and iterate the loader again."
+        )
     return began[0] != now[0]

@@ -1,8 +1,10 @@
-"""What Energon would run when it opens a dataset, looked at before it does.
+"""Trust: the path of a dataset or Metadataset in, a ConfigError out if opening it with Energon would run foreign code.
 
-Energon executes the sample_loader.py that dataset.yaml names, and makes an object of any mapping with `__module__`, in
-a Metadataset, in dataset.yaml and in split.yaml (megatron/energon/typed_converter.py). The parser of Energon reads the
-files here as well, so that both see the same.
+Energon executes the sample_loader.py that dataset.yaml names, and creates an object from any mapping with `__module__`
+in a Metadataset, in dataset.yaml and in split.yaml (megatron/energon/typed_converter.py). The files are parsed with
+Energon's own parser here, so that the check sees the values that Energon sees.
+
+Allowed are classes of Energon itself, and the sample_loader.py files that this package writes, byte for byte.
 """
 
 import json
@@ -27,27 +29,27 @@ from energon_packed.shards.nv_meta import OLD_INFO, loader_files
 _ENERGON = "megatron.energon"
 _KEYS = frozenset(("__module__", "__class__", "sample_type", "field_map", "part_filter", "decoder", "subflavors"))
 _LOADER = ("sample_loader", "part_filter")
-_CLASS = re.compile(r"[A-Z]\w*")
+_CLASS = re.compile(r"[A-Z]\w*")  # no dots: a name such as `os.mkdir` reaches other modules
 
 
 def check_trusted(path: str | Path, *, dataset_config: str | None = None) -> None:
-    """Refuse a dataset, or a Metadataset, whose loading would run code that is not of this package or of Energon.
+    """Refuse a dataset or Metadataset if loading it would run code of neither this package nor Energon.
 
     Args:
         path: folder with `.nv-meta`, or a Metadataset YAML.
-        dataset_config: what is read in place of dataset.yaml.
+        dataset_config: name of the file that is read instead of dataset.yaml.
 
     Raises:
         ConfigError: the message names the file and the remedy.
-        FormatError: a Metadataset that cannot be read, or that Energon reads otherwise than `read_metadataset`.
+        FormatError: a Metadataset cannot be read, or Energon reads other values from it than `read_metadataset`.
     """
     path = Path(path)
-    for folder, config in _behind(path) if path.is_file() else [(path, dataset_config or "dataset.yaml")]:
+    for folder, config in _folders_of(path) if path.is_file() else [(path, dataset_config or "dataset.yaml")]:
         _check_folder(folder, config)
 
 
 def check_blend_trusted(path: str | Path) -> None:
-    """As `check_trusted` for a Metadataset; a folder that is read without Energon runs no code.
+    """Check a Metadataset as `check_trusted` does; accept a folder, which is read without Energon and runs no code.
 
     Raises:
         ConfigError, FormatError: as `check_trusted`.
@@ -56,90 +58,94 @@ def check_blend_trusted(path: str | Path) -> None:
         check_trusted(path)
 
 
-def _behind(path: Path) -> list[tuple[Path, str]]:
-    """The dataset folders behind a Metadataset, in all its splits, and the file that replaces dataset.yaml in each."""
+def _folders_of(path: Path) -> list[tuple[Path, str]]:
+    """The dataset folders of a Metadataset, in all its splits, and the name of the dataset.yaml of each."""
     metadataset = read_metadataset(path)
     metadataset.check_file()
     for file in metadataset.files():
         if _parsed(file) != read_yaml(file, as_energon=True):
             raise FormatError(
-                f"{file} is not a Metadataset that Energon can read: its YAML parser reads other values from it; "
-                "write the file with energon-packed metadataset"
+                f"{file} is not a Metadataset that Energon can read: its YAML parser reads other values from it. "
+                "Write the file with energon-packed metadataset."
             )
-    found: dict[tuple[Path, str], None] = {}
+    folders: dict[tuple[Path, str], None] = {}
     for entry in metadataset.entries():
         for folder in (entry.path, *entry.aux.values()):
             if (folder / NV_META).is_dir():
-                found[folder, entry.dataset_config or "dataset.yaml"] = None
+                folders[folder, entry.dataset_config or "dataset.yaml"] = None
                 _check_data(energon_join(folder / NV_META, entry.split_config or SPLIT_FILE))
-    return list(found)
+    return list(folders)
 
 
 def _check_folder(folder: Path, config: str) -> None:
+    """Refuse a dataset folder if opening it would run code.
+
+    The checks go from the class that is created to its arguments, as Energon does, and unknown keys are refused:
+    a later release of Energon may run them.
+    """
     meta = folder / NV_META
     for name in ("split.yaml", "split.json", ".info.json", OLD_INFO):
         _check_data(meta / name)
     file = energon_join(meta, config)
     if not file.is_file():
-        return  # Energon says what is missing
+        return  # Energon reports the missing file
     value = _parsed(file)
     if not isinstance(value, dict):
-        raise FormatError(f"{file} is damaged: it is no mapping; run energon-packed nv-meta {folder}")
+        raise FormatError(f"{file} is damaged: it is not a mapping. Run energon-packed nv-meta {folder}.")
     kind = value.get("sample_type", value)
-    is_standard = isinstance(kind, dict) and kind.get("__module__") == _ENERGON
-    rest = [item for name, item in value.items() if name != "sample_type"]
-    is_ours = isinstance(kind, dict) and kind.get("__module__") == "energon_packed.flavors"
-    if is_ours and not _loads_ours(value, meta / "sample_loader.py"):
+    is_energon = isinstance(kind, dict) and kind.get("__module__") == _ENERGON
+    is_own = isinstance(kind, dict) and kind.get("__module__") == "energon_packed.flavors"
+    remedy = f"{TRUST_REMEDY}, or run energon-packed nv-meta {folder}"
+    if is_own and not _is_generated_loader(value, meta / "sample_loader.py"):
         raise ConfigError(
             f"{meta / 'sample_loader.py'}, or {config} beside it, is not what energon-packed writes; loading "
-            f"would run it: {TRUST_REMEDY}, or run energon-packed nv-meta {folder}"
+            f"would run it: {remedy}"
         )
-    is_standard = is_standard or is_ours  # perhaps with subflavors of its user
-    if not is_standard or not _CLASS.fullmatch(str(kind.get("__class__"))) or "__function__" in kind:
+    if not (is_energon or is_own) or not _CLASS.fullmatch(str(kind.get("__class__"))) or "__function__" in kind:
         raise untrusted_object(file, kind, folder)
-    if not is_ours and (named := [name for name in _LOADER if isinstance(value.get(name), str)]):
+    if not is_own and (named := [name for name in _LOADER if isinstance(value.get(name), str)]):
         raise ConfigError(
             f"{file} names {value[named[0]]!r} as {named[0]}, which is not what energon-packed writes; loading would "
-            f"run it: {TRUST_REMEDY}, or run energon-packed nv-meta {folder}"
+            f"run it: {remedy}"
         )
-    if unknown := sorted(map(str, value.keys() - _KEYS - set(_LOADER if is_ours else ()))):
-        raise ConfigError(
-            f"{file} sets {unknown[0][:100]!r}, which decides what Energon reads or runs: {TRUST_REMEDY}, or run "
-            f"energon-packed nv-meta {folder}"
-        )
-    for one in iter_mappings(rest):
-        if "__module__" in one:
-            raise untrusted_object(file, one, folder)
+    if unknown := sorted(map(str, value.keys() - _KEYS - set(_LOADER if is_own else ()))):
+        raise ConfigError(f"{file} sets {unknown[0][:100]!r}, which decides what Energon reads or runs: {remedy}")
+    # Subflavors and field maps are data of the user, and may contain anything except objects.
+    for mapping in iter_mappings([item for name, item in value.items() if name != "sample_type"]):
+        if "__module__" in mapping:
+            raise untrusted_object(file, mapping, folder)
 
 
-def _loads_ours(value: dict[str, Any], loader: Path) -> bool:
-    """A dataset.yaml that names nothing but a sample_loader.py that is byte for byte ours."""
-    ours = [loader_files(codec)[loader.name] for codec in (*CODECS.values(), *READ_ONLY.values())]
+def _is_generated_loader(value: dict[str, Any], loader: Path) -> bool:
+    """Whether dataset.yaml names only a sample_loader.py that is byte for byte a file of this package."""
+    generated = [loader_files(codec)[loader.name] for codec in (*CODECS.values(), *READ_ONLY.values())]
     return (
         loader.is_file()
-        and loader.read_bytes() in ours
+        and loader.read_bytes() in generated
         and all(value.get(name) == f"{loader.name}:{name}" for name in _LOADER)
     )
 
 
 def _check_data(file: Path) -> None:
-    """Refuse a file of names and counts that makes objects."""
+    """Refuse a file of names and counts if it creates objects."""
     if not file.is_file():
         return
     content = file.read_bytes()
-    if b"__module__" not in content and b"\\" not in content:  # nor written with escapes
+    # A backslash may be an escape that spells `__module__`. Without both, large files need not be parsed.
+    if b"__module__" not in content and b"\\" not in content:
         return
-    for one in iter_mappings(_parsed(file)):
-        if "__module__" in one:
-            raise untrusted_object(file, one)
+    for mapping in iter_mappings(_parsed(file)):
+        if "__module__" in mapping:
+            raise untrusted_object(file, mapping)
 
 
 def _parsed(file: Path) -> Any:
+    """Parse a file as Energon does."""
     from megatron.energon.eyaml import load_yaml
 
     try:
         content = file.read_bytes()
         return json.loads(content) if file.suffix == ".json" else load_yaml(content)
-    except (Exception, RecursionError) as error:  # the parser of Energon raises what its parts raise
-        what = f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
-        raise FormatError(f"{file} cannot be read: {what}; copy it again, or run energon-packed nv-meta") from error
+    except (Exception, RecursionError) as error:  # Energon's parser raises errors of any type
+        reason = f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
+        raise FormatError(f"{file} cannot be read: {reason}. Copy it again, or run energon-packed nv-meta.") from error

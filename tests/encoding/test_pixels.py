@@ -159,9 +159,9 @@ def test_pixels_of_other_processors_keep_their_type_unless_asked() -> None:
     assert joined.pixel_values is not None
     assert joined.pixel_values.dtype == torch.float64
     assert torch.equal(joined.pixel_values[4:], patches.double())
-    with pytest.raises(BatchError, match=r"different shapes, \[\(3,\), \(1176,\)\]; use one encoder"):
+    with pytest.raises(BatchError, match=r"must have one shape, got \[\(3,\), \(1176,\)\]. Use one encoder"):
         PaddingFreeCollator().collate([sample(0, wide, grids), sample(1, patches, grids)])
-    with pytest.raises(ConfigError, match=r"`pixel_dtype` is torch.float16; use torch.float32 or torch.bfloat16"):
+    with pytest.raises(ConfigError, match=r"`pixel_dtype` must be torch.float32 or torch.bfloat16, got torch.float16"):
         PaddingFreeCollator(pixel_dtype=torch.float16)
 
 

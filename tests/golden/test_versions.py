@@ -55,7 +55,7 @@ def test_states_of_an_earlier_release_are_refused_with_a_remedy(texts: Path, gol
     }
     for name, loader in loaders.items():
         version = saved[name]["state"]["version"]
-        message = f"has version {version}, and this release reads version 4; finish the run with the release"
+        message = rf"version {version} is not supported \(this release reads version 4\). Finish the run with the"
         with pytest.raises(BatchError, match=message):
             loader.load_state_dict(saved[name]["state"])
         assert next(iter(loader)).ids  # and changes nothing
@@ -93,7 +93,7 @@ def test_states_of_every_other_version_are_refused(name: str, step: int) -> None
     load(state)
     other = state["version"] + step
     message = (
-        f"has version {other}, and this release reads version {state['version']}; finish the run with the release"
+        rf"version {other} is not supported \(this release reads version {state['version']}\). Finish the run with"
     )
     with pytest.raises(BatchError, match=message):
         load(state | {"version": other})

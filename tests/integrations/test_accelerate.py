@@ -27,7 +27,7 @@ def test_every_sample_once_an_epoch(ranks: list[Any], text_packs: list[Path], se
 def test_dispatching_is_one_line_on_every_rank(ranks: list[Any], setting: str) -> None:
     for rank in ranks:
         message = rank["settings"][setting]
-        assert message.startswith("`dispatch_batches` is True: it reads on process 0")
+        assert message.startswith("`dispatch_batches=True` splits tensors between processes")
         assert "DataLoaderConfiguration(dispatch_batches=False)" in message
         assert "\n" not in message
 

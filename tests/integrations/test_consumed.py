@@ -253,7 +253,7 @@ def test_a_raw_stream_inside_another_loader_is_refused(text_packs: list[Path], t
         inputs=(str(text_packs[2].parent / "a.jsonl"),), tokenizer=text_tokenizer_dir, packing_length=384
     )
     data = PackedIterableDataset(config)
-    with pytest.raises(ConfigError, match="each worker would read everything: iterate it directly"):
+    with pytest.raises(ConfigError, match="each worker would read everything. Iterate it directly"):
         list(torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork"))
 
 

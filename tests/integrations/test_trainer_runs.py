@@ -141,9 +141,9 @@ def test_evaluation_loss_is_that_of_all_tokens(ranks: list[Any], text_packs: lis
 def test_what_would_lose_data_is_refused_on_every_rank(ranks: list[Any]) -> None:
     for number, rank in enumerate(ranks):
         dispatched, alone, streamed, lines = rank["refusals"]
-        assert dispatched.startswith("`dispatch_batches` is True: it reads on process 0")
+        assert dispatched.startswith("`dispatch_batches=True` splits tensors between processes")
         assert f"the loader must be of rank {number} of 2, as this process, got rank 0 of 1" in alone
-        assert streamed.startswith("`dispatch_batches` is True: it reads on process 0")
+        assert streamed.startswith("`dispatch_batches=True` splits tensors between processes")
         assert [line.split("`")[1] for line in lines.splitlines()[1:]] == [
             "dispatch_batches",
             "max_steps",

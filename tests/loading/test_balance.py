@@ -238,7 +238,7 @@ def test_the_pool_is_part_of_the_state(num_workers: int) -> None:
         other.load_state_dict(states[0])
 
 
-def test_what_cannot_be_balanced_is_one_line(dataset: PackedDataset) -> None:
+def test_data_that_cannot_be_balanced_raises_one_line(dataset: PackedDataset) -> None:
     wrong: Any = "patches"
     with pytest.raises(ConfigError, match="`balance` must be 'attention' or None, got 'patches'"):
         MapDistributor(dataset, balance=wrong)
@@ -249,7 +249,7 @@ def test_what_cannot_be_balanced_is_one_line(dataset: PackedDataset) -> None:
     pooled = DataflowLoader(MapDistributor(dataset, balance="attention"), packer=PoolPacker(SEQ_LEN))
     with pytest.raises(ConfigError, match="`balance` aligns finished rows, and a packer or a mixture makes other"):
         next(iter(pooled))
-    with pytest.raises(ConfigError, match="`rank` 2 is not below `world_size` 2"):
+    with pytest.raises(ConfigError, match="`rank` must be from 0 to `world_size` - 1, got 2"):
         BalancedSampler(dataset, 2, 2)
     with pytest.raises(ConfigError, match="BalancedPoolPacker has no effect here, .* Use PoolPacker, or a Dataflow"):
         get_packed_loader(dataset.blend[0].path, packer=BalancedPoolPacker(SEQ_LEN))

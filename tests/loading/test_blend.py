@@ -102,7 +102,7 @@ def test_a_blend_resumes_under_the_torch_loader(outputs: dict[str, Path], tmp_pa
     check_every_step(new_loader)
 
 
-def test_what_a_map_style_epoch_cannot_hold_is_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
+def test_metadatasets_without_a_map_style_epoch_are_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
     subset = metadataset(tmp_path / "s.yaml", f"{{path: {outputs['a']}, subset: {{range: [0%, 50%]}}}}")
     with pytest.raises(ConfigError, match="uses 'subset' of .*, which only Energon"):
         PackedDataset(subset)
@@ -129,7 +129,7 @@ def test_steps_of_an_epochized_blend_are_those_of_the_loader(
 def test_steps_of_a_blend_by_weight_are_not_known_to_energon(outputs: dict[str, Path], tmp_path: Path) -> None:
     blend = ", ".join(f"{{path: {outputs[name]}, weight: 1}}" for name in "bc")
     recipe = metadataset(tmp_path / "w.yaml", f"{{blend: [{blend}]}}")
-    with pytest.raises(ConfigError, match="draws by weight indefinitely, so it has no epoch.* has 20 packs"):
+    with pytest.raises(ConfigError, match="draws by weight indefinitely, so it has no epoch. .* has 20 packs"):
         steps_per_epoch(recipe)
     assert steps_per_epoch(outputs["c"], micro_batch_size=3) == [3]
 

@@ -1,4 +1,4 @@
-"""Weights that changed between saving and resuming: named, and allowed, with every data set where it was."""
+"""Weights that changed between saving and resuming: named, and allowed, with every dataset where it was."""
 
 import json
 from collections import Counter
@@ -74,9 +74,7 @@ def test_a_blend_goes_on_by_its_new_weights(
     first = before.take(3)
     assert sum(first.values()) < 40
     state = before.state()
-    with pytest.raises(
-        BatchError, match=r"^weights 3:1 saved, 2:1 now: pass `allow_changed_weights=True` to the load"
-    ):
+    with pytest.raises(BatchError, match=r"^weights 3:1 saved, 2:1 now. Pass `allow_changed_weights=True` to cont"):
         Ranks(lambda **place: loader_of(new, **place), world_size, state)
     allow: Any = lambda **place: loader_of(new, allow_changed_weights=True, **place)  # noqa: E731
     after = Ranks(allow, world_size, state)
@@ -117,7 +115,7 @@ def test_a_mixture_goes_on_by_its_new_weights() -> None:
 
     before = Ranks(lambda **place: new_loader(3, 1, **place), 2)
     seen = before.take(4)
-    with pytest.raises(BatchError, match=r"^weights 3:1 saved, 1:9 now: pass `allow_changed_weights=True`"):
+    with pytest.raises(BatchError, match=r"^weights 3:1 saved, 1:9 now. Pass `allow_changed_weights=True`"):
         Ranks(lambda **place: new_loader(1, 9, **place), 2, before.state())
     after = Ranks(lambda **place: new_loader(1, 9, allow_changed_weights=True, **place), 2, before.state())
     following = after.take(6)
@@ -142,7 +140,7 @@ def test_joint_loaders_go_on_by_their_new_weights() -> None:
     for _, (_, batch) in zip(range(12), joint, strict=False):
         seen.update(batch.ids)
     state = json.loads(json.dumps(joint.state_dict()))
-    with pytest.raises(BatchError, match=r"^weights 3:1 saved, 2:1 now: pass `allow_changed_weights=True`"):
+    with pytest.raises(BatchError, match=r"^weights 3:1 saved, 2:1 now. Pass `allow_changed_weights=True`"):
         new_joint(2, 1).load_state_dict(state)
     resumed = new_joint(1, 20, allow_changed_weights=True)
     resumed.load_state_dict(state)

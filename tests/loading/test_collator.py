@@ -114,13 +114,15 @@ def test_padding_can_be_taken_off_again(lengths: list[int], multiple: int, spare
 @pytest.mark.parametrize(
     ("samples", "options", "message"),
     [
-        ([], {}, "at least one sample"),
-        ([sample([1, 2, 3])], {"pad_to": 2}, "3 tokens, more than `pad_to` 2"),
-        ([sample([1, 2], 2), sample([3], 0)], {}, "no token of s1, s3 is a target"),
+        ([], {}, "must have at least 1 sample"),
+        ([sample([1, 2, 3])], {"pad_to": 2}, "3 tokens but `pad_to` is 2. Set `pad_to` to at least 3"),
+        ([sample([1, 2], 2), sample([3], 0)], {}, "No token of s1, s3 is a target"),
         ([sample([1, 2]), sample([3, 4], mrope=True)], {}, "some samples have M-RoPE positions and some do not"),
     ],
 )
-def test_what_makes_no_batch_is_refused(samples: list[EncodedSample], options: dict[str, int], message: str) -> None:
+def test_samples_that_make_no_batch_are_refused(
+    samples: list[EncodedSample], options: dict[str, int], message: str
+) -> None:
     with pytest.raises(BatchError, match=message):
         PaddingFreeCollator(**options).collate(samples)
 
@@ -128,16 +130,16 @@ def test_what_makes_no_batch_is_refused(samples: list[EncodedSample], options: d
 def test_patch_positions_of_some_images_only_are_refused() -> None:
     grid = torch.tensor([[1, 2, 2]])
     plain = replace(sample([1, 2]), image_grid_thw=grid, pixel_values=torch.zeros(4, 3))
-    add_location = replace(plain, patch_positions=np.zeros((4, 3), dtype=np.int64))
+    positioned = replace(plain, patch_positions=np.zeros((4, 3), dtype=np.int64))
     with pytest.raises(BatchError, match="have patch positions and some do not"):
-        PaddingFreeCollator().collate([plain, add_location])
-    batch = PaddingFreeCollator().collate([add_location, sample([3, 4]), add_location])
+        PaddingFreeCollator().collate([plain, positioned])
+    batch = PaddingFreeCollator().collate([positioned, sample([3, 4]), positioned])
     assert batch.patch_positions is not None
     assert batch.patch_positions.shape == (8, 3)
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match="`pad_multiple` is 0"):
+    with pytest.raises(ConfigError, match="`pad_multiple` must be at least 1, got 0"):
         PaddingFreeCollator(pad_multiple=0)
 
 
@@ -154,7 +156,7 @@ def test_a_collator_serves_a_torch_loader() -> None:
 def test_weights_that_a_stock_trainer_would_not_read_are_refused() -> None:
     packs = [[sample([1, 2])], [sample([3, 4])]]
     assert set(PaddingFreeCollator()(packs)) > {"input_ids", "labels"}
-    with pytest.raises(BatchError, match="`loss_weighting` is 'sample', but a model's own loss ignores loss_mask"):
+    with pytest.raises(BatchError, match="got 'sample': a model's own loss ignores loss_mask"):
         PaddingFreeCollator(loss_weighting="sample")(packs)
     PaddingFreeCollator(loss_weighting="sample")(packs[0])  # a PackedBatch has its loss_mask
 

@@ -61,7 +61,7 @@ def test_any_order_negative_numbers_and_the_end(pack_demo: Any, encoder: ChatEnc
     assert all(same(dataset[index], backwards[last - index]) for index in range(len(dataset)))
     assert same(dataset[-1], dataset[last])
     for index in (len(dataset), -len(dataset) - 1):
-        with pytest.raises(IndexError, match=f"pack {index} is not among the {len(dataset)} packs"):
+        with pytest.raises(IndexError, match=f"Pack index {index} is out of range for a dataset of {len(dataset)}"):
             dataset[index]
 
 
@@ -103,9 +103,9 @@ def test_tokens_need_no_encoder(text_tokenizer_dir: Path, tmp_path: Path) -> Non
     assert all(same(plain[index], encoded[index]) for index in range(len(plain)))
 
 
-def test_what_is_missing_is_said(pack_demo: Any, encoder: ChatEncoder, tmp_path: Path) -> None:
+def test_missing_parts_of_a_dataset_raise(pack_demo: Any, encoder: ChatEncoder, tmp_path: Path) -> None:
     shards = pack_demo(max_packs_per_shard=3).shards
-    with pytest.raises(ConfigError, match=r"holds PackedCaptioningSample with images, which an encoder"):
+    with pytest.raises(ConfigError, match=r"stores PackedCaptioningSample with images, which needs an encoder"):
         PackedDataset(shards)
     with pytest.raises(ConfigError, match="has no packs in split 'val'; it has train"):
         PackedDataset(shards, encoder, split="val")

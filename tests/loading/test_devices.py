@@ -49,7 +49,7 @@ def test_a_dtype_is_that_of_pixels_alone() -> None:
     assert batch.pixel_values is not None
     assert torch.equal(cast.pixel_values, batch.pixel_values.bfloat16())
     assert cast.input_ids is batch.input_ids
-    with pytest.raises(BatchError, match=r"`dtype` is torch.int64, and it is that of pixels"):
+    with pytest.raises(BatchError, match=r"`dtype` must be a floating-point type, got torch.int64"):
         batch.to(dtype=torch.int64)
 
 

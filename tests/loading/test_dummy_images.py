@@ -165,22 +165,22 @@ def test_by_default_a_full_row_has_a_warning_in_place_of_a_dummy(
     for _ in range(2):
         assert collator.collate(row).pixel_values is None
     assert [record.message.split(",")[0] for record in caplog.records] == [
-        "a row without images has room for 2 tokens up to `pad_to`"
+        "A row without images has room for 2 tokens up to `pad_to`"
     ]
 
 
-def test_what_cannot_be_done_is_said(vision_encoder: ChatEncoder, text_tokenizer_dir: Path) -> None:
+def test_dummies_that_cannot_be_added_raise(vision_encoder: ChatEncoder, text_tokenizer_dir: Path) -> None:
     row = text_row(vision_encoder)
     length = sum(map(len, row))
-    with pytest.raises(BatchError, match="a row without images has room for 2 tokens up to `pad_to`, .* takes 3: set"):
+    with pytest.raises(BatchError, match="A row without images has room for 2 tokens up to `pad_to`, .* needs 3. Set"):
         collated(row, dummy_images="always", pad_to=length + 2)
     assert collated(row, dummy_images="always", pad_to=length + 3).input_ids.shape[1] == length + 3
-    with pytest.raises(ConfigError, match="`dummy_images` is 'yes'; use auto, always, never, or `encoder.dummy`"):
+    with pytest.raises(ConfigError, match="must be one of auto, always, never, or `encoder.dummy`, got 'yes'"):
         PaddingFreeCollator(dummy_images="yes")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="is a sample without an image"):
+    with pytest.raises(ConfigError, match="must be a sample with an image"):
         PaddingFreeCollator(dummy_images=row[0])
     text = text_row(ChatEncoder.from_pretrained(text_tokenizer_dir))
-    with pytest.raises(BatchError, match="do not come from an encoder with a vision family"):
+    with pytest.raises(BatchError, match="needs samples of an encoder with a vision family"):
         collated(text, dummy_images="always")
     assert vision_encoder.dummy is not None
     assert collated(text, dummy_images=vision_encoder.dummy).pixel_values is not None

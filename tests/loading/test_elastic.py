@@ -256,7 +256,7 @@ def test_gathered_states_of_energon_loaders_change_ranks(folder: Path) -> None:
         get_packed_loader(folder, rank=1, world_size=3, num_workers=1).load_state_dict(gathered)
 
 
-def test_what_cannot_change_says_so() -> None:
+def test_streams_that_cannot_change_ranks_raise() -> None:
     def stream() -> Iterator[Any]:
         yield from FEATURES
 
@@ -276,7 +276,7 @@ def test_what_cannot_change_says_so() -> None:
         match="has only rank 1 of 2, .*2 ranks x 1 workers saved, 1 x 1 now.. Load the result of gather_state",
     ):
         new_loader(FEATURES).load_state_dict(state)
-    with pytest.raises(BatchError, match="has ranks 1, and the run had 2; call gather_state on every"):
+    with pytest.raises(BatchError, match="the states of all 2 ranks, got ranks 1. Call gather_state on every"):
         new_loader(FEATURES).load_state_dict({"ranks": [state]})
     with pytest.raises(BatchError, match="is of rank 1, and this is rank 0"):
         two[0].load_state_dict(state)

@@ -52,7 +52,7 @@ def test_failures_are_counted_by_reason_and_logged(
         assert "damaged/pack-000000.tar" in caplog.text
 
 
-def test_one_bad_image_costs_one_sample_and_not_its_pack(
+def test_a_bad_image_drops_its_sample_and_not_its_pack(
     pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path
 ) -> None:
     result = pack_demo()

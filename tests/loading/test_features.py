@@ -39,13 +39,13 @@ def test_padding_of_features_is_removed_and_bad_ones_are_named() -> None:
     padded = {"id": "a", "input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}
     assert PaddingFreeCollator()([padded])["input_ids"].tolist() == [[5, 6]]
     for feature, message in (
-        ({"id": "b", "input_ids": [1, 2], "labels": [1]}, "feature b has 2 `input_ids` and 1 `labels`"),
-        ({"id": "c", "input_ids": []}, "feature c has no token"),
-        ({"id": "d", "input_ids": [0.5]}, "dtype float64; it must be integers"),
+        ({"id": "b", "input_ids": [1, 2], "labels": [1]}, "Feature b: `labels` must have 2 values, .* got 1"),
+        ({"id": "c", "input_ids": []}, "Feature c: `input_ids` is empty"),
+        ({"id": "d", "input_ids": [0.5]}, "must be integers of shape .* got dtype float64"),
     ):
         with pytest.raises(BatchError, match=message):
             PaddingFreeCollator()([feature])
-    with pytest.raises(BatchError, match="`loss_weighting` is 'sqrt'"):
+    with pytest.raises(BatchError, match="`loss_weighting` must be 'token' .* got 'sqrt'"):
         PaddingFreeCollator(loss_weighting="sqrt")(PLAIN)
 
 

@@ -131,7 +131,7 @@ def test_a_padding_collator_pads_every_row(pack_demo: Packer, encoder: ChatEncod
 
 def test_another_encoder_is_noticed(pack_demo: Packer, tokenizer_dir: Path) -> None:
     smaller = ChatEncoder.from_pretrained(tokenizer_dir, max_pixels=28 * 28 * 16)
-    with pytest.raises(ConfigError, match="packed with another tokenizer, chat template, image settings or loss_on"):
+    with pytest.raises(ConfigError, match="packed with a different encoder: its tokenizer, chat template or image"):
         get_packed_loader(pack_demo().shards, smaller, epochs=1)
     loader = get_packed_loader(pack_demo().shards, smaller, epochs=1, num_workers=0, check_encoder=False)
     with pytest.raises(FormatError, match=r"tokens, but \d+ were recorded: use the tokenizer"):
@@ -143,7 +143,7 @@ def test_another_encoder_is_noticed(pack_demo: Packer, tokenizer_dir: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq_len": 512}, "packed with seq_len 1024, more than `seq_len` 512"),
+        ({"seq_len": 512}, "packed with seq_len 1024; `seq_len` must be at least that, got 512"),
         ({"split": "val"}, "has no packs in split 'val'; it has train"),
         ({"num_workers": -1}, "`num_workers` must be at least 0, got -1"),
         ({"epochs": 2}, "`epochs` must be None .repeat indefinitely. or 1 .one exact pass., got 2"),
@@ -160,7 +160,7 @@ def test_bad_options_are_named(pack_demo: Packer, encoder: ChatEncoder, options:
         get_packed_loader(pack_demo().shards, encoder, **options)
 
 
-def test_what_is_no_data_set_is_named(encoder: ChatEncoder, tmp_path: Path) -> None:
+def test_paths_without_a_dataset_are_named(encoder: ChatEncoder, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="does not exist"):
         get_packed_loader(tmp_path / "none", encoder)
     with pytest.raises(FormatError, match=r"has no \.nv-meta folder; check that the build completed"):

@@ -86,7 +86,7 @@ def test_a_state_is_not_loaded_into_a_running_loop(make: Make) -> None:
     state = loader.state_dict()
     rest = ids(next(batches) for _ in range(3))
     loader.load_state_dict(state)
-    with pytest.raises(BatchError, match="a state was loaded while this loop ran; leave the loop"):
+    with pytest.raises(BatchError, match="was called while this iterator was active. Leave the loop"):
         next(batches)
     assert ids(loader)[:3] == rest
 
@@ -167,7 +167,7 @@ def test_damaged_states_are_refused_in_one_line(make: Make, damage: Callable[[di
     state = json.loads(json.dumps(loader.state_dict()))
     make().load_state_dict(copy.deepcopy(state))
     damage(state)
-    with pytest.raises(BatchError, match=r"the saved state is (damaged \(.*\); load|of another loader)"):
+    with pytest.raises(BatchError, match=r"The saved state (is corrupted \(.*\). Load|does not match this loader)"):
         make().load_state_dict(state)
 
 
@@ -181,16 +181,16 @@ def test_a_stream_refuses_a_damaged_state() -> None:
     new().load_state_dict(copy.deepcopy(state))
     changes: list[dict[str, Any]] = [{"shards": []}, {"shards": [[1, {}]]}, {"next_worker": 7}, {"num_shards": None}]
     for change in changes:
-        with pytest.raises(BatchError, match=r"the saved state is damaged \(.*\); load an earlier"):
+        with pytest.raises(BatchError, match=r"The saved state is corrupted \(.*\). Load an earlier"):
             new().load_state_dict(copy.deepcopy(state) | change)
 
 
 def test_a_state_of_another_loader_is_named(folder: Path) -> None:
     energon = get_packed_loader(folder, epochs=1, num_workers=0)
     dataflow = DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=1)
-    with pytest.raises(BatchError, match="the saved state is of DataflowLoader, and this loader is a PackedLoader"):
+    with pytest.raises(BatchError, match="The state was saved by DataflowLoader, but this loader is a PackedLoader"):
         energon.load_state_dict(dataflow.state_dict())
-    with pytest.raises(BatchError, match="the saved state is of PackedLoader, and this loader is a DataflowLoader"):
+    with pytest.raises(BatchError, match="The state was saved by PackedLoader, but this loader is a DataflowLoader"):
         dataflow.load_state_dict(energon.state_dict())
 
 
@@ -246,7 +246,7 @@ def test_a_state_of_one_split_is_none_of_another(tmp_path: Path) -> None:
     train, val = (
         DataflowLoader(MapDistributor(PackedDataset(path, split=one)), batch_size=1) for one in ("train", "val")
     )
-    with pytest.raises(BatchError, match="the saved state is of other data"):
+    with pytest.raises(BatchError, match="The dataset changed since the state was saved"):
         val.load_state_dict(train.state_dict())
 
 
@@ -276,11 +276,11 @@ def test_workers_start_as_asked(folder: Path, context: Any) -> None:
 
 def test_weights_have_a_sum(folder: Path) -> None:
     loaders = {name: DataflowLoader(MapDistributor(PackedDataset(folder))) for name in "ab"}
-    with pytest.raises(ConfigError, match="the weights have no finite sum"):
+    with pytest.raises(ConfigError, match="sum of `weights` must be finite"):
         JointLoader(loaders, {"a": 1e308, "b": 1e308})
 
 
-def test_ranks_of_different_lengths_are_told_once(
+def test_ranks_of_different_lengths_are_reported_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
@@ -295,15 +295,15 @@ def test_ranks_of_different_lengths_are_told_once(
         ids(uneven)
     finally:
         torch.distributed.destroy_process_group()
-    told = [record.getMessage() for record in caplog.records if "ranks have" in record.getMessage()]
-    assert [one.split(",")[0] for one in told] == ["ranks have 11 to 12 batches in an epoch"]
+    told = [record.getMessage() for record in caplog.records if "Ranks have" in record.getMessage()]
+    assert [one.split(",")[0] for one in told] == ["Ranks have 11 to 12 batches per epoch"]
 
 
 @pytest.mark.parametrize("number", [PACKS, -PACKS - 1])
 def test_packs_have_numbers(folder: Path, number: int) -> None:
     dataset = PackedDataset(folder)
     for read in (dataset.sample, dataset.__getitem__):
-        with pytest.raises(IndexError, match=f"pack {number} is not among the 24 packs"):
+        with pytest.raises(IndexError, match=f"Pack index {number} is out of range for a dataset of 24 packs"):
             read(number)
     assert dataset.sample(-1).__key__ == dataset.sample(PACKS - 1).__key__
 

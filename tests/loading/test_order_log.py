@@ -157,7 +157,7 @@ def test_joint_loaders_resume_at_every_step(stop: Any) -> None:
 def test_joint_loaders_draw_by_ratio() -> None:
     names = [name for name, _ in itertools.islice(new_joint(stop="never"), 600)]
     assert abs(names.count("long") - 450) < 3 * (600 * 0.75 * 0.25) ** 0.5
-    with pytest.raises(ConfigError, match="name the same ones"):
+    with pytest.raises(ConfigError, match="`weights` and `loaders` must have the same keys"):
         JointLoader({"a": []}, {"b": 1})
 
 

@@ -24,7 +24,7 @@ def test_a_loader_before_the_process_group_is_refused(
         return get_packed_loader(shards, encoder, num_workers=0, **place)
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2 and there is no process group.*or pass `rank`"):
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2 but torch.distributed is not initialized.*or pass `rank`"):
         new_loader()
     assert next(iter(new_loader(rank=1, world_size=2))).num_samples
     monkeypatch.delenv("WORLD_SIZE")
@@ -32,11 +32,11 @@ def test_a_loader_before_the_process_group_is_refused(
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ConfigError, match=r"made as rank 0 of 1, and torch.distributed now says rank 1 of 2"):
+    with pytest.raises(ConfigError, match=r"created as rank 0 of 1, but torch.distributed now reports rank 1 of 2"):
         next(iter(loader))
     loader = new_loader()
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match=r"made as rank 1 of 2, and torch.distributed now says rank 0 of 1"):
+    with pytest.raises(ConfigError, match=r"created as rank 1 of 2, but torch.distributed now reports rank 0 of 1"):
         next(iter(loader))
 
 
@@ -61,7 +61,7 @@ class DataLoaderDispatcher:
 
 def test_a_dispatcher_of_ms_swift_is_refused() -> None:
     loader = DataflowLoader(MapDistributor(FEATURES), batch_size=2, rank=0, world_size=2)
-    with pytest.raises(ConfigError, match="DataLoaderDispatcher splits them over ranks again"):
+    with pytest.raises(ConfigError, match="DataLoaderDispatcher would shard it again"):
         list(DataLoaderDispatcher(loader, 2))
     whole = DataflowLoader(MapDistributor(FEATURES), batch_size=2, rank=0, world_size=1)
     assert len(list(DataLoaderDispatcher(whole, 2))) == 7

@@ -173,7 +173,7 @@ def test_gemma3_is_right_with_one_sample_in_a_row_and_refused_with_several(gemma
         single = model(**collated(samples[:1]).transformers_inputs()).logits
         assert (single - alone(model, samples[0]).logits).abs().max() <= 1e-5
     batch = collated(samples)
-    with pytest.raises(BatchError, match="2 segments and images, .* `max_samples_per_pack=1`"):
+    with pytest.raises(BatchError, match="must have 1 segment .*, got 2: .* `max_samples_per_pack=1`"):
         batch.transformers_inputs()
     texts = collated([samples[1], samples[1]])
     with torch.no_grad():

@@ -51,10 +51,10 @@ def test_the_encoder_is_compared_with_every_data_set_of_a_metadataset(
     other = ChatEncoder.from_pretrained(tokenizer_dir, loss_on="all")
     for path in ("inner.yaml", "outer.yaml"):
         for split in ("train", "val"):
-            with pytest.raises(ConfigError, match="packed with another tokenizer, chat template, image settings"):
+            with pytest.raises(ConfigError, match="different encoder: `loss_on` was 'assistant', now 'all'"):
                 get_packed_loader(tmp_path / path, other, split=split, num_workers=0)
         get_packed_loader(tmp_path / path, other, num_workers=0, check_encoder=False)
-        with pytest.raises(ConfigError, match="packed with seq_len 1024, more than `seq_len` 512"):
+        with pytest.raises(ConfigError, match="packed with seq_len 1024; `seq_len` must be at least that, got 512"):
             get_packed_loader(tmp_path / path, encoder, num_workers=0, seq_len=512)
         assert next(iter(get_packed_loader(tmp_path / path, encoder, num_workers=0))).num_samples > 0
     with pytest.raises(ConfigError, match="has no split 'test'"):
@@ -73,9 +73,9 @@ def test_tokens_need_no_encoder(text_tokenizer_dir: Path, pack_demo: Packer, tmp
         assert bare.input_ids.equal(full.input_ids)
         assert bare.labels.equal(full.labels)
         assert bare.position_ids.equal(full.position_ids)
-    with pytest.raises(ConfigError, match="holds PackedTokensSample with images, which an encoder must"):
+    with pytest.raises(ConfigError, match="stores PackedTokensSample with images, which needs an encoder"):
         get_packed_loader(pack_demo(sample_class="PackedTokensSample").shards)
-    with pytest.raises(ConfigError, match="holds PackedCaptioningSample with images"):
+    with pytest.raises(ConfigError, match="stores PackedCaptioningSample with images"):
         get_packed_loader(pack_demo().shards, None)
 
 

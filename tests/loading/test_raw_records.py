@@ -1,13 +1,16 @@
 """Raw records into training: one config, streaming or planned, with nothing lost and exact resume."""
 
 import collections
+import dataclasses
+import inspect
 import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 import yaml
 
 from energon_packed import (
@@ -20,7 +23,7 @@ from energon_packed import (
     get_raw_loader,
     plan_in_memory,
 )
-from tests.internals import DemoDataset
+from tests.internals import DemoDataset, torch_loader
 from tests.loading.flows import check_every_step, signature
 from tests.processes import energon_packed
 from tests.sources.test_sources import RECORDS, write
@@ -194,8 +197,8 @@ def test_one_switch_streams_or_plans(tokens: Path, weight: int | None) -> None:
     ("settings", "message"),
     [
         ({"packing_strategy": "worst_fit"}, "`packing_strategy` must be one of first_fit, best_fit"),
-        ({"packing_length": None}, "`packing_length` .* must be given"),
-        ({"packing_length": 24, "seq_len": 32}, "`seq_len` 32 and its other name, 24, differ"),
+        ({"packing_length": None}, "Missing required option: `packing_length`"),
+        ({"packing_length": 24, "seq_len": 32}, "`seq_len` must have one value, got 32 and, by its other name, 24"),
         ({"processor_config": {"tokeniser": "x"}}, "unknown option 'tokeniser' in `processor_config`"),
         ({"max_failures": -1}, "`max_failures` must be at least 0, got -1"),
         ({"shuffle": "yes"}, "`shuffle` must be True or False, got 'yes'"),
@@ -206,10 +209,10 @@ def test_an_invalid_config_is_one_line(tokens: Path, settings: dict[str, Any], m
         config_of(tokens, **settings)
 
 
-def test_what_data_does_not_hold_is_said(tokens: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="`dataset_format` is 'excel'; use auto, arrow, csv"):
+def test_inputs_that_do_not_fit_the_config_raise(tokens: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="`dataset_format` must be one of auto, arrow, csv.*, got 'excel'"):
         PackedIterableDataset(config_of(tokens, dataset_format="excel"))
-    with pytest.raises(SourceError, match=r"a.jsonl is jsonl, and `dataset_format` is parquet"):
+    with pytest.raises(SourceError, match=r"a.jsonl must be parquet \(`dataset_format`\), got jsonl"):
         plan_in_memory(config_of(tokens, dataset_format="parquet", workers=1))
     assert PackedIterableDataset(config_of(tokens, dataset_format="jsonl"))
     text = tmp_path / "text.jsonl"
@@ -232,10 +235,26 @@ def test_options_that_only_pack_uses_are_no_error_and_unknown_ones_are(tokens: P
     with pytest.raises(ConfigError, match="unknown option 'pakcing_length'; did you mean packing_length"):
         DataflowConfig.from_yaml(file)
     file.write_text(yaml.safe_dump({"inputs": ["x"], "dataset_path": "y"}))
-    with pytest.raises(ConfigError, match="`inputs` .* and its other name"):
+    with pytest.raises(ConfigError, match="`inputs` must have one value, .* its other name"):
         DataflowConfig.from_yaml(file)
 
 
 def test_a_folder_keeps_measurements(tokens: Path, tmp_path: Path) -> None:
     assert len(plan_in_memory(config_of(tokens, work_dir=tmp_path / "w", workers=1)))
     assert list((tmp_path / "w" / "measure").rglob("*.arrow"))
+
+
+def test_loader_options_are_the_options_of_dataflow_loader() -> None:
+    """`get_raw_loader` and `PackedIterableDataset` accept what DataflowLoader does, beside their own arguments."""
+    unpacked = [inspect.signature(f).parameters["options"].annotation for f in (get_raw_loader, PackedIterableDataset)]
+    assert unpacked[0] == unpacked[1]
+    names = set(get_args(unpacked[0])[0].__annotations__)
+    settings = {field.name for field in dataclasses.fields(torch_loader.Settings)} - {"rank", "world_size"}
+    of_torch = names - settings - {"batch_size"}
+    assert names == settings | of_torch | {"batch_size"}
+    assert of_torch <= set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
+    items = MapDistributor([{"input_ids": [1, 2, 3]}])
+    torch_values = dict.fromkeys(of_torch, None) | {"timeout": 0, "pin_memory": False, "persistent_workers": False}
+    assert DataflowLoader(items, batch_size=1, **torch_values)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown option"):
+        DataflowLoader(items, nothing=1)  # type: ignore[call-arg, unused-ignore]

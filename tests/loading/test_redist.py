@@ -128,7 +128,7 @@ def test_states_that_cannot_be_redistributed(pack_demo: Packer, encoder: ChatEnc
         redistribute(states(num_workers=0), 1)
     with pytest.raises(BatchError, match="`world_size` must be at least 1, got 0"):
         redistribute(states(), 0)
-    with pytest.raises(BatchError, match="has version None"):
+    with pytest.raises(BatchError, match="This is not a loader state"):
         redistribute([{}], 1)
 
 

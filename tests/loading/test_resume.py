@@ -128,12 +128,12 @@ def test_endless_loaders_resume_over_epochs(pack_demo: Packer, encoder: ChatEnco
     ("change", "message"),
     [
         ({"num_workers": 1}, "num_workers 0 saved, 1 now"),
-        ({"micro_batch_size": 2}, "another loader: micro_batch_size 1 saved, 2 now; restore"),
+        ({"micro_batch_size": 2}, "match this loader: micro_batch_size 1 saved, 2 now. Restore"),
         ({"rank": 0, "world_size": 2}, "world_size 1 saved, 2 now"),
         ({"seed": 4}, "seed 0 saved, 4 now"),
-        ({"shuffle_buffer_size": 7}, "another loader: shuffle_buffer_size 64 saved, 7 now; restore"),
-        ({"epochs": None}, "another loader: epochs 1 saved, None now; restore"),
-        ({"shuffle": False}, "another loader: shuffle True saved, False now; restore"),
+        ({"shuffle_buffer_size": 7}, "match this loader: shuffle_buffer_size 64 saved, 7 now. Restore"),
+        ({"epochs": None}, "match this loader: epochs 1 saved, None now. Restore"),
+        ({"shuffle": False}, "match this loader: shuffle True saved, False now. Restore"),
     ],
 )
 def test_another_loader_is_refused(
@@ -152,9 +152,11 @@ def test_other_data_and_other_versions_are_refused(pack_demo: Packer, encoder: C
     other = pack_demo(sample_class="PackedTokensSample", seed=5).shards
     with pytest.raises(BatchError, match="dataset .* saved"):
         get_packed_loader(other, encoder, num_workers=0).restore_state_rank(state)
-    for old in ({**state, "version": 2}, {}, b"pickled"):
-        with pytest.raises(BatchError, match=r"has version (2|None), .* reads version 4; finish the run with the rel"):
-            loader.restore_state_rank(old)  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match=r"version 2 is not supported \(this release reads version 4\). Finish the"):
+        loader.restore_state_rank({**state, "version": 2})
+    for other_value in ({}, {"a": 1}, b"pickled"):
+        with pytest.raises(BatchError, match="This is not a loader state"):
+            loader.restore_state_rank(other_value)  # type: ignore[arg-type]
     assert json.loads(json.dumps(state)) == state
     loader.load_state_dict(json.loads(json.dumps(state)))
 

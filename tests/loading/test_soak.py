@@ -41,7 +41,7 @@ SHARDS = 1000 if LONG else 150
 RECORDS = 1_000_000 if LONG else 3_000
 MOST_MIB = 1500  # of all processes of `pack`
 OPEN_TARS = 128  # of a process, at most
-MOST_KIB = 16 if LONG else 300  # an epoch, main process and workers; few epochs say little
+MOST_KIB = 16 if LONG else 1000  # an epoch, main process and workers; few epochs say little
 
 
 def data_of(folder: Path, records: int) -> Path:
