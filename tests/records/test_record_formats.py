@@ -318,9 +318,9 @@ def test_inline_data_is_an_image() -> None:
 
 
 def test_decisions_are_noted_and_do_not_count_as_content() -> None:
-    add_location = normalize({"messages": [HI, HELLO], "images": ["a.png"], "url": "x"})
-    assert add_location.notes == (NO_PLACEHOLDER,)
-    assert add_location == normalize({"messages": [{**HI, "content": "<image>Hi"}, HELLO], "images": ["a.png"]})
+    placed = normalize({"messages": [HI, HELLO], "images": ["a.png"], "url": "x"})
+    assert placed.notes == (NO_PLACEHOLDER,)
+    assert placed == normalize({"messages": [{**HI, "content": "<image>Hi"}, HELLO], "images": ["a.png"]})
     assert normalize(FORMATS["several answers"][0]).notes == ("several answers: one is the target",)
     assert normalize(FORMATS["image, question and answer"][0]).notes == ()
 
