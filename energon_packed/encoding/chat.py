@@ -92,7 +92,7 @@ class ChatEncoder(Processor):
         control = [] if allow_special_in_text else control_tokens_of(self.parts, vision)
         self.text_tokenizer = TextTokenizer(self.parts.backend, tokenizer_engine, control=control)
         self.renderer = Renderer(
-            ChatTemplate(self.parts),
+            ChatTemplate(self.parts, image_token=vision.template_token if vision else None),
             placeholder=vision.placeholder if vision else None,
             end=self.parts.end_of_document,
             loss_on=loss_on,
@@ -306,12 +306,14 @@ class ChatEncoder(Processor):
         compares the length of each sample.
         """
         source, vision = self.parts.chat_template, self.vision
-        parts = {
+        parts: dict[str, Any] = {
             "tokenizer": self.text_tokenizer.serialized,
             "special": self.parts.special_tokens,
             "template": None if source is None else source + _DATE_NOTE,
             "loss_on": self.renderer.loss_on,
         }
+        if self.renderer.template.needs_image_parts:  # earlier releases rendered images as strings
+            parts["image_parts"] = True
         images = [vision.config(), vision.length_config()] if vision else [None]
         versions = [_SPECIAL_IN_TEXT] if self.renderer.special is None else [_VERSION, _SPECIAL_IN_TEXT]
         for version, image in product(versions, images):

@@ -23,7 +23,11 @@ _SHORT = 12  # characters: a shorter content is not searched for, but marked
 
 
 def check_rendered(
-    text: str, messages: Messages, tools: Sequence[Any] | None, render: Callable[[Messages, Any], str]
+    text: str,
+    messages: Messages,
+    tools: Sequence[Any] | None,
+    render: Callable[[Messages, Any], str],
+    image: str | None = None,
 ) -> None:
     """Raise an error if the template drops a field of a conversation.
 
@@ -32,17 +36,22 @@ def check_rendered(
         messages: its messages, with string contents.
         tools: JSON schemas, or None.
         render: renders messages and tools by the template.
+        image: token of an image in contents; templates may move images, or remove white space next to them.
 
     Raises:
         RecordError: `not_rendered`; the detail names the field.
     """
-    field = _dropped_field(text, messages, tools, render)
+    field = _dropped_field(text, messages, tools, render, image)
     if field is None:
         return
     remedy = "has no place for it; remove it from the record, or use the `tokenizer` of a model whose template has one"
     # Templates of reasoning models drop the reasoning of all turns but the last; then another remedy helps.
     for turn, message in enumerate(messages[:-1]):
-        if message["role"] == "assistant" and _names(field, turn) and _kept_last(messages[: turn + 1], tools, render):
+        if (
+            message["role"] == "assistant"
+            and _names(field, turn)
+            and _kept_last(messages[: turn + 1], tools, render, image)
+        ):
             remedy = (
                 "drops it once later turns follow, as at inference; make a record that ends with this turn, and "
                 "remove the reasoning from this one"
@@ -54,20 +63,26 @@ def _names(field: str, turn: int) -> bool:
     return re.search(rf"\bturn {turn}\b", field) is not None
 
 
-def _kept_last(messages: Messages, tools: Sequence[Any] | None, render: Callable[[Messages, Any], str]) -> bool:
+def _kept_last(
+    messages: Messages, tools: Sequence[Any] | None, render: Callable[[Messages, Any], str], image: str | None
+) -> bool:
     """Whether the last turn is rendered completely; earlier turns are not considered."""
     try:
-        field = _dropped_field(render(messages, tools), messages, tools, render)
+        field = _dropped_field(render(messages, tools), messages, tools, render, image)
     except RecordError:
         return False
     return field is None or not _names(field, len(messages) - 1)
 
 
 def _dropped_field(
-    text: str, messages: Messages, tools: Sequence[Any] | None, render: Callable[[Messages, Any], str]
+    text: str,
+    messages: Messages,
+    tools: Sequence[Any] | None,
+    render: Callable[[Messages, Any], str],
+    image: str | None,
 ) -> str | None:
     """The first field that is not in the text; None if all are there."""
-    content = _dropped_content(text, messages)
+    content = _dropped_content(text, messages, image)
     if content is not None:
         return content
     marks = _Marks(text)
@@ -86,7 +101,7 @@ def _dropped_field(
     return None
 
 
-def turn_places(text: str, contents: Sequence[str]) -> list[Span]:
+def turn_places(text: str, contents: Sequence[str], image: str | None = None) -> list[Span]:
     """Find the characters [start, end) of each content in the rendered text, in order, without white space around it.
 
     A content that is not found has an empty span after the content before it.
@@ -94,22 +109,36 @@ def turn_places(text: str, contents: Sequence[str]) -> list[Span]:
     spans: list[Span] = []
     for content in contents:
         start = spans[-1][1] if spans else 0
-        spans.append(_find(text, content, start) or (start, start))
+        spans.append(_find_pieces(text, content, start, image) or (start, start))
     return spans
 
 
-def _dropped_content(text: str, messages: Messages) -> str | None:
+def _dropped_content(text: str, messages: Messages, image: str | None) -> str | None:
     start, spaceless = 0, ""
     for turn, message in enumerate(messages):
-        span = _find(text, message["content"], start)
+        span = _find_pieces(text, message["content"], start, image)
         if span is not None:
             start = span[1]
             continue
         # Slower and less strict: the template may change white space, and may write contents in another order.
         spaceless = spaceless or "".join(text.split())
-        if "".join(message["content"].split()) not in spaceless:
+        pieces = message["content"].split(image) if image else [message["content"]]
+        if any("".join(piece.split()) not in spaceless for piece in pieces):
             return f"the content of turn {turn} ({message['role']})"
     return None
+
+
+def _find_pieces(text: str, content: str, start: int, image: str | None) -> Span | None:
+    """Find a content as `_find`, or else the text between its images, piece by piece."""
+    span = _find(text, content, start)
+    if span is not None or not image or image not in content:
+        return span
+    first, end = None, start
+    for piece in filter(str.strip, content.split(image)):
+        if (span := _find(text, piece, end)) is None:
+            return None
+        first, end = span[0] if first is None else first, span[1]
+    return (start if first is None else first, end)
 
 
 def _find(text: str, content: str, start: int) -> Span | None:

@@ -4,6 +4,8 @@ Messages are rendered by the chat template (`template.py`), or faster by a skele
 text. Documents get their end-of-text token. `loss_on` and the weights of turns select the supervised characters.
 """
 
+import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -66,10 +68,27 @@ class Renderer:
             ConfigError, RecordError, TemplateError: as `ChatTemplate.render_with_spans`.
         """
         escaped = self.escaped(conversation)
-        if escaped is conversation:
-            return self._rendered(conversation)
-        rendered = self._rendered(escaped)
-        return rendered._replace(text=EscapedText(rendered.text))
+        rendered = self.with_placeholders(self.by_template(escaped), escaped)
+        return rendered if escaped is conversation else rendered._replace(text=EscapedText(rendered.text))
+
+    def with_placeholders(self, rendered: Rendered, conversation: Conversation) -> Rendered:
+        """Replace the template's tokens of images by the placeholder of the vision family, and move the spans."""
+        token, placeholder = self.template.image_token, self.placeholder
+        if not (self._has_parts(conversation) and token and placeholder and token != placeholder):
+            return rendered
+        starts = [match.start() for match in re.finditer(re.escape(token), rendered.text)]
+        growth = len(placeholder) - len(token)
+        spans = None
+        if rendered.spans is not None:
+            spans = [
+                (start + growth * bisect_left(starts, start), end + growth * bisect_left(starts, end))
+                for start, end in rendered.spans
+            ]
+        return rendered._replace(text=rendered.text.replace(token, placeholder), spans=spans)
+
+    def _has_parts(self, conversation: Conversation) -> bool:
+        """Whether the template gets the images of this conversation as content parts."""
+        return bool(conversation.images) and conversation.text is None and self.template.needs_image_parts
 
     def escaped(self, conversation: Conversation) -> Conversation:
         """Return the conversation as it is rendered: with its special tokens escaped."""
@@ -90,14 +109,15 @@ class Renderer:
             notes.append("document without an end: the tokenizer has no end-of-text token")
         return notes
 
-    def _rendered(self, conversation: Conversation) -> Rendered:
+    def by_template(self, conversation: Conversation) -> Rendered:
+        """Render an escaped conversation; images are tokens of the template if they are content parts."""
         if conversation.text is not None:
             return Rendered(self._document(conversation), None, True)
         roles, _, extras, weights = zip(*conversation.messages, strict=True)
         if any([weight != 1 for weight in weights]):
             return self._weighted(conversation)
         # Most conversations: the template only puts fixed text around the contents, so Jinja is not needed.
-        is_plain = not (conversation.tools or any(extras))
+        is_plain = not (conversation.tools or any(extras) or self._has_parts(conversation))
         joined = self.template.join(roles, self.contents(conversation)) if is_plain else None
         if joined is not None:
             text, spans = joined
@@ -107,7 +127,7 @@ class Renderer:
         messages = self.messages(conversation)
         if self.loss_on == "all":
             text = self.template.render(messages, conversation.tools)
-            check_rendered(text, messages, conversation.tools, self.template.render)
+            self._check(text, messages, conversation.tools)
             return Rendered(text, None, False)
         text, spans = self._render_with_spans(messages, conversation.tools)
         if self.loss_on == "last":
@@ -128,7 +148,7 @@ class Renderer:
         weights = {turn: conversation.messages[turn].weight for turn in by_turn}
         if self.loss_on == "all":
             context = [span for turn in by_turn if not weights[turn] for span in by_turn[turn]]
-            contents = turn_places(text, [message["content"] for message in messages])
+            contents = turn_places(text, [message["content"] for message in messages], self.template.image_token)
             others = zip(contents, conversation.messages, strict=True)
             context += [span for span, m in others if m.role != "assistant" and not m.weight]
             context.sort()
@@ -143,10 +163,13 @@ class Renderer:
         except RecordError as error:
             # A turn is often not found because the template drops a field; that reason is more useful.
             if error.reason is Reason.TURN_NOT_FOUND:
-                check_rendered(self.template.render(messages, tools), messages, tools, self.template.render)
+                self._check(self.template.render(messages, tools), messages, tools)
             raise
-        check_rendered(text, messages, tools, self.template.render)
+        self._check(text, messages, tools)
         return text, spans
+
+    def _check(self, text: str, messages: Messages, tools: Sequence[Any] | None) -> None:
+        check_rendered(text, messages, tools, self.template.render, self.template.image_token)
 
     def _document(self, conversation: Conversation) -> str:
         text = conversation.text or ""
@@ -165,7 +188,10 @@ class Renderer:
         for turn, message in enumerate(conversation.messages):
             if message.role == "tool":
                 contents[turn] = self._result(message.content)
-        return self._with_placeholders(contents) if conversation.images else contents
+        if not conversation.images:
+            return contents
+        text = self.template.image_token if self._has_parts(conversation) else None
+        return self._with_placeholders(contents, text)
 
     def _result(self, content: str) -> str:
         """Content of a tool turn, without the tags if the template adds them itself."""
@@ -174,9 +200,10 @@ class Renderer:
             return content
         return inner[len(opener) : -len(closer)].strip("\n")
 
-    def _with_placeholders(self, contents: Sequence[str]) -> list[str]:
-        assert self.placeholder is not None, "without a vision family, images are rejected earlier"
-        return [content.replace(IMAGE_PLACEHOLDER, self.placeholder) for content in contents]
+    def _with_placeholders(self, contents: Sequence[str], text: str | None = None) -> list[str]:
+        text = text or self.placeholder
+        assert text is not None, "without a vision family, images are rejected earlier"
+        return [content.replace(IMAGE_PLACEHOLDER, text) for content in contents]
 
 
 def _outside(size: int, spans: Sequence[Span]) -> list[Span]:

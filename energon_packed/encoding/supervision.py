@@ -44,10 +44,15 @@ def supervised_turns(
 
 
 def _by_turn(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSample) -> list[bool]:
-    text = encoder.renderer.render(conversation).text
+    renderer = encoder.renderer
+    escaped = renderer.escaped(conversation)
+    by_template = renderer.by_template(escaped)
+    turns = by_template._replace(spans=_turns(encoder, escaped, by_template.text))
+    spans = renderer.with_placeholders(turns, escaped).spans or ()
+    text = renderer.render(conversation).text
     targets = _without_image_runs(sample)
     flags = []
-    for span in _turns(encoder, encoder.renderer.escaped(conversation), text):
+    for span in spans:
         covered = encoder.text_tokenizer.encode([text], [[span]]).covered[: len(targets)]
         # A truncated sample has fewer targets than the text has tokens; a turn after its end has none.
         flags.append(bool((covered & targets[: len(covered)]).any()))
@@ -62,7 +67,9 @@ def _turns(encoder: ChatEncoder, conversation: Conversation, text: str) -> list[
         try:
             start = encoder.renderer.template.turn_start(turn, text, messages, conversation.tools)
         except EnergonPackedError:  # the template does not render these turns alone
-            start = turn_places(text, [message["content"] for message in messages])[turn][0]
+            start = turn_places(
+                text, [message["content"] for message in messages], encoder.renderer.template.image_token
+            )[turn][0]
         starts.append(max([start, *starts[-1:]]))
     return list(pairwise([*starts, len(text)]))
 

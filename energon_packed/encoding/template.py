@@ -82,7 +82,14 @@ class ChatTemplate:
     text of all turns.
     """
 
-    def __init__(self, tokenizer: TokenizerParts) -> None:
+    def __init__(self, tokenizer: TokenizerParts, *, image_token: str | None = None) -> None:
+        """Analyze the template of a tokenizer.
+
+        Args:
+            tokenizer: its template, special tokens and added tokens.
+            image_token: text that the template writes for a content part of type `image`; None without images.
+        """
+        self.image_token = image_token
         self._template = tokenizer.chat_template
         self._variables = {**tokenizer.special_tokens, "date_string": TODAY.strftime("%d %b %Y")}
         self._dated = _with_fixed_date(self._template or "")
@@ -290,11 +297,45 @@ class ChatTemplate:
 
     def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
         """Convert a message to the format that the template expects."""
-        if self._needs_content_parts:
-            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
+        token, content = self.image_token, message["content"]
+        if token is not None and token in content and self.needs_image_parts:
+            message = {**message, "content": _image_parts(content, token)}
+        else:
+            message = self._as_text_parts(message)
         if message.get("tool_calls") and self._needs_json_arguments:
             message = {**message, "tool_calls": [_with_json_arguments(call) for call in message["tool_calls"]]}
         return message
+
+    @cached_property
+    def needs_image_parts(self) -> bool:
+        """Whether images must be content parts, because the template renders the same text in a string differently.
+
+        Idefics 3's template leaves out the space after `User:` before an image, LLaVA-NeXT's writes images first,
+        Gemma 3's removes white space around the text next to an image.
+        """
+        token = self.image_token
+        if token is None or self._template is None:
+            return False
+        differs = False
+        for content in (f"{token} a", f"{token}\na", f"a\n{token}", f"a {token} b", f"{token}{token}a", f"a{token}"):
+            turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
+            strings = [self._as_text_parts(turn) for turn in turns]
+            parts = [{**turn, "content": _image_parts(str(turn["content"]), token)} for turn in turns]
+            try:
+                with_parts, with_strings = self._rendered(parts, None)[0], self._rendered(strings, None)[0]
+            except RecordError:
+                return False
+            if with_parts.count(token) != content.count(token):
+                return False  # it has no image parts, or writes another token: the string is all there is
+            differs = differs or with_parts != with_strings
+        return differs
+
+    def _as_text_parts(self, message: dict[str, Any]) -> dict[str, Any]:
+        return (
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if self._needs_content_parts
+            else message
+        )
 
     @cached_property
     def _needs_content_parts(self) -> bool:
@@ -369,6 +410,15 @@ def _out_of_time(size: int) -> TemplateError | RecordError:
         )
     detail = f"the chat template did not finish in {RENDER_LIMIT:g} seconds ({size:,} characters); split the record"
     return RecordError(Reason.NOT_RENDERED, detail)
+
+
+def _image_parts(content: str, token: str) -> list[dict[str, str]]:
+    """Split a content into parts of type `text`, and a part of type `image` for each token."""
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(content.split(token)):
+        parts += [{"type": "image"}] * (number > 0)
+        parts += [{"type": "text", "text": text}] * bool(text)
+    return parts
 
 
 def _with_json_arguments(call: Any) -> Any:

@@ -40,6 +40,7 @@ class VisionFamily(ABC):
             punctuation is ignored.
         image_token: token whose run represents an image.
         placeholder: text of an image in a conversation, with a single `image_token`.
+        template_token: text that a chat template writes for a content part of type `image`; by default `placeholder`.
         reserved: tokens that text must not contain.
         token_types: whether the model has an argument `token_type_ids`, 1 at image tokens.
         takes_patch_positions: whether the vision tower uses patch positions; otherwise they are only validated.
@@ -55,6 +56,7 @@ class VisionFamily(ABC):
     names: ClassVar[tuple[str, ...]]
     image_token: ClassVar[str] = "<|image_pad|>"
     placeholder: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
+    template_token: str = placeholder
     reserved: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>")
     token_types: bool = False
     takes_patch_positions: ClassVar[bool] = False

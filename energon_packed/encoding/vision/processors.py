@@ -70,6 +70,7 @@ class ProcessorVision(VisionFamily):
         feature = Counter(max(ids.values(), key=len).tolist()).most_common(1)[0][0]
         self.image_token = processor.tokenizer.convert_ids_to_tokens(feature)  # type: ignore[misc]
         self.placeholder = self._before + self.image_token + self._after  # type: ignore[misc]
+        self.template_token = processor.image_token
         self.reserved = ()  # type: ignore[misc]
         self._feature = feature
         # The processor's formula may omit tags. If it omits the same number for all sizes, it is used with that
