@@ -278,7 +278,7 @@ def test_streams_that_cannot_change_ranks_raise() -> None:
         new_loader(FEATURES).load_state_dict(state)
     with pytest.raises(BatchError, match="the states of all 2 ranks, got ranks 1. Call gather_state on every"):
         new_loader(FEATURES).load_state_dict({"ranks": [state]})
-    with pytest.raises(BatchError, match="is of rank 1, and this is rank 0"):
+    with pytest.raises(BatchError, match="must be of rank 0, got rank 1"):
         two[0].load_state_dict(state)
     with pytest.raises(BatchError, match="seed 0 saved, 4 now"):
         new_loader(FEATURES, seed=4).load_state_dict({"ranks": [one.state_dict() for one in two]})
@@ -341,7 +341,7 @@ def test_learned_weights_go_on_with_other_ranks_from_the_next_epoch() -> None:
     two.take(3)
     for mixture in mixtures:
         mixture.update({"a": 1.0, "b": 5.0})
-    with pytest.raises(BatchError, match="finish the epoch with the same ranks and workers"):
+    with pytest.raises(BatchError, match="Finish the epoch with the same ranks and workers"):
         Ranks(new_loader, 3, two.state())
     two.take()
     weights = mixtures[0].current_weights

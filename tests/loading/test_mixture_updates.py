@@ -122,7 +122,7 @@ def test_what_cannot_be_learned_from_is_one_line() -> None:
     mixture = new_mixture()
     with pytest.raises(ConfigError, match="Unknown reward name 'x'. Known names: a, b, c. Pass `names`"):
         mixture.update({"x": 1.0})
-    with pytest.raises(ConfigError, match="the reward of 'a' must be finite, got nan on rank 0. Leave it out"):
+    with pytest.raises(ConfigError, match="The reward of 'a' must be finite, got nan on rank 0. Leave it out"):
         mixture.update({"a": torch.tensor(float("nan"))})
     with pytest.raises(ConfigError, match="`smoothing` must be at least 0 and below 1, got 1"):
         MixtureDistributor([MapDistributor([1])], [1], smoothing=1)

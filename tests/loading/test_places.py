@@ -43,7 +43,7 @@ def test_a_loader_before_the_process_group_is_refused(
 def test_a_loader_over_the_data_of_a_dataflow_is_refused() -> None:
     loader = DataflowLoader(MapDistributor(FEATURES), batch_size=2)
     assert len(list(loader)) == 7
-    with pytest.raises(ConfigError, match="iterated by another loader, .*: do not pass a DataflowLoader to acc"):
+    with pytest.raises(ConfigError, match="Another DataLoader is iterating .* do not pass it to accelerator.prepare"):
         list(torch.utils.data.DataLoader(loader.dataset, batch_size=None))  # what accelerator.prepare makes of it
     assert len(list(loader)) == 7
 

@@ -103,7 +103,7 @@ def test_the_command_keeps_the_form_of_megatrons_files(
     loader.load_state_dict(torch.load(new / "train_dataloader_dprank000.pt")["dataloader_state_dict"])
     assert by_worker(list(itertools.islice(loader, AFTER * 2))) == expected
     again = CliRunner().invoke(cli, ["state", "redist", str(folder), str(new), "--world-size", "1"])
-    assert "already has .pt files" in str(again.exception)
+    assert "already contains .pt files" in str(again.exception)
 
 
 def test_states_that_cannot_be_redistributed(pack_demo: Packer, encoder: ChatEncoder) -> None:

@@ -423,7 +423,7 @@ def test_a_timeout_without_workers_is_refused(tmp_path: Path) -> None:
     for reader in (by_energon, by_dataflow):
         with pytest.raises(ConfigError, match="`timeout`.* needs worker processes"):
             reader(path, 0, timeout=5)
-    with pytest.raises(ConfigError, match="`timeout` is -1"):
+    with pytest.raises(ConfigError, match="`timeout` must be at least 0, got -1"):
         by_energon(path, 2, timeout=-1)
 
 

@@ -113,7 +113,7 @@ def test_sources_are_counted_one_by_one_up_to_a_limit(
     expected = [([str(path)], n + 1, n, n * length) for path, n in zip(inputs, [2, 0, 3, 1], strict=True)]
     assert [(one.path, one.records, one.packed, one.tokens) for one in manifest.sources] == expected
     assert PackingManifest.load(tmp_path / "out").sources == manifest.sources
-    monkeypatch.setattr(index_stage, "_MOST_SOURCES", 2)
+    monkeypatch.setattr(index_stage, "_MAX_SOURCES", 2)
     cut = build(inputs=inputs, overwrite=True, resume=False).manifest
     assert [(one.path, one.records, one.packed, one.tokens) for one in cut.sources] == [
         *expected[:2],

@@ -186,7 +186,7 @@ def test_what_decides_the_records_is_in_the_fingerprint(folder: Path, tokenizer_
     [
         ({"path": "a"}, "`sources` must be a list, got dict"),
         ([3], r"sources\[0\] must be a path or a mapping with a path, got 3"),
-        ([{"weight": 2}], r"sources\[0\]: path must be given"),
+        ([{"weight": 2}], r"sources\[0\]: missing required argument: path"),
         (["a", {"path": "b", "imageroot": ""}], r"s\[1\] \(b\): unknown setting 'imageroot'; .* image_root\?"),
         ([{"path": "flat.jsonl", "image_root": "none"}], FLAT + r"image_root none is not a folder"),
         ([{"path": "flat.jsonl", "weight": 0}], FLAT + r"weight must be above 0 and at most 1000, got 0"),
