@@ -1,4 +1,4 @@
-"""Pack conversations with images into fixed-length rows, store them as Megatron-Energon datasets, feed padding-free
+"""Pack conversations with images into rows, store them as Megatron-Energon datasets, feed padding-free
 batches to Megatron and Hugging Face training.
 
 The public names are listed in `__init__.pyi`; each is loaded when it is first used.

@@ -72,7 +72,7 @@ class EngineMismatch(EnergonPackedError):
 
 
 class Reason(StrEnum):
-    """Why a record is rejected: the `reason` column of rejects.jsonl and `status` of lengths.parquet."""
+    """Reason for the rejection of a record: `reason` in rejects.jsonl, and `status` in lengths.parquet."""
 
     BAD_JSON = "bad_json"
     MISSING_FIELD = "missing_field"
@@ -101,7 +101,7 @@ REQUESTED_REJECTS = (Reason.DROPPED_BY_ADAPTER, Reason.NOT_SAMPLED)
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Reason and detail of a record that cannot be used, the same from the input file to rejects.jsonl.
+    """Reason and detail of a rejected record, as written to rejects.jsonl.
 
     Attributes:
         reason: counted in packing.json.

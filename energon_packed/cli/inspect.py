@@ -47,8 +47,7 @@ def command(
 ) -> None:
     """Show the contents of a tar, a dataset folder or a Metadataset YAML.
 
-    Supervised turns (with labels for training) are green. Code of the dataset is not executed, and only the headers of
-    images are read.
+    Supervised text is green. The code of the dataset is not executed, and only the headers of images are read.
 
     \b
     energon-packed inspect out/webdataset/out-000000.tar

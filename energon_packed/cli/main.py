@@ -120,7 +120,7 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="energon-packed")
 def cli() -> None:
-    """Pack conversations with images into fixed-length rows, as Megatron-Energon datasets.
+    """Pack conversations with images into rows of up to --seq-len tokens, stored as Megatron-Energon datasets.
 
     \b
     energon-packed demo --output-dir demo-out

@@ -47,7 +47,8 @@ def command(
     """Pack conversations with images into an Energon dataset.
 
     INPUT: .jsonl .ndjson .json (also .gz .zst), .parquet .arrow .feather .csv .tsv .tar files, globs, folders, Hugging
-    Face save_to_disk folders, Energon datasets or Metadatasets; several at once.
+    Face save_to_disk folders, names of datasets in the Hugging Face cache, Energon datasets or Metadatasets; several
+    at once.
 
     \b
     energon-packed pack data.jsonl -o out --seq-len 4096 --tokenizer DIR

@@ -25,7 +25,7 @@ from energon_packed.system import available_cores
 @click.option("--fast", is_flag=True, help="Do not encode the samples again.")
 @click.option("--workers", type=click.IntRange(min=0), default=0, help="Number of processes. [default: all cores]")
 @click.option("--min-utilization", type=click.FloatRange(0, 1), metavar="SHARE",
-              help="Fail if tokens fill a smaller share of the rows, such as 0.95.")  # fmt: skip
+              help="Fail if the utilization is lower than SHARE, such as 0.95.")  # fmt: skip
 @options_of(EncoderSettings, config=False, defaults=False)
 def command(
     folder: Path, fast: bool, workers: int, min_utilization: float | None, values: dict[str, Any], output: Output

@@ -135,7 +135,7 @@ class ChatEncoder(Processor):
             min_pixels, max_pixels: limits of the resized image in pixels.
             patch_order: order of patches in .npy files of positions: `row`, `block`, or `auto` (by their content).
             loss_on: `assistant` (every assistant turn), `last` (only the last) or `all` (all text).
-            tokenizer_engine: `tokenizers`, `fastokens`, or `auto`: fastokens if it is proved equal, else tokenizers.
+            tokenizer_engine: `tokenizers`, `fastokens`, or `auto`: fastokens if it passes the equivalence test.
             allow_special_in_text: special tokens written in record text are control tokens instead of plain text.
 
         Raises:
@@ -158,7 +158,7 @@ class ChatEncoder(Processor):
 
         Raises:
             RecordError: the conversation cannot be used; `reason` and `detail` say why.
-            TemplateError: the chat template does not allow to locate the text of the assistant.
+            TemplateError: the text of the assistant cannot be located in the output of the chat template.
             ConfigError: images without a vision family, or messages without a chat template.
         """
         result = self.encode_many([conversation])[0]
@@ -167,7 +167,7 @@ class ChatEncoder(Processor):
         return result
 
     def encode_many(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
-        """Encode several conversations in a single batch; a Reject in place of each that cannot be used."""
+        """Encode several conversations in one batch; return a Reject for each conversation that cannot be used."""
         if not any([conversation.images for conversation in conversations]):
             # Text only: the samples are views of the batch, without copies.
             batch, rejects = self._tokenize(conversations, [_NO_MEDIA] * len(conversations))

@@ -211,11 +211,11 @@ class Processor(ABC):
         """
 
     def encode_many(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
-        """Encode several conversations; a Reject in place of each that cannot be used."""
+        """Encode several conversations; return a Reject for each conversation that cannot be used."""
         return [self._encode(conversation) for conversation in conversations]
 
     def measure(self, conversations: Sequence[Conversation], *, keep_tokens: bool = False) -> list[Measurement]:
-        """Length and media size of each conversation, or why it is rejected.
+        """Return the length and media size of each conversation, or the reason for its rejection.
 
         Args:
             conversations: S conversations.

@@ -52,7 +52,7 @@ class PackedBatch(Batch):
         ids: names of the S samples.
         sources: dataset and subflavors of each sample, None if unknown.
         num_images: images of each sample.
-        vision_inputs: arguments of vision towers that need others than `pixel_values` (patches, patch_dim) and
+        vision_inputs: arguments of vision towers with inputs other than `pixel_values` (patches, patch_dim) and
             `image_grid_thw`, by name; or None.
         vision_dims: the dimension along which the tensors of the samples are joined, by name of the argument.
         vision_places: slices of each sample in `vision_inputs`, by name of the argument; None without images.
@@ -117,7 +117,7 @@ class PackedBatch(Batch):
         return self._with_tensors(moved)
 
     def without_targets(self) -> "PackedBatch":
-        """The same row without targets and names of samples, for a rank that has no row in a step."""
+        """Return the same row without targets and sample names, for a rank that has no row in a step."""
         # The tokens stay, so that the rank runs the same forward and backward pass as the others; its loss is 0.
         batch = copy(self)
         batch.labels, batch.loss_mask = torch.full_like(self.labels, IGNORE_INDEX), torch.zeros_like(self.loss_mask)

@@ -34,7 +34,7 @@ class DataflowConfig(RejectOptions):
         DataflowConfig.from_yaml("pack.yaml")
 
     The option names of `pack` are accepted as well: `inputs`, `sources`, `seq_len`, `algorithm`, `tokenizer`,
-    `image_root`, `map`, `adapter`, `seed` and others of reading and tokenizing.
+    `image_root`, `map`, `adapter`, `seed`, and the other options for reading and tokenizing.
 
     Attributes:
         dataset_path: a path, a list of paths, a list of sources with per-source settings (`path`, `weight`,

@@ -66,8 +66,8 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         balance: `attention`.
         cost: cost model of a pack.
         shuffle, seed: draw a new seeded order every epoch; call `set_epoch`.
-        drop_last: drop the packs after the last full step; False repeats some, so that all ranks have equally many,
-            and every pack comes at least once.
+        drop_last: drop the packs after the last full step; False repeats a few packs, so that all ranks have the same
+            number of packs, and every pack is read at least once.
 
     Raises:
         ConfigError: `balance` is unknown, `batch_size` or `num_replicas` is below 1, or the dataset has no
@@ -160,8 +160,8 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
     It does not use Energon's loader. Each process opens the tars itself; the dataset can be pickled, forked and
     indexed in any order. A tar that was packed again, changed or removed in the meantime raises DataChangedError.
 
-    A Metadataset has an epoch of known length. With repetitions, each dataset is repeated that many times, and of a
-    fraction, a seeded choice of packs is read. With weights, the epoch is as long as all datasets together, and each
+    A Metadataset has an epoch of known length. With repetitions, each dataset is read that many times; for a fraction,
+    a seeded selection of its packs is read. With weights, the epoch is as long as all datasets together, and each
     dataset has its share of it: small datasets are repeated, large datasets are sampled. `set_epoch` draws again.
 
     Args:
@@ -207,7 +207,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         """Draw the packs that a blend repeats and samples in an epoch; the epochs of a folder are all equal.
 
         Raises:
-            ConfigError: accelerate calls it with `dispatch_batches=True`, which would cut rows in parts.
+            ConfigError: accelerate calls it with `dispatch_batches=True`, which would split rows between ranks.
         """
         refuse_dispatch()
         self._packs: Int64 = self.epoch_items(epoch, self.weights)

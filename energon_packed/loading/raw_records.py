@@ -317,7 +317,7 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
 
     @property
     def place(self) -> tuple[int, int]:
-        """(rank, world size) of this process."""
+        """Rank and world size of this process."""
         return self.loader.place
 
     def position(self) -> Position:

@@ -304,7 +304,7 @@ class InputOptions(EncoderSettings):
     )
     encoder: Processor | None = None
     check_images: CheckImages = option(
-        "header", help="How far images are checked: by header and structure, or by decoding all pixels.",
+        "header", help="How to check images: by header and structure, or by decoding all pixels.",
         group=IMAGES, choices=("header", "full"),
     )  # fmt: skip
     sample_class: str = option(
@@ -312,7 +312,7 @@ class InputOptions(EncoderSettings):
         "PackedMultiMixQASample.", group=OUTPUT, choices=lambda: (AUTO, *CODECS), decides="tars",
     )  # fmt: skip
     unpacked: bool = option(
-        False, help="Write one sample per tar member (MultiMixQASample), for packing while training.", group=OUTPUT
+        False, help="Write one sample per tar key (MultiMixQASample), for packing while training.", group=OUTPUT
     )
     layout: str | None = option(
         None, help="Write PackedCaptioningSample in the variant that another project reads.", group=OUTPUT,
@@ -489,12 +489,12 @@ class PackOptions(RejectOptions):
         metavar="NAME", shown_default="the name of the output folder",
     )  # fmt: skip
     keep_bytes: bool = option(
-        False, help="With --layout: images that are no JPEG keep their bytes under a .jpg name, instead of being "
-        "converted.", group=OUTPUT, decides="tars",
+        False, help="With --layout: keep the bytes of images that are not JPEG under a .jpg name, instead of "
+        "converting them.", group=OUTPUT, decides="tars",
     )  # fmt: skip
     dataset_module: str | None = option(
-        None, help="With --layout: package whose PackedCaptioningSample dataset.yaml names, with a sample_loader.py "
-        "that needs no import of this package.", group=OUTPUT, metavar="NAME",
+        None, help="With --layout: package of the PackedCaptioningSample class that dataset.yaml names; "
+        "sample_loader.py then does not import energon_packed.", group=OUTPUT, metavar="NAME",
     )  # fmt: skip
     max_packs_per_shard: int = option(
         1000, help="Maximum packs in one shard.", group=OUTPUT, minimum=1, decides="tars"

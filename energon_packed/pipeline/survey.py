@@ -86,7 +86,7 @@ class LengthsOptions(InputOptions):
         flags=("--output-dir", "-o"), metavar="DIR",
     )  # fmt: skip
     output: Path | None = option(
-        None, help="Write NAME:LENGTH of every record that can be packed, a line each.", group=OUTPUT, metavar="FILE"
+        None, help="Write one line NAME:LENGTH for every record that can be packed.", group=OUTPUT, metavar="FILE"
     )
 
     def __post_init__(self) -> None:

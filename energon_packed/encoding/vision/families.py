@@ -116,7 +116,7 @@ class VisionFamily(ABC):
         return patches // self.merge_size**2
 
     def pixels(self, images: "list[Image.Image]") -> "tuple[torch.Tensor, torch.Tensor]":
-        """(pixel_values float32 (patches, patch_dim), image_grid_thw int64 (images, 3)) of RGB images.
+        """Return pixel_values, float32 (patches, patch_dim), and image_grid_thw, int64 (images, 3), of RGB images.
 
         Calls the installed image processor. A family that overrides this method uses its own pixels everywhere.
         """
@@ -134,7 +134,7 @@ class VisionFamily(ABC):
     def smallest(self) -> Pixels:
         """Return `preprocess` of a grey image of a single token, whatever the limits of the processor.
 
-        A family with its own `pixels` returns those of a black image of 64 x 64 pixels.
+        A family with its own `pixels` returns the pixels and tokens of a black image of 64 x 64 pixels.
         """
         import torch
         from PIL import Image

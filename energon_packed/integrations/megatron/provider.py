@@ -83,8 +83,8 @@ def train_valid_test_dataloaders_provider(
         encoder: the Processor that the dataset was packed with; None as in `get_packed_loader`.
         layout: `bridge`, `megatron-lm` or `megatron-gpt`.
         restore: source of the loader state of a restarted run. `auto`: under Megatron-LM, the file in
-            `--dataloader-save` of the iteration that `--load` restored; Megatron-Bridge restores the state without
-            help. A path: a checkpoint folder (its last complete iteration is used), an iteration folder or a file.
+            `--dataloader-save` of the iteration that `--load` restored; Megatron-Bridge restores the state
+            itself. A path: a checkpoint folder (its last complete iteration is used), an iteration folder or a file.
             None reads the data from its start.
         order: `global`: packs in one order for all ranks, epoch after epoch, so that every rank has a pack at every
             step, and a checkpoint continues exactly with any number of ranks and workers. `energon`: the order of
@@ -148,7 +148,7 @@ def ordered_loader(
         rank, world_size: data-parallel rank and world size.
         micro_batch_size: packs in one batch, which are joined into one row.
         num_workers: worker processes; 0 loads in this process.
-        seed: of the order.
+        seed: seed of the order.
         collator: by default PaddingFreeCollator.
         balance, cost: as for MapDistributor.
         max_failures: packs of this rank that may fail to load and are skipped.

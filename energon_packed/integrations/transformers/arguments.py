@@ -18,9 +18,9 @@ def packed_training_arguments(output_dir: str, data: Any, **arguments: object) -
 
         args = packed_training_arguments("run", dataset, num_train_epochs=2, per_device_train_batch_size=2)
 
-    Defaults that differ from TrainingArguments: no dispatching and no splitting of batches, all columns, losses per
-    token over all devices, and `ddp_find_unused_parameters` for images. For a TrainerStream also `ignore_data_skip`,
-    no loader workers of the Trainer, a batch size of 1, and `max_steps` from the exact number of batches in
+    Defaults that differ from TrainingArguments: batches are not dispatched or split, all columns are kept, losses are
+    averaged per token over all devices, and `ddp_find_unused_parameters` is set for images. For a TrainerStream also
+    `ignore_data_skip`, no loader workers, a batch size of 1, and `max_steps` from the exact number of batches in
     `num_train_epochs` epochs.
 
     Args:

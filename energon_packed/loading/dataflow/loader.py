@@ -389,7 +389,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def place(self) -> tuple[int, int]:
-        """(rank, world size) of this process."""
+        """Rank and world size of this process."""
         return self._rank, self._world_size
 
     def position(self) -> Position:

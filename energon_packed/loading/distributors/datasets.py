@@ -82,7 +82,7 @@ class MapDistributor(Distributor):
             number += 1
 
     def read_many(self, shard: ShardSpec, keys: Sequence[Any]) -> list[Any]:
-        """Read items again, by their numbers in the shard."""
+        """Read items again by their indices in the shard."""
         return [self.order.item(self._index(shard, int(key))) for key in keys]
 
     def read_item(self, index: int) -> Any:
@@ -131,7 +131,7 @@ class IterableDistributor(Distributor):
 
     A stream that can be read again (a list, a dataset, a function that returns an iterator) resumes by skipping the
     used items. A one-shot iterator lasts one epoch. Its state can be saved as long as no packer buffers samples out of
-    order, and a resumed run must pass it from its start.
+    order, and a resumed run must pass the iterator from its start.
 
     Args:
         source: an iterable, or a function that returns a new one with each call.
@@ -148,7 +148,7 @@ class IterableDistributor(Distributor):
             yield Item(number, value)
 
     def read_many(self, shard: ShardSpec, keys: Sequence[int]) -> list[Any]:
-        """Read items again by their numbers, in one pass from the start."""
+        """Read items again by their indices, in one pass from the start."""
         wanted = dict.fromkeys(keys)
         last = max(wanted, default=-1)
         for number, value in enumerate(islice(self._mine(shard, 0), last + 1)):

@@ -63,7 +63,7 @@ class LoaderConfig:
             torch.distributed process group and `off` without a group.
         check_encoder: refuse an encoder whose tokenizer, template, image settings or `loss_on` differ from the
             encoder that the dataset was packed with.
-        check_lengths: raise when a sample's length differs from the recorded one.
+        check_lengths: raise if the length of a sample differs from the recorded length.
         max_failures: samples of this rank that may fail to load and are skipped; 0 raises the first failure.
         trust_sample_loader: load a dataset whose dataset.yaml or sample_loader.py differs from the files that
             energon-packed writes, and run its code; see SECURITY.md.

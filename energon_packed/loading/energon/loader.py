@@ -164,7 +164,7 @@ class PackedLoader:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(rank, world size) of this process."""
+        """Rank and world size of this process."""
         return self._source.worker_config.rank, self._source.worker_config.world_size
 
     def position(self) -> EnergonPosition:

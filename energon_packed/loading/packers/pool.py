@@ -87,8 +87,8 @@ class BalancedPoolPacker(PoolPacker):
         round 1            round 2             rank 0 and rank 1, step by step
         c1 < c2 < c3 < c4  d1 < d2 < d3 < d4   row 3, row 1, row 4, row 2 | row 3, row 1, ...
 
-    Ranks do not communicate: each round emits the same number of rows on every rank, in the same order of cost rank,
-    so that the longest rows meet, and the shortest. The fullest rows of a pool are emitted. Samples of the other rows
+    Ranks do not communicate: in each round, every rank emits the same number of rows, ordered by cost in the same way,
+    so that the rows of a step have similar cost. The fullest rows of a pool are emitted. Samples of the other rows
     stay in the pool, and are part of the loader state.
 
     Args:
