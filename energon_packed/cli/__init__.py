@@ -1,1 +1,4 @@
-"""The command line: the only layer that prints."""
+"""The command line, and the only layer that prints: one module per command, main.py starts them.
+
+options.py: click options from declared options. output.py, terminal.py, display.py, progress.py: the printed text.
+"""

@@ -1,20 +1,11 @@
 """Encoders: turn a Conversation into an EncodedSample (tokens, labels, pixels), or only compute its length.
 
-Conversation ──rendering──► text + supervised spans ──tokenizer──► TokenBatch ──vision/──► EncodedSample
+    Conversation ──rendering──► text + supervised spans ──tokenizer──► TokenBatch ──vision/──► EncodedSample
 
-processor.py      Processor, the base class; checks of token batches; StoredTokens
-chat.py           ChatEncoder, the path above, for measuring and encoding
-settings.py       EncoderSettings: the options of ChatEncoder, declared once
-pretrained.py     loads tokenizers from folders or the Hugging Face cache
-sample.py         EncodedSample and EncodedRow
-rendering.py      text and supervised characters of a conversation
-template.py       runs the chat template; turns.py locates the assistant turns in its output
-skeleton.py       renders without Jinja; purity.py proves which templates allow that
-completeness.py   rejects conversations of which a template drops something
-tokenizer.py      token ids and supervised tokens; engines.py compares two tokenizer implementations
-special_text.py   keeps special tokens that a conversation contains as text
-supervision.py    supervised turns of a sample, computed from its labels, for reports
-vision/           image headers, token counts, pixels and positions
+processor.py has the base class, chat.py the ChatEncoder (settings.py, pretrained.py: what it is loaded from),
+sample.py the result. Text: template.py and turns.py (through Jinja), skeleton.py and purity.py (without Jinja, if that
+is proved), rendering.py (selects one of them), completeness.py (rejects what a template drops), special_text.py
+(special tokens as text). Tokens: tokenizer.py, with engines.py. supervision.py: supervised turns from labels.
 """
 
 from energon_packed.encoding.chat import ChatEncoder

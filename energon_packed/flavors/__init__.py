@@ -1,15 +1,12 @@
 """Energon sample dataclasses. Input: the raw parts of a tar key. Output: a dataclass with the columns of the pack.
 
-Each module has a dataclass, its `sample_loader` and its `part_filter`, which datasets name in `.nv-meta`; all are thin
-shells over the codecs.
+packed_captioning.py     image and text samples, raw: prompts, captions, image bytes
+packed_multi_mix_qa.py   full conversations: any roles, tools, video frames; multi_mix_qa.py: one unpacked conversation
+packed_tokens.py         tokenized offline, image bytes kept
+stored_pack.py           any flavor without a dataclass; base.py: PackSample, the base class
 
-    PackedCaptioningSample   image and text samples, raw: prompts, captions, image bytes
-    PackedMultiMixQASample   full conversations: any roles, tools, video frames
-    MultiMixQASample         one unpacked conversation, for packing on the fly
-    PackedTokensSample       tokenized offline, image bytes kept
-    StoredPack               any flavor without a dataclass
-
-Every flavor returns its samples as `stored_samples()`, the only input of encoding.
+Each module is a thin shell over a codec: a dataclass, its `sample_loader` and `part_filter`, which datasets name in
+`.nv-meta`. Every flavor returns its samples as `stored_samples()`, the only input of encoding.
 """
 
 import importlib

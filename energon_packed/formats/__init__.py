@@ -1,14 +1,13 @@
 """Codecs: each converts the samples of a pack to the files of a tar key, and back. Every flavor has a codec.
 
-    codec.py         the interface: `Codec.check`, `write`, `read` and `lengths`; `StoredSample`, its input and output
-    parts.py         JSON and media files of a pack, shared by the codecs below
-    captioning.py    PackedCaptioningSample
-    multi_mix_qa.py  PackedMultiMixQASample, MultiMixQASample
-    tokens.py        PackedTokensSample
-    third_party.py   the layout for LLaVA-OneVision-2, and LoongForge's packs, which are only read
+codec.py         the interface: `Codec.check`, `write`, `read` and `lengths`; `StoredSample`, its input and output
+parts.py         JSON and media files of a pack, shared by the codecs below
+captioning.py    PackedCaptioningSample
+multi_mix_qa.py  PackedMultiMixQASample, MultiMixQASample
+tokens.py        PackedTokensSample
+third_party.py   the layout for LLaVA-OneVision-2, and LoongForge's packs, which are only read
 
-A custom flavor is one subclass of `Codec` with `@register_codec`; its dataclass in `energon_packed.flavors` is
-optional.
+A custom flavor is one subclass of `Codec` with `@register_codec`.
 """
 
 from energon_packed.errors import ConfigError, FormatError

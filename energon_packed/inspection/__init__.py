@@ -1,12 +1,10 @@
 """Read-only views of tars, datasets, plans and Metadatasets, for `inspect`, `lengths`, `verify` and `report`.
 
-module          input                          output
-folder.py       path                           PackedFolder: tars, manifest, packs by key, encoder of packing.json
-view.py         raw parts of a pack            PackView: turns and images; or the members as files
-tokens.py       raw parts and an encoder       TokenRow for each token; kinds of tokens for the packing map
-lengths.py      sample lengths                 drop rate, utilization and attention span of each candidate seq_len
-blend.py        Metadataset                    BlendSplit: counts, shares of draws and epochs of each dataset
-report_data.py  PackedFolder                   ReportData, and its settings and warnings in words
-report.py       ReportData, BlendSplits        HTML page (templates/)
-verify/         PackedFolder                   one Check for each condition
+folder.py       path -> PackedFolder: tars, manifest, packs by key, encoder of packing.json
+view.py         raw parts of a pack -> PackView: turns and images; or the members as files
+tokens.py       raw parts and an encoder -> a TokenRow for each token; kinds of tokens
+lengths.py      sample lengths -> drop rate, utilization and attention span of each candidate seq_len
+blend.py        Metadataset -> BlendSplit: counts, shares of draws and epochs of each dataset
+report_data.py  PackedFolder -> ReportData; report.py: ReportData -> HTML page (templates/)
+verify/         PackedFolder -> one Check for each condition
 """

@@ -2,15 +2,11 @@
 
     items ──► Distributor ──► Processor ──► EncodedSample ──► Packer ──► group ──► Collator ──► PackedBatch
 
-| modules | content |
-|---|---|
-| distributors/, process.py, packers/, collator.py | the roles: items, encoding, which samples share a row, the row |
-| batch.py, features.py | the batch, and its arguments for frameworks; Hugging Face features |
-| dataset.py, raw_records.py, config.py | map-style packs; raw records, streamed or planned; their settings |
-| dataflow/, energon/, joint.py | loaders: on torch's DataLoader, on Energon's loader, several loaders |
-| order.py, state.py, ranks.py | which item each rank reads at each step; loader states; rank and world size |
-| manifests.py, trust.py | datasets and Metadatasets of a loader; the check that they run no code |
-| failures.py, metrics.py, order_log.py, replay.py | reports: failures, throughput, past and future order |
+Roles: distributors/, process.py, packers/, collator.py. Batch: batch.py, features.py. Datasets: dataset.py (packs,
+map-style), raw_records.py and config.py (records, streamed or planned). Loaders: dataflow/ (torch's DataLoader),
+energon/ (Energon's loader), joint.py (several loaders). Shared: order.py (item of each rank and step), state.py,
+ranks.py, manifests.py and trust.py (what a dataset contains, and that it runs no code), failures.py. Reports:
+metrics.py, order_log.py (past order), replay.py (future order).
 """
 
 from energon_packed.loading.batch import PackedBatch

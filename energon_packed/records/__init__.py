@@ -1,17 +1,11 @@
 """Records in, Conversations out: the common representation that is measured, packed and encoded.
 
-    record ──map, adapter──► record ──record format──► PartialConversation ──system, media──► Conversation: messages,
-                                                                                 text or tokens, with MediaReferences
+    record ──map, adapter──► record ──record format──► PartialConversation ──system, media──► Conversation
 
-conversation.py   Conversation and Message
-normalize.py      record -> Conversation
-record_formats/   the supported record formats
-mapping.py        field maps and adapters: custom records
-turns.py          a turn in any spelling -> Message: role, content, weight, tool calls
-tools.py          function schemas of a record
-media_fields.py   images and videos that a record lists
-fields.py         checked values of fields
-media.py          MediaReference: the address of the bytes of an image, and the only code that reads them
+conversation.py: Conversation, Message. normalize.py: the path above, with mapping.py (field maps, adapters) and
+record_formats/. turns.py: a turn in any spelling -> Message. tools.py: function schemas. fields.py: checked values of
+fields. media_fields.py: images and videos that a record lists. media.py: MediaReference, the address of the bytes of
+an image, and the only code that reads them.
 """
 
 from energon_packed.records.conversation import (

@@ -1,22 +1,11 @@
 """Input files in, raw records out: a class per file format, tried in the order of `registry.SOURCES`.
 
-registry.py         paths, globs and folders -> sources
-config.py           SourceConfig: an input with per-source settings
-base.py             Source, the base class: records in order and by address
-json.py             .jsonl .ndjson, read in place by byte ranges (.gz and .zst are decompressed once);
-                    .json, an array is rewritten once as JSONL
-arrow.py            .arrow .feather, memory-mapped; .parquet, rewritten once as Arrow
-csv.py              .csv .tsv, rewritten once as Arrow
-imagefolder.py      metadata.jsonl, metadata.csv beside images; save_to_disk folders of Hugging Face
-folders.py          folders of files, and names of the Hugging Face Hub
-webdataset.py       .tar, read in place by byte offsets
-tar_records.py      the members of a tar key -> records
-energon.py          folders with .nv-meta, and Metadatasets
-energon_layout.py   dataset.yaml and field_map -> records
-sample_loader.py    code of a dataset, run only if it is trusted
-convert.py          converted copies
-
-To add a file format, write a subclass of `Source` with `@register_source`.
+registry.py: paths, globs and folders -> sources, with folders.py and config.py (settings per source). base.py:
+Source, the base class. json.py: .jsonl in place by byte ranges; .json, .gz and .zst rewritten once. arrow.py: .arrow
+memory-mapped; .parquet rewritten once. csv.py. imagefolder.py: metadata files beside images; save_to_disk folders.
+webdataset.py, tar_records.py: tars in place by byte offsets, their keys as records. energon.py, energon_layout.py,
+sample_loader.py: Energon datasets, by dataset.yaml and field_map, or by their own code if it is trusted.
+convert.py: converted copies. To add a file format, write a subclass of `Source` with `@register_source`.
 """
 
 from energon_packed.sources.arrow import ArrowSource

@@ -1,15 +1,12 @@
 """The four roles under Energon: a packed dataset to batches, through Energon's own loader.
 
-| module | content |
-|---|---|
-| config.py | LoaderConfig, LoaderSettings: the settings of `get_packed_loader` |
-| packed_loader.py | get_packed_loader |
-| loader.py | PackedLoader: epochs and states |
-| source.py | EnergonSource: Energon's dataset of an epoch |
-| task_encoder.py | PackedTaskEncoder: Energon's hooks, each a call of one role |
-| ranks.py | number of steps with which all ranks end an epoch together |
-| faults.py | errors that name the damaged file |
-| states.py | loader states as plain values, in files, and for other ranks |
+packed_loader.py   get_packed_loader, with config.py: LoaderConfig, LoaderSettings
+loader.py          PackedLoader: epochs and states
+source.py          EnergonSource: Energon's dataset of an epoch
+task_encoder.py    PackedTaskEncoder: Energon's hooks, each a call of one role
+ranks.py           number of steps with which all ranks end an epoch together
+faults.py          errors that name the damaged file
+states.py          loader states as plain values, in files, and for other ranks
 """
 
 from energon_packed.loading.energon.config import LoaderConfig

@@ -1,22 +1,6 @@
-"""Record formats: a raw record in, a PartialConversation out, made by the first format that matches, in this order.
+"""Record formats: a raw record in, a PartialConversation out, made by the first format of RECORD_FORMATS that matches.
 
-    messages           {"messages": [{"role", "content": "... <image> ..." or typed parts}], "images": [...]}
-    sharegpt           {"conversations" or "conversation": [{"from", "value"}], "images": [...]}
-    contents           {"contents": [{"role", "parts": [{"text"}, {"inline_data"}]}]}                 Gemini
-    captions           {"images": [...], "prompts": [...], "captions": [...]}  flat or list of lists, several turns
-    tokens             {"input_ids": [...], "labels": [...] or "loss_mask": [...]}
-    instruction        {"instruction", "input" or "context", "output" or "response"}                  Alpaca, Dolly
-    problem            {"problem", "solution" or "generated_solution" or "answer"}                    NuminaMath
-    question_answer    {"query", "tools", "answers"} (xLAM), {"question", "answer", "choices"}        VQA, ScienceQA
-                       {"query", "label"}                                                             ChartQA
-    prompt_completion  {"prompt", "completion" or "response"}, {"query", "response", "history"}       TRL, ms-swift
-    texts_images       {"images": [...], "texts": [{"user", "assistant"}]}                            the Cauldron
-    alternating        {"data": ["question", "answer", ...]}                                          UltraChat
-    interleaved        {"texts": ["...", None], "images": [None, "a.jpg"]}, {"text_list", "image_info"}  OBELICS, mmc4
-    caption            {"image", "caption"}, {"image", "text"}
-    transcript         {"system", "chat": "USER: ... ASSISTANT: ..."}                                 Glaive
-    document           {"text" or "content": "..."}                            every token supervised
-
+base.py has the base class RecordFormat; messages.py, caption.py, question_answer.py and document.py have the formats.
 To add a record format, write a subclass of `RecordFormat` with `@register_record_format`.
 """
 
@@ -44,6 +28,22 @@ _NO_TEXT = re.compile(
     r"timestamp|license|split|version)"
 )
 # The order decides records that match several formats: explicit turns come first, a plain document last.
+# messages           {"messages": [{"role", "content": "... <image> ..." or typed parts}], "images": [...]}
+# sharegpt           {"conversations" or "conversation": [{"from", "value"}], "images": [...]}
+# contents           {"contents": [{"role", "parts": [{"text"}, {"inline_data"}]}]}                 Gemini
+# captions           {"images": [...], "prompts": [...], "captions": [...]}  flat or list of lists, several turns
+# tokens             {"input_ids": [...], "labels": [...] or "loss_mask": [...]}
+# instruction        {"instruction", "input" or "context", "output" or "response"}                  Alpaca, Dolly
+# problem            {"problem", "solution" or "generated_solution" or "answer"}                    NuminaMath
+# question_answer    {"query", "tools", "answers"} (xLAM), {"question", "answer", "choices"}        VQA, ScienceQA
+#                    {"query", "label"}                                                             ChartQA
+# prompt_completion  {"prompt", "completion" or "response"}, {"query", "response", "history"}       TRL, ms-swift
+# texts_images       {"images": [...], "texts": [{"user", "assistant"}]}                            the Cauldron
+# alternating        {"data": ["question", "answer", ...]}                                          UltraChat
+# interleaved        {"texts": ["...", None], "images": [None, "a.jpg"]}, {"text_list", "image_info"}  OBELICS, mmc4
+# caption            {"image", "caption"}, {"image", "text"}
+# transcript         {"system", "chat": "USER: ... ASSISTANT: ..."}                                 Glaive
+# document           {"text" or "content": "..."}                            every token supervised
 RECORD_FORMATS: list[RecordFormat] = [
     Messages(),
     ShareGPT(),
