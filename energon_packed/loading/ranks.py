@@ -99,6 +99,14 @@ class ShardSpec:
         return np.random.default_rng([self.seed, self.epoch, *salt])
 
 
+def check_rank_arguments(rank: int | None, world_size: int | None) -> None:
+    """Check arguments that are both None, or a rank below a world size. Raises ConfigError."""
+    if (rank is None) != (world_size is None):
+        raise ConfigError(f"`rank` and `world_size` must be passed together, got {rank} and {world_size}.")
+    if rank is not None and world_size is not None and not 0 <= rank < world_size:
+        raise ConfigError(f"`rank` must be from 0 to `world_size` - 1, got {rank} with `world_size` {world_size}.")
+
+
 def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Determine (rank, world_size): the arguments, else torch.distributed, else (0, 1).
 
@@ -106,11 +114,8 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
         ConfigError: one of both is missing, the rank is not below the world size, or neither is known although a
             launcher started several processes.
     """
-    if (rank is None) != (world_size is None):
-        raise ConfigError(f"`rank` and `world_size` must be passed together, got {rank} and {world_size}.")
+    check_rank_arguments(rank, world_size)
     if rank is not None and world_size is not None:
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"`rank` must be from 0 to `world_size` - 1, got {rank} with `world_size` {world_size}.")
         return rank, world_size
     if not has_group() and (launched := launched_processes()) > 1:
         raise ConfigError(

@@ -151,8 +151,8 @@ def test_another_encoder_is_noticed(pack_demo: Packer, tokenizer_dir: Path) -> N
         ({"micro_batch_size": 0}, "`micro_batch_size` must be at least 1, got 0"),
         ({"sead": 3}, "unknown argument 'sead'; did you mean `seed`"),
         ({"packing_buffer_size": 0}, "`packing_buffer_size` must be at least 1, got 0"),
-        ({"rank": 1}, "pass both `rank` and `world_size`"),
-        ({"rank": 2, "world_size": 2}, "`rank` must be from 0 to below `world_size` 2, got 2"),
+        ({"rank": 1}, "`rank` and `world_size` must be passed together, got 1 and None"),
+        ({"rank": 2, "world_size": 2}, "`rank` must be from 0 to `world_size` - 1, got 2"),
     ],
 )
 def test_bad_options_are_named(pack_demo: Packer, encoder: ChatEncoder, options: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from energon_packed.errors import ConfigError
+from energon_packed.loading.ranks import check_rank_arguments
 
 EvenRanks = Literal["auto", "repeat", "drop", "off"]
 EVEN_RANKS: tuple[EvenRanks, ...] = ("auto", "repeat", "drop", "off")
@@ -113,10 +114,7 @@ class LoaderConfig:
             )
         if self.even_ranks not in EVEN_RANKS:
             raise ConfigError(f"`even_ranks` must be one of {', '.join(EVEN_RANKS)}, got {self.even_ranks!r}.")
-        if (self.rank is None) != (self.world_size is None):
-            raise ConfigError("pass both `rank` and `world_size`, or neither")
-        if self.rank is not None and self.world_size is not None and not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"`rank` must be from 0 to below `world_size` {self.world_size}, got {self.rank}.")
+        check_rank_arguments(self.rank, self.world_size)
 
     @property
     def on_the_fly(self) -> bool:
