@@ -195,7 +195,7 @@ EXPECTED: dict[str, list[tuple[Turns | str, list[str]]]] = {
     "CSV, TSV": [(RAIN, [])],
     "A folder of parts": [(RAIN, []), ([(U, "What is snow?"), (A, "Frozen water.")], [])],
     "save_to_disk": [(RAIN, [])],
-    "Other names of fields": [([(U, "<image>What is it?"), (A, "A cat.")], ["photos/1.jpg"])],
+    "Other field names": [([(U, "<image>What is it?"), (A, "A cat.")], ["photos/1.jpg"])],
     "Everything else": [(RAIN, [])],
     "Several datasets, each with its own field names": [
         *[([(U, "Add 2 and 3."), (A, "5")], [])] * 2,
