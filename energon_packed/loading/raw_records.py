@@ -9,11 +9,10 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,7 @@ from energon_packed.errors import ConfigError, RecordError, Reject
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.config import DataflowConfig, work_folder
-from energon_packed.loading.dataflow.loader import DataflowLoader, Position
+from energon_packed.loading.dataflow.loader import DataflowLoader, Position, RunOptions
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.distributors.records import RecordDistributor
 from energon_packed.loading.failures import FailureLog
@@ -46,22 +45,10 @@ Int64 = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 
 
-class LoaderOptions(TypedDict, total=False):
-    """Options of `DataflowLoader` that a config does not decide; `seed` and `max_failures` override the config."""
+class RawLoaderOptions(RunOptions, total=False):
+    """Options of a loader of raw records that a config does not decide; `seed` and `max_failures` override it."""
 
-    seed: int
-    max_failures: int | None
     batch_size: int | None
-    drop_last: bool
-    allow_changed_weights: bool
-    order_log: str | Path | None
-    even_ranks: Literal["off", "mask"]
-    persistent_workers: bool
-    pin_memory: bool
-    prefetch_factor: int | None
-    timeout: float
-    multiprocessing_context: Any
-    worker_init_fn: Callable[[int], None] | None
 
 
 class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
@@ -268,7 +255,7 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         world_size: int | None = None,
         num_workers: int = 0,
         collator: Collator | None = None,
-        **options: Unpack[LoaderOptions],
+        **options: Unpack[RawLoaderOptions],
     ) -> None:
         reader = open_reader(config, work_folder(config))
         config.check_format(reader)
@@ -340,7 +327,7 @@ def get_raw_loader(
     world_size: int | None = None,
     num_workers: int = 0,
     collator: Collator | None = None,
-    **options: Unpack[LoaderOptions],
+    **options: Unpack[RawLoaderOptions],
 ) -> DataflowLoader:
     """Load raw records: stream them, or measure and plan them in memory, depending on `config.streaming`.
 
@@ -377,6 +364,6 @@ def get_raw_loader(
     return loader
 
 
-def _with_defaults(config: DataflowConfig, options: LoaderOptions) -> dict[str, Any]:
+def _with_defaults(config: DataflowConfig, options: RawLoaderOptions) -> dict[str, Any]:
     """Options of a loader, with `seed` and `max_failures` of the config as defaults."""
     return {"seed": config.seed, "max_failures": config.max_failures, **options}

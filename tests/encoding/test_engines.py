@@ -183,6 +183,41 @@ def test_a_fork_of_a_process_that_used_fastokens_does_not_use_it(tokenizer_dir: 
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.parametrize("make", [with_bos, lambda: None])
+def test_engines_are_compared_once_before_a_fork(
+    make: Any, unequal: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a process of its own: children of this process may use fastokens, and do not compare again."""
+    caplog.set_level("INFO")
+    backend = make()
+    tokenizer = TextTokenizer(unequal if backend is None else backend)
+    monkeypatch.setattr(engines, "_used_in", None)
+    tokenizer.prepare_fork()
+    assert engines._used_in is None
+    monkeypatch.setattr(tokenizer_module, "prove", lambda *_: pytest.fail("compared again"))
+    child = os.fork()
+    if child == 0:
+        try:
+            tokenizer.encode(["hello"], [None])
+            os._exit(0 if tokenizer.engine == ("tokenizers" if backend is None else "fastokens") else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert ("produce different tokens" in caplog.text) == (backend is None)
+
+
+def test_a_comparison_that_dies_leaves_the_slower_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(engines, "prove", lambda *_: os._exit(7))
+    tokenizer = TextTokenizer(with_bos())
+    tokenizer.prepare_fork()
+    assert "ended with exit code 7" in caplog.text
+    tokenizer.encode(["hello"], [None])
+    assert tokenizer.engine == "tokenizers"
+
+
 def chats(count: int) -> list[Conversation]:
     words = "über naïve 日本語 👍🏽 e\u0301 code(x) 12345 \t\n  <|im_end|> what's"
     return [

@@ -14,27 +14,36 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from transformers import AutoProcessor
+from transformers import AutoProcessor, PreTrainedTokenizerFast
 from transformers.utils import is_torchvision_available as has_torchvision
 
 from energon_packed import ChatEncoder, normalize
-from tests.encoding.real_templates import source
+from tests.encoding.real_templates import source, tokenizer_of
+from tests.internals import ChatTemplate, TokenizerParts
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 from tiny_vision import NEED_TORCHVISION, write_processor
 
-TEMPLATES = {"llava": "llava_next", "llava_next": "llava_next", "gemma3": "gemma3", "idefics3": "idefics3"}
-FAMILIES = [name for name in TEMPLATES if has_torchvision() or name not in NEED_TORCHVISION]
+# (processor, chat template) of published models; SmolVLM has the processor of Idefics 3
+MODELS = [
+    ("llava", "llava_next"),
+    ("llava_next", "llava_next"),
+    ("gemma3", "gemma3"),
+    ("idefics3", "idefics3"),
+    ("idefics3", "smolvlm"),
+]
+HERE = [model for model in MODELS if has_torchvision() or model[0] not in NEED_TORCHVISION]
 ROUNDS = max(40, int(os.environ.get("ENERGON_PACKED_FUZZ", "0")) // 20)
 IMAGE = {"type": "image"}
 TEXTS = ("What is this?", "\nWhat is this?", "  two\n\nlines ", "and", " ", "a <b> & 'c'", "1. first\n2. second\n")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=HERE, ids="-".join)
 def folder(request: Any, text_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A processor folder with the chat template of the published model."""
-    path = write_processor(tmp_path_factory.mktemp(request.param), request.param, text_tokenizer_dir)
-    (path / "chat_template.jinja").write_text(source(TEMPLATES[request.param]), encoding="utf-8")
+    processor, template = request.param
+    path = write_processor(tmp_path_factory.mktemp(template), processor, text_tokenizer_dir)
+    (path / "chat_template.jinja").write_text(source(template), encoding="utf-8")
     config = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
     config.pop("chat_template", None)
     (path / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": "<|im_start|>"}), encoding="utf-8")
@@ -89,3 +98,14 @@ def differing(folder: Path, seed: int) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("seed", range(ROUNDS // 20))
 def test_ids_equal_the_processor_with_typed_parts(folder: Path, seed: int) -> None:
     assert differing(folder, seed) == []
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_templates_that_render_strings_and_parts_alike_keep_strings(name: str, text_tokenizer_dir: Path) -> None:
+    """Strings need no Jinja."""
+    base = PreTrainedTokenizerFast.from_pretrained(text_tokenizer_dir)
+    token = "<|vision_start|><|image_pad|><|vision_end|>"
+    template = ChatTemplate(TokenizerParts.of(tokenizer_of(base, source(name))), image_token=token)
+    part = template._rendered([{"role": "user", "content": [IMAGE]}, {"role": "assistant", "content": "b"}], None)[0]
+    assert part.count(token) == 1
+    assert not template.needs_image_parts

@@ -78,17 +78,22 @@ class TorchOptions(TypedDict, total=False):
     worker_init_fn: Callable[[int], None] | None
 
 
-class LoaderOptions(TorchOptions, total=False):
-    """Options of `DataflowLoader` beside the roles: those of Settings, and of torch."""
+class RunOptions(TorchOptions, total=False):
+    """Options of a run, for every loader that is made of a DataflowLoader."""
 
-    rank: int | None
-    world_size: int | None
     seed: int
     max_failures: int | None
     drop_last: bool
     allow_changed_weights: bool
     order_log: str | Path | None
     even_ranks: Literal["off", "mask"]
+
+
+class LoaderOptions(RunOptions, total=False):
+    """Options of `DataflowLoader` beside the roles: those of Settings, and of torch."""
+
+    rank: int | None
+    world_size: int | None
 
 
 def _check_contradictions(
