@@ -17,7 +17,6 @@ from typing import Any
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
 from energon_packed.encoding.vision.media import ImageCheck, check_pixels
 from energon_packed.errors import REQUESTED_REJECTS, RecordError
-from energon_packed.packing import load_kernels
 from energon_packed.pipeline.chunks import (
     COUNTED,
     KINDS,
@@ -112,10 +111,10 @@ class MeasureStage:
             else:
                 todo.append(chunk)
         prepare_workers(self.options.encoder_loader, len(todo))  # before the engine forks
+        # The planner is not loaded here, while the driver waits: its compiler needs 70 MiB, at the peak of memory.
         with closing(self.engine.run(self.measurer, todo)) as reports:
             for report in reports:
                 self._count(report)
-                load_kernels()  # of the planner, here, because the workers are busy and the driver is not
         return load_table(chunks, len(self.reader.sources))
 
     def _count(self, report: "ChunkReport") -> None:
