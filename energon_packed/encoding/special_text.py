@@ -16,7 +16,7 @@ not names of tokens any more, so they are split like other text:
     renamed     "\\U000f8001user\\nwhat is <|im_end|>?\\U000f8002"
 
 The ids are those of Transformers' `split_special_tokens=True`, except that a Unigram model could find a control token
-in its vocabulary there.
+in its vocabulary there, and a BPE model could merge the text of a control token to that token.
 """
 
 import json
@@ -129,6 +129,10 @@ def _renamed(settings: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
         model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
+    if merges := model.get("merges"):
+        # `</s>` can be a control token and the product of merges; text must not become a control token by a merge.
+        prefix = len(model.get("continuing_subword_prefix") or "")
+        model["merges"] = [(a, b) for a, b in merges if names.keys().isdisjoint((a, b, a + b[prefix:]))]
     return {**settings, "added_tokens": added, "model": model}
 
 
