@@ -235,3 +235,18 @@ def test_outer_white_space_and_a_limit_of_one_image_are_those_of_the_template(
     messages = [turn("user", text(" a "), IMAGE, text(" b \n")), turn("assistant", text("b"))]
     record = normalize({"messages": messages, "images": [{"bytes": png((64, 96))}]})
     assert model.encoder.encode(record).input_ids.tolist() == of_processor(processor, messages, [(64, 96)])
+
+
+def test_the_placeholder_of_a_custom_family_is_the_token_of_its_template(tokenizer_dir: Path) -> None:
+    class Bare(type(ChatEncoder.from_pretrained(tokenizer_dir).vision)):  # type: ignore[misc]
+        placeholder = "<|image_pad|>"
+
+    processor = processor_of("qwen25vl", tokenizer_dir, tokenizer_dir)
+    processor.chat_template = processor.tokenizer.chat_template = template("Picture: <|image_pad|>\n")
+    encoder = ChatEncoder(processor.tokenizer, Bare(processor.image_processor))
+    messages = [turn("user", text("a"), IMAGE, IMAGE, text("b")), turn("assistant", text("b"))]
+    sizes = [(64, 96), (96, 64)]
+    record = normalize({"messages": messages, "images": [{"bytes": png(size)} for size in sizes]})
+    assert encoder.encode(record).input_ids.tolist() == of_processor(processor, messages, sizes)
+    assert encoder.vision is not None
+    assert encoder.vision.warnings == ()
