@@ -79,6 +79,12 @@ class EscapedTokenizer:
                     f"this tokenizer cannot keep special tokens in record text as text: {content} would get another "
                     f"id than {ident}; set `allow_special_in_text=True`"
                 )
+        for token in tokens:  # the vocabulary of a BPE model has no other token for a single character
+            if token.strip() and not self._backend.encode(token, add_special_tokens=False).ids:
+                raise ConfigError(
+                    f"this tokenizer cannot keep special tokens in record text as text: {token} would be removed; "
+                    "set `allow_special_in_text=True`"
+                )
 
     def encode(self, text: str, spans: Sequence[Span] | None, *, special: bool) -> tuple[Int64, Bool]:
         """Tokenize an escaped text; (input_ids int64 (L,), covered bool (L,)) as of `TextTokenizer.encode`."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from energon_packed import ChatEncoder, PackOptions, RecordError, normalize, pack
+from energon_packed import ChatEncoder, ConfigError, PackOptions, RecordError, normalize, pack
 from tests.conftest import DemoDataset
 from tests.internals import (
     ESCAPE_BASE,
@@ -232,6 +232,15 @@ def test_a_special_token_that_merges_produce_stays_text_in_a_run(text_tokenizer_
     )
     assert (result.manifest.packed, result.manifest.rejects) == (1, {})
     assert result.manifest.notes == {"special token </s> in a text: kept as text": 1}
+
+
+def test_a_special_token_that_is_the_only_token_of_its_character_is_refused() -> None:
+    """Its text would have no token: a byte-level model has no unknown token."""
+    single = Tokenizer.from_str(KINDS["bytes"].to_str())
+    single.add_special_tokens(["|"])
+    message = r"special tokens in record text as text: \| would be removed; set `allow_special_in_text=True`"
+    with pytest.raises(ConfigError, match=message):
+        EscapedTokenizer(single.to_str(), control_tokens([*SPECIAL, "|"]))
 
 
 def test_a_tokenizer_without_pad_and_end_packs_and_says_so(
