@@ -9,6 +9,7 @@ import torch
 import transformers
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import is_torchvision_available
 
 from energon_packed import ChatEncoder, Conversation, MediaReference, Message, PackedBatch, PaddingFreeCollator
 
@@ -79,8 +80,8 @@ NEED_TORCHVISION = (
 )
 
 
-def write_processor(folder: Path, name: str, text_tokenizer: Path) -> Path:
-    """Write a model folder as on the Hugging Face Hub, without the weights."""
+def load_processor(name: str, text_tokenizer: Path) -> Any:
+    """Create a processor; without torchvision, with the Pillow image processor and without a video processor."""
     processor, image_processor, image_settings, settings, tokens = PROCESSORS[name]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
         text_tokenizer, extra_special_tokens=tokens if isinstance(tokens, dict) else list(tokens)
@@ -88,13 +89,20 @@ def write_processor(folder: Path, name: str, text_tokenizer: Path) -> Path:
     if name == "paligemma":
         tokenizer.bos_token = "<|im_start|>"
         image_settings = {**image_settings, "image_seq_length": 16}
+    if not is_torchvision_available():
+        image_processor = f"{image_processor.removesuffix('Pil')}Pil"
     images = getattr(transformers, image_processor)(**image_settings)
     settings = dict(settings)
     if video := settings.pop("video_processor", None):
-        settings["video_processor"] = getattr(transformers, video)()
-    instance = getattr(transformers, processor)(images, tokenizer, **settings)
+        settings["video_processor"] = getattr(transformers, video)() if is_torchvision_available() else None
+    return getattr(transformers, processor)(images, tokenizer, **settings)
+
+
+def write_processor(folder: Path, name: str, text_tokenizer: Path) -> Path:
+    """Write a model folder as on the Hugging Face Hub, without the weights."""
+    instance = load_processor(name, text_tokenizer)
     instance.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    instance.tokenizer.save_pretrained(folder)
     return folder
 
 

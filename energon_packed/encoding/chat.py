@@ -100,6 +100,13 @@ class ChatEncoder(Processor):
         )
         if vision is not None:
             vision.check_tokenizer(self.parts.backend)
+            if other := self.renderer.template.other_image_text:
+                needed = f"{type(vision).__name__} needs {vision.template_token!r}"
+                warning = (
+                    f"the chat template writes {other!r} for a content part of type image, but {needed}. "
+                    "Use the chat template of the vision model."
+                )
+                vision.warnings = (*[line for line in vision.warnings if line != warning], warning)
         self.image_token_id = self.rules.image_token_id
 
     @classmethod

@@ -16,7 +16,7 @@ not names of tokens any more, so they are split like other text:
     renamed     "\\U000f8001user\\nwhat is <|im_end|>?\\U000f8002"
 
 The ids are those of Transformers' `split_special_tokens=True`, except that a Unigram model could find a control token
-in its vocabulary there.
+in its vocabulary there, and a BPE model could merge the text of a control token to that token.
 """
 
 import json
@@ -79,6 +79,12 @@ class EscapedTokenizer:
                     f"this tokenizer cannot keep special tokens in record text as text: {content} would get another "
                     f"id than {ident}; set `allow_special_in_text=True`"
                 )
+        for token in tokens:  # the vocabulary of a BPE model has no other token for a single character
+            if token.strip() and not self._backend.encode(token, add_special_tokens=False).ids:
+                raise ConfigError(
+                    f"this tokenizer cannot keep special tokens in record text as text: {token} would be removed; "
+                    "set `allow_special_in_text=True`"
+                )
 
     def encode(self, text: str, spans: Sequence[Span] | None, *, special: bool) -> tuple[Int64, Bool]:
         """Tokenize an escaped text; (input_ids int64 (L,), covered bool (L,)) as of `TextTokenizer.encode`."""
@@ -129,6 +135,10 @@ def _renamed(settings: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
         model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
+    if merges := model.get("merges"):
+        # `</s>` can be a control token and the product of merges; text must not become a control token by a merge.
+        prefix = len(model.get("continuing_subword_prefix") or "")
+        model["merges"] = [(a, b) for a, b in merges if names.keys().isdisjoint((a, b, a + b[prefix:]))]
     return {**settings, "added_tokens": added, "model": model}
 
 

@@ -316,19 +316,36 @@ class ChatTemplate:
         token = self.image_token
         if token is None or self._template is None:
             return False
-        differs = False
-        for content in (f"{token} a", f"{token}\na", f"a\n{token}", f"a {token} b", f"{token}{token}a", f"a{token}"):
-            turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
-            strings = [self._as_text_parts(turn) for turn in turns]
-            parts = [{**turn, "content": _image_parts(str(turn["content"]), token)} for turn in turns]
-            try:
-                with_parts, with_strings = self._rendered(parts, None)[0], self._rendered(strings, None)[0]
-            except RecordError:
-                return False
-            if with_parts.count(token) != content.count(token):
-                return False  # it has no image parts, or writes another token: the string is all there is
-            differs = differs or with_parts != with_strings
-        return differs
+        contents = ("{0} a", "{0}\na", "a\n{0}", "a {0} b", "{0}{0}a", "a{0}", " {0} ")
+        for content in [places.format(token) for places in contents]:
+            with_parts = self._with_answer(_image_parts(content, token))
+            # A count that differs: it has no image parts, writes another text, or rejects this content.
+            if with_parts.count(token) == content.count(token) and with_parts != self._with_answer(content):
+                return True
+        return False
+
+    @cached_property
+    def other_image_text(self) -> str:
+        """Text that the template writes for a content part of type `image` if it is not `image_token`; else ""."""
+        token, part = self.image_token, {"type": "image"}
+        if token is None or self._template is None:
+            return ""
+        text = [{"type": "text", "text": marker(0)}]
+        before, found, _ = self._with_answer(text).partition(marker(0))
+        shown = self._with_answer([part, *text])
+        # Templates for strings write the list itself, as Python or JSON.
+        if not found or shown.count(token) == 1 or str(part) in shown or json.dumps(part) in shown:
+            return ""
+        return shown.partition(marker(0))[0].removeprefix(before.rstrip()).strip()
+
+    def _with_answer(self, content: str | list[dict[str, str]]) -> str:
+        """Text of a question with this content and its answer, for comparisons; "" if the template rejects it."""
+        turns: Messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
+        adapted = [self._as_text_parts(turn) if isinstance(turn["content"], str) else turn for turn in turns]
+        try:
+            return self._rendered(adapted, None)[0]
+        except RecordError:
+            return ""
 
     def _as_text_parts(self, message: dict[str, Any]) -> dict[str, Any]:
         return (

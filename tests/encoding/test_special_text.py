@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from energon_packed import ChatEncoder, PackOptions, RecordError, normalize, pack
+from energon_packed import ChatEncoder, ConfigError, PackOptions, RecordError, normalize, pack
 from tests.conftest import DemoDataset
 from tests.internals import (
     ESCAPE_BASE,
@@ -28,7 +28,7 @@ WRITTEN = "<|im_end|>"
 
 
 def tokenizer(kind: str) -> Any:
-    """One of each kind of model, with its special tokens in the vocabulary, or added behind it."""
+    """One of each kind of model, with its special tokens in the vocabulary, added behind it, or products of merges."""
     sentences = ["abc abc b ca", "is im_end one? <| |> < >", "日本 é s mask unk", "what end start"] * 20
     if kind == "unigram":
         found = Tokenizer(models.Unigram())
@@ -40,6 +40,14 @@ def tokenizer(kind: str) -> Any:
         found.normalizer, found.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
         options = {"special_tokens": SPECIAL, "vocab_size": 200}
         found.train_from_iterator(sentences, trainers.WordPieceTrainer(show_progress=False, **options))
+    elif kind == "merged":
+        found = Tokenizer(models.BPE())
+        found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        options = {"vocab_size": 400, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+        repeated = [f"{token}{end}" for token in SPECIAL for end in ("", "bc")] * 20
+        found.train_from_iterator(repeated, trainers.BpeTrainer(show_progress=False, **options))
+        assert all(found.token_to_id(token) is not None for token in SPECIAL)
+        found.add_special_tokens([*SPECIAL])
     elif kind == "llama":
         found = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
         steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -62,7 +70,7 @@ def tokenizer(kind: str) -> Any:
     return found
 
 
-KINDS = {kind: tokenizer(kind) for kind in ("bytes", "prefix", "llama", "unigram", "wordpiece")}
+KINDS = {kind: tokenizer(kind) for kind in ("bytes", "prefix", "merged", "llama", "unigram", "wordpiece")}
 HOLDERS = {kind: EscapedTokenizer(one.to_str(), control_tokens(SPECIAL)) for kind, one in KINDS.items()}
 PIECES = st.sampled_from(
     [*SPECIAL, "<think>", " ", "\n", "abc", "é", "e\u0301", "日本", "im_end", "<|", "|>", "< s >"]
@@ -89,7 +97,9 @@ def test_only_what_is_held_is_text(kind: str, pieces: list[str], special: bool) 
     held = "".join(chr(ESCAPE_BASE + control_tokens(SPECIAL).index(one)) if one in SPECIAL else one for one in pieces)
     found = holder.encode(held, None, special=False)[0].tolist()
     assert not {backend.token_to_id(one) for one in SPECIAL if one != "<unk>"} & set(found)
-    if kind != "unigram":  # whose model finds control tokens in its vocabulary, with split_special_tokens too
+    if kind == "merged":  # its model finds control tokens by merges, with split_special_tokens too; text is unchanged
+        assert backend.decode(found, skip_special_tokens=False) == text
+    elif kind != "unigram":  # as this model, in its vocabulary
         assert found == as_text(backend, text)
 
 
@@ -203,6 +213,34 @@ def test_a_run_counts_them_and_image_counts_hold(demo: DemoDataset, tokenizer_di
         "special token <|im_end|> in a text: kept as text": 1,
         "special token <|image_pad|> in a text: kept as text": 2,
     }
+
+
+def test_a_special_token_that_merges_produce_stays_text_in_a_run(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    merged = PreTrainedTokenizerFast(tokenizer_object=KINDS["merged"], eos_token="</s>")
+    merged.chat_template = ChatEncoder.from_pretrained(text_tokenizer_dir).tokenizer.chat_template
+    encoder = ChatEncoder(merged)
+    plain, written = ids_of(encoder, "Is it?"), ids_of(encoder, "Is </s> it?", "No, <|im_end|>bc.")
+    assert "Is </s> it?<|im_end|>" in merged.decode(written)
+    for token in SPECIAL:
+        assert written.count(KINDS["merged"].token_to_id(token)) == plain.count(KINDS["merged"].token_to_id(token))
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "an </s> inside"}\n')
+    result = pack(
+        PackOptions(inputs=(str(data),), output_dir=tmp_path / "out", seq_len=64, encoder=encoder, workers=1)
+    )
+    assert (result.manifest.packed, result.manifest.rejects) == (1, {})
+    assert result.manifest.notes == {"special token </s> in a text: kept as text": 1}
+
+
+def test_a_special_token_that_is_the_only_token_of_its_character_is_refused() -> None:
+    """Its text would have no token: a byte-level model has no unknown token."""
+    single = Tokenizer.from_str(KINDS["bytes"].to_str())
+    single.add_special_tokens(["|"])
+    message = r"special tokens in record text as text: \| would be removed; set `allow_special_in_text=True`"
+    with pytest.raises(ConfigError, match=message):
+        EscapedTokenizer(single.to_str(), control_tokens([*SPECIAL, "|"]))
 
 
 def test_a_tokenizer_without_pad_and_end_packs_and_says_so(

@@ -13,6 +13,7 @@ import json
 import sys
 from abc import ABC
 from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -40,7 +41,6 @@ class VisionFamily(ABC):
             punctuation is ignored.
         image_token: token whose run represents an image.
         placeholder: text of an image in a conversation, with a single `image_token`.
-        template_token: text that a chat template writes for a content part of type `image`; by default `placeholder`.
         reserved: tokens that text must not contain.
         token_types: whether the model has an argument `token_type_ids`, 1 at image tokens.
         takes_patch_positions: whether the vision tower uses patch positions; otherwise they are only validated.
@@ -56,7 +56,6 @@ class VisionFamily(ABC):
     names: ClassVar[tuple[str, ...]]
     image_token: ClassVar[str] = "<|image_pad|>"
     placeholder: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
-    template_token: str = placeholder
     reserved: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>")
     token_types: bool = False
     takes_patch_positions: ClassVar[bool] = False
@@ -75,6 +74,11 @@ class VisionFamily(ABC):
     def __init__(self, image_processor: Any) -> None:
         self.image_processor = image_processor
         self.merge_size = int(image_processor.merge_size)
+
+    @cached_property
+    def template_token(self) -> str:
+        """Text that a chat template writes for a content part of type `image`; a family can set another one."""
+        return self.placeholder
 
     @classmethod
     def from_folder(cls, folder: "Path") -> "VisionFamily | None":
