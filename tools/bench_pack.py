@@ -84,6 +84,7 @@ table = RecordTable(
     status=np.full(count, 0, np.int8),
     supervised=np.full(count, -1, np.int32),
     narrow=np.full(count, 1, np.int8),
+    divisible=np.full(count, 0, np.int8),
     counts={},
     source_starts=np.array([0, count]),
     files=[],
