@@ -92,7 +92,7 @@ table = RecordTable(
 )
 options = PackOptions(inputs=("x",), output_dir="x", tokenizer="x", seq_len=4096)
 start_time = time.perf_counter()
-shards = plan_shards(plan_packs(table, table.status, options), table, options)
+shards = plan_shards(plan_packs(table, options), table, options)
 print(time.perf_counter() - start_time, (peak() - before) / count, len(shards))
 """
 

@@ -57,7 +57,7 @@ _ADVICE = {
     Reason.MISSING_IMAGE: _IMAGES,
     Reason.IMAGE_OUTSIDE_ROOT: _IMAGES,
     Reason.MISSING_PATCH_POSITIONS: "set `use_patch_positions=False` to ignore patch positions",
-    Reason.OVERLONG: "raise `seq_len`, or set `overlong` to 'truncate'",
+    Reason.OVERLONG: "raise `seq_len`, or set `overlong` to 'truncate' (documents: 'split')",
     Reason.NOT_SAMPLED: "raise its weight",
 }
 _SCHEMA = pa.schema(
