@@ -84,6 +84,9 @@ PLACES = {
     "template": "encoding.template",
     "tokenizer": "encoding.tokenizer",
     "EncoderSettings": "encoding:EncoderSettings",
+    "fragment_of": "encoding.fragments:fragment_of",
+    "split_sample": "encoding.fragments:split_sample",
+    "text_fragments": "encoding.fragments:text_fragments",
     # errors: bases and messages of errors
     "EngineMismatch": "errors:EngineMismatch",
     # flavors: what Energon calls of a dataset

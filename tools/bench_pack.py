@@ -84,6 +84,7 @@ table = RecordTable(
     status=np.full(count, 0, np.int8),
     supervised=np.full(count, -1, np.int32),
     narrow=np.full(count, 1, np.int8),
+    divisible=np.full(count, 0, np.int8),
     counts={},
     source_starts=np.array([0, count]),
     files=[],
@@ -91,7 +92,7 @@ table = RecordTable(
 )
 options = PackOptions(inputs=("x",), output_dir="x", tokenizer="x", seq_len=4096)
 start_time = time.perf_counter()
-shards = plan_shards(plan_packs(table, table.status, options), table, options)
+shards = plan_shards(plan_packs(table, options), table, options)
 print(time.perf_counter() - start_time, (peak() - before) / count, len(shards))
 """
 

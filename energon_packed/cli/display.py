@@ -32,6 +32,8 @@ def result_table(result: PackResult, steps: Sequence[int], ranks: Mapping[str, i
     if manifest.truncated:
         table.add_row("  truncated", f"{manifest.truncated:,}")
         table.add_row("  tokens truncated", f"{manifest.tokens_cut:,}")
+    if manifest.records_split:
+        table.add_row("  split", f"{manifest.records_split:,} into {manifest.fragments:,} fragments")
     table.add_row("rejected", f"{rejected:,} ({rejected / max(manifest.records, 1):.2%})")
     _add_rejects(table, manifest.rejects)
     _add_counts(table, "fields not used", manifest.unused_fields)

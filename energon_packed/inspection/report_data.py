@@ -290,6 +290,8 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     if m.pad_multiple > 1:
         yield "padding", f"every sample is rounded up to a multiple of {m.pad_multiple:,} tokens"
     overlong = f"samples longer than seq_len: {m.overlong}"
+    if m.records_split:
+        overlong += f"; {m.records_split:,} records were split into {m.fragments:,} fragments"
     if m.truncated:
         overlong += f"; {m.truncated:,} samples were truncated, {m.tokens_cut:,} tokens were removed"
     yield "overlong", overlong
@@ -319,10 +321,10 @@ def warnings(data: ReportData) -> Iterator[str]:
     m = data.manifest
     if data.wrong_shards:
         yield f"the size of {_named(data.wrong_shards, 'shard')} differs from packing.json; run energon-packed verify"
-    if m.records > m.packed:
+    if rejected := sum(m.rejects.values()):
         reasons = ", ".join(f"{reason} {count:,}" for reason, count, _ in data.rejects)
-        share = _percent(m.records - m.packed, m.records)
-        yield f"{m.records - m.packed:,} of {m.records:,} records ({share}) were rejected: {reasons}"
+        share = _percent(rejected, m.records)
+        yield f"{rejected:,} of {m.records:,} records ({share}) were rejected: {reasons}"
     for row in splits(m):
         # A split with share 0 has no packs on purpose.
         if not row.packs and row.requested != 0:

@@ -126,14 +126,19 @@ class DataflowConfig(RejectOptions):
         limits: dict[str, Any] = {"max_images": self.max_images, "max_patches": self.max_patches}
         limits |= {"overlong": self.overlong, "multiple": self.pad_multiple}
         length, strategy = self.row_length, str(self.packing_strategy)
+        packer: Packer
         if not self.packing:
-            return SequentialPacker(length, max_samples=1, **limits)
-        if strategy == "sequential":
-            return SequentialPacker(length, max_samples=self.max_samples_per_pack, **limits)
-        if strategy.startswith("pool_"):
-            limits["pool_size"] = int(strategy.removeprefix("pool_"))
-        algorithm = "bfd" if "pool_size" in limits else self.algorithm  # a pool is best fit over its buffer
-        return PoolPacker(length, algorithm=algorithm, max_samples=self.max_samples_per_pack, **limits)
+            packer = SequentialPacker(length, max_samples=1, **limits)
+        elif strategy == "sequential":
+            packer = SequentialPacker(length, max_samples=self.max_samples_per_pack, **limits)
+        else:
+            if strategy.startswith("pool_"):
+                limits["pool_size"] = int(strategy.removeprefix("pool_"))
+            algorithm = "bfd" if "pool_size" in limits else self.algorithm  # a pool is best fit over its buffer
+            packer = PoolPacker(length, algorithm=algorithm, max_samples=self.max_samples_per_pack, **limits)
+        if self.overlong == "split":
+            packer.split_overlap = self.split_overlap
+        return packer
 
     @property
     def row_length(self) -> int:

@@ -4,10 +4,11 @@
      "ids": ["a", "b"], "sources": ["captions.jsonl", "chats.jsonl"], "items": [24, 32], "dropped": [],
      "segments": [[0, 0, 8, 2, null]]}                      for a stream, instead: "shard": 1, "num_shards": 16
 
-`items` are places in the global order of the epoch, over all ranks; for a stream, indices in the shard. An epoch has
-each place from 0 on exactly once, in a batch or dropped. The last line of a worker, or of a shard, has no step. A
-resumed run repeats the lines after its checkpoint, and they must be equal. With other ranks, a shard continues with
-equal lines, and a segment records the step from which its lines replace the lines of earlier segments.
+`items` are places in the global order of the epoch, over all ranks; for a stream, indices in the shard, and "12#1/3"
+for fragment 1 of 3 of item 12. An epoch has each place from 0 on exactly once, in a batch or dropped. The last line of
+a worker, or of a shard, has no step. A resumed run repeats the lines after its checkpoint, and they must be equal.
+With other ranks, a shard continues with equal lines, and a segment records the step from which its lines replace the
+lines of earlier segments.
 """
 
 import json
@@ -181,7 +182,7 @@ def _check_planned(epoch: int, lines: list[dict[str, Any]]) -> Checked:
 
 def _check_stream(epoch: int, lines: list[dict[str, Any]]) -> Checked:
     """Check the lines of an epoch of a stream: in each shard, each item occurs once, and each id over all shards."""
-    shards: dict[int, list[int]] = defaultdict(list)
+    shards: dict[int, list[int | str]] = defaultdict(list)
     ended: set[int] = set()
     problems: list[str] = []
     ids: Counter[str] = Counter()
@@ -197,12 +198,18 @@ def _check_stream(epoch: int, lines: list[dict[str, Any]]) -> Checked:
     return lines, len(ended) == lines[0]["num_shards"], problems
 
 
-def _lost_or_twice(scope: str, items: list[int], *, complete: bool) -> Iterator[str]:
+def _lost_or_twice(scope: str, items: list[int | str], *, complete: bool) -> Iterator[str]:
     """Yield a line for repeated items and a line for lost items."""
-    if twice := sorted(item for item, count in Counter(items).items() if count > 1):
+    if twice := sorted([item for item, count in Counter(items).items() if count > 1], key=str):
         yield f"{scope}: {len(twice)} items are twice: {_some(twice)}"
+    expected: set[int | str] = set()
+    indices = {item for item in items if isinstance(item, int)}
+    for item in set(items) - indices:
+        index, count = str(item).split("#")[0], int(str(item).split("/")[1])
+        indices.add(int(index))
+        expected |= {f"{index}#{fragment}/{count}" for fragment in range(count)}
     # Until an epoch is complete, gaps are items of steps that other ranks have not logged yet.
-    lost = sorted(set(range(max(items, default=-1) + 1)) - set(items))
+    lost = sorted((set(range(max(indices, default=-1) + 1)) - indices) | (expected - set(items)), key=str)
     if lost and complete:
         yield f"{scope}: {len(lost)} items are lost: {_some(lost)}"
 

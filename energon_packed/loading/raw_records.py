@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from energon_packed.encoding import EncodedSample, SampleSource
+from energon_packed.encoding.fragments import fragment_id, fragment_of
 from energon_packed.errors import ConfigError, RecordError, Reject
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator
@@ -117,7 +118,11 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
     def ids(self, index: int) -> list[str | None]:
         """Ids of the samples of one row, without encoding them."""
-        return [conversation.id for conversation, _ in self._read(index)]
+        fragments, read = self._refs.fragments, self._read(index)
+        if fragments is None:
+            return [conversation.id for conversation, _ in read]
+        numbers = [int(fragments[record]["number"]) for _, record in read]
+        return [c.id if k < 0 else fragment_id(str(c.id), k) for k, (c, _) in zip(numbers, read, strict=True)]
 
     def to_hf(self) -> Any:
         """Return the rows as a `datasets.Dataset`, for trainers that accept nothing else; see `hf_dataset`."""
@@ -134,10 +139,13 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         read = self._read(index)
         samples = []
         encoded = self._encoder.load().encode_many([conversation for conversation, _ in read])
+        fragments = self._refs.fragments
         for sample, (_, record) in zip(encoded, read, strict=True):
             if isinstance(sample, Reject):
                 raise RecordError.of(sample)
             sample = sample if self._truncate is None else sample.truncated(self._truncate)
+            if fragments is not None and fragments[record]["number"] >= 0:
+                sample = fragment_of(sample, fragments[record])
             # A longer sample would not fit the planned row, so a changed file is an error instead of a longer row.
             if len(sample) != self._refs.length[record]:
                 raise ConfigError(
@@ -201,17 +209,17 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
             progress=progress or Progress(),
             strict=config.strict,
         ).run()
-        rejects, _ = plan_rejects(table, config, reader, engine, max_images=config.max_images)
+        rejects, entries = plan_rejects(table, config, reader, engine, max_images=config.max_images)
     rejects.check(config.limits)
-    report, usable = rejects.report(), np.flatnonzero(rejects.status == 0)
+    report, usable = rejects.report(), np.flatnonzero(entries.status == 0)
     if line := warning_of(report.counts, len(table), "`rejects.rows` of the dataset"):
         _log.warning("%s", line)
-    refs = table.refs(usable)
+    refs = entries.refs(usable)
     # A longer sample is truncated when it is read, so it is planned with the truncated length.
     if config.truncate is not None:
         refs = replace(refs, length=np.minimum(refs.length, config.truncate))
     lengths = refs.length.astype(np.int64)
-    sizes = Sizes(lengths, table.num_images[usable].astype(np.int64), np.zeros_like(lengths))
+    sizes = Sizes(lengths, entries.num_images[usable].astype(np.int64), np.zeros_like(lengths))
     groups = config.packer().groups(sizes)
     # Loaders shuffle each epoch anyway; this mixes the planner's order for samplers that read in order.
     order = np.random.default_rng(config.seed).permutation(len(groups)) if config.shuffle else range(len(groups))

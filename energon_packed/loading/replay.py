@@ -106,8 +106,9 @@ def replay_config(config: DataflowConfig, step: int, run: Run = _DEFAULT) -> Ite
     if run.batch_size != 1:
         raise ConfigError(f"`batch_size` must be 1 with `streaming: true`, got {run.batch_size}. Remove it.")
     roles = PackedIterableDataset(config).loader._roles
-    # Limits of patches and truncation need encoded samples; everything else needs only their lengths.
-    processor = roles.processor if config.max_patches or config.truncate else _Lengths(roles.processor)
+    # Limits of patches, truncation and splits need encoded samples; everything else needs only their lengths.
+    needs_samples = config.max_patches or config.overlong in ("truncate", "split")
+    processor = roles.processor if needs_samples else _Lengths(roles.processor)
     return _streamed(roles._replace(processor=processor, collator=_Ids()), step, run)
 
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
-from energon_packed.encoding import EncodedSample
+from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.errors import Reason
 from energon_packed.files import atomic_path
 from energon_packed.system import most_open
@@ -37,6 +37,8 @@ KINDS = ("text", "image", "video")
 PACKED = "packed"
 TRUNCATED = "truncated"
 """Status in lengths.parquet of a record that is packed, but truncated to `seq_len`."""
+SPLIT, FRAGMENT = "split", "fragment"
+"""Status in lengths.parquet of a record that is packed as fragments, and of each fragment."""
 STATUSES = (PACKED, *(reason.value for reason in Reason))
 SCHEMA = pa.schema(
     {
@@ -51,6 +53,7 @@ SCHEMA = pa.schema(
         "kind": pa.int8(),
         "status": pa.int8(),
         "narrow": pa.int8(),
+        "divisible": pa.int8(),
         "id": pa.string(),
         "detail": pa.string(),
     }
@@ -245,22 +248,32 @@ class TokenReader:
         for descriptor in self._open.values():
             os.close(descriptor)
 
-    def read(self, index: int, length: int) -> EncodedSample:
-        """Read the tokens and labels of a record.
+    def read(self, index: int, length: int, fragment: np.void | None = None) -> EncodedSample:
+        """Read the tokens and labels of a record, or of a fragment of it.
 
         Args:
             index: index of the record in the `TokenOffsets`.
-            length: tokens of the record.
+            length: tokens of the record or fragment.
+            fragment: the fragment; None for a complete record.
 
         Raises:
             OSError: the file is gone or too short.
         """
+        offset = int(self._refs.offset[index])
+        if fragment is None:  # ids and labels are adjacent
+            ids, labels = self._int32(index, offset, 2 * length).reshape(2, length)
+            return EncodedSample(input_ids=ids, labels=labels)
+        offset += _TOKEN // 2 * int(fragment["start"])
+        labels = self._int32(index, offset + _TOKEN // 2 * int(fragment["total"]), length)
+        labels[: fragment["context"]] = IGNORE_INDEX
+        return EncodedSample(input_ids=self._int32(index, offset, length), labels=labels)
+
+    def _int32(self, index: int, offset: int, count: int) -> Int64:
         file = int(self._refs.file[index])
-        content = os.pread(self._descriptor(file), _TOKEN * length, int(self._refs.offset[index]))
-        if len(content) != _TOKEN * length:
+        content = os.pread(self._descriptor(file), 4 * count, offset)
+        if len(content) != 4 * count:
             raise OSError(f"{self._refs.files[file]} is truncated: it contains fewer tokens than were measured")
-        ids, labels = np.frombuffer(content, dtype="<i4").reshape(2, length).astype(np.int64)
-        return EncodedSample(input_ids=ids, labels=labels)
+        return np.frombuffer(content, dtype="<i4").astype(np.int64)
 
     def _descriptor(self, file: int) -> int:
         if file not in self._open:

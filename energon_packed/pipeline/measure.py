@@ -244,6 +244,7 @@ def _columns(
         "num_images": [0 if c is None else len(c.images) for c in conversations],
         "num_decoded": [result.decoded for result in results],
         "kind": [0 if c is None else KINDS.index(c.kind) for c in conversations],
+        "divisible": [c is not None and not c.messages for c in conversations],
         "status": [0 if reject is None else STATUSES.index(reject.reason.value) for reject in rejects],
         "id": [raw_id(row.record) if c is None else c.id for row, c in pairs],
         "detail": [None if reject is None else reject.detail[:MOST_DETAIL] for reject in rejects],

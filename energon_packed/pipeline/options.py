@@ -49,8 +49,8 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _MAX_INT32 = int(np.iinfo(np.int32).max)
 INPUT, PACKING, OUTPUT, RUN = "Input", "Packing", "Output", "Run"
 AUTO, CAPTIONING, MULTI_MIX = "auto", "PackedCaptioningSample", "PackedMultiMixQASample"
-SINGLE = "MultiMixQASample"
-Overlong = Literal["drop", "error", "truncate"]
+SINGLE, TOKENS = "MultiMixQASample", "PackedTokensSample"
+Overlong = Literal["drop", "error", "truncate", "split"]
 GroupBy = Literal["none", "media"]
 CheckImages = Literal["header", "full"]
 Options = TypeVar("Options", bound="InputOptions")
@@ -418,8 +418,12 @@ class RejectOptions(InputOptions):
     """
 
     overlong: Overlong = option(
-        "drop", help="How to handle samples longer than a row.", group=PACKING,
-        choices=("drop", "error", "truncate"), decides="tars",
+        "drop", help="How to handle samples longer than a row; split divides documents and token records.",
+        group=PACKING, choices=("drop", "error", "truncate", "split"), decides="tars",
+    )  # fmt: skip
+    split_overlap: int = option(
+        1, help="With --overlong split: tokens that a fragment repeats from the fragment before, as context.",
+        group=PACKING, minimum=1, metavar="N",
     )  # fmt: skip
     max_reject_rate: float | None = option(
         0.05, help="Stop before writing when a larger share of the records is rejected.", group=RUN, minimum=0
@@ -434,6 +438,10 @@ class RejectOptions(InputOptions):
         super().__post_init__()
         if self.max_reject_rate is not None and self.max_reject_rate > 1:
             raise ConfigError(f"`max_reject_rate` must be between 0 and 1, got {self.max_reject_rate}")
+        if self.overlong == "split" and self.split_overlap >= self.usable_len:
+            raise ConfigError(
+                f"`split_overlap` must be smaller than a row of {self.usable_len} tokens, got {self.split_overlap}"
+            )
 
     @property
     @abstractmethod
@@ -524,6 +532,8 @@ class PackOptions(RejectOptions):
         super().__post_init__()
         if self.shard_prefix is None:
             object.__setattr__(self, "shard_prefix", prefix_of(self.output_dir))
+        if self.overlong == "split":
+            self._store_tokens()
         self._place_part()
         check_layout_outputs(self)
         if self.seq_len > _MAX_INT32:  # cu_seqlens of a batch are int32
@@ -535,6 +545,16 @@ class PackOptions(RejectOptions):
                 f"`shard_prefix` must be 1 to {_MAX_PREFIX} letters, digits, '_' and '-', got {self.shard_prefix!r}"
             )
         object.__setattr__(self, "split", checked_split(self.split))
+
+    def _store_tokens(self) -> None:
+        # A fragment is a range of tokens, which text does not have: tokenized again, it could have other tokens.
+        if self.sample_class == AUTO and self.layout is None:
+            object.__setattr__(self, "sample_class", TOKENS)
+        if not self.codec.stores_tokens:
+            raise ConfigError(
+                f"`sample_class` must be {TOKENS} with `overlong` 'split', got {self.sample_class}. Fragments are "
+                "stored as tokens"
+            )
 
     def _place_part(self) -> None:
         if self.part is None:
@@ -563,6 +583,7 @@ class PackOptions(RejectOptions):
         names = [declaration.name for declaration in declared(type(self)) if declaration.decides == "tars"]
         # The default is left out, so that digests do not change for runs of releases without this option.
         names += ["check_images"] if self.check_images != "header" else []
+        names += ["split_overlap"] if self.overlong == "split" else []
         return {name: getattr(self, name) for name in (*names, "use_patch_positions", "prefix")}
 
 
@@ -602,6 +623,7 @@ class PackKeywords(TypedDict, total=False):
     seed: int
     workers: int
     overlong: Overlong
+    split_overlap: int
     max_reject_rate: float | None
     max_failures: int | None
     strict: bool

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding import EncodedSample
+from energon_packed.encoding.fragments import Fragments, split_sample, text_fragments
 from energon_packed.errors import Reason, RecordError, Reject
 from energon_packed.packing import PackPlan, pack_lengths
 from energon_packed.pipeline.chunks import KINDS, STATUSES, TokenCache, TokenOffsets, TokenReader, tokens_file
@@ -26,7 +27,7 @@ from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.table import RecordRefs, RecordTable
 
 Status = npt.NDArray[np.int8]
-_TRUNCATION_BATCH = 64  # records per task
+_OVERLONG_BATCH = 64  # records per task
 Int64 = npt.NDArray[np.int64]
 OVERLONG = STATUSES.index(Reason.OVERLONG.value)
 _MEMBER_OVERHEAD = 1024  # bytes: the 512-byte header of a tar member, and at most 511 bytes of padding
@@ -54,15 +55,14 @@ class ShardPlan:
     num_bytes: int
 
 
-def plan_packs(table: RecordTable, status: npt.NDArray[np.int8], options: PackOptions) -> PackPlan:
-    """Pack all records whose status is 0; `indices` are indices of records.
+def plan_packs(table: RecordTable, options: PackOptions) -> PackPlan:
+    """Pack all records and fragments whose status is 0; `indices` are indices into the table.
 
     Args:
-        table: measured records.
-        status: int8 (n,), `table.status` with the rejects of planning.
+        table: measured records, with the rejects of planning.
         options: options of the run.
     """
-    rows = np.flatnonzero(status == 0)
+    rows = np.flatnonzero(table.status == 0)
     lengths = table.length if options.truncate is None else np.minimum(table.length, options.truncate)
     groups = [rows]
     if options.group_by == "media":
@@ -147,44 +147,57 @@ def _cut(sizes: Int64, max_packs: int, max_bytes: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TruncationTask:
-    """Samples to truncate because they are longer than a row.
+class OverlongTask:
+    """Samples to truncate or split because they are longer than a row.
 
     Attributes:
         rows: int64 (k,), indices of the records.
         records: their addresses.
+        images: int32 (k,), their images.
         tokens: files of their tokens, for flavors that store tokens.
     """
 
     rows: Int64
     records: RecordRefs
+    images: npt.NDArray[np.int32]
     tokens: TokenOffsets | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TruncationCheck:
-    """Function for an engine: truncates samples, to find the samples that cannot be truncated and count targets.
+class OverlongCheck:
+    """Function for an engine: truncates or splits samples, to find the samples for which it is not possible.
 
     Attributes:
         reader, encoder: as in the other stages.
         max_length: tokens of a row.
+        overlap: tokens that a fragment repeats from the fragment before; None to truncate.
     """
 
     reader: RecordReader
     encoder: EncoderLoader
     max_length: int
+    overlap: int | None
 
-    def __call__(self, task: TruncationTask) -> list[tuple[int, int | Reject]]:
-        """Return the index of each record, with its remaining targets or the reason why it cannot be truncated."""
-        results: list[tuple[int, int | Reject]] = []
-        for row, sample in zip(task.rows.tolist(), self._samples(task), strict=True):
+    def __call__(self, task: OverlongTask) -> list[tuple[int, int | Fragments | Reject]]:
+        """Return the index of each record with its remaining targets, its fragments, or why it is rejected."""
+        results: list[tuple[int, int | Fragments | Reject]] = []
+        for row, images, sample in zip(task.rows.tolist(), task.images.tolist(), self._samples(task), strict=True):
             try:
-                results.append((row, sample.truncated(self.max_length).num_supervised))
+                if self.overlap is None:
+                    results.append((row, sample.truncated(self.max_length).num_supervised))
+                else:
+                    results.append((row, self._fragments(row, sample, images)))
             except RecordError as error:
                 results.append((row, error.reject))
         return results
 
-    def _samples(self, task: TruncationTask) -> Iterator[EncodedSample]:
+    def _fragments(self, row: int, sample: EncodedSample, images: int) -> Fragments:
+        assert self.overlap is not None
+        fragments = split_sample(sample, self.max_length, self.overlap, images)
+        fragments["record"] = row
+        return fragments
+
+    def _samples(self, task: OverlongTask) -> Iterator[EncodedSample]:
         encoder, records = self.encoder.load(), task.records
         if task.tokens is not None:
             with TokenReader(task.tokens) as reader:
@@ -205,14 +218,14 @@ class Plan:
 
     Attributes:
         status: int8 (n,), index into STATUSES, including the rejects that depend on `seq_len`.
-        supervised: int32 (n,), targets of each record after truncation, -1 if unknown.
-        packs: all packs; `indices` are indices of records.
+        entries: what is packed: the records, and the fragments of records that are split.
+        packs: all packs; `indices` are indices into `entries`.
         shards: the packs of each shard.
         utilization_ungrouped: utilization with `group_by='none'`, if the run groups; else None.
     """
 
     status: Status
-    supervised: npt.NDArray[np.int32]
+    entries: RecordTable
     packs: PackPlan
     shards: list[ShardPlan]
     utilization_ungrouped: float | None
@@ -232,21 +245,19 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
     options, workspace = state.options, state.workspace
     state.progress.start("plan", len(table), "records")
     kept = None if options.truncate is None else kept_tokens(state, table)
-    rejects, supervised = plan_rejects(table, options, state.reader, state.engine, kept=kept)
+    rejects, entries = plan_rejects(table, options, state.reader, state.engine, kept=kept)
     # The reports are written first, so that they exist when the limits stop the run.
-    write_reports(rejects, usable_len=options.usable_len, workspace=workspace)
+    write_reports(rejects, entries.fragments, usable_len=options.usable_len, workspace=workspace)
     rejects.check(options.limits, str(workspace.rejects))
-    packs = plan_packs(table, rejects.status, options)
+    packs = plan_packs(entries, options)
     ungrouped = None
     if options.group_by != "none":
-        ungrouped = plan_packs(table, rejects.status, replace(options, group_by="none")).utilization
-    shards = plan_shards(packs, table, options)
+        ungrouped = plan_packs(entries, replace(options, group_by="none")).utilization
+    shards = plan_shards(packs, entries, options)
     if sum(len(shard.rows) for shard in shards) != len(packs.indices):
         raise AssertionError("the shards do not contain every packed sample")
     state.progress.advance(len(table), len(table))
-    return Plan(
-        status=rejects.status, supervised=supervised, packs=packs, shards=shards, utilization_ungrouped=ungrouped
-    )
+    return Plan(status=rejects.status, entries=entries, packs=packs, shards=shards, utilization_ungrouped=ungrouped)
 
 
 def plan_rejects(
@@ -257,8 +268,8 @@ def plan_rejects(
     *,
     kept: TokenCache | None = None,
     max_images: int | None = None,
-) -> tuple[TableRejects, npt.NDArray[np.int32]]:
-    """Find the rejected records, including those that do not fit a row, and the targets of records after truncation.
+) -> tuple[TableRejects, RecordTable]:
+    """Find the rejected records, including those that do not fit a row, and truncate or split the others.
 
     Args:
         table: measured records.
@@ -267,6 +278,10 @@ def plan_rejects(
         engine: runs the truncation.
         kept: tokens of the records, if the flavor stores tokens.
         max_images: images that fit a row; None for any number.
+
+    Returns:
+        The rejected records, and the entries to pack: the records with their status after planning and their targets
+        after truncation, and the fragments of records that are split.
     """
     status, supervised = table.status.copy(), table.supervised.copy()
     details: dict[int, str] = {}
@@ -277,14 +292,35 @@ def plan_rejects(
     is_overlong = (status == 0) & (table.length > options.usable_len)
     if max_images is not None:
         status[(status == 0) & (table.num_images > max_images)] = OVERLONG
-    if options.truncate is None:
+    entries = replace(table, status=status, supervised=supervised)
+    if options.overlong == "split":
+        status[is_overlong & (table.divisible == 0)] = OVERLONG
+    elif options.truncate is None:
         status[is_overlong] = OVERLONG
-        return rejects, supervised
+        return rejects, entries
     overlong = np.flatnonzero(is_overlong & (status == 0))
-    check = TruncationCheck(reader=reader, encoder=options.encoder_loader, max_length=options.truncate)
-    batches = [overlong[i : i + _TRUNCATION_BATCH] for i in range(0, len(overlong), _TRUNCATION_BATCH)]
+    fragments: list[Fragments] = []
+    if options.overlong == "split":
+        # The fragments of text whose tokens are all targets follow from its length; the other records are read.
+        is_text = (table.num_images[overlong] == 0) & (supervised[overlong] == table.length[overlong] - 1)
+        for row, length in zip(overlong[is_text].tolist(), table.length[overlong[is_text]].tolist(), strict=True):
+            fragments.append(text_fragments(length, options.usable_len, options.split_overlap))
+            fragments[-1]["record"] = row
+        overlong = overlong[~is_text]
+    check = OverlongCheck(
+        reader=reader,
+        encoder=options.encoder_loader,
+        max_length=options.usable_len,
+        overlap=options.split_overlap if options.overlong == "split" else None,
+    )
+    batches = [overlong[i : i + _OVERLONG_BATCH] for i in range(0, len(overlong), _OVERLONG_BATCH)]
     tasks = (
-        TruncationTask(rows=batch, records=table.refs(batch), tokens=kept.refs(batch) if kept else None)
+        OverlongTask(
+            rows=batch,
+            records=table.refs(batch),
+            images=table.num_images[batch],
+            tokens=kept.refs(batch) if kept else None,
+        )
         for batch in batches
     )
     with closing(engine.run(check, tasks)) as batches_done:
@@ -292,9 +328,15 @@ def plan_rejects(
             if isinstance(result, Reject):
                 status[row] = STATUSES.index(result.reason.value)
                 details[row] = result.detail
-            else:
+            elif isinstance(result, int):
                 supervised[row] = result
-    return rejects, supervised
+            else:
+                fragments.append(result)
+    if fragments:
+        # Tasks end in any order; the plan must not depend on it.
+        joined = np.concatenate(sorted(fragments, key=lambda found: int(found["record"][0])))
+        entries = entries.with_fragments(joined)
+    return rejects, entries
 
 
 def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:

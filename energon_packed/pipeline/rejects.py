@@ -20,9 +20,12 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from energon_packed.encoding.fragments import Fragments, fragment_id
 from energon_packed.errors import REQUESTED_REJECTS, Reason, RejectLimitError
 from energon_packed.files import atomic_path
 from energon_packed.pipeline.chunks import (
+    FRAGMENT,
+    SPLIT,
     STATUSES,
     TRUNCATED,
     dictionary_column,
@@ -54,7 +57,7 @@ _ADVICE = {
     Reason.MISSING_IMAGE: _IMAGES,
     Reason.IMAGE_OUTSIDE_ROOT: _IMAGES,
     Reason.MISSING_PATCH_POSITIONS: "set `use_patch_positions=False` to ignore patch positions",
-    Reason.OVERLONG: "raise `seq_len`, or set `overlong` to 'truncate'",
+    Reason.OVERLONG: "raise `seq_len`, or set `overlong` to 'truncate' (documents: 'split')",
     Reason.NOT_SAMPLED: "raise its weight",
 }
 _SCHEMA = pa.schema(
@@ -247,7 +250,8 @@ class TableRejects:
         if options is None:
             return ""
         if length > options.usable_len:
-            return overlong_detail(length, options.row_length, options.pad_multiple)
+            detail = not_split if options.overlong == "split" else overlong_detail
+            return detail(length, options.row_length, options.pad_multiple)
         return "" if self.max_images is None else images_detail(images, self.max_images)
 
     def check(self, limits: RejectLimits, report: str = "") -> None:
@@ -329,6 +333,12 @@ def overlong_detail(length: int, seq_len: int, multiple: int = 1) -> str:
     return limit
 
 
+def not_split(length: int, seq_len: int, multiple: int = 1) -> str:
+    """Detail of a conversation that is longer than a row, if `overlong` is 'split'; arguments as `overlong_detail`."""
+    limit = overlong_detail(length, seq_len, multiple)
+    return f"{limit}; conversations are not split: raise seq_len, or set overlong to truncate"
+
+
 def images_detail(images: int, max_images: int, what: str = "images") -> str:
     """Detail of a sample with more images (or patches, by `what`) than fit a row."""
     return f"{images} {what}, more than max_{what} {max_images}"
@@ -408,19 +418,24 @@ def _ranked(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: (item[0] in REQUESTED_REJECTS, -item[1], item[0]))
 
 
-def write_reports(rejects: TableRejects, *, usable_len: int, workspace: Workspace) -> None:
+def write_reports(
+    rejects: TableRejects, fragments: Fragments | None, *, usable_len: int, workspace: Workspace
+) -> None:
     """Write lengths.parquet and rejects.jsonl.
 
     lengths.parquet has source, row, id, length (tokens, null if unknown), num_images and status of every record;
-    rejects.jsonl has source, row, id, reason and detail of the rejected records.
+    rejects.jsonl has source, row, id, reason and detail of the rejected records. The fragments of a record follow the
+    records of its chunk in lengths.parquet.
 
     Args:
         rejects: the measured records and their rejects.
+        fragments: fragments of split records, by ascending `record`, or None.
         usable_len: tokens of a row; packed records with more tokens get the status `truncated`.
         workspace: paths of both files.
     """
     table, reader, status = rejects.table, rejects.reader, rejects.status
-    names_of, cut = (*STATUSES, TRUNCATED), len(STATUSES)
+    names_of = (*STATUSES, TRUNCATED, *((SPLIT, FRAGMENT) if fragments is not None else ()))
+    cut = len(STATUSES) + (fragments is not None)  # the status of a packed record that is longer than a row
     paths = [str(source.path) for source in reader.sources]
     index_of = {path: index for index, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
     path_of = np.array([index_of[path] for path in paths], dtype=np.int32)
@@ -433,15 +448,24 @@ def write_reports(rejects: TableRejects, *, usable_len: int, workspace: Workspac
         # A row group per chunk file: the ids of all records need not fit in memory.
         for chunk in record_names(table, reader):
             chunk_status, measured = status[chunk.rows], table.length[chunk.rows]
+            shown = np.where((chunk_status == 0) & (measured > usable_len), cut, chunk_status)
+            source, local, names, images = chunk.source, chunk.local, chunk.names, table.num_images[chunk.rows]
+            if fragments is not None:
+                first, last = np.searchsorted(fragments["record"], [chunk.rows[0], chunk.rows[-1] + 1])
+                of_chunk = fragments[first:last]
+                parent = of_chunk["record"] - chunk.rows[0]
+                source, local = np.append(source, source[parent]), np.append(local, local[parent])
+                names = [*names, *map(fragment_id, [names[i] for i in parent.tolist()], of_chunk["number"].tolist())]
+                measured = np.append(measured, of_chunk["stop"] - of_chunk["start"])
+                images = np.append(images, of_chunk["last_image"] - of_chunk["first_image"])
+                shown = np.append(shown, np.full(len(of_chunk), names_of.index(FRAGMENT)))
             columns = [
-                dictionary_column(path_of[chunk.source], list(index_of), np.int32),
-                numeric_column(chunk.local, np.int64),
-                string_column(chunk.names),
+                dictionary_column(path_of[source], list(index_of), np.int32),
+                numeric_column(local, np.int64),
+                string_column(names),
                 numeric_column(measured, np.int32, valid=measured >= 0),
-                numeric_column(table.num_images[chunk.rows], np.int32),
-                dictionary_column(
-                    np.where((chunk_status == 0) & (measured > usable_len), cut, chunk_status), names_of, np.int8
-                ),
+                numeric_column(images, np.int32),
+                dictionary_column(shown, names_of, np.int8),
             ]
             writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA))
             for index in np.flatnonzero(chunk_status).tolist():

@@ -279,12 +279,12 @@ def dry_run(options: PackOptions) -> DryRun:
             table = sample.run(picked)
             scale = total / max(sum(chunk.stop - chunk.start for chunk in picked), 1)
         is_sample = len(known) < len(chunks)
-        rejected, _ = plan_rejects(table, options, reader, stage.engine)
+        rejected, entries = plan_rejects(table, options, reader, stage.engine)
         status, rejects, summary = rejected.status, rejected.counts, rejected.summary(is_sample=is_sample)
         example = _example(table, status, reader)
     if not np.any(status == 0):
         raise none_packed(round(len(table) * scale), summary, advice(rejects))
-    planned = _planned(table, status, options, scale)
+    planned = _planned(entries, options, scale)
     workspace.check_space(planned["num_bytes"], keys.write)
     files = tuple(source.path for source in reader.sources)
     return DryRun(
@@ -326,9 +326,9 @@ def _json(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _planned(table: RecordTable, status: npt.NDArray[np.int8], options: PackOptions, scale: float) -> dict[str, int]:
+def _planned(table: RecordTable, options: PackOptions, scale: float) -> dict[str, int]:
     """Estimate packs, tokens, bytes and shards of the whole input, which is `scale` times the measured part."""
-    packs = plan_packs(table, status, options)
+    packs = plan_packs(table, options)
     planned = plan_shards(packs, table, options)
     num_bytes = round(scale * sum(shard.num_bytes for shard in planned))
     count = max(1, round(scale * packs.num_packs))

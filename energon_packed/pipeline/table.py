@@ -1,17 +1,19 @@
 """RecordTable, which has the numeric columns of all records in the memory of the driver.
 
-Input: the files of all chunks. Output: a RecordTable (arrays by record, 43 bytes per record) for the planner, and
+Input: the files of all chunks. Output: a RecordTable (arrays by record, 44 bytes per record) for the planner, and
 RecordRefs (arrays of selected records) for the tasks that read them again.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.encoding.fragments import FRAGMENT, Fragments
 from energon_packed.pipeline.chunks import (
     COUNTED,
     NUMERIC,
@@ -39,6 +41,7 @@ class RecordRefs:
         address, size: int64 (k,), int32 (k,), address in the source.
         length: int32 (k,), measured tokens.
         media_bytes: int64 (k,), measured bytes of the media.
+        fragments: structured (k,) of dtype `FRAGMENT`, with number -1 for complete records; None if all are complete.
     """
 
     source: Int64
@@ -47,6 +50,7 @@ class RecordRefs:
     size: npt.NDArray[np.int32]
     length: npt.NDArray[np.int32]
     media_bytes: Int64
+    fragments: Fragments | None = None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -54,7 +58,7 @@ class RecordRefs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """Columns of all n records, in input order; 43 bytes per record.
+    """Columns of all n records, in input order; 44 bytes per record.
 
     Attributes:
         address: int64 (n,), address of the record in its source.
@@ -68,10 +72,13 @@ class RecordTable:
         kind: int8 (n,), index into KINDS.
         status: int8 (n,), index into STATUSES; 0 means packed.
         narrow: int8 (n,), 1 if PackedCaptioningSample can store the record.
+        divisible: int8 (n,), 1 for documents and token records, which can be split.
         source_starts: int64 (sources + 1,), index of the first record of each source, and n.
         files: chunk files, in input order.
         file_starts: int64 (chunks,), index of the first record of each file.
         counts: by the names in `COUNTED`, the number of records with each unused field or note.
+        fragments: structured (f,) of dtype `FRAGMENT`, fragments that follow the records as entries of their own; None
+            if no record is split.
     """
 
     address: Int64
@@ -85,23 +92,57 @@ class RecordTable:
     kind: npt.NDArray[np.int8]
     status: npt.NDArray[np.int8]
     narrow: npt.NDArray[np.int8]
+    divisible: npt.NDArray[np.int8]
     source_starts: Int64
     files: list[Path]
     file_starts: Int64
     counts: StringCounts
+    fragments: Fragments | None = None
 
     def __len__(self) -> int:
         return len(self.status)
 
+    def with_fragments(self, fragments: Fragments) -> "RecordTable":
+        """Append fragments; the records that they are of are not packed themselves."""
+        record = fragments["record"]
+        status = self.status.copy()
+        status[record] = -1
+        own: dict[str, Any] = {name: getattr(self, name) for name in NUMERIC}
+        columns: dict[str, Any] = {name: np.concatenate([column, column[record]]) for name, column in own.items()}
+        count = len(self)
+        columns["status"] = np.concatenate([status, np.zeros(len(record), dtype=np.int8)])
+        columns["length"][count:] = fragments["stop"] - fragments["start"]
+        columns["supervised"][count:] = fragments["supervised"]
+        columns["num_images"][count:] = fragments["last_image"] - fragments["first_image"]
+        columns["num_decoded"][count:][fragments["number"] > 0] = 0  # counted with the first fragment
+        return replace(self, **columns, fragments=fragments)
+
+    def records(self, rows: Int64) -> Int64:
+        """Index of the record of each entry, which is a record or a fragment: int64 (k,)."""
+        if self.fragments is None:
+            return rows
+        count = len(self) - len(self.fragments)
+        is_fragment = rows >= count
+        records = rows.copy()
+        records[is_fragment] = self.fragments["record"][rows[is_fragment] - count]
+        return records
+
     def locate(self, rows: Int64) -> tuple[Int64, Int64]:
-        """Source and index in that source of each record: int64 (k,), int64 (k,)."""
+        """Source and index in that source of the record of each entry: int64 (k,), int64 (k,)."""
+        rows = self.records(rows)
         source = np.searchsorted(self.source_starts, rows, side="right") - 1
         return source, rows - self.source_starts[source]
 
     def refs(self, rows: Int64) -> RecordRefs:
-        """Addresses and measurements of these records."""
+        """Addresses and measurements of these records or fragments."""
         source, local = self.locate(rows)
+        fragments = None
+        if self.fragments is not None and (is_fragment := rows >= len(self) - len(self.fragments)).any():
+            fragments = np.zeros(len(rows), dtype=FRAGMENT)
+            fragments["number"] = -1
+            fragments[is_fragment] = self.fragments[rows[is_fragment] - len(self) + len(self.fragments)]
         return RecordRefs(
+            fragments=fragments,
             source=source,
             row=local,
             address=self.address[rows],

@@ -8,7 +8,7 @@ Input: the Plan and the RecordTable of a run. Output of `write_shards`: the tars
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import orjson
 
 from energon_packed.encoding import ChatEncoder
+from energon_packed.encoding.fragments import fragment_id
 from energon_packed.encoding.vision.images import as_jpeg, sniff_extension
 from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, SourceError
 from energon_packed.files import atomic_write
@@ -77,7 +78,8 @@ class ShardTask:
         digest = hashlib.sha256(f"{self.prefix} {self.first_pack}".encode())
         records = self.records
         for array in (self.offsets, *(getattr(records, name) for name in records.__slots__)):
-            digest.update(np.ascontiguousarray(array).data)
+            if array is not None:  # `fragments` of records that are all complete
+                digest.update(array.tobytes())
         return digest.hexdigest()
 
 
@@ -119,7 +121,7 @@ class ShardWriter:
         Raises:
             SourceError: the record or its media changed since it was measured.
         """
-        source, row, measured = record.source, record.row, record.length
+        source, row, measured, fragment = record.source, record.row, record.length, record.fragment
         images: tuple[StoredImage, ...] = ()
         positions: tuple[bytes, ...] = ()
         try:
@@ -136,10 +138,15 @@ class ShardWriter:
             elif record.media_bytes:
                 raise self._changed(source, row, f"it has no media any more, but had {record.media_bytes} bytes")
             if tokens is not None:
-                encoded = tokens.read(record.entry, measured)
+                encoded = tokens.read(record.entry, measured, fragment)
                 encoded = encoded.truncated(self.truncate) if self.truncate else encoded
+                references = conversation.images
+                if fragment is not None:
+                    ident = fragment_id(ident, int(fragment["number"]))
+                    shown = slice(int(fragment["first_image"]), int(fragment["last_image"]))
+                    references, images, positions = references[shown], images[shown], positions[shown]
                 conversation = Conversation(
-                    id=ident, input_ids=encoded.input_ids, labels=encoded.labels, images=conversation.images
+                    id=ident, input_ids=encoded.input_ids, labels=encoded.labels, images=references
                 )
             elif conversation.id is None:
                 conversation = conversation.named(ident)
@@ -177,11 +184,15 @@ class _Record(NamedTuple):
     size: int
     length: int
     media_bytes: int
+    fragment: np.void | None
 
 
 def _records(records: RecordRefs) -> Iterator[_Record]:
-    columns = [getattr(records, name).tolist() for name in _Record._fields[1:]]  # Python integers, all at once
-    return map(_Record, itertools.count(), *columns)
+    columns = [getattr(records, name).tolist() for name in _Record._fields[1:-1]]  # Python integers, all at once
+    fragments: Iterable[np.void | None] = itertools.repeat(None, len(records))
+    if records.fragments is not None:
+        fragments = [fragment if fragment["number"] >= 0 else None for fragment in records.fragments]
+    return map(_Record, itertools.count(), *columns, fragments)
 
 
 def finished_shard(task: ShardTask) -> ShardSummary | None:
@@ -232,9 +243,9 @@ def write_shards(state: RunState, key: str, table: RecordTable, plan: Plan) -> l
             state=state_file(folder, name),
             prefix=options.prefix,
             first_pack=shard.first_pack,
-            records=table.refs(shard.rows),
+            records=plan.entries.refs(shard.rows),
             offsets=shard.offsets,
-            tokens=kept.refs(shard.rows) if kept else None,
+            tokens=kept.refs(plan.entries.records(shard.rows)) if kept else None,
         )
 
     done: dict[str, ShardSummary] = {}
@@ -273,7 +284,7 @@ def write_index(
     """Write the indexes and the manifest; return it as saved in packing.json."""
     state.progress.start("index", len(shards), "shards")
     _check_shards(state.workspace.shards, shards)
-    entries = _entries(table, plan, shards, state.options)
+    entries = _entries(plan, shards, state.options)
     folder = state.workspace.write_folder(keys.write)
     write_nv_meta(
         state.workspace.shards,
@@ -308,7 +319,7 @@ def _check_shards(folder: Path, shards: Sequence[ShardSummary]) -> None:
             )
 
 
-def _entries(table: RecordTable, plan: Plan, shards: Sequence[ShardSummary], options: PackOptions) -> list[ShardEntry]:
+def _entries(plan: Plan, shards: Sequence[ShardSummary], options: PackOptions) -> list[ShardEntry]:
     """Build the manifest entries of the shards: counts from the plan, size and hash from the tar."""
     return [
         ShardEntry(
@@ -316,7 +327,7 @@ def _entries(table: RecordTable, plan: Plan, shards: Sequence[ShardSummary], opt
             split=planned.split,
             packs=shard.packs,
             samples=len(planned.rows),
-            tokens=int(np.minimum(table.length[planned.rows], options.usable_len).sum(dtype=np.int64)),
+            tokens=int(np.minimum(plan.entries.length[planned.rows], options.usable_len).sum(dtype=np.int64)),
             bytes=shard.size,
             sha256=shard.sha256,
         )
@@ -328,8 +339,9 @@ def _manifest(
     state: RunState, keys: Fingerprints, table: RecordTable, plan: Plan, entries: list[ShardEntry]
 ) -> PackingManifest:
     """Build the manifest of a run whose shards are written, from its counts and settings."""
-    options, packs = state.options, plan.packs
-    cut = np.maximum(table.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
+    options, packs, entries_of = state.options, plan.packs, plan.entries
+    cut = np.maximum(entries_of.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
+    fragments = entries_of.fragments
     return PackingManifest(
         sample_class=options.sample_class,
         layout=options.layout,
@@ -339,14 +351,16 @@ def _manifest(
         packed=len(packs.indices),
         truncated=int(np.count_nonzero(cut)),
         tokens_cut=int(cut.sum(dtype=np.int64)),
+        records_split=0 if fragments is None else int(np.count_nonzero(fragments["number"] == 0)),
+        fragments=0 if fragments is None else len(fragments),
         rejects=reject_counts(plan.status),
         unused_fields=most_common(table.counts["unused_fields"]),
         notes=most_common(table.counts["notes"]),
         packs=packs.num_packs,
         tokens=packs.tokens,
         supervised_tokens=_supervised(plan),
-        images=int(table.num_images[packs.indices].sum(dtype=np.int64)),
-        images_decoded=int(table.num_decoded[packs.indices].sum(dtype=np.int64)),
+        images=int(entries_of.num_images[packs.indices].sum(dtype=np.int64)),
+        images_decoded=int(entries_of.num_decoded[packs.indices].sum(dtype=np.int64)),
         check_images=options.check_images,
         seq_len=options.seq_len,
         algorithm=options.algorithm if options.codec.packed else "none",
@@ -371,7 +385,7 @@ def _manifest(
 
 def _supervised(plan: Plan) -> int | None:
     """Targets in all packs; None if the targets of a sample are unknown."""
-    targets = plan.supervised[plan.packs.indices]
+    targets = plan.entries.supervised[plan.packs.indices]
     return None if (targets < 0).any() else int(targets.sum(dtype=np.int64))
 
 
@@ -386,6 +400,9 @@ def _sources(state: RunState, table: RecordTable, plan: Plan) -> list[SourceEntr
     config_of = np.minimum([reading.config for reading in readings], _MAX_SOURCES)
     packed = plan.status == 0
     lengths = np.minimum(table.length, state.options.usable_len)
+    if (fragments := plan.entries.fragments) is not None:
+        np.put(lengths, fragments["record"], 0)
+        np.add.at(lengths, fragments["record"], (fragments["stop"] - fragments["start"]).astype(lengths.dtype))
     config_of_record = config_of[table.locate(np.arange(len(table)))[0]]
     count = min(len(configs), _MAX_SOURCES + 1)
     # A weight above 1 reads a file several times: repeats are not counted as files.

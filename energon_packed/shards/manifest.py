@@ -84,11 +84,13 @@ class PackingManifest:
         sample_class: flavor in `energon_packed.flavors`.
         layout: stricter variant of the flavor that was written, or None.
         dataset_module: package whose sample class dataset.yaml names, or None for energon-packed.
-        records: input records; `packed` of them are in packs, `rejects` counts the others by reason.
+        records: input records; `rejects` counts the records that are not packed by reason.
+        packed: samples in all packs: packed records, with each fragment of a split record as a sample of its own.
         unused_fields: records with each field that is not read, by field name, the most common first.
         notes: records with each note of the reader, such as an image without a placeholder.
         max_samples_per_pack: maximum samples per pack, or None.
         truncated: packed samples that were truncated to seq_len; `tokens_cut` tokens were removed.
+        records_split: packed records that were split into `fragments` samples, because they were longer than seq_len.
         packs, tokens, images: totals over all shards; tokens exclude padding.
         images_decoded: images whose pixels were decoded when they were measured; other images were checked by header
             and structure. None in manifests of earlier versions.
@@ -121,6 +123,8 @@ class PackingManifest:
     packed: int
     truncated: int = 0
     tokens_cut: int = 0
+    records_split: int = 0
+    fragments: int = 0
     rejects: dict[str, int]
     unused_fields: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
@@ -160,7 +164,10 @@ class PackingManifest:
 
     def save(self, folder: Path) -> None:
         """Write `.nv-meta/packing.json` of a shard folder."""
-        content = orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        # Without split records, the file is the same as that of releases that do not split.
+        absent = () if self.fragments else ("records_split", "fragments")
+        value = {name: item for name, item in asdict(self).items() if name not in absent}
+        content = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         atomic_write(folder / NV_META / FILE_NAME, content)
 
     @classmethod

@@ -228,8 +228,8 @@ def test_options_that_only_pack_uses_are_no_error_and_unknown_ones_are(tokens: P
     config = DataflowConfig.from_yaml(file)
     assert (config.packing_length, config.overlong, config.strict) == (24, "error", True)
     assert config.packing_strategy == "best_fit"
-    file.write_text(yaml.safe_dump(base | {"overlong": "split"}))
-    with pytest.raises(ConfigError, match="`overlong` must be one of drop, error, truncate, got 'split'"):
+    file.write_text(yaml.safe_dump(base | {"overlong": "cut"}))
+    with pytest.raises(ConfigError, match="`overlong` must be one of drop, error, truncate, split, got 'cut'"):
         DataflowConfig.from_yaml(file)
     file.write_text(yaml.safe_dump(base | {"pakcing_length": 3}))
     with pytest.raises(ConfigError, match="unknown option 'pakcing_length'; did you mean packing_length"):

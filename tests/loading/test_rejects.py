@@ -325,13 +325,13 @@ def test_a_config_file_for_training_serves_pack(options: Options, tmp_path: Path
 
 def test_energon_refuses_what_it_does_not_do(pack_demo: Any, encoder: Any) -> None:
     shards = pack_demo(sample_class="MultiMixQASample").shards
-    for overlong in ("drop", "truncate"):
+    for overlong in ("drop", "truncate", "split"):
         with pytest.raises(
             ConfigError, match=f"`overlong` of a packer must be 'error' under Energon, got '{overlong}'"
         ):
             get_packed_loader(shards, encoder, packer=PoolPacker(1024, overlong=overlong), packing_buffer_size=8)
-    with pytest.raises(ConfigError, match="`overlong` must be one of drop, error, truncate, got 'split'"):
-        PoolPacker(1024, overlong="split")
+    with pytest.raises(ConfigError, match="`overlong` must be one of drop, error, truncate, split, got 'cut'"):
+        PoolPacker(1024, overlong="cut")
 
 
 def test_items_that_are_no_records_stop_or_are_dropped() -> None:

@@ -221,7 +221,7 @@ def test_an_image_that_vanishes_while_packing_is_named(build: Any, tmp_path: Pat
         ({"split": {"dev": 1.0}}, "unknown split dev"),
         ({"max_reject_rate": 2}, "between 0 and 1"),
         ({"pad_multiple": 512}, "`pad_multiple` must be at most `seq_len` 256, got 512"),
-        ({"overlong": "keep"}, "`overlong` must be one of drop, error, truncate, got 'keep'"),
+        ({"overlong": "keep"}, "`overlong` must be one of drop, error, truncate, split, got 'keep'"),
     ],
 )
 def test_options_are_checked_when_made(build: Any, options: Any, message: str) -> None:

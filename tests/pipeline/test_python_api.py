@@ -100,7 +100,7 @@ def test_the_command_line_a_config_file_and_python_make_the_same_shards(
         ("a: [", "is not YAML"),
         ("seq_len: many", "`seq_len` must be an integer"),
         ("split: most", "`split` must have the form train=0.98,val=0.02, got 'most'"),
-        ("overlong: keep", "`overlong` must be one of drop, error, truncate, got 'keep'"),
+        ("overlong: keep", "`overlong` must be one of drop, error, truncate, split, got 'keep'"),
     ],
 )
 def test_mistakes_in_a_config_file_are_named(

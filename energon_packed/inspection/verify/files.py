@@ -178,8 +178,9 @@ def rejects_match(folder: PackedFolder, manifest: PackingManifest) -> Check:
     check = Check("records = packed + rejected, and rejects.jsonl matches")
     rejected = sum(manifest.rejects.values())
     check.summary = f"{manifest.records:,} records"
-    if manifest.records != manifest.packed + rejected:
-        check.fail(f"packing.json: {manifest.records} records != {manifest.packed} packed + {rejected} rejected")
+    packed = manifest.packed - manifest.fragments + manifest.records_split
+    if manifest.records != packed + rejected:
+        check.fail(f"packing.json: {manifest.records} records != {packed} packed + {rejected} rejected")
     # Training does not need the file, so it may be missing after a copy of the shards.
     file = folder.path.parent / "rejects.jsonl"
     if not file.is_file():

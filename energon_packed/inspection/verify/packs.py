@@ -24,7 +24,7 @@ from energon_packed.formats import Codec, StoredSample
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.loading.process import checked_sample
-from energon_packed.pipeline.chunks import PACKED, TRUNCATED
+from energon_packed.pipeline.chunks import FRAGMENT, PACKED, TRUNCATED
 from energon_packed.records import Conversation
 from energon_packed.seqlens import round_up
 from energon_packed.shards import PackingManifest
@@ -283,11 +283,11 @@ def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter
 
 
 def _recorded_ids(folder: PackedFolder) -> Counter[str] | None:
-    """Count the packed records of each id in lengths.parquet; None without this file. Records may share an id."""
+    """Count the packed records and fragments of each id in lengths.parquet; None without this file."""
     try:
         table = pq.read_table(folder.path.parent / "lengths.parquet", columns=["id", "status"])
     # The file is not needed for training, and may not be copied with the shards.
     except (OSError, pa.ArrowInvalid):
         return None
     pairs = zip(table["id"].to_pylist(), table["status"].to_pylist(), strict=True)
-    return Counter(ident for ident, status in pairs if status in (PACKED, TRUNCATED))
+    return Counter(ident for ident, status in pairs if status in (PACKED, TRUNCATED, FRAGMENT))

@@ -25,14 +25,17 @@ import numpy as np
 import orjson
 
 from energon_packed.encoding import EncodedSample, Processor
-from energon_packed.errors import REQUESTED_REJECTS, BatchError, EnergonPackedError, RecordError, Reject
+from energon_packed.encoding.fragments import fragment_of, split_sample
+from energon_packed.errors import REQUESTED_REJECTS, BatchError, EnergonPackedError, Reason, RecordError, Reject
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.packers.base import Packer, Sizes, unfit
-from energon_packed.loading.process import Encoded, RecordAt, WithSource, encode_items
+from energon_packed.loading.process import RecordAt, WithSource, encode_items
 from energon_packed.loading.ranks import ShardSpec
 from energon_packed.packing.balance import RowSizes
+from energon_packed.pipeline.rejects import not_split
+from energon_packed.records import Conversation
 
 
 class LoaderParts(NamedTuple):
@@ -53,7 +56,8 @@ class Step(NamedTuple):
         batch: result of the collator; None if no item of the step could be used, and at the end.
         state: (shard, JSON) of a stream after this batch, or a JSON string that says why it cannot be saved; None for
             items with a global order.
-        items: indices of the items in the batch: in their shard, or positions in the global order.
+        items: indices of the items in the batch: in their shard, or positions in the global order. Fragment K of an
+            item that was split into N is `"INDEX#K/N"`.
         dropped: indices of the items that were used up without a batch since the last step.
         ended: the worker has no more steps in this epoch.
     """
@@ -61,13 +65,13 @@ class Step(NamedTuple):
     worker: int
     batch: Any
     state: tuple[int, str] | None
-    items: list[int]
-    dropped: list[int]
+    items: Sequence[int | str]
+    dropped: Sequence[int | str]
     ended: bool = False
 
 
 class BufferedItem:
-    """An encoded item that waits for its row.
+    """An encoded item, or a fragment of it, that waits for its row.
 
     Attributes:
         number: index of the item in its shard.
@@ -75,16 +79,32 @@ class BufferedItem:
         size: (tokens, images, patches).
         squares: sum of the squared sample lengths.
         at: location of its record, if it is a record of an input file.
-        ref: number and key of the item as JSON: the state after every step lists them, so they are made once.
+        ref: number and key of the item (and index of the fragment) as JSON: the state after every step lists them, so
+            they are made once.
+        name: the number; for a fragment, `"NUMBER#K/N"`.
     """
 
-    __slots__ = ("at", "number", "ref", "samples", "size", "squares")
+    __slots__ = ("at", "name", "number", "ref", "samples", "size", "squares")
 
-    def __init__(self, key: Any, number: int, samples: Sequence[EncodedSample], at: RecordAt | None = None) -> None:
+    def __init__(
+        self,
+        key: Any,
+        number: int,
+        samples: Sequence[EncodedSample],
+        at: RecordAt | None = None,
+        fragment: tuple[int, int] | None = None,
+    ) -> None:
+        """Wrap the samples of an item.
+
+        Args:
+            key, number, samples, at: of the item.
+            fragment: index of the fragment, and number of fragments; None for a complete item.
+        """
         self.number = number
         self.at = at
         self.samples = samples
-        self.ref = orjson.dumps([number, key]).decode()
+        self.ref = orjson.dumps([number, key] if fragment is None else [number, key, fragment[0]]).decode()
+        self.name: int | str = number if fragment is None else f"{number}#{fragment[0]}/{fragment[1]}"
         tokens = images = patches = squares = 0
         for sample in samples:
             length = len(sample.input_ids)
@@ -167,7 +187,7 @@ class _Encoded(NamedTuple):
 
     Attributes:
         number, resume_state: as in Item.
-        buffered: its samples; None if there are no samples.
+        buffered: its samples, an entry for each fragment; () if there are no samples.
         error: why the item cannot be used; None also for an item of zero samples.
         name: of the item, in messages of an error.
         at: location of its record and its dataset, if it is a record of an input file.
@@ -175,7 +195,7 @@ class _Encoded(NamedTuple):
 
     number: int
     resume_state: Any
-    buffered: BufferedItem | None
+    buffered: Sequence[BufferedItem]
     error: EnergonPackedError | None = None
     name: str = ""
     at: tuple[RecordAt, str] | None = None
@@ -202,7 +222,7 @@ class WorkerStream:
         self._number = int(state["number"])
         self._last = int(state["last"])  # the highest item index in a batch
         self._ended = bool(state["ended"])
-        self._dropped: list[int] = []
+        self._dropped: list[int | str] = []
         self._rest: Iterator[Item] | None = None
         self._buffer = PackBuffer(roles.packer, self._drop)
         self._saved = state
@@ -231,10 +251,10 @@ class WorkerStream:
             for item in self._items():
                 # Before a row is yielded, so that the state of the row continues after the item that completed it.
                 self._resume_state, self._number = item.resume_state, item.number + 1
-                if item.buffered is None:
+                if not item.buffered:
                     self._failed(item)
-                else:
-                    self._buffer.push(item.buffered)
+                for buffered in item.buffered:  # all fragments, because the state continues after the item
+                    self._buffer.push(buffered)
                 while ready:
                     yield self._step(ready.popleft())
             self._ended = True
@@ -267,14 +287,13 @@ class WorkerStream:
         samples = [sample for item in group for sample in item.samples]
         batch = self.roles.collator.collate(samples) if group else None
         self.roles.failures.use(len(group))
-        numbers = [item.number for item in group]
-        self._last = max([self._last, *numbers])
+        self._last = max([self._last, *[item.number for item in group]])
         dropped, self._dropped = self._dropped, []
         try:
             state = self.state()
         except BatchError as error:  # training may never save: the error is raised by `state_dict`
             state = json.dumps(str(error))
-        return Step(self.worker, batch, (self.shard.index, state), numbers, dropped)
+        return Step(self.worker, batch, (self.shard.index, state), [item.name for item in group], dropped)
 
     def _items(self) -> Iterator[_Encoded]:
         """Yield the encoded items of the shard, `read_ahead` of them encoded together."""
@@ -287,25 +306,23 @@ class WorkerStream:
             items = list(islice(stream, self.roles.distributor.read_ahead))
             encoded = self._encode([item.value for item in items])
         chunk = []
-        for item, (samples, at) in zip(items, encoded, strict=True):
+        for item, result in zip(items, encoded, strict=True):
             number, resume_state, value = item.number, item.resume_state, item.value
-            if isinstance(samples, EnergonPackedError):
+            if isinstance(result, EnergonPackedError):
                 name = item_name(value, number)
-                chunk.append(_Encoded(number, resume_state, None, samples, name, record_of(value)))
+                chunk.append(_Encoded(number, resume_state, (), result, name, record_of(value)))
             else:
-                buffered = BufferedItem(item.key, number, samples, at) if samples else None
-                chunk.append(_Encoded(number, resume_state, buffered))
+                chunk.append(_Encoded(number, resume_state, _buffered(item.key, number, value, result)))
         return chunk
 
-    def _encode(self, values: list[Any]) -> list[tuple[Encoded, RecordAt | None]]:
-        """Return the samples of each value, truncated if the packer says so, or an error; and its record location."""
-        packer = self.roles.packer
-        encoded = encode_items(values, self.roles.processor)
-        if packer.overlong == "truncate" and packer.longest is not None:
-            encoded = [_truncated(samples, packer.longest) for samples in encoded]
+    def _encode(self, values: list[Any]) -> list[list[Sequence[EncodedSample]] | EnergonPackedError]:
+        """Return the samples of each value, truncated or split if the packer says so, or an error.
+
+        A value has one entry, or an entry for each fragment.
+        """
         return [
-            (samples, value.at if isinstance(value, WithSource) else None)
-            for samples, value in zip(encoded, values, strict=True)
+            result if isinstance(result, EnergonPackedError) else _fitted(result, value, self.roles.packer)
+            for result, value in zip(encode_items(values, self.roles.processor), values, strict=True)
         ]
 
     def _failed(self, item: _Encoded) -> None:
@@ -324,7 +341,7 @@ class WorkerStream:
             raise unfit(reject)
         else:
             failures.drop(reject.reason.value)
-        self._dropped.append(item.number)
+        self._dropped.append(item.name)
 
     def _restore_buffer(self) -> None:
         """Read and encode again the items that were buffered when the state was saved."""
@@ -332,9 +349,10 @@ class WorkerStream:
         refs = [ref for group in saved for ref in group]
         if not refs:
             return
-        distributor, numbers = self.roles.distributor, [number for number, _ in refs]
+        distributor, keys = self.roles.distributor, {number: key for number, key, *_ in refs}
+        numbers = list(keys)
         if distributor.can_seek:
-            values = distributor.read_many(self.shard, [key for _, key in refs])
+            values = distributor.read_many(self.shard, list(keys.values()))
             self._fill(saved, dict(zip(numbers, values, strict=True)))
             return
         # A one-shot iterator can be saved only if no later item is in a batch: it is read from the first buffered
@@ -351,13 +369,13 @@ class WorkerStream:
         self._rest = stream
 
     def _fill(self, saved: list[Any], values: dict[int, Any]) -> None:
-        keys = {number: key for group in saved for number, key in group}
-        buffered = {}
-        for number, (samples, at) in zip(values, self._encode(list(values.values())), strict=True):
-            if isinstance(samples, EnergonPackedError):
-                raise BatchError(f"item {number} of the saved state cannot be encoded any more: {samples}")
-            buffered[number] = BufferedItem(keys[number], number, samples, at)
-        groups = [[buffered[number] for number, _ in group] for group in saved]
+        keys = {number: key for group in saved for number, key, *_ in group}
+        buffered: dict[int, list[BufferedItem]] = {}
+        for (number, value), result in zip(values.items(), self._encode(list(values.values())), strict=True):
+            if isinstance(result, EnergonPackedError):
+                raise BatchError(f"item {number} of the saved state cannot be encoded any more: {result}")
+            buffered[number] = _buffered(keys[number], number, value, result)
+        groups = [[buffered[number][fragment[0] if fragment else 0] for number, _, *fragment in g] for g in saved]
         self._buffer.waiting = groups.pop()
         self._buffer.ready.extend(groups)
 
@@ -407,11 +425,31 @@ def item_name(value: Any, number: int) -> str:
     return f"{ident or f'item {number}'}{dataset}"
 
 
-def _truncated(encoded: Encoded, max_length: int) -> Encoded:
-    """Return a sample of at most `max_length` tokens, or the error; a pack of several samples is returned as it is."""
-    if isinstance(encoded, EnergonPackedError) or len(encoded) != 1:
-        return encoded
+def _buffered(key: Any, number: int, value: Any, entries: list[Sequence[EncodedSample]]) -> list[BufferedItem]:
+    """Return the entries of an item, one for each fragment, without entries that have no sample."""
+    at = value.at if isinstance(value, WithSource) else None
+    if len(entries) == 1:
+        return [BufferedItem(key, number, entries[0], at)] if entries[0] else []
+    count = len(entries)
+    return [BufferedItem(key, number, entry, at, (index, count)) for index, entry in enumerate(entries)]
+
+
+def _fitted(
+    samples: Sequence[EncodedSample], value: Any, packer: Packer
+) -> list[Sequence[EncodedSample]] | EnergonPackedError:
+    """Truncate or split the sample of an item, if the packer says so; a pack of several samples stays as it is."""
+    longest = packer.longest
+    if longest is None or packer.overlong not in ("truncate", "split") or len(samples) != 1:
+        return [samples]
+    sample = samples[0]
+    if len(sample) <= longest:
+        return [samples]
     try:
-        return [encoded[0].truncated(max_length)]
+        if packer.overlong == "truncate":
+            return [[sample.truncated(longest)]]
+        conversation = value.value if isinstance(value, WithSource) else value
+        if isinstance(conversation, Conversation) and conversation.messages:
+            return RecordError(Reason.OVERLONG, not_split(len(sample), packer.max_tokens or longest, packer.multiple))
+        return [[fragment_of(sample, fragment)] for fragment in split_sample(sample, longest, packer.split_overlap)]
     except RecordError as error:
         return error

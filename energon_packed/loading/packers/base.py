@@ -53,7 +53,8 @@ class Packer(ABC):
         max_tokens: tokens of a row; at least `longest`.
         multiple: each sample is padded to a multiple of this many tokens.
         overlong: handling of a sample above a limit, as with `pack`: `error` stops loading, `drop` drops and counts
-            the sample, `truncate` keeps its first `longest` tokens (DataflowLoader).
+            the sample, `truncate` keeps its first `longest` tokens, `split` divides documents and token records into
+            fragments, which repeat `split_overlap` tokens (both with DataflowLoader).
         drop_last: a group that is incomplete at the end of the epoch is dropped.
         rows: items in each row, if their number alone decides; None otherwise.
     """
@@ -66,6 +67,7 @@ class Packer(ABC):
     max_tokens: int | None = None
     multiple: int = 1
     overlong: Overlong = "error"
+    split_overlap: int = 1
     drop_last: bool = False
     rows: int | None = None
 

@@ -1,0 +1,170 @@
+"""Split samples that are longer than a row: the tokens of a sample -> Fragments, each of at most a row.
+
+    tokens       0 1 2 3 4 5 6 7 8 9        rows of 4 tokens, an overlap of 1
+    fragment 0   0 1 2 3
+    fragment 1         3 4 5 6              token 3 is context: token 4, which it predicts, is a target here
+    fragment 2               6 7 8 9
+
+Every token but the first of the sample is a target in one fragment (if it is supervised), because the first token of a
+fragment, which nothing predicts, is a target of the fragment before. All fragments but the last fill a row, unless an
+image is at the end of the row: an image, and the two tokens around it that may mark it, stay together.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
+from energon_packed.errors import Reason, RecordError
+
+Int64 = npt.NDArray[np.int64]
+Fragments = npt.NDArray[np.void]
+"""Fragments, structured (f,) of dtype `FRAGMENT`."""
+FRAGMENT = np.dtype(
+    [
+        ("record", np.int64),
+        ("number", np.int32),
+        ("start", np.int64),
+        ("stop", np.int64),
+        ("context", np.int32),
+        ("first_image", np.int32),
+        ("last_image", np.int32),
+        ("supervised", np.int32),
+        ("total", np.int64),
+    ]
+)
+"""Fragment `number` of a record: its tokens [start, stop) of `total`, of which the first `context` are no targets, its
+images [first_image, last_image) and its number of targets. In a list of samples, `number` -1 is a complete record."""
+_MARGIN = 2  # tokens beside an image that may mark it, as <|vision_start|> does
+
+
+def fragment_id(ident: str, number: int) -> str:
+    """Return the id of a fragment, such as `doc-7#0`."""
+    return f"{ident}#{number}"
+
+
+def text_fragments(total: int, max_length: int, overlap: int) -> Fragments:
+    """Split `total` tokens of text without images, all of them supervised.
+
+    Args:
+        total: tokens of the sample.
+        max_length: tokens of a row.
+        overlap: tokens that a fragment repeats from the fragment before, 1 to `max_length - 1`.
+    """
+    step = max_length - overlap
+    starts = np.arange(0, max(total - overlap, 1), step, dtype=np.int64)
+    found = np.zeros(len(starts), dtype=FRAGMENT)
+    found["number"] = np.arange(len(starts))
+    found["start"] = starts
+    found["stop"] = np.minimum(starts + max_length, total)
+    found["context"][1:] = overlap
+    found["total"] = total
+    found["supervised"] = found["stop"] - found["start"] - np.maximum(found["context"], 1)
+    return found
+
+
+def split_sample(sample: EncodedSample, max_length: int, overlap: int, num_images: int | None = None) -> Fragments:
+    """Split the tokens of a sample; fragments without a target are left out, as they train nothing.
+
+    Args:
+        sample: the sample; its pixels may be missing.
+        max_length, overlap: as for `text_fragments`.
+        num_images: images of the sample; None for those that it has.
+
+    Raises:
+        RecordError: `overlong`, if a row has no place to split the sample; `no_supervised_tokens` without a target.
+    """
+    input_ids, labels, total = sample.input_ids, sample.labels, len(sample)
+    num_images = sample.num_images if num_images is None else num_images
+    # Start and end of each run of image tokens: int64 (images, 2).
+    is_image = np.zeros(total, dtype=bool) if sample.image_token_id is None else input_ids == sample.image_token_id
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_image, [False]]))).reshape(-1, 2)
+    if num_images and len(edges) != num_images:
+        raise RecordError(
+            Reason.OVERLONG,
+            f"{total} tokens; it cannot be split between its {num_images} images, whose tokens are {len(edges)} runs",
+        )
+    blocked = np.zeros(total + 1, dtype=bool)
+    for first, last in edges.tolist():
+        # One token more after an image, because the next fragment repeats at least one token of text.
+        blocked[max(first - _MARGIN + 1, 0) : last + _MARGIN + 1] = True
+    blocked[total] = False
+    rows: list[tuple[Any, ...]] = []
+    start = context = 0
+    while True:
+        stop = min(start + max_length, total)
+        while blocked[stop] and stop > start + context:
+            stop -= 1
+        if stop <= start + context:
+            raise RecordError(
+                Reason.OVERLONG, f"{total} tokens; a row of {max_length} has no place to split it beside its images"
+            )
+        images = np.searchsorted(edges[:, 0], [start, stop]).tolist()
+        supervised = int((labels[start + max(context, 1) : stop] != IGNORE_INDEX).sum())
+        if supervised:
+            rows.append((0, len(rows), start, stop, context, *images, supervised, total))
+        if stop == total:
+            break
+        # The context must not contain a part of an image, nor the tokens that mark its end.
+        after_image = int(edges[images[1] - 1, 1]) + _MARGIN if images[1] else 0
+        start = max(stop - overlap, after_image)
+        context = stop - start
+    if not rows:
+        raise RecordError(Reason.NO_SUPERVISED_TOKENS, f"{total} tokens, none of which is a target")
+    return np.array(rows, dtype=FRAGMENT)
+
+
+def fragment_labels(labels: Int64, fragment: np.void) -> Int64:
+    """Return the labels of a fragment's tokens, given those of the sample: int64 (L,)."""
+    masked = labels[fragment["start"] : fragment["stop"]].copy()
+    masked[: fragment["context"]] = IGNORE_INDEX
+    return masked
+
+
+def fragment_of(sample: EncodedSample, fragment: np.void) -> EncodedSample:
+    """Return a fragment as a sample, with its own images; positions start at 0 again.
+
+    Raises:
+        RecordError: `overlong`, if the inputs of the vision tower cannot be divided by image.
+    """
+    tokens = slice(int(fragment["start"]), int(fragment["stop"]))
+    images = slice(int(fragment["first_image"]), int(fragment["last_image"]))
+    positions, types = sample.position_ids, sample.token_type_ids
+    return replace(
+        sample,
+        id=fragment_id(str(sample.id), int(fragment["number"])),
+        input_ids=sample.input_ids[tokens],
+        labels=fragment_labels(sample.labels, fragment),
+        # A fragment starts with text, whose position is equal in t, h and w.
+        position_ids=None if positions is None else positions[:, tokens] - positions[:, tokens.start, None],
+        token_type_ids=None if types is None else types[tokens],
+        **_media_of(sample, images),
+    )
+
+
+def _media_of(sample: EncodedSample, images: slice) -> dict[str, Any]:
+    """Inputs of the vision tower for some images of a sample."""
+    if not sample.num_images or (images.start, images.stop) == (0, sample.num_images):
+        return {}
+    if images.start == images.stop:
+        return dict.fromkeys(("pixel_values", "image_grid_thw", "patch_positions", "vision_inputs"))
+    if sample.vision_inputs is not None:
+        inputs = sample.vision_inputs
+        if any(tensor.shape[inputs.dims[name]] != inputs.images for name, tensor in inputs.values.items()):
+            raise RecordError(
+                Reason.OVERLONG, f"{len(sample)} tokens; the tiles of its images cannot be divided between fragments"
+            )
+        count, dims = images.stop - images.start, inputs.dims
+        values = {name: tensor.narrow(dims[name], images.start, count) for name, tensor in inputs.values.items()}
+        return {"vision_inputs": replace(inputs, values=values, images=count)}
+    assert sample.image_grid_thw is not None
+    ends = [0, *sample.image_grid_thw.prod(dim=1).cumsum(0).tolist()]
+    patches = slice(ends[images.start], ends[images.stop])
+    pixels, positions = sample.pixel_values, sample.patch_positions
+    return {
+        "image_grid_thw": sample.image_grid_thw[images],
+        "pixel_values": None if pixels is None else pixels[patches],
+        "patch_positions": None if positions is None else positions[patches],
+    }

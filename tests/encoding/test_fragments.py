@@ -1,0 +1,129 @@
+"""Fragments of a long sample: nothing is lost, every token is a target once, images stay whole."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from energon_packed import EncodedSample, RecordError
+from tests.internals import fragment_of, split_sample, text_fragments
+
+IGNORE_INDEX = -100
+IMAGE = 7
+
+
+def sample(ids: list[int], labels: list[int] | None = None, images: int = 0) -> EncodedSample:
+    tokens = np.array(ids, dtype=np.int64)
+    grids = torch.tensor([[1, 2, index + 1] for index in range(images)]) if images else None
+    pixels = None if grids is None else torch.arange(int(grids.prod(dim=1).sum()))[:, None].float()
+    return EncodedSample(
+        id="doc",
+        input_ids=tokens,
+        labels=tokens.copy() if labels is None else np.array(labels, dtype=np.int64),
+        image_token_id=IMAGE,
+        image_grid_thw=grids,
+        pixel_values=pixels,
+    )
+
+
+def check(whole: EncodedSample, parts: list[EncodedSample], overlap: int) -> None:
+    """Targets and the tokens after the context are those of the sample, in order."""
+    ids = [*parts[0].input_ids.tolist()]
+    targets = [*parts[0].labels.tolist()[1:]]
+    for part in parts[1:]:
+        context = int(np.argmax(part.labels != IGNORE_INDEX)) if overlap > 1 else 1
+        context = max(context, 1)
+        assert ids[-context:] == part.input_ids[:context].tolist()
+        ids += part.input_ids[context:].tolist()
+        targets += part.labels[context:].tolist()
+    assert ids == whole.input_ids.tolist()
+    assert targets == whole.labels.tolist()[1:]
+
+
+@pytest.mark.parametrize("overlap", [1, 2, 5])
+def test_fragments_join_to_the_sample_and_every_token_is_a_target_once(overlap: int) -> None:
+    rng = random.Random(overlap)
+    for _ in range(300):
+        length, row = rng.randint(2, 90), rng.randint(overlap + 1, 40)
+        whole = sample([rng.randint(8, 99) for _ in range(length)])
+        fragments = split_sample(whole, row, overlap)
+        parts = [fragment_of(whole, fragment) for fragment in fragments]
+        check(whole, parts, overlap)
+        assert {len(part) for part in parts[:-1]} <= {row}  # only the last fragment is shorter than a row
+        assert len(parts[-1]) <= row
+        assert fragments["supervised"].tolist() == [part.num_supervised for part in parts]
+        assert sum(part.num_supervised for part in parts) == length - 1
+        # Without images and masked tokens, the length decides.
+        assert text_fragments(length, row, overlap).tolist() == fragments.tolist()
+
+
+def test_images_stay_in_one_fragment_with_the_tokens_around_them() -> None:
+    rng = random.Random(0)
+    split = impossible = 0
+    for _ in range(400):
+        ids: list[int] = [rng.randint(20, 99) for _ in range(rng.randint(0, 12))]
+        images = rng.randint(1, 4)
+        for _ in range(images):
+            ids += [8, *[IMAGE] * rng.randint(1, 6), 9, *[rng.randint(20, 99) for _ in range(rng.randint(0, 12))]]
+        whole = sample(ids, images=images)
+        overlap = rng.choice([1, 3])
+        try:
+            fragments = split_sample(whole, 16, overlap)
+        except RecordError as error:
+            assert error.reason == "overlong"
+            impossible += 1
+            continue
+        parts = [fragment_of(whole, fragment) for fragment in fragments]
+        check(whole, parts, overlap)
+        split += 1
+        seen = 0
+        for part in parts:
+            tokens = part.input_ids.tolist()
+            runs = [i for i, token in enumerate(tokens) if token == IMAGE and tokens[i - 1] != IMAGE]
+            assert len(runs) == part.num_images
+            assert all(tokens[i - 1] == 8 for i in runs)
+            if part.num_images:
+                assert part.pixel_values is not None
+                assert part.image_grid_thw is not None
+                assert part.image_grid_thw[:, 2].tolist() == list(range(seen + 1, seen + 1 + part.num_images))
+                assert len(part.pixel_values) == int(part.image_grid_thw.prod(dim=1).sum())
+            else:
+                assert part.pixel_values is None
+            seen += part.num_images
+        assert seen == images
+    assert split > 100
+    assert impossible > 10
+
+
+def test_a_fragment_without_a_target_is_left_out() -> None:
+    ids = list(range(10, 40))
+    labels = [IGNORE_INDEX] * 20 + ids[20:]
+    fragments = split_sample(sample(ids, labels), 10, 1)
+    assert fragments["number"].tolist() == [0, 1]
+    assert fragments["start"].tolist() == [18, 27]
+    with pytest.raises(RecordError, match="none of which is a target"):
+        split_sample(sample(ids, [IGNORE_INDEX] * 30), 10, 1)
+
+
+def test_tiles_that_share_an_image_are_not_divided() -> None:
+    tiles = [10, IMAGE, 11, IMAGE, *range(20, 50)]  # two runs of one image
+    with pytest.raises(RecordError, match="cannot be split between its 1 images, whose tokens are 2 runs"):
+        split_sample(sample(tiles, images=1), 16, 1)
+
+
+def test_positions_of_a_fragment_start_at_0() -> None:
+    whole = sample(list(range(10, 40)))
+    moved = EncodedSample(
+        id="doc",
+        input_ids=whole.input_ids,
+        labels=whole.labels,
+        position_ids=np.broadcast_to(np.arange(30), (3, 30)),
+        token_type_ids=np.arange(30),
+    )
+    part = fragment_of(moved, split_sample(moved, 12, 1)[1])
+    assert part.id == "doc#1"
+    assert part.position_ids is not None
+    assert part.position_ids.tolist() == [list(range(12))] * 3
+    assert part.token_type_ids is not None
+    assert part.token_type_ids.tolist() == list(range(11, 23))
