@@ -127,7 +127,8 @@ def test_a_file_that_needs_a_larger_window_is_told_from_a_damaged_one(tmp_path: 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", json.dumps({"data": ROWS}), r"one JSON object; write its list data alone to .*: jq \.data a"),
+        ("a.json", json.dumps({"rows": ROWS}), r"one JSON object; write its list rows alone to .*: jq \.rows a"),
+        ("a.json", json.dumps({"data": ROWS, "x": 1}), r"one JSON object; write its list data alone to .*: jq \.data"),
         ("a.jsonl", LINES.decode().replace("\n", "\r"), r"the lines of .*a\.jsonl end in CR alone"),
         ("a.json", LINES.decode().replace("\n", "\r"), r"the lines of .*a\.json end in CR alone"),
     ],
