@@ -263,14 +263,16 @@ def _reader_of_object(path: Path, data: Path) -> Callable[[BinaryIO], Iterator[b
     """Find the function that yields the records of the JSON object in `data`; None if it has another form.
 
     Raises:
-        SourceError: it is a COCO file without captions.
+        SourceError: it is a COCO file without captions, or a list of datasets.
     """
-    firsts: dict[str, Any] = {}  # first element of each list of objects
+    firsts: dict[str, Any] = {}  # first element of each list; the first member itself if it is an object
     try:
         with data.open("rb") as stream:
             for name, value in _members(stream):
-                if not firsts and value[:1] == b"{" and not set(_BY_ID).isdisjoint(orjson.loads(value)):
-                    return _records_by_id
+                if not firsts and value[:1] == b"{":
+                    firsts[name] = orjson.loads(value)
+                    if not firsts[name].keys().isdisjoint(_BY_ID):
+                        return _records_by_id
                 is_list = value[:1] == b"["
                 firsts.setdefault(name, orjson.loads(next(_elements(io.BytesIO(value)), b"0")) if is_list else None)
     except ValueError:  # not JSON: reported as before, by line
@@ -283,6 +285,10 @@ def _reader_of_object(path: Path, data: Path) -> Callable[[BinaryIO], Iterator[b
                 f"the annotations of {path} must have a caption, got {fields}. Pass the captions of COCO."
             )
         return _coco_records
+    # The list of LLaVA-NeXT, lmms-engine and axolotl, and the mapping of InternVL.
+    is_internvl = any({"root", "annotation"} <= fields for fields in found.values())
+    if is_internvl or not found.get("datasets", set()).isdisjoint(("path", "json_path")):
+        raise SourceError(f"{path} must contain records, got a list of datasets. Pass it as --config {path}.")
     return _records_of_data if "data" in found and firsts.keys() <= _ABOUT_DATA | {"data"} else None
 
 

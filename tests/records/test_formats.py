@@ -217,6 +217,9 @@ EXPECTED: dict[str, list[tuple[Turns | str, list[str]]]] = {
         *[([(U, "Add 2 and 3."), (A, "5")], [])] * 2,
         ([(U, "<image>What is it?"), (A, "A cat.")], ["1.jpg"]),
     ],
+    "Lists of datasets: LLaVA-NeXT, lmms-engine, axolotl, InternVL": [
+        ([(U, "<image>\nWhat is it?"), (A, "A cat.")], ["1.jpg"]),
+    ],
 }  # fmt: skip
 
 
