@@ -13,6 +13,7 @@ are in memory while it is rewritten.
 """
 
 import codecs
+import contextlib
 import gzip
 import io
 import logging
@@ -234,12 +235,10 @@ def _in_lines(path: Path, data: Path, work_dir: Path) -> Path:
     if head[:1] == b"[":
         return converted(data, work_dir, ".lines.jsonl", lambda array, out: _to_jsonl(array, out, path))
     is_wrapped = head[:1] == b"{" and head[1:].lstrip(b" \t\r")[:1] == b"\n"  # JSON lines never break after the brace
-    if (
-        head[:1] == b"{"
-        and (is_wrapped or _is_one_line(data))
-        and (lines := _reader_of_object(path, data)) is not None
-    ):
-        return converted(data, work_dir, ".lines.jsonl", lambda content, out: _to_jsonl(content, out, path, lines))
+    if head[:1] == b"{" and (is_wrapped or _is_one_line(data)):
+        # The form is found while the copy is written, so that an existing copy is used without reading the file.
+        with contextlib.suppress(_NoListError):
+            return converted(data, work_dir, ".lines.jsonl", lambda content, out: _object_to_jsonl(content, out, path))
     if is_wrapped:
         raise SourceError(
             f"{path} is one JSON object over several lines; write the list of records in it alone to a file, such "
@@ -259,12 +258,24 @@ def _is_one_line(file: Path) -> bool:
         return end < 0 or not data[end : end + 4096].strip()
 
 
-def _reader_of_object(path: Path, data: Path) -> Callable[[BinaryIO], Iterator[bytes]] | None:
-    """Find the function that yields the records of the JSON object in `data`; None if it has another form.
+class _NoListError(Exception):
+    """A JSON object is not one of the objects of records."""
+
+
+def _object_to_jsonl(data: Path, out: BinaryIO, path: Path) -> None:
+    """Write a line per record of the JSON object in `data`, the decompressed file of `path`.
 
     Raises:
-        SourceError: it is a COCO file without captions, or a list of datasets.
+        _NoListError: the object has another form.
+        SourceError: it is a COCO file without captions, a list of datasets, or not complete.
     """
+    if (records := _reader_of_object(path, data)) is None:
+        raise _NoListError
+    _to_jsonl(data, out, path, records)
+
+
+def _reader_of_object(path: Path, data: Path) -> Callable[[BinaryIO], Iterator[bytes]] | None:
+    """Find the function that yields the records of the JSON object in `data`; None if it has another form."""
     firsts: dict[str, Any] = {}  # first element of each list; the first member itself if it is an object
     try:
         with data.open("rb") as stream:
@@ -350,17 +361,17 @@ def _lists(stream: BinaryIO) -> dict[str, bytes]:
 
 
 def _to_jsonl(
-    data: Path, out: BinaryIO, path: Path, lines: Callable[[BinaryIO], Iterator[bytes]] | None = None
+    data: Path, out: BinaryIO, path: Path, records: Callable[[BinaryIO], Iterator[bytes]] | None = None
 ) -> None:
-    """Write a line per record of `data`, the decompressed file of `path`: an array, or an object read by `lines`."""
+    """Write a line per record of `data`, the decompressed file of `path`: an array, or an object read by `records`."""
     with data.open("rb") as stream:
         stream.seek(len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
         try:
-            for element in (lines or _elements)(stream):
+            for element in (records or _elements)(stream):
                 # Between tokens both bytes are whitespace to JSON; inside strings neither is allowed.
                 out.write(element.replace(b"\n", b"\r") + b"\n")
         except (ValueError, TypeError) as error:
-            kind = "a complete JSON array" if lines is None else "a complete JSON object of records"
+            kind = "a complete JSON array" if records is None else "a complete JSON object of records"
             raise SourceError(f"{path} is not {kind}: {error}") from error
 
 

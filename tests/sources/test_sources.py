@@ -260,6 +260,9 @@ def test_published_objects_of_records_are_read(tmp_path: Path, name: str, suffix
     file.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
     (source,) = open_sources([file], work_dir=tmp_path / "work")
     assert [row.record for start, stop in source.chunks() for row in source.scan(start, stop)] == expected
+    written = source.data.stat().st_mtime_ns
+    (source,) = open_sources([file], work_dir=tmp_path / "work")
+    assert source.data.stat().st_mtime_ns == written
 
 
 def test_images_of_coco_without_a_caption_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
