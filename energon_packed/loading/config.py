@@ -86,7 +86,7 @@ class DataflowConfig(RejectOptions):
     work_dir: Path | None = option(None, help="Folder for measurements.", group=RUN, flags=())
 
     def __post_init__(self) -> None:
-        if self.dataset_format.lower() == "yaml":  # of the list of datasets, not of their files
+        if str(self.dataset_format).lower() == "yaml":  # of the list of datasets, not of their files
             is_file = isinstance(self.dataset_path, str | Path)
             if not (self.sources or (is_file and Path(self.dataset_path).suffix.lower() in (".yaml", ".yml"))):
                 raise ConfigError(

@@ -141,7 +141,7 @@ class TextCaps(Caption):
 
     def matches(self, record: Record) -> bool:
         """Whether one of the fields with captions has a value."""
-        return any(is_given(record.get(name)) for name in _TEXT_CAPS)
+        return is_given(record.get("caption_str")) or is_given(record.get("reference_strs"))
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn with the image and an assistant turn with the caption."""

@@ -88,6 +88,7 @@ _REASONED = (  # question, reasoning, answer
     ("question", "deepseek_thinking_trajectory", "deepseek_attempt"),
     ("Question", "Complex_CoT", "Response"),
 )
+_REASONINGS = frozenset(reasoning for _, reasoning, _ in _REASONED)
 _PAIRS = (
     ("prompt", "completion"),
     ("prompt", "response"),
@@ -138,8 +139,9 @@ class GQA(QuestionAnswer):
 
     def matches(self, record: Record) -> bool:
         """Whether the record has an image id, no image, and a question with an answer."""
-        has_image = is_given(record.get("image")) or is_given(record.get("images"))
-        return is_given(record.get("imageId")) and not has_image and super().matches(record)
+        if not is_given(record.get("imageId")):
+            return False
+        return not any(is_given(record.get(name)) for name in ("image", "images")) and super().matches(record)
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn with the image and an assistant turn."""
@@ -155,6 +157,8 @@ class ReasonedAnswer(RecordFormat):
 
     def matches(self, record: Record) -> bool:
         """Whether the record has all three fields of one of the formats."""
+        if _REASONINGS.isdisjoint(record):  # almost every record
+            return False
         return any(all(is_given(record.get(name)) for name in names) for names in _REASONED)
 
     def read(self, record: Record, media: Media) -> PartialConversation:
