@@ -233,7 +233,10 @@ def test_csv_cells_are_lists_where_lists_belong(tmp_path: Path) -> None:
 
 
 IMAGES = [{"id": 7, "file_name": "7.jpg", "license": 4}, {"id": 8, "file_name": "8.jpg", "license": 1}]
-ANNOTATIONS = [{"image_id": 7, "id": 48, "caption": "A\ncat."}, {"image_id": 7, "id": 67, "caption": 'A "pet", {it}.'}]
+ANNOTATIONS = [
+    {"image_id": 7, "id": 48, "caption": "A\ncat."},
+    {"image_id": 7, "id": 2**64 + 1, "caption": 'A "pet", {it}.'},
+]
 COCO = {"info": {"year": 2017}, "images": IMAGES, "licenses": [{"id": 4}], "annotations": ANNOTATIONS}
 QUESTIONS = {"02930152": {"question": "Dark?", "answer": "yes"}, "2": {"question": "Red?", "id": 5}, "3": {}}
 OBJECTS: dict[str, tuple[Any, list[Any]]] = {
