@@ -71,6 +71,7 @@ def test_two_columns_of_the_same_name_are_refused(tmp_path: Path, name: str) -> 
         records(tmp_path / name)
     remedy = "Rename or remove all but one."
     assert str(caught.value) == f"{tmp_path / name}: column names must be unique, got 2 columns 'text'. {remedy}"
+    assert not any((tmp_path / "work").rglob("*.arrow"))  # refused before the rows are copied
 
 
 def test_columns_without_a_name_are_read(tmp_path: Path) -> None:
