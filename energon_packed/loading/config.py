@@ -40,6 +40,7 @@ class DataflowConfig(RejectOptions):
         dataset_path: a path, a list of paths, a list of sources with per-source settings (`path`, `weight`,
             `image_root`, `map`, ...), or a YAML file with such a list.
         dataset_format: file format that every input must have, such as `jsonl` or `parquet`; `auto` accepts any.
+            `yaml`: dataset_path is a YAML file with a list of inputs, which may have any format.
         packing: pack several samples per row; False puts one sample in each row.
         packing_length: tokens in one row.
         packing_strategy: `first_fit`, `best_fit`, `window_N` (sorted by length and packed within windows of N
@@ -85,6 +86,13 @@ class DataflowConfig(RejectOptions):
     work_dir: Path | None = option(None, help="Folder for measurements.", group=RUN, flags=())
 
     def __post_init__(self) -> None:
+        if str(self.dataset_format).lower() == "yaml":  # of the list of datasets, not of their files
+            is_file = isinstance(self.dataset_path, str | Path)
+            if not (self.sources or (is_file and Path(self.dataset_path).suffix.lower() in (".yaml", ".yml"))):
+                raise ConfigError(
+                    f"`dataset_path` must be a YAML file (`dataset_format` yaml), got {short(self.dataset_path)}."
+                )
+            object.__setattr__(self, "dataset_format", AUTO)
         names = ("dataset_path", "packing_length", "processor_config", "packing_strategy")
         values = {name: getattr(self, name) for name in names}
         defaults = {attribute.name: attribute.default for attribute in fields(self)}

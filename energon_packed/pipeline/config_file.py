@@ -4,11 +4,17 @@ Input: a YAML mapping of option names (or flags) to values. Output: values of an
 training configs are translated to options of `pack`:
 
 dataset_path       inputs, or sources if an item is a mapping of per-source settings
+datasets           sources, with the settings of other tools under the names of per-source settings
+dataset            a mapping of options, as if they were not nested; also dataset_config
 packing_length     seq_len
 packing_strategy   algorithm: first_fit is ffd, best_fit is bfd, pool_N is window_N
 packing            false is max_samples_per_pack 1
 filter_overlong    overlong: true drops, false raises
 processor_config   tokenizer, or a mapping of encoder settings
+
+`datasets` is the list of LLaVA-NeXT (`json_path`, `sampling_strategy`), lmms-engine (`path`, `data_folder`,
+`data_type`) and axolotl (`path`, `type`, `ds_type`, `split`), or InternVL's mapping of names to datasets (`root`,
+`annotation`, `repeat_time`, `data_augment`, `length`), which may also be the whole file.
 """
 
 import difflib
@@ -29,9 +35,31 @@ _log = logging.getLogger(__name__)
 TRAINING_ONLY = ("dataset_format", "shuffle", "streaming", "max_images", "max_patches", "work_dir")
 """Names that only the loaders use."""
 _TRANSLATED = (
-    "dataset_path", "packing_length", "packing_strategy", "packing", "filter_overlong", "processor_config",
+    "dataset_path", "datasets", "packing_length", "packing_strategy", "packing", "filter_overlong", "processor_config",
 )  # fmt: skip
 TRAINING_NAMES = (*_TRANSLATED, *TRAINING_ONLY)
+_NESTED = ("dataset", "dataset_config")  # options of lmms-engine
+_SETTINGS = {
+    **dict.fromkeys(("json_path", "annotation"), "path"),
+    **dict.fromkeys(("root", "data_folder"), "image_root"),
+    "repeat_time": "weight",
+    "split": "source_split",
+}
+_BLEND = (
+    "To pack a share of the records, set weight. To blend datasets while training, pack each into its own folder and "
+    "use energon-packed metadataset."
+)
+_DETECTED = "Remove it: the format is detected by the name of the file and the fields of its records."
+_FORMATS = (("json", "jsonl", "parquet", "arrow", "csv"), _DETECTED)
+# Settings without an effect if they have one of these values; other values are refused with the remedy.
+_WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "sampling_strategy": (("all",), _BLEND),
+    **dict.fromkeys(("ratio", "sampling_ratio", "probability", "proportion"), ((), _BLEND)),
+    "data_augment": ((False,), "Images are stored as they are."),
+    "type": (("alpaca", "sharegpt", "chat_template", "completion"), f"{_DETECTED} For other fields, set map."),
+    "data_type": _FORMATS,
+    "ds_type": _FORMATS,
+}
 _STRATEGIES = {"first_fit": "ffd", "best_fit": "bfd", "sequential": "sequential"}
 _SIZED = re.compile(r"(window|pool)_([1-9][0-9]*)")
 
@@ -49,6 +77,13 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if "dataset_path" in present:
         options |= _inputs(present["dataset_path"])
+    if "datasets" in present:
+        if options:
+            raise ConfigError("`dataset_path` and `datasets` are both set. Remove one of them")
+        sources = _sources({"datasets": present["datasets"]})
+        if sources is None:
+            raise ConfigError(f"`datasets` must be a list of datasets, got {short(present['datasets'])}")
+        options["sources"] = tuple(sources)
     if "packing_length" in present:
         options["seq_len"] = present["packing_length"]
     if "packing_strategy" in present:
@@ -84,9 +119,8 @@ def _inputs(path: Any) -> dict[str, Any]:
             content = read_yaml(Path(path), unique_keys=True)
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"`dataset_path` {path} cannot be read: {' '.join(str(error).split())}") from error
-        listed = content.get("sources") if isinstance(content, dict) else content
-        if isinstance(listed, list):
-            return {"sources": tuple(listed)}
+        if (sources := _sources(content)) is not None:
+            return {"sources": tuple(sources)}
         # A Metadataset is an input like any other file: the reader of Energon datasets opens it.
         if not isinstance(content, dict) or not {"splits", "__class__"} & set(content):
             raise ConfigError(f"`dataset_path` {path} must be a Metadataset or contain a list of sources")
@@ -94,6 +128,56 @@ def _inputs(path: Any) -> dict[str, Any]:
     if all(isinstance(item, str | Path) for item in items):
         return {"inputs": tuple(map(str, items))}
     return {"sources": tuple(items)}
+
+
+def _sources(content: Any) -> list[Any] | None:
+    """Read a list of sources, alone or under `sources`, or `datasets`; None if the content is something else.
+
+    Raises:
+        ConfigError: there are other keys beside the list, or a dataset has a setting that `pack` does not support.
+    """
+    if isinstance(content, list):
+        return content
+    if not isinstance(content, dict):
+        return None
+    if _is_internvl(content):
+        content = {"datasets": content}
+    name = "datasets" if "datasets" in content else "sources"
+    if not isinstance(content.get(name), list | dict):
+        return None
+    if others := content.keys() - {name}:
+        raise ConfigError(f"a list of {name} must be alone in its file, got also {short(min(map(str, others)))}")
+    listed = content[name] if isinstance(content[name], list) else list(content[name].values())
+    return listed if name == "sources" else [_source(entry, index) for index, entry in enumerate(listed)]
+
+
+def _is_internvl(content: Any) -> bool:
+    """Whether the content of a file is a mapping of names to datasets, each with an `annotation` file."""
+    return (
+        isinstance(content, dict)
+        and bool(content)
+        and all(isinstance(value, dict) and "annotation" in value for value in content.values())
+    )
+
+
+def _source(entry: Any, index: int) -> Any:
+    """Translate an item of `datasets` to per-source settings."""
+    if not isinstance(entry, Mapping):
+        return entry
+    settings: dict[str, Any] = {}
+    for key, value in entry.items():
+        values, remedy = _WITHOUT_EFFECT.get(str(key), (None, ""))
+        if value in (None, "", *(values or ())) or key == "length":  # InternVL: number of records
+            continue
+        where = f"datasets[{index}]"
+        if values is not None:
+            limit = " or ".join(str(each).lower() for each in values) or "left out"
+            raise ConfigError(f"{where}: {key} must be {limit}, got {short(value)}. {remedy}")
+        name = _SETTINGS.get(str(key), str(key))
+        if name in settings:
+            raise ConfigError(f"{where} sets {name} twice, under two names. Remove one of them")
+        settings[name] = value
+    return settings
 
 
 def _processor(config: Any) -> dict[str, Any]:
@@ -129,6 +213,13 @@ def read_config(file: Path, cls: type[Any], others: type[Any] | None = None) -> 
         raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must be a mapping of option names to values, such as `seq_len`: 4096")
+    if _is_internvl(values):
+        values = {"datasets": values}
+    for nested in [name for name in _NESTED if isinstance(values.get(name), dict)]:
+        inner = values.pop(nested)
+        if twice := sorted(map(str, inner.keys() & values.keys())):
+            raise ConfigError(f"{file} sets `{twice[0]}` twice, also under {nested}. Remove one of them")
+        values |= inner
     known, ignored = _by_name(cls), {} if others is None else _by_name(others)
     out: dict[str, Any] = {}
     for_training: dict[str, Any] = {}

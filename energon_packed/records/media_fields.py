@@ -30,8 +30,8 @@ _UNSUPPORTED = {
     **dict.fromkeys(_MISNAMED_VIDEOS, "rename it to videos, with a list of frames for each <video>"),
 }
 _BASE64 = "image_base64_str"  # the image field of M3IT
-# Field names that may refer to an image elsewhere, such as `image_id` (COCO) or `file_name`.
-_NAME = re.compile(r"(?:image|img|photo|picture|pic)(?:_?(?:id|name|file|path))?|file_?(?:name|path)?")
+# Field names that may refer to an image elsewhere, such as `image_id` (COCO), `imageId` or `file_name`.
+_NAME = re.compile(r"(?:image|img|photo|picture|pic)(?:_?(?:id|name|file|path))?|file_?(?:name|path)?", re.IGNORECASE)
 IMAGE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _VIDEO_FILES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".gif")
 _BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *_VIDEO_FIELDS))
@@ -109,13 +109,16 @@ class Media:
         return strings
 
 
-def read_media(record: Record, root: str | None, *, with_images: bool = True) -> Media:
+def read_media(
+    record: Record, root: str | None, *, with_images: bool = True, known: frozenset[str] = frozenset()
+) -> Media:
     """Read the media fields of a record.
 
     Args:
         record: a record, with or without image and video fields.
         root: folder that relative paths start from.
         with_images: read `images` and `image`; False if the record format reads them.
+        known: fields that the record format reads itself, so that their names are not wrong.
 
     Raises:
         RecordError: `unsupported_media` for a video file, audio, or media in a field of another name; `missing_image`;
@@ -133,7 +136,7 @@ def read_media(record: Record, root: str | None, *, with_images: bool = True) ->
     # The early return is for speed: most records have no video fields.
     if _BEYOND_IMAGES.isdisjoint(record):
         return media
-    media.videos = _read_videos(record, root)
+    media.videos = _read_videos(record, root, known)
     # An empty video field counts too: it makes `<video>` a placeholder. In other records `<video>` is an HTML tag.
     media.has_videos = "videos" in record or ("video" in record and not isinstance(record["video"], bool))
     media.is_video = bool(media.videos) or record.get("video") is True
@@ -171,7 +174,7 @@ def _named(fields: tuple[str, ...]) -> tuple[str, ...]:
 
 def _names_image(field_name: str, value: Any) -> bool:
     """Whether a field refers to an image: an id always does, a name if it has the extension of an image file."""
-    if field_name.endswith("id"):
+    if field_name.lower().endswith("id"):
         return is_given(value)
     return isinstance(value, str) and value.lower().endswith(IMAGE_FILES)
 
@@ -191,9 +194,13 @@ def _images_per_turn(value: Any) -> list[int] | None:
     return [len(flatten(item)) for item in value]
 
 
-def _read_videos(record: Record, root: str | None) -> list[list[MediaReference]]:
+def _read_videos(record: Record, root: str | None, known: frozenset[str]) -> list[list[MediaReference]]:
     for key, remedy in _UNSUPPORTED.items():
-        if isinstance(value := record.get(key), str | bytes | list | tuple | Mapping) and len(value) > 0:
+        if (
+            key not in known
+            and isinstance(value := record.get(key), str | bytes | list | tuple | Mapping)
+            and len(value) > 0
+        ):
             raise _unsupported(f"the field {key} is not supported; {remedy}")
     filled = [key for key in _VIDEO_FIELDS if not isinstance(record.get(key), bool) and is_given(record.get(key))]
     if len(filled) > 1:

@@ -67,8 +67,9 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
     record_format = find_record_format(record)
     if (plain := plain_conversation(record, record_format)) is not None:
         return plain
-    media = read_media(record, image_root, with_images=not record_format.reads_images)
-    unused = () if record_format.fields is None else unused_fields(record, record_format.fields)
+    known = record_format.fields
+    media = read_media(record, image_root, with_images=not record_format.reads_images, known=known or frozenset())
+    unused = () if known is None else unused_fields(record, known)
     # In this order: the formats collect images of content parts, the system text may contain placeholders and tools.
     draft = record_format.read(record, media)
     add_system(draft, record, record_format)

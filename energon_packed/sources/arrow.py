@@ -15,7 +15,15 @@ import pyarrow as pa
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.sources.base import Source, SourceRecord, changed_at
-from energon_packed.sources.convert import ARROW_ERRORS, BATCH_ROWS, converted, nested_type, one_line, write_batches
+from energon_packed.sources.convert import (
+    ARROW_ERRORS,
+    BATCH_ROWS,
+    converted,
+    nested_type,
+    one_line,
+    refuse_repeated,
+    write_batches,
+)
 from energon_packed.system import most_open
 
 _MAGIC = b"ARROW1"  # starts an Arrow file; a stream has no magic
@@ -62,7 +70,7 @@ class ArrowSource(Source):
         return values
 
     def _batches(self) -> "_Batches":
-        return _open_batches(self.data, self.data.stat().st_size, changed_at(self.data))
+        return _open_batches(self.path, self.data, self.data.stat().st_size, changed_at(self.data))
 
 
 def _without_nulls(value: Any) -> Any:
@@ -135,25 +143,28 @@ def _check_end(source: Any) -> None:
 class _Batches:
     """Record batches of a file, with random access by table row."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, table: Path) -> None:
+        """Open the Arrow file `path` of the input `table`."""
         try:
             source = pa.memory_map(str(path))
             try:
                 reader = pa.ipc.open_file(source)
                 _check_footer(source, reader.num_record_batches)
                 counts = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
-                read = reader.get_batch
+                names, read = reader.schema.names, reader.get_batch
             except pa.ArrowInvalid:
                 # A damaged file must not be read as a stream, which would return the batches before the damage.
                 if source.size() >= len(_MAGIC) and source.read_at(len(_MAGIC), 0) == _MAGIC:
                     raise
                 source.seek(0)
-                batches = pa.ipc.open_stream(source).read_all().to_batches()
+                rows = pa.ipc.open_stream(source).read_all()
+                names, batches = rows.schema.names, rows.to_batches()
                 _check_end(source)
                 counts = [batch.num_rows for batch in batches]
                 read = batches.__getitem__
         except ARROW_ERRORS as error:
             raise SourceError(f"{path} is not an Arrow file or stream, or is cut: {one_line(error)}") from error
+        refuse_repeated(names, table)
         self._path = path
         # Random reads of neighbors hit the same batch; each batch is validated when it is loaded.
         self._batch = lru_cache(maxsize=4)(lambda index: self._checked(read, index))
@@ -194,9 +205,9 @@ class _Batches:
 
 # Size and time of change are arguments only to open a changed file again.
 @lru_cache(maxsize=most_open(64))
-def _open_batches(path: Path, size: int, changed: int) -> _Batches:
+def _open_batches(table: Path, path: Path, size: int, changed: int) -> _Batches:
     """Open a file once per process and version of the file."""
-    return _Batches(path)
+    return _Batches(path, table)
 
 
 class ParquetSource(ArrowSource):
@@ -216,7 +227,11 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
     try:
         with pq.ParquetFile(path) as table:
             schema = pa.schema([field.with_type(nested_type(field.type, _plain)) for field in table.schema_arrow])
-            write_batches(schema, (_without_dictionaries(batch, schema) for batch in parquet_batches(table)), out)
+            write_batches(
+                schema, (_without_dictionaries(batch, schema) for batch in parquet_batches(table)), out, path
+            )
+    except SourceError:
+        raise
     except ARROW_ERRORS as error:
         raise SourceError(f"{path} is not a readable Parquet file: {one_line(error)}") from error
 

@@ -4,7 +4,8 @@ The copy is named after the content of the input, so an unchanged input is not c
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 
 from energon_packed.errors import SourceError
 from energon_packed.files import atomic_path
+from energon_packed.records.fields import shown
 from energon_packed.sources.base import changed_at, file_fingerprint
 
 BATCH_ROWS = 256  # small, because a random read loads a whole batch
@@ -71,8 +73,30 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def write_batches(schema: Any, batches: Iterator[Any], out: BinaryIO) -> None:
-    """Write an Arrow IPC file of record batches of at most `BATCH_ROWS` rows."""
+def refuse_repeated(names: Sequence[str], path: Path) -> None:
+    """Refuse a table with two columns of the same name: a record has one value per name, so the others would be lost.
+
+    Args:
+        names: names of all columns.
+        path: the input, for the message.
+
+    Raises:
+        SourceError: a name occurs twice.
+    """
+    if len(set(names)) < len(names):
+        name, count = Counter(names).most_common(1)[0]
+        raise SourceError(
+            f"{path}: column names must be unique, got {count} columns {shown(name)}. Rename or remove all but one."
+        )
+
+
+def write_batches(schema: Any, batches: Iterator[Any], out: BinaryIO, path: Path) -> None:
+    """Write an Arrow IPC file of record batches of at most `BATCH_ROWS` rows; `path` is the input.
+
+    Raises:
+        SourceError: two columns have the same name.
+    """
+    refuse_repeated(schema.names, path)  # before the rows are copied, which can take long
     with pa.ipc.new_file(out, schema) as writer:
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):

@@ -66,7 +66,12 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
             **options,
             convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
         )
-        write_batches(reader.schema, iter(reader), out)
+        if names.count("") > 1:  # spreadsheets write trailing delimiters; values below them become unused fields
+            names = [name or f"column {number}" for number, name in enumerate(names, start=1)]
+        schema = pa.schema([(name, pa.string()) for name in names])
+        write_batches(schema, (pa.RecordBatch.from_arrays(part.columns, schema=schema) for part in reader), out, path)
+    except SourceError:
+        raise
     except ARROW_ERRORS as error:
         raise SourceError(f"{path} cannot be read as CSV in UTF-8 with a header line: {one_line(error)}") from error
 

@@ -54,7 +54,8 @@ def metadataset_members(path: Path, split: str | None) -> list[tuple[Path, str]]
     try:
         leaves = read_metadataset(path).leaves(split or DEFAULT_SPLIT)
     except EnergonPackedError as error:
-        raise SourceError(str(error)) from error
+        remedy = f". Pass a list of datasets as --config {path}." if "unknown key 'datasets'" in str(error) else ""
+        raise SourceError(f"{error}{remedy}") from error
     # Ignoring it would read the dataset by other rules than Energon.
     for leaf in leaves:
         if leaf.dataset_config not in (None, DATASET_FILE):

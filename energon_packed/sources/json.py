@@ -1,19 +1,30 @@
 """JSON and JSONL files in, plain or compressed; a record for each line or array element out, read by byte ranges.
 
 Memory does not grow with the file. An array is rewritten once as JSONL: its elements are cut out as they are written,
-and each is parsed like a line, so that an invalid element rejects only itself.
+and each is parsed like a line, so that an invalid element rejects only itself. An object is rewritten too if it has
+one of these forms:
+
+    COCO captions   {"images": [{"id", "file_name"}], "annotations": [{"image_id", "id", "caption"}], ...}
+    records by id   {"02930152": {"question": ...}, ...}                GQA (cs.stanford.edu/people/dorarad/gqa)
+    records in data {"dataset_name": ..., "data": [{...}]}              TextCaps, TextVQA (textvqa.org), DocVQA
+
+A record of COCO (cocodataset.org/#format-data) is an annotation with the fields of its image; the lists of such a file
+are in memory while it is rewritten.
 """
 
 import codecs
+import contextlib
 import gzip
+import io
+import logging
 import mmap
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import orjson
 
@@ -23,6 +34,7 @@ from energon_packed.records.fields import parse_json
 from energon_packed.sources.base import Source, SourceRecord, indices_of
 from energon_packed.sources.convert import converted
 
+_log = logging.getLogger(__name__)
 _HEAD = 1 << 20  # bytes in which lines should end
 _CR_ENDS = re.compile(rb"[}\]]\s*\r\s*[{\[]")
 _BLOCK = 1 << 20
@@ -32,6 +44,18 @@ _SPACE = b" \t\r\n"
 _OBJECT_OF_RECORDS = re.compile(
     rb'\{\s*"(data|annotations|samples|records|rows|items|examples|instances)"\s*:\s*\[\s*\{'
 )
+
+
+_MEMBER = re.compile(rb'("[^"\\]*(?:\\.[^"\\]*)*")\s*:\s*', re.DOTALL)
+_BY_ID = ("question", "conversations", "messages")  # fields of a record in an object of records by id
+# Members beside `data` that describe the dataset; beside any other member, `data` may be a field of a single record.
+_ABOUT_DATA = frozenset(
+    (
+        *("dataset_name", "dataset_type", "dataset_version", "dataset_split", "name", "description", "version"),
+        *("split", "info", "metadata", "license", "licenses"),
+    )
+)
+_ENDS = {b"[": b"]", b"{": b"}"}
 
 
 class JsonlSource(Source):
@@ -210,7 +234,12 @@ def _in_lines(path: Path, data: Path, work_dir: Path) -> Path:
         head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
     if head[:1] == b"[":
         return converted(data, work_dir, ".lines.jsonl", lambda array, out: _to_jsonl(array, out, path))
-    if head[:1] == b"{" and head[1:].lstrip(b" \t\r")[:1] == b"\n":  # JSON lines never break after the brace
+    is_wrapped = head[:1] == b"{" and head[1:].lstrip(b" \t\r")[:1] == b"\n"  # JSON lines never break after the brace
+    if head[:1] == b"{" and (is_wrapped or _is_one_line(data)):
+        # The form is found while the copy is written, so that an existing copy is used without reading the file.
+        with contextlib.suppress(_NoListError):
+            return converted(data, work_dir, ".lines.jsonl", lambda content, out: _object_to_jsonl(content, out, path))
+    if is_wrapped:
         raise SourceError(
             f"{path} is one JSON object over several lines; write the list of records in it alone to a file, such "
             f"as jq .annotations {path.name}"
@@ -229,25 +258,133 @@ def _is_one_line(file: Path) -> bool:
         return end < 0 or not data[end : end + 4096].strip()
 
 
-def _to_jsonl(data: Path, out: BinaryIO, path: Path) -> None:
-    """Write a line per element of the JSON array in `data`, the decompressed file of `path`."""
+class _NoListError(Exception):
+    """A JSON object is not one of the objects of records."""
+
+
+def _object_to_jsonl(data: Path, out: BinaryIO, path: Path) -> None:
+    """Write a line per record of the JSON object in `data`, the decompressed file of `path`.
+
+    Raises:
+        _NoListError: the object has another form.
+        SourceError: it is a COCO file without captions, a list of datasets, or not complete.
+    """
+    if (records := _reader_of_object(path, data)) is None:
+        raise _NoListError
+    _to_jsonl(data, out, path, records)
+
+
+def _reader_of_object(path: Path, data: Path) -> Callable[[BinaryIO], Iterator[bytes]] | None:
+    """Find the function that yields the records of the JSON object in `data`; None if it has another form."""
+    firsts: dict[str, Any] = {}  # first element of each list; the first member itself if it is an object
+    try:
+        with data.open("rb") as stream:
+            for name, value in _members(stream):
+                if not firsts and value[:1] == b"{":
+                    firsts[name] = orjson.loads(value)
+                    if not firsts[name].keys().isdisjoint(_BY_ID):
+                        return _records_by_id
+                is_list = value[:1] == b"["
+                firsts.setdefault(name, orjson.loads(next(_elements(io.BytesIO(value)), b"0")) if is_list else None)
+    except ValueError:  # not JSON: reported as before, by line
+        return None
+    found = {name: set(first) for name, first in firsts.items() if isinstance(first, dict)}
+    if {"id", "file_name"} <= found.get("images", set()) and "image_id" in found.get("annotations", set()):
+        if "caption" not in found["annotations"]:
+            fields = ", ".join(sorted(found["annotations"]))
+            raise SourceError(
+                f"the annotations of {path} must have a caption, got {fields}. Pass the captions of COCO."
+            )
+        return _coco_records
+    # The list of LLaVA-NeXT, lmms-engine and axolotl, and the mapping of InternVL.
+    is_internvl = any({"root", "annotation"} <= fields for fields in found.values())
+    if is_internvl or not found.get("datasets", set()).isdisjoint(("path", "json_path")):
+        raise SourceError(f"{path} must contain records, got a list of datasets. Pass it as --config {path}.")
+    return _records_of_data if "data" in found and firsts.keys() <= _ABOUT_DATA | {"data"} else None
+
+
+def _members(stream: BinaryIO) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the JSON text of each member of the object in `stream`.
+
+    Raises:
+        ValueError: the object does not end, or a member has no name.
+    """
+    for element in _elements(stream):
+        if (name := _MEMBER.match(element)) is None:
+            raise ValueError(f"a member has no name: {element[:40].decode(errors='replace')}")
+        yield orjson.loads(name[1]), element[name.end() :]
+
+
+def _records_by_id(stream: BinaryIO) -> Iterator[bytes]:
+    for name, value in _members(stream):
+        if value[:1] != b"{":
+            raise ValueError(f"the value of {name!r} is not a record")
+        # An `id` in the record comes later in the text, and counts.
+        yield b'{"id":' + orjson.dumps(name) + (b"" if value[1:].lstrip(_SPACE) == b"}" else b",") + value[1:]
+
+
+def _records_of_data(stream: BinaryIO) -> Iterator[bytes]:
+    yield from _elements(io.BytesIO(_lists(stream)["data"]))
+
+
+def _coco_records(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the annotations, each with the fields of its image and its file name as `image`."""
+    lists = _lists(stream)
+    images = orjson.loads(lists["images"])
+    if not all(isinstance(image, dict) for image in images):
+        raise ValueError("an entry of images is not an object")
+    by_id = {image.get("id"): image for image in images}
+    if len(by_id) < len(images):
+        raise ValueError("two images have the same id")
+    seen = set()
+    for element in _elements(io.BytesIO(lists["annotations"])):
+        try:
+            annotation = orjson.loads(element)
+            image = by_id.get(annotation["image_id"], {})
+        except (ValueError, LookupError, TypeError):  # rejected like a line that is not a record
+            yield element
+            continue
+        seen.add(annotation["image_id"])
+        of_image = {name: value for name, value in image.items() if name not in annotation}
+        # The text of the annotation, since parsing it here would shorten numbers over 64 bits.
+        yield orjson.dumps({"image": image.get("file_name"), **of_image})[:-1] + b"," + element[1:]
+    if missing := by_id.keys() - seen:
+        first = min(missing, key=str)
+        _log.warning("%s: %d of %d images have no caption, such as %s", stream.name, len(missing), len(by_id), first)
+
+
+def _lists(stream: BinaryIO) -> dict[str, bytes]:
+    lists: dict[str, bytes] = {}
+    for name, value in _members(stream):
+        if name in lists:
+            raise ValueError(f"{name} occurs twice")
+        lists[name] = value
+    return lists
+
+
+def _to_jsonl(
+    data: Path, out: BinaryIO, path: Path, records: Callable[[BinaryIO], Iterator[bytes]] | None = None
+) -> None:
+    """Write a line per record of `data`, the decompressed file of `path`: an array, or an object read by `records`."""
     with data.open("rb") as stream:
         stream.seek(len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
         try:
-            for element in _elements(stream):
+            for element in (records or _elements)(stream):
                 # Between tokens both bytes are whitespace to JSON; inside strings neither is allowed.
                 out.write(element.replace(b"\n", b"\r") + b"\n")
-        except ValueError as error:
-            raise SourceError(f"{path} is not a complete JSON array: {error}") from error
+        except (ValueError, TypeError) as error:
+            kind = "a complete JSON array" if records is None else "a complete JSON object of records"
+            raise SourceError(f"{path} is not {kind}: {error}") from error
 
 
 def _elements(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the bytes of each element of the array in `stream`.
+    """Yield the bytes of each element of the array, or member of the object, in `stream`.
 
     Raises:
-        ValueError: the array does not end, ends early, or has an empty element.
+        ValueError: the array or object does not end, ends early, or has an empty element.
     """
     data, offset = b"", 0  # bytes that are not emitted yet, and their offset in the file
+    end = b""  # the bracket that closes the array or object
     at = first = depth = count = 0  # in data: end of the scanned bytes, and start of the element
     # The block grows with an unfinished element, so that a long element is scanned in linear time.
     while block := stream.read(max(_BLOCK, len(data))):
@@ -260,7 +397,7 @@ def _elements(stream: BinaryIO) -> Iterator[bytes]:
                 break
             if token in b"[{":
                 depth += 1
-                first = at if depth == 1 else first
+                first, end = (at, _ENDS[token]) if depth == 1 else (first, end)
                 continue
             depth -= token in b"]}"
             # Only commas and the closing bracket of the outer array end an element.
@@ -275,14 +412,15 @@ def _elements(stream: BinaryIO) -> Iterator[bytes]:
                 raise ValueError(f"element {count} is empty, at byte {offset + match.start()}")
             first = at
             if depth == 0:
-                _check_end(data[at:], stream, token, offset + at)
+                _check_end(data[at:], stream, token, end, offset + at)
                 return
     raise ValueError(f"it ends at byte {offset + len(data)} inside element {count}")
 
 
-def _check_end(rest: bytes, stream: BinaryIO, token: bytes, at: int) -> None:
-    if token != b"]" or rest.strip(_SPACE):
-        raise ValueError(f"extra data after the JSON array at byte {at}")
+def _check_end(rest: bytes, stream: BinaryIO, token: bytes, end: bytes, at: int) -> None:
+    extra = f"extra data after the JSON {'array' if end == b']' else 'object'} at byte {at}"
+    if token != end or rest.strip(_SPACE):
+        raise ValueError(extra)
     while block := stream.read(_BLOCK):
         if block.strip(_SPACE):
-            raise ValueError(f"extra data after the JSON array at byte {at}")
+            raise ValueError(extra)

@@ -91,8 +91,18 @@ class KeyMembers:
         return None
 
     def part(self, *parts: str) -> Member | None:
-        """Find the first of these parts that the key has."""
-        return next((m for part in parts for m in self.members if m.part.lower() == part), None)
+        """Find the first of these parts that the key has.
+
+        Raises:
+            RecordError: two of the parts (or one part, as `json` and `JSON`) have different content.
+        """
+        found = sorted((m for m in self.members if m.part.lower() in parts), key=lambda m: parts.index(m.part.lower()))
+        if len(found) > 1 and len({self.content(member) for member in found}) > 1:
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD,
+                f"{' and '.join([member.name for member in found])} have different values. Keep only one.",
+            )
+        return found[0] if found else None
 
     def reference(self, member: Member) -> MediaReference:
         """Make a reference to the byte range of a member."""

@@ -28,6 +28,7 @@ from PIL import Image
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "my-data.md"
 _PART = re.compile(r"^### ([^\n]+)$|^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _IMAGE = re.compile(r"(?<![\w./:-])[\w-][\w./-]*\.(?:jpe?g|png|webp)\b")
+_IMAGE_ID = re.compile(r'"imageId": "(\w+)"')  # GQA
 _BASE64 = "/9j/4AAQ..."
 _BYTES = "..."
 
@@ -79,7 +80,7 @@ def write_files(entry: Entry, folder: Path) -> None:
         if name.endswith(".tar"):
             _write_tar(path, content)
             continue
-        for image in _IMAGE.findall(content):
+        for image in [*_IMAGE.findall(content), *(f"{name}.jpg" for name in _IMAGE_ID.findall(content))]:
             drawn = (folder / root[1] if root else path.parent) / image
             drawn.parent.mkdir(parents=True, exist_ok=True)
             drawn.write_bytes(image_bytes(image))

@@ -155,6 +155,23 @@ def test_sources_from_a_yaml_list_with_weights(tokens: Path, tmp_path: Path) -> 
     assert seen == {**ALL, **{f"r{n}#2": 1 for n in range(35)}}
 
 
+def test_the_format_yaml_is_a_list_of_inputs(tokens: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "datasets.yaml"
+    listed.write_text(yaml.safe_dump({"datasets": [{"path": str(tokens / name)} for name in ("a.jsonl", "b.jsonl")]}))
+    config = config_of(tokens, dataset_path=str(listed), dataset_format="yaml")
+    assert collections.Counter(ident for batch in PackedIterableDataset(config) for ident in batch.ids) == ALL
+    assert replace(config, seed=1).dataset_path == str(listed)
+    with pytest.raises(
+        ConfigError, match=r"`dataset_path` must be a YAML file \(`dataset_format` yaml\), got .*a.jsonl"
+    ):
+        config_of(tokens, dataset_path=str(tokens / "a.jsonl"), dataset_format="yaml")
+    nested = tmp_path / "nested.yaml"
+    options = {"dataset_format": "yaml", "dataset_path": str(listed), "packing_length": 24}
+    nested.write_text(yaml.safe_dump({"dataset": options}))
+    stream = PackedIterableDataset(DataflowConfig.from_yaml(nested))
+    assert collections.Counter(ident for batch in stream for ident in batch.ids) == ALL
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json", "a.parquet", "a.arrow", "a.csv", "saved"])
 def test_every_container_streams(tokenizer_dir: Path, tmp_path: Path, name: str) -> None:
     """Each record once over two ranks, and the rest is the same from a state in the middle."""

@@ -1,6 +1,7 @@
 """`sources`: inputs with an image root, a field map, an adapter, a split and a weight of their own."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 from click.testing import CliRunner
 
 from energon_packed import ConfigError, PackingManifest, PackOptions, SourceConfig, SourceError, pack
-from tests.internals import ShardReader, cli, dry_run, main
+from tests.internals import ShardReader, cli, dry_run, main, read_config
 from tests.sources.tars import picture, write_tar
 
 CAPTIONING = "PackedCaptioningSample"
@@ -244,3 +245,90 @@ def test_dry_run_and_python_objects(folder: Path, tokenizer_dir: Path) -> None:
     options = PackOptions(sources=sources, output_dir=folder / "out", tokenizer=tokenizer_dir, seq_len=512, workers=1)
     assert dry_run(options).records == 9
     assert pack(options).manifest.packed == 9
+
+
+def sources_of(folder: Path, content: Any, name: str = "list.yaml") -> list[dict[str, Any]]:
+    """The per-source settings in a config file, read by `pack --config`."""
+    (folder / name).write_text(json.dumps(content))
+    return [source.settings() for source in PackOptions(**options_of(folder / name)).source_configs]
+
+
+def options_of(file: Path) -> dict[str, Any]:
+    return {"output_dir": "out", "tokenizer": "DIR", "seq_len": 512, **read_config(file, PackOptions)}
+
+
+INTERNVL = {"flat": {"root": "red", "annotation": "flat.jsonl", "data_augment": False, "repeat_time": 2, "length": 4}}
+LISTS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
+    "LLaVA-NeXT": (
+        {"datasets": [{"json_path": "flat.jsonl", "sampling_strategy": "all"}, {"json_path": "asked.jsonl"}]},
+        [{"path": ["flat.jsonl"], "weight": 1.0}, {"path": ["asked.jsonl"], "weight": 1.0}],
+    ),
+    "lmms-engine": (
+        {"dataset_config": {"dataset_format": "yaml", "packing_length": 64, "datasets": [
+            {"path": "flat.jsonl", "data_folder": "red", "data_type": "jsonl"},
+            {"path": "asked.jsonl", "data_folder": ""}]}},
+        [{"path": ["flat.jsonl"], "image_root": "red", "weight": 1.0}, {"path": ["asked.jsonl"], "weight": 1.0}],
+    ),
+    "axolotl": (
+        {"datasets": [{"path": "asked.jsonl", "type": "alpaca", "ds_type": "json", "split": "train"}]},
+        [{"path": ["asked.jsonl"], "source_split": "train", "weight": 1.0}],
+    ),
+    "InternVL": (INTERNVL, [{"path": ["flat.jsonl"], "image_root": "red", "weight": 2}]),
+    "paths": ({"datasets": ["flat.jsonl"]}, [{"path": ["flat.jsonl"], "weight": 1.0}]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_datasets_of_other_tools_are_sources(folder: Path, name: str) -> None:
+    content, expected = LISTS[name]
+    assert sources_of(folder, content) == expected
+    if name == "lmms-engine":
+        content = {"datasets": content["dataset_config"]["datasets"]}
+        assert options_of(folder / "list.yaml")["seq_len"] == 64
+    (folder / "list.yaml").write_text(json.dumps(content))
+    assert sources_of(folder, {"dataset": {"dataset_path": "list.yaml"}}, "config.yaml") == expected
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"sampling_strategy": "first:10%"}, "sampling_strategy must be all, got 'first:10%'. To pack a share of"),
+        ({"ratio": 0.5}, "ratio must be left out, got 0.5. To pack a share of the records, set weight."),
+        ({"data_augment": True}, "data_augment must be false, got True. Images are stored as they are."),
+        ({"type": {"field_output": "a"}}, "type must be alpaca or sharegpt or chat_template or completion, got {"),
+        ({"ds_type": "text"}, "ds_type must be json or jsonl or parquet or arrow or csv, got 'text'. Remove it"),
+        ({"json_path": "a.json"}, "sets path twice, under two names"),
+    ],
+)
+def test_settings_of_datasets_without_a_counterpart_are_refused(
+    folder: Path, entry: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^datasets\[0\]:? {re.escape(message)}"):
+        sources_of(folder, {"datasets": [{"path": "flat.jsonl", **entry}]})
+    with pytest.raises(ConfigError, match="unknown setting 'max_dynamic_patch'"):
+        sources_of(folder, {"datasets": [{"path": "flat.jsonl", "max_dynamic_patch": 6}]})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"datasets": ["a"], "dataset_path": "b"}, "`dataset_path` and `datasets` are both set. Remove one of them"),
+        ({"datasets": ["a"], "sources": ["b"]}, "sets `sources` twice, under two names"),
+        ({"datasets": "a"}, "`datasets` must be a list of datasets, got 'a'"),
+        ({"dataset": {"seed": 1}, "seed": 2}, "sets `seed` twice, also under dataset"),
+        ({"dataset": "a"}, "unknown option 'dataset'"),
+        ({"dataset_path": "other.yaml"}, "a list of datasets must be alone in its file, got also 'seed'"),
+    ],
+)
+def test_options_that_contradict_a_list_of_datasets_are_refused(folder: Path, content: Any, message: str) -> None:
+    (folder / "other.yaml").write_text(json.dumps({"datasets": ["flat.jsonl"], "seed": 1}))
+    with pytest.raises(ConfigError, match=message):
+        sources_of(folder, content)
+
+
+@pytest.mark.parametrize("name", ["list.yaml", "list.json"])
+def test_a_list_of_datasets_is_not_an_input(folder: Path, tokenizer_dir: Path, name: str) -> None:
+    for content in (INTERNVL, LISTS["axolotl"][0]) if name == "list.json" else (LISTS["axolotl"][0],):
+        (folder / name).write_text(json.dumps(content))
+        with pytest.raises(SourceError, match=f"Pass .* as --config {name}"):
+            pack(name, output_dir=folder / "out", tokenizer=tokenizer_dir, seq_len=64, workers=1)

@@ -21,7 +21,9 @@ from tests.internals import cli, write_tokenizer
 TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n# Tools' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['reasoning_content'] %}{{ '<think>\n' + message['reasoning_content'] + '\n</think>\n' }}{% endif %}"
+    "{{ message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}{{ '\n<tool_call>' + call['function'] | tojson + '</tool_call>' }}"
     "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -39,7 +41,7 @@ XLAM = {**WEATHER, "parameters": {"city": {"description": "The city", "type": "s
 BYTES = ""  # the name of an image that has none
 
 Turns = list[tuple[Any, ...]]
-# title: for each record, turns (role, content, then weight or calls) or a document, and its images
+# title: for each record, turns (role, content, then weight, calls or other fields) or a document, and its images
 EXPECTED: dict[str, list[tuple[Turns | str, list[str]]]] = {
     "Alpaca": [
         ([(U, "Identify the odd one out.\n\nTwitter, Instagram, Telegram"), (A, "Telegram")], []),
@@ -95,6 +97,14 @@ EXPECTED: dict[str, list[tuple[Turns | str, list[str]]]] = {
     "OpenThoughts": [
         ([(S, "Think first."), (U, "What is 2 + 3?"),
           (A, "<|begin_of_thought|>\n\nEasy.\n\n<|end_of_thought|>\n\n5")], []),
+    ],
+    "s1K": [
+        ([(U, "What is 2 + 3?"), (A, "It is 5.", {"reasoning_content": "Easy."})], []),
+        ([(U, "What is 3 + 3?"), (A, "It is 6.", {"reasoning_content": "Easy."})], []),
+    ],
+    "medical-o1": [
+        ([(U, "What is anemia?"),
+          (A, "A lack of red blood cells.", {"reasoning_content": "It is about blood."})], []),
     ],
     "MMLU, ARC, CommonsenseQA, MedQA": [
         ([(U, "Which is a fruit?\nA. Stone\nB. Apple\nC. Chair\nD. Car"), (A, "B. Apple")], []),
@@ -160,6 +170,7 @@ EXPECTED: dict[str, list[tuple[Turns | str, list[str]]]] = {
     ],
     "VQAv2": [([(U, "<image>What color is it?"), (A, "red")], [BYTES])],
     "TextVQA, DocVQA, InfographicVQA, ST-VQA": [([(U, "<image>What is the date?"), (A, "1/8/93")], ["x.png"])],
+    "GQA": [([(U, "<image>Is the sky dark?"), (A, "yes")], ["2354786.jpg"])],
     "ChartQA": [([(U, "<image>How many bars?"), (A, "14")], [BYTES])],
     "ScienceQA": [
         ([(U, "<image>See the map.\n\nWhich is farthest north?\nA. Maine\nB. Utah"), (A, "A. Maine")], ["image.png"]),
@@ -170,6 +181,11 @@ EXPECTED: dict[str, list[tuple[Turns | str, list[str]]]] = {
           (A, "D. cab")], [BYTES]),
     ],
     "COCO-Caption": [([(U, "<image>Caption the image."), (A, "Two men in a yard.")], [BYTES])],
+    "COCO captions, as published": [
+        ([(U, "<image>"), (A, "A black Honda motorcycle.")], ["000000179765.jpg"]),
+        ([(U, "<image>"), (A, "A motorcycle in a garage.")], ["000000179765.jpg"]),
+    ],
+    "TextCaps": [([(U, "<image>"), (A, "A bus with the number 7.")], ["train/0054c91397f2fe05.jpg"])],
     "Flickr30k": [([(U, "<image>"), (A, "Two men in a yard.")], ["1000092795.jpg"])],
     "PixMo-Cap, PixMo-AskModelAnything": [([(U, "<image>"), (A, "Two men in a yard.")], ["pixmo/0.jpg"])],
     "Image and caption, image and text": [
@@ -200,6 +216,9 @@ EXPECTED: dict[str, list[tuple[Turns | str, list[str]]]] = {
     "Several datasets, each with its own field names": [
         *[([(U, "Add 2 and 3."), (A, "5")], [])] * 2,
         ([(U, "<image>What is it?"), (A, "A cat.")], ["1.jpg"]),
+    ],
+    "Lists of datasets: LLaVA-NeXT, lmms-engine, axolotl, InternVL": [
+        ([(U, "<image>\nWhat is it?"), (A, "A cat.")], ["1.jpg"]),
     ],
 }  # fmt: skip
 
@@ -278,6 +297,8 @@ def conversation(turns: Turns | str, images: list[str]) -> Conversation:
 def _message(role: str, content: str, more: Any = 1) -> Message:
     if isinstance(more, list):
         return Message(role, content, {"tool_calls": more})
+    if isinstance(more, dict):
+        return Message(role, content, more)
     return Message(role, content, weight=float(more))
 
 

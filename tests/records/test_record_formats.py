@@ -181,6 +181,14 @@ FORMATS: dict[str, tuple[Any, list[tuple[Any, ...]], list[str], list[str]]] = {
         {"question": "Which?", "options": {"A": "one", "B": "two"}, "answer_idx": "A", "answer": "one"},
         [("user", "Which?\nA. one\nB. two"), ("assistant", "A. one")], [], [],
     ),
+    "gqa": (
+        {"id": "02930152", "question": "Dark?", "answer": "yes", "fullAnswer": "Yes, it is.", "imageId": "2354786"},
+        [("user", "<image>Dark?"), ("assistant", "yes")], ["2354786.jpg"], ["fullAnswer"],
+    ),
+    "gqa with an image": (
+        {"image": "a.jpg", "question": "Dark?", "answer": "yes", "imageId": "2354786"},
+        [("user", "<image>Dark?"), ("assistant", "yes")], ["a.jpg"], ["imageId"],
+    ),
     "cauldron": (
         {"images": ["a.jpg", "b.jpg"], "texts": [
             {"user": "Q1", "assistant": "A1", "source": "s"}, {"user": "Q2", "assistant": "A2", "source": "s"}]},
@@ -199,6 +207,20 @@ FORMATS: dict[str, tuple[Any, list[tuple[Any, ...]], list[str], list[str]]] = {
     ),
     "image and caption": (
         {"image": "a.jpg", "caption": "A bus."}, [("user", "<image>"), ("assistant", "A bus.")], ["a.jpg"], [],
+    ),
+    "textcaps": (
+        {"image_id": "0f", "image_path": "train/0f.jpg", "caption_id": 0, "caption_str": "A bus.",
+         "reference_strs": ["A bus.", "Bus 7."]},
+        [("user", "<image>"), ("assistant", "A bus.")], ["train/0f.jpg"], ["caption_id", "reference_strs"],
+    ),
+    "textcaps, references alone": (
+        {"image_id": "0f", "reference_strs": ["A bus.", "Bus 7."]},
+        [("user", "<image>"), ("assistant", "A bus.")], ["0f.jpg"], [],
+    ),
+    "textcaps of lmms-lab": (
+        {"question_id": "0f", "question": "Caption it.", "image": "a.jpg", "image_id": "0f", "image_path": "0f.jpg",
+         "caption_str": ["A bus.", "Bus 7."]},
+        [("user", "<image>Caption it."), ("assistant", "A bus.")], ["a.jpg"], ["question_id"],
     ),
     "image and text": (
         {"image": "a.jpg", "text": "A bus."}, [("user", "<image>"), ("assistant", "A bus.")], ["a.jpg"], [],
@@ -302,6 +324,45 @@ def test_hermes_has_its_calls_in_the_text() -> None:
     conversation = normalize({"conversations": [{"from": name, "value": value} for name, value in turns]})
     assert conversation.messages[2].content == text
     assert [m.role for m in conversation.messages] == ["system", "user", "assistant", "tool"]
+
+
+REASONED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "s1K": (
+        {"question": "1+1?", "thinking_trajectories": ["Hm."], "attempt": "2", "solution": "2.", "cot": None},
+        ["solution"],
+    ),
+    "s1K-1.1": (
+        {"question": "1+1?", "deepseek_thinking_trajectory": "Hm.", "deepseek_attempt": "2",
+         "gemini_thinking_trajectory": "Or", "gemini_attempt": "3"},
+        ["gemini_attempt", "gemini_thinking_trajectory"],
+    ),
+    "s1K and s1K-1.1": (
+        {"question": "1+1?", "thinking_trajectories": ["Hm."], "attempt": "2",
+         "deepseek_thinking_trajectory": "Or", "deepseek_attempt": "3"},
+        ["deepseek_attempt", "deepseek_thinking_trajectory"],
+    ),
+    "medical-o1": ({"Question": "1+1?", "Complex_CoT": "Hm.", "Response": "2"}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REASONED)
+def test_reasoning_beside_a_question_is_that_of_the_answer(name: str) -> None:
+    record, unused = REASONED[name]
+    answer = {"role": "assistant", "content": "2", "reasoning_content": "Hm."}
+    expected = normalize({"messages": [{"role": "user", "content": "1+1?"}, answer]})
+    assert normalize(record).messages == expected.messages
+    assert sorted(normalize(record).unused_fields) == unused
+
+
+def test_several_reasonings_are_rejected() -> None:
+    with pytest.raises(RecordError, match="the field thinking_trajectories .* it has 2 entries; keep one"):
+        normalize({"question": "1+1?", "thinking_trajectories": ["Hm.", "Or"], "attempt": "2"})
+
+
+def test_an_image_id_without_an_image_is_rejected_in_any_spelling() -> None:
+    for name in ("image_id", "imageId", "ImageID"):
+        with pytest.raises(RecordError, match=f"{name} refers to an image, but the record contains none"):
+            normalize({"messages": [HI, HELLO], name: 5})
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -46,6 +47,39 @@ def test_quotes_that_are_part_of_the_format_or_of_a_text_are_read(tmp_path: Path
     (tmp_path / "a.tsv").write_text('id\ttext\n1\t"two\nlines and a ""quote"""\n2\tSay "hi" now\n3\t5" wide\n4\t""\n')
     found = [record.get("text") for record in records(tmp_path / "a.tsv")]
     assert found == ['two\nlines and a "quote"', 'Say "hi" now', '5" wide', None]
+
+
+def write_repeated_column(path: Path) -> None:
+    """A table with the columns text, id, text."""
+    table = pa.table([["one"], ["r0"], ["two"]], names=["text", "id", "text"])
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix in (".csv", ".tsv"):
+        path.write_text("text,id,text\none,r0,two\n".replace(",", "," if path.suffix == ".csv" else "\t"))
+    else:
+        write = pa.ipc.new_stream if path.name == "stream.arrow" else pa.ipc.new_file
+        with write(path, table.schema) as writer:
+            writer.write_table(table)
+
+
+@pytest.mark.parametrize(
+    "name", ["a.csv", "a.tsv", "a.parquet", "a.arrow", "stream.arrow", "a.feather", "metadata.csv"]
+)
+def test_two_columns_of_the_same_name_are_refused(tmp_path: Path, name: str) -> None:
+    write_repeated_column(tmp_path / name)
+    with pytest.raises(SourceError) as caught:
+        records(tmp_path / name)
+    remedy = "Rename or remove all but one."
+    assert str(caught.value) == f"{tmp_path / name}: column names must be unique, got 2 columns 'text'. {remedy}"
+    assert not any((tmp_path / "work").rglob("*.arrow"))  # refused before the rows are copied
+
+
+def test_columns_without_a_name_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,id,,\none,r0,,\ntwo,r1,,note\n")
+    assert records(tmp_path / "a.csv") == [
+        {"text": "one", "id": "r0", "column 3": None, "column 4": None},
+        {"text": "two", "id": "r1", "column 3": None, "column 4": "note"},
+    ]
 
 
 def streams(batches: int) -> bytes:
@@ -94,7 +128,8 @@ def test_a_file_that_needs_a_larger_window_is_told_from_a_damaged_one(tmp_path: 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", json.dumps({"data": ROWS}), r"one JSON object; write its list data alone to .*: jq \.data a"),
+        ("a.json", json.dumps({"rows": ROWS}), r"one JSON object; write its list rows alone to .*: jq \.rows a"),
+        ("a.json", json.dumps({"data": ROWS, "x": 1}), r"one JSON object; write its list data alone to .*: jq \.data"),
         ("a.jsonl", LINES.decode().replace("\n", "\r"), r"the lines of .*a\.jsonl end in CR alone"),
         ("a.json", LINES.decode().replace("\n", "\r"), r"the lines of .*a\.json end in CR alone"),
     ],

@@ -230,3 +230,73 @@ def test_csv_cells_are_lists_where_lists_belong(tmp_path: Path) -> None:
     first, second = (row.record for row in source.scan(0, 2))
     assert first == {"prompts": ["a", "b"], "captions": ["c", "d"], "videos": [["1.png"]]}
     assert second == {"prompts": "Write a list.", "captions": '["c"]', "videos": None}
+
+
+IMAGES = [{"id": 7, "file_name": "7.jpg", "license": 4}, {"id": 8, "file_name": "8.jpg", "license": 1}]
+ANNOTATIONS = [
+    {"image_id": 7, "id": 48, "caption": "A\ncat."},
+    {"image_id": 7, "id": 2**64 + 1, "caption": 'A "pet", {it}.'},
+]
+COCO = {"info": {"year": 2017}, "images": IMAGES, "licenses": [{"id": 4}], "annotations": ANNOTATIONS}
+QUESTIONS = {"02930152": {"question": "Dark?", "answer": "yes"}, "2": {"question": "Red?", "id": 5}, "3": {}}
+OBJECTS: dict[str, tuple[Any, list[Any]]] = {
+    "coco": (COCO, [{**IMAGES[0], **annotation, "image": "7.jpg"} for annotation in ANNOTATIONS]),
+    "coco, annotations first": (
+        {"annotations": [{"image_id": 9, "caption": "x"}, 5], "images": IMAGES},
+        [{"image_id": 9, "caption": "x", "image": None}, 5],
+    ),
+    "gqa": (
+        QUESTIONS,
+        [{"id": "02930152", **QUESTIONS["02930152"]}, {"id": 5, "question": "Red?"}, {"id": "3"}],
+    ),
+    "textcaps": ({"dataset_type": "train", "info": {"year": 2020}, "data": ANNOTATIONS}, ANNOTATIONS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_published_objects_of_records_are_read(tmp_path: Path, name: str, suffix: str, indent: int | None) -> None:
+    content, expected = OBJECTS[name]
+    text = json.dumps(content, indent=indent).encode()
+    file = tmp_path / f"a{suffix}"
+    file.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
+    (source,) = open_sources([file], work_dir=tmp_path / "work")
+    assert [row.record for start, stop in source.chunks() for row in source.scan(start, stop)] == expected
+    written = source.data.stat().st_mtime_ns
+    (source,) = open_sources([file], work_dir=tmp_path / "work")
+    assert source.data.stat().st_mtime_ns == written
+
+
+def test_images_of_coco_without_a_caption_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(COCO))
+    open_sources([tmp_path / "a.json"], work_dir=tmp_path / "work")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'a.json'}: 1 of 2 images have no caption, such as 8"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps(QUESTIONS)[:-9], "is not a complete JSON object of records: it ends at byte"),
+        (json.dumps({**QUESTIONS, "4": [1]}), "is not .*: the value of '4' is not a record"),
+        (json.dumps({**COCO, "images": IMAGES * 2}), "is not .*: two images have the same id"),
+        (json.dumps(COCO)[:-1] + ', "images": []}', "is not .*: images occurs twice"),
+        (
+            json.dumps({**COCO, "annotations": [{"image_id": 7, "bbox": [1]}]}),
+            "must have a caption, got bbox, image_id",
+        ),
+    ],
+)
+def test_an_object_that_would_lose_records_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(SourceError, match=message):
+        open_sources([tmp_path / "a.json"], work_dir=tmp_path / "work")
+
+
+def test_one_record_on_one_line_is_a_record(tmp_path: Path) -> None:
+    for record in ({"images": ["a.jpg"], "data": ["Hi", "Hello."]}, {"prompt": {"text": "Hi"}, "data": [{"a": 1}]}):
+        (tmp_path / "a.json").write_text(json.dumps(record))
+        (source,) = open_sources([tmp_path / "a.json"], work_dir=tmp_path / "work")
+        assert [row.record for row in source.scan(0, source.extent())] == [record]

@@ -145,6 +145,8 @@ def test_long_names_hidden_files_and_metadata(tmp_path: Path) -> None:
         ([("0.jpg", b"x"), ("1.txt", "a")], ["0"], "has the parts jpg and no text; add a txt part"),
         ([("0.txt", "a"), ("1.txt", "b"), ("0.jpg", b"x")], ["0", "0"], "keys must be unique, and their"),
         ([("0.txt", "a"), ("0.txt", "b"), ("1.txt", "b")], ["0"], "0.txt occurs twice"),
+        ([("0.caption", "a"), ("0.txt", "b"), ("1.txt", "b")], ["0"], r"0\.txt and 0\.caption have different values"),
+        ([("0.json", '{"text": "a"}'), ("0.JSON", '{"text": "b"}'), ("1.txt", "b")], ["0"], r"0\.json and 0\.JSON"),
         ([("0.json", b"{"), ("1.txt", "b")], ["0"], r"bad_json: 0\.json"),
         ([("0.txt", b"\xff"), ("1.txt", "b")], ["0"], r"0\.txt is not UTF-8"),
         ([("0.mp4", b"x"), ("0.txt", "a"), ("1.txt", "b")], ["0"], "is video or audio"),

@@ -10,16 +10,18 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.records.fields import OBJECT, Record, check_preference, key_names
 from energon_packed.records.media_fields import IMAGE_FILES
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
-from energon_packed.records.record_formats.caption import Caption, Captions, ImageText, TextsImages
+from energon_packed.records.record_formats.caption import Caption, Captions, ImageText, TextCaps, TextsImages
 from energon_packed.records.record_formats.document import Document, Interleaved, SentencesImages, Tokens
 from energon_packed.records.record_formats.messages import Alternating, Contents, Messages, ShareGPT, Transcript
 from energon_packed.records.record_formats.question_answer import (
+    GQA,
     Instruction,
     Problem,
     PromptCompletion,
     QueryCalls,
     QueryLabel,
     QuestionAnswer,
+    ReasonedAnswer,
 )
 
 # Names of string fields that are metadata, so that the suggested `map` does not contain them.
@@ -35,13 +37,15 @@ _NO_TEXT = re.compile(
 # tokens             {"input_ids": [...], "labels": [...] or "loss_mask": [...]}
 # instruction        {"instruction", "input" or "context", "output" or "response"}                  Alpaca, Dolly
 # problem            {"problem", "solution" or "generated_solution" or "answer"}                    NuminaMath
-# question_answer    {"query", "tools", "answers"} (xLAM), {"question", "answer", "choices"}        VQA, ScienceQA
+# reasoned_answer    {"question", "thinking_trajectories", "attempt"}                               s1K, medical-o1
+# question_answer    {"question", "answer", "imageId"}                                              GQA
+#                    {"query", "tools", "answers"} (xLAM), {"question", "answer", "choices"}        VQA, ScienceQA
 #                    {"query", "label"}                                                             ChartQA
 # prompt_completion  {"prompt", "completion" or "response"}, {"query", "response", "history"}       TRL, ms-swift
 # texts_images       {"images": [...], "texts": [{"user", "assistant"}]}                            the Cauldron
 # alternating        {"data": ["question", "answer", ...]}                                          UltraChat
 # interleaved        {"texts": ["...", None], "images": [None, "a.jpg"]}, {"text_list", "image_info"}  OBELICS, mmc4
-# caption            {"image", "caption"}, {"image", "text"}
+# caption            {"image", "caption"}, {"image", "text"}, {"image_path", "caption_str"}          TextCaps
 # transcript         {"system", "chat": "USER: ... ASSISTANT: ..."}                                 Glaive
 # document           {"text" or "content": "..."}                            every token supervised
 RECORD_FORMATS: list[RecordFormat] = [
@@ -53,6 +57,8 @@ RECORD_FORMATS: list[RecordFormat] = [
     Instruction(),
     Problem(),
     QueryCalls(),
+    ReasonedAnswer(),
+    GQA(),
     QuestionAnswer(),
     PromptCompletion(),
     QueryLabel(),
@@ -61,6 +67,7 @@ RECORD_FORMATS: list[RecordFormat] = [
     Interleaved(),
     SentencesImages(),
     Caption(),
+    TextCaps(),
     ImageText(),
     Transcript(),
     Document(),

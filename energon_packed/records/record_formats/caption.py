@@ -3,10 +3,13 @@
     Caption      {"image": "a.jpg", "caption": "..."}     also with `prompt` or `question` for the user turn
     ImageText    {"image": "a.jpg", "text": "..."}        unless the text contains `<image>`: then it is a document
     Captions     {"images": [...], "prompts": [...], "captions": [...]}    flat, or as lists of lists
+    TextCaps     {"image_path": "train/a.jpg", "image_id": "a", "caption_str": "...", "reference_strs": ["...", ...]}
     TextsImages  {"images": [...], "texts": [{"user": "...", "assistant": "...", "source": "..."}]}
 
 Caption and ImageText are Hugging Face image folders, LAION and similar datasets. Without a prompt the user turn is the
 image alone. If there are several captions (COCO, Flickr30k), the first is the target and the conversation gets a note.
+TextCaps (textvqa.org/textcaps, lmms-lab/TextCaps) has one caption per record, and repeats all captions of the image in
+`reference_strs`. Its images are `image_path`, or files with the name of `image_id` and the extension .jpg.
 Captions is the input of LLaVA-OneVision-2's offline packer: without placeholders, images precede the first prompt, or
 each prompt if `images` is a list of lists. TextsImages is the format of the Cauldron, Docmatix and FineVision.
 """
@@ -27,11 +30,13 @@ from energon_packed.records.fields import (
     unsupported,
     unused_fields,
 )
+from energon_packed.records.media import MediaReference
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 
 SEVERAL_CAPTIONS = "several captions: the first is the target"
 _PROMPTS = ("prompt", "question")
+_TEXT_CAPS = ("caption_str", "reference_strs")
 _PAIR = frozenset(("user", "assistant"))
 
 
@@ -115,7 +120,7 @@ class Caption(RecordFormat):
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn with the image and an assistant turn with the caption."""
-        caption = record[self.key]
+        caption = record["caption"]
         # Training on all captions would repeat the image; joined captions are not a caption.
         if isinstance(caption, list | tuple) and caption:
             if len(caption) > 1:
@@ -126,6 +131,26 @@ class Caption(RecordFormat):
             raise RecordError(Reason.MISSING_IMAGE, f"{self.key} has neither an image nor a prompt")
         text = read_text(caption, self.key)
         return PartialConversation(messages=[Message("user", prompt), Message("assistant", text)])
+
+
+class TextCaps(Caption):
+    """An image, named by a path or an id, and its caption or reference captions."""
+
+    key = "caption_str"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {*_TEXT_CAPS, "image_path", "image_id", *_PROMPTS}
+
+    def matches(self, record: Record) -> bool:
+        """Whether one of the fields with captions has a value."""
+        return is_given(record.get("caption_str")) or is_given(record.get("reference_strs"))
+
+    def read(self, record: Record, media: Media) -> PartialConversation:
+        """Read a user turn with the image and an assistant turn with the caption."""
+        name = next(name for name in _TEXT_CAPS if is_given(record.get(name)))
+        media.unused_fields.update(other for other in _TEXT_CAPS if other != name and is_given(record.get(other)))
+        path = record.get("image_path") or (f"{record['image_id']}.jpg" if is_given(record.get("image_id")) else None)
+        if path is not None and not media.images:
+            media.images = [MediaReference.from_value(path, media.root)]
+        return super().read({**record, "caption": record[name]}, media)
 
 
 class ImageText(RecordFormat):

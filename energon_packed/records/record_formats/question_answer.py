@@ -15,6 +15,15 @@ QuestionAnswer, with or without choices and images:
 ...`; the answer is the line of the correct choice. If several answers differ, the target is the most frequent answer,
 and the first of equally frequent answers, as in VQA's accuracy; the conversation gets a note.
 
+    GQA         GQA (cs.stanford.edu/people/dorarad/gqa)  {"question", "answer", "imageId"}; the image is imageId.jpg
+
+    ReasonedAnswer  s1K (simplescaling/s1K)  {"question", "thinking_trajectories": ["..."], "attempt", "solution"}
+                    s1K-1.1                  {"question", "deepseek_thinking_trajectory", "deepseek_attempt"}
+                    medical-o1 (FreedomIntelligence/medical-o1-reasoning-SFT)  {"Question", "Complex_CoT", "Response"}
+
+The reasoning becomes `reasoning_content` of the assistant turn, as in messages. In s1K-1.1, the traces of DeepSeek are
+the targets, as for the model s1.1; Gemini's are counted as unused.
+
     QueryLabel  ChartQA         {"image", "query", "label": ["14"]}
     QueryCalls  xLAM            {"query", "tools": "[...]", "answers": "[{name, arguments}]"}; answers are tool calls
 
@@ -60,6 +69,7 @@ from energon_packed.records.fields import (
     read_text,
     unsupported,
 )
+from energon_packed.records.media import MediaReference
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 from energon_packed.records.turns import read_history, read_messages, read_tool_calls
@@ -73,6 +83,12 @@ _SOLUTIONS = ("solution", "generated_solution")
 _RESULT = "answer"
 _OUTPUTS = ("output", "response", "outputs")
 _INPUTS = ("input", "context", "inputs")
+_REASONED = (  # question, reasoning, answer
+    ("question", "thinking_trajectories", "attempt"),
+    ("question", "deepseek_thinking_trajectory", "deepseek_attempt"),
+    ("Question", "Complex_CoT", "Response"),
+)
+_REASONINGS = frozenset(reasoning for _, reasoning, _ in _REASONED)
 _PAIRS = (
     ("prompt", "completion"),
     ("prompt", "response"),
@@ -114,6 +130,55 @@ class QuestionAnswer(RecordFormat):
         else:
             answer = _answer(record, media)
         return PartialConversation(messages=[Message("user", question), Message("assistant", answer)])
+
+
+class GQA(QuestionAnswer):
+    """A question about the image whose id is in `imageId`; its file has that name and the extension .jpg."""
+
+    fields: ClassVar[frozenset[str]] = QuestionAnswer.fields | {"imageId"}
+
+    def matches(self, record: Record) -> bool:
+        """Whether the record has an image id, no image, and a question with an answer."""
+        if not is_given(record.get("imageId")):
+            return False
+        return not any(is_given(record.get(name)) for name in ("image", "images")) and super().matches(record)
+
+    def read(self, record: Record, media: Media) -> PartialConversation:
+        """Read a user turn with the image and an assistant turn."""
+        media.images = [MediaReference.from_value(f"{record['imageId']}.jpg", media.root)]
+        return super().read(record, media)
+
+
+class ReasonedAnswer(RecordFormat):
+    """A question, the reasoning about it, and its answer."""
+
+    key = "question"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS.union(*_REASONED)
+
+    def matches(self, record: Record) -> bool:
+        """Whether the record has all three fields of one of the formats."""
+        if _REASONINGS.isdisjoint(record):  # almost every record
+            return False
+        return any(all(is_given(record.get(name)) for name in names) for names in _REASONED)
+
+    def read(self, record: Record, media: Media) -> PartialConversation:
+        """Read a user turn, and an assistant turn with its reasoning."""
+        names = next(names for names in _REASONED if all(is_given(record.get(name)) for name in names))
+        media.unused_fields.update(
+            name for name in self.fields - {*names, *COMMON_FIELDS} if is_given(record.get(name))
+        )
+        question, reasoning, answer = (record[name] for name in names)
+        if isinstance(reasoning, list | tuple):
+            if len(reasoning) > 1:
+                raise unsupported(names[1], remedy=f"it has {len(reasoning)} entries; keep one")
+            reasoning = reasoning[0]
+        extra = {"reasoning_content": read_text(reasoning, names[1])}
+        return PartialConversation(
+            messages=[
+                Message("user", read_text(question, names[0])),
+                Message("assistant", read_text(answer, names[2]), extra),
+            ]
+        )
 
 
 def read_choices(value: Any, field: str) -> list[str]:
