@@ -166,9 +166,8 @@ def warn_uneven(rank: int, world_size: int, length: Callable[[int], int]) -> Non
     if least < most:
         _log.warning(
             "Ranks have %d to %d batches per epoch, so ranks with more batches will wait in collective operations. "
-            "Stop each epoch after %d batches, use MapDistributor(dataset, repeat=True), or use get_packed_loader, "
-            "which evens them.",
-            least, most, least,
+            "Use MapDistributor(dataset), with `even_ranks` 'mask' or with repeat=True.",
+            least, most,
         )  # fmt: skip
 
 

@@ -150,10 +150,12 @@ class PackedTrainer(Trainer):
         Raises:
             ConfigError: a weight of the model or of the checkpoint has no counterpart.
         """
-        weights = self.model.state_dict()
-        restored = {tensor.data_ptr() for name, tensor in weights.items() if name not in load_result.missing_keys}
-        # A tied weight is saved once, and restored through the name that was saved.
-        missing = [name for name in load_result.missing_keys if weights[name].data_ptr() not in restored]
+        absent = set(load_result.missing_keys)
+        weights = self.model.state_dict() if absent else {}
+        restored = {weight.data_ptr() for name, weight in weights.items() if name not in absent}
+        # A tied weight is saved once, and restored through the name that was saved; constants are not saved.
+        absent -= {name for name, weight in weights.items() if weight.data_ptr() in restored}
+        missing = sorted(absent - set(getattr(self.model, "_keys_to_ignore_on_save", None) or ()))
         wrong = [*missing, *load_result.unexpected_keys]
         if wrong:
             raise ConfigError(
