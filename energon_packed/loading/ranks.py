@@ -216,7 +216,7 @@ def refuse_dispatch() -> None:
 
 
 class DispatchRefusal:
-    """In place of a batch that a dispatcher of accelerate reads: unpickling it raises the error of `refuse_dispatch`.
+    """Stand-in for a batch that a dispatcher of accelerate reads: unpickling it raises the error of `refuse_dispatch`.
 
     Only process 0 calls a collator, perhaps in a worker process, and the other processes wait for its batch. So a
     worker returns this object to process 0, and process 0 sends it to the other processes.
@@ -238,7 +238,7 @@ def dispatch_refusal() -> DispatchRefusal | None:
 
 
 def is_dispatched() -> bool:
-    """Return whether a dispatcher of accelerate is among the callers, also those of a forked worker process."""
+    """Return whether a dispatcher of accelerate is among the callers, also if this is a forked worker process."""
     return any(kind.__module__.startswith(_ACCELERATE) for _, _, kind in _callers(_DISPATCHER))
 
 
