@@ -170,6 +170,8 @@ class PackedBatch(Batch):
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
         }
+        if not self.loss_mask.any():
+            inputs["num_items_in_batch"] = 1  # the sum of no loss, 0, instead of its mean, NaN
         # Models without the kernel for `seq_idx` refuse the argument, and a row of 1 segment does not need it.
         if len(bounds) > 2:
             segments = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
@@ -189,7 +191,8 @@ class PackedBatch(Batch):
         """
         # The weights sum to the number of targets, so this is the mean of Transformers if all weights are 1.
         losses, weights = self._losses(logits)
-        return (losses * weights).sum() / weights.sum()
+        total = weights.sum()
+        return (losses * weights).sum() / torch.where(total > 0, total, 1.0)  # 0 without targets, instead of NaN
 
     def loss_by_source(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute `loss` for each dataset over its samples only: a scalar for each name in `sources`.

@@ -26,7 +26,14 @@ from energon_packed.encoding.vision.positions import VisionInputs
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.features import PACK, from_features, is_features
-from energon_packed.loading.ranks import group_place, has_group, launched_processes
+from energon_packed.loading.ranks import (
+    DISPATCHED,
+    dispatch_refusal,
+    group_place,
+    has_group,
+    is_dispatched,
+    launched_processes,
+)
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
 LossWeighting = Literal["token", "sample", "sqrt"]
@@ -64,7 +71,10 @@ class Collator(ABC):
 
         Raises:
             BatchError: as `collate`, or the dict cannot represent the collator's loss weights.
+            ConfigError: accelerate reads with `dispatch_batches=True`, which would split rows between ranks.
         """
+        if refused := dispatch_refusal():
+            return refused
         if features and isinstance(features[0], PackedBatch):
             return _single(features).transformers_inputs()
         if features and isinstance(features[0], dict) and PACK in features[0]:
@@ -75,6 +85,16 @@ class Collator(ABC):
         if features and is_features(features[0]):
             return self.collate([from_features(feature) for feature in features]).transformers_inputs()
         return self.collate(features)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes, for a worker process that is spawned, and does not see a dispatcher in its callers.
+
+        Raises:
+            ConfigError: as `__call__`, on every process.
+        """
+        if is_dispatched():
+            raise ConfigError(DISPATCHED)
+        return vars(self)
 
 
 class PaddingFreeCollator(Collator):

@@ -50,8 +50,8 @@ class OrderLog:
         """
         if step.ended and not self._planned:
             return  # a worker of a stream ended, and the end of each of its shards has a line already
-        batch = step.batch
-        ended = step.ended if self._planned else batch is None
+        ended = step.ended if self._planned else step.batch is None
+        used = step.batch if step.items else None  # not a row without targets, which repeats another rank's samples
         rank, world_size, num_workers = place
         if self._planned:
             order: dict[str, Any] = {"segments": [segment.to_plain() for segment in position.segments]}
@@ -64,8 +64,8 @@ class OrderLog:
             "world_size": world_size,
             "worker": step.worker,
             "num_workers": num_workers,
-            "ids": list(getattr(batch, "ids", [])),
-            "sources": [None if source is None else source.dataset for source in getattr(batch, "sources", [])],
+            "ids": list(getattr(used, "ids", [])),
+            "sources": [None if source is None else source.dataset for source in getattr(used, "sources", [])],
             "items": step.items,
             "dropped": step.dropped,
         }

@@ -6,7 +6,8 @@
 | `all_gather_object`, `broadcast_object` | collective operations that also work without a process group |
 | `ShardSpec`, `shuffled` | the items of an epoch that a worker of a rank reads |
 | `resolve_rank`, `check_rank`, `warn_uneven` | rank and world size of a loader |
-| `check_not_resharded`, `refuse_dispatch` | errors for tools that would shard the data a second time |
+| `check_not_resharded` | error for tools that would shard the data a second time |
+| `refuse_dispatch`, `is_dispatched`, `dispatch_refusal` | errors for tools that read on process 0 for all processes |
 
 Sharding twice loses rows without an error, and a dataset is not informed about it. So the tools are searched
 among the callers, by the names of their classes:
@@ -22,7 +23,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,12 @@ from energon_packed.errors import ConfigError
 _log = logging.getLogger(__name__)
 _DISPATCHER = "DataLoaderDispatcher"
 _SHARD = "IterableDatasetShard"
+_ACCELERATE = "accelerate."
+DISPATCHED = (
+    "`dispatch_batches=True` splits tensors between processes, which breaks packed rows. Pass "
+    "DataLoaderConfiguration(dispatch_batches=False), or accelerator_config={'dispatch_batches': False} in "
+    "TrainingArguments."
+)
 _READING = ("__iter__", "_fetch_batches")  # methods that read data; others, such as __len__, are harmless
 
 
@@ -166,9 +173,8 @@ def warn_uneven(rank: int, world_size: int, length: Callable[[int], int]) -> Non
     if least < most:
         _log.warning(
             "Ranks have %d to %d batches per epoch, so ranks with more batches will wait in collective operations. "
-            "Stop each epoch after %d batches, use MapDistributor(dataset, repeat=True), or use get_packed_loader, "
-            "which evens them.",
-            least, most, least,
+            "Use MapDistributor(dataset), with `even_ranks` 'mask' or with repeat=True.",
+            least, most,
         )  # fmt: skip
 
 
@@ -201,16 +207,46 @@ def refuse_dispatch() -> None:
         ConfigError: the message names the remedies.
     """
     for _, _, kind in _callers(_DISPATCHER):
-        if kind.__module__.startswith("accelerate."):
-            raise ConfigError(
-                "`dispatch_batches=True` splits tensors between processes, which breaks packed rows. Pass "
-                "DataLoaderConfiguration(dispatch_batches=False), or accelerator_config={'dispatch_batches': False} "
-                "in TrainingArguments."
-            )
+        if kind.__module__.startswith(_ACCELERATE):
+            raise ConfigError(DISPATCHED)
         raise ConfigError(
             f"{kind.__module__}.{kind.__name__} reads on process 0 for all ranks, but this loader is sharded over "
             "ranks. Pass a PackedDataset, or a loader created with rank=0, world_size=1."
         )
+
+
+class DispatchRefusal:
+    """Stand-in for a batch that a dispatcher of accelerate reads: unpickling it raises the error of `refuse_dispatch`.
+
+    Only process 0 calls a collator, perhaps in a worker process, and the other processes wait for its batch. So a
+    worker returns this object to process 0, and process 0 sends it to the other processes.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _raise_dispatched, ()
+
+
+def dispatch_refusal() -> DispatchRefusal | None:
+    """Refuse a dispatcher of accelerate that reads the batch of this call; None without a dispatcher.
+
+    Raises:
+        ConfigError: on every process. A worker process returns the refusal instead, and its receiver raises.
+    """
+    if not is_dispatched():
+        return None
+    return _raise_dispatched() if torch.utils.data.get_worker_info() is None else DispatchRefusal()
+
+
+def is_dispatched() -> bool:
+    """Return whether a dispatcher of accelerate is among the callers, also if this is a forked worker process."""
+    return any(kind.__module__.startswith(_ACCELERATE) for _, _, kind in _callers(_DISPATCHER))
+
+
+def _raise_dispatched() -> NoReturn:
+    rank, world_size = group_place()
+    if world_size > 1 and rank == 0:
+        torch.distributed.broadcast_object_list([DispatchRefusal(), True])  # the structure of a batch, and the end
+    raise ConfigError(DISPATCHED)
 
 
 def _callers(*names: str) -> Iterator[tuple[str, Any, type]]:

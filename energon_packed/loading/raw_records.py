@@ -116,6 +116,14 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             content.update(np.asarray(column, dtype=np.int64).tobytes())
         return content.hexdigest()[:16]
 
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: all epochs are equal.
+
+        Raises:
+            ConfigError: accelerate calls it with `dispatch_batches=True`, which would split rows between ranks.
+        """
+        refuse_dispatch()
+
     def ids(self, index: int) -> list[str | None]:
         """Ids of the samples of one row, without encoding them."""
         fragments, read = self._refs.fragments, self._read(index)

@@ -290,9 +290,11 @@ def test_ranks_of_different_lengths_are_reported_once(
             loader = DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=rows, rank=0, world_size=2)
             ids(loader)
             ids(loader)
-        uneven = DataflowLoader(MapDistributor([{"input_ids": [1, 2, 3]}] * 23), batch_size=1, rank=0, world_size=2)
-        ids(uneven)
-        ids(uneven)
+        uneven = MapDistributor([{"input_ids": [1, 2, 3]}] * 23)
+        for even_ranks in ("auto", "off"):
+            loader = DataflowLoader(uneven, batch_size=1, rank=0, world_size=2, even_ranks=even_ranks)
+            ids(loader)
+            ids(loader)
     finally:
         torch.distributed.destroy_process_group()
     told = [record.getMessage() for record in caplog.records if "Ranks have" in record.getMessage()]

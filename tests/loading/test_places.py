@@ -1,5 +1,6 @@
 """Loaders that would give ranks the wrong packs: made before the process group, or split over ranks once more."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,3 +116,54 @@ def test_a_second_split_by_accelerate_is_refused(
         assert lines[2:] == ["True"]
     loader = get_packed_loader(result.shards, encoder, epochs=1, num_workers=0)
     assert names == {name for batch in loader for name in batch.ids}
+
+
+DISPATCHED = """
+import json, os
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29531", OMP_NUM_THREADS="1")
+from accelerate import Accelerator, DataLoaderConfiguration
+from energon_packed import ConfigError, DataflowConfig, EncodedSample, PaddingFreeCollator, plan_in_memory
+from tests.loading.flows import FEATURES
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, items):
+        self.items = items
+    def __iter__(self):
+        yield from self.items
+
+collator = PaddingFreeCollator()
+planned = plan_in_memory(DataflowConfig(dataset_path=sys.argv[4], packing_length=1024, processor_config=sys.argv[5]))
+packs = [[sample] for sample in collator.collate(planned[0]).split()]
+found = {}
+for split in (False, True):
+    config = DataLoaderConfiguration(split_batches=split, dispatch_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    for name, data, options in (
+        ("PlannedDataset", planned, {"collate_fn": collator}),
+        ("PlannedDataset, custom collate_fn", planned, {"collate_fn": lambda packs: collator.collate(packs[0])}),
+        ("iterable of packs", Stream(packs), {"collate_fn": collator}),
+        ("iterable of packs, forked", Stream(packs), {"collate_fn": collator, "num_workers": 1}),
+        ("iterable of packs, spawned", Stream(packs), {"collate_fn": collator, "num_workers": 1,
+                                                       "multiprocessing_context": "spawn"}),
+        ("iterable of features", Stream(FEATURES), {"collate_fn": collator}),
+        ("list of packs", packs, {"collate_fn": collator}),
+    ):
+        try:
+            for _ in accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2, **options)):
+                pass
+            found[f"{name}, {split}"] = "accepted"
+        except ConfigError as error:
+            found[f"{name}, {split}"] = str(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dispatched_packs_are_refused_on_every_rank(demo: Any, tokenizer_dir: Any, tmp_path: Any, ranks: int) -> None:
+    for out in run_ranks(DISPATCHED, ranks, tmp_path / "store", demo.jsonl, tokenizer_dir):
+        found = json.loads(out.splitlines()[-1])
+        assert len(found) == 14
+        for kind, message in found.items():
+            assert message.startswith("`dispatch_batches=True` splits tensors between processes"), kind
+            assert "\n" not in message

@@ -2,17 +2,22 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 
 from energon_packed import (
     ChatEncoder,
     ConfigError,
+    DataflowLoader,
     FormatError,
+    IterableDistributor,
+    MapDistributor,
     PackedDataset,
     PackOptions,
     PaddingFreeCollator,
@@ -22,7 +27,14 @@ from energon_packed import (
 )
 from tests.conftest import Packer
 from tests.internals import cli, make_blend, write_metadataset
+from tests.loading.flows import FEATURES, ITEMS, energon_folder
 from tests.processes import run_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    """Thirteen packs of one sample."""
+    return energon_folder(tmp_path_factory.mktemp("packs"))
 
 
 def test_a_rank_or_worker_without_packs_is_refused(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:
@@ -162,3 +174,57 @@ def test_tensor_parallel_processes_share_a_data_parallel_rank(
     steps = run_ranks(TENSOR_PARALLEL, 4, tmp_path / "store", path, tokenizer_dir)
     assert len(set(steps)) == 1
     assert int(steps[0]) == -(-3 * results[0].manifest.packs // 2)
+
+
+def test_shorter_ranks_get_a_batch_without_targets(folder: Path) -> None:
+    options: dict[str, Any] = {"epochs": 1, "num_workers": 0, "world_size": 3}
+    ranks = [list(get_packed_loader(folder, rank=rank, even_ranks="mask", **options)) for rank in range(3)]
+    assert [len(rank) for rank in ranks] == [-(-ITEMS // 3)] * 3
+    assert sorted(str(name) for rank in ranks for batch in rank for name in batch.ids if name) == sorted(
+        f"s{number}" for number in range(ITEMS)
+    )
+    masked = [batch for rank in ranks for batch in rank if batch.ids == [None]]
+    assert len(masked) == 2
+    for batch in masked:
+        assert not batch.loss_mask.any()
+        assert (batch.labels == -100).all()
+        logits = torch.randn(1, batch.input_ids.shape[1], ITEMS, requires_grad=True)
+        loss = batch.loss(logits)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert loss == 0
+        assert logits.grad is not None
+        assert not logits.grad.any()
+
+
+DROPPING: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "get_packed_loader": (
+        lambda folder: (
+            get_packed_loader(folder, epochs=1, num_workers=0, rank=0, world_size=3, even_ranks="drop").epoch_steps
+        ),
+        "`even_ranks='drop'` leaves out 1 of 13 batches in each epoch. Set 'mask' to train on all.",
+    ),
+    "get_packed_loader, drop_last": (
+        lambda folder: get_packed_loader(folder, epochs=1, num_workers=0, micro_batch_size=3, drop_last=True),
+        "`drop_last=True` leaves out the last packs of each worker that do not fill a batch.",
+    ),
+    "DataflowLoader": (
+        lambda folder: list(DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=3, drop_last=True)),
+        "`drop_last=True` leaves out 1 of 13 items in each epoch.",
+    ),
+    "DataflowLoader, stream": (
+        lambda folder: list(DataflowLoader(IterableDistributor(FEATURES), batch_size=3, drop_last=True)),
+        "`drop_last=True` leaves out the last items of each worker that do not fill a batch in each epoch.",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DROPPING)
+def test_settings_that_drop_packs_log_one_line(folder: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    load, line = DROPPING[kind]
+    load(folder)
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
+def test_items_that_fill_all_steps_log_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    list(DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=ITEMS, drop_last=True))
+    assert not caplog.records

@@ -46,9 +46,9 @@ def packed_training_arguments(output_dir: str, data: Any, **arguments: object) -
         defaults |= {"ignore_data_skip": True, "dataloader_num_workers": 0, "per_device_train_batch_size": 1}
     args = TrainingArguments(output_dir, **(defaults | arguments))  # initializes the process group for the loader
     if streams and args.max_steps <= 0:
-        steps = all_gather_object(data.steps)  # a rank with more steps would wait for the other ranks indefinitely
-        if None not in steps:
-            args.max_steps = ceil(args.num_train_epochs * min(steps) / args.gradient_accumulation_steps)
+        steps = all_gather_object(data.steps)
+        if None not in steps:  # a rank with fewer steps continues with its next epoch, so that no batch is left out
+            args.max_steps = ceil(args.num_train_epochs * max(steps) / args.gradient_accumulation_steps)
     check_training_arguments(args, data)
     return args
 

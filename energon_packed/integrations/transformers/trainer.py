@@ -6,12 +6,13 @@ with few targets has the same weight as a row with many targets, and with severa
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.accelerate import prepared_loader
@@ -32,13 +33,16 @@ class PackedTrainer(Trainer):
     `train_sampling_strategy="group_by_length"` aligns the packs of a step by cost. The state of a TrainerStream is
     saved and restored.
 
+    Checkpoints have the names of the weights in the model; a checkpoint that does not restore all weights is refused.
+
     `eval_loss` is sum(loss of each target) / number of targets, over all rows of all processes, and every pack counts
     once. `compute_metrics` gets a row of -100 labels if a process has fewer rows.
 
     Args: as in Trainer.
 
     Raises:
-        ConfigError: the arguments do not fit the data; see `check_training_arguments`.
+        ConfigError: the arguments do not fit the data (see `check_training_arguments`), or a checkpoint does not fit
+            the model.
     """
 
     def __init__(
@@ -123,6 +127,43 @@ class PackedTrainer(Trainer):
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return the rows of this process; see `get_eval_dataloader`."""
         return self._rows_of(test_dataset)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save weights by their names in the model, which are the names that resuming and the best model load.
+
+        By default Transformers saves some models (Qwen2-VL, Qwen2.5-VL) with the names of their first release, which
+        only `from_pretrained` converts. `save_model` does so, for other tools.
+        """
+        saved = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if not isinstance(saved, PreTrainedModel) or "save_pretrained" in vars(saved):  # the user replaced it
+            super()._save_checkpoint(model, trial)
+            return
+        saved.save_pretrained = partial(saved.save_pretrained, save_original_format=False)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            del saved.save_pretrained
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Refuse a checkpoint that did not restore all weights; the Trainer would only log a warning.
+
+        Raises:
+            ConfigError: a weight of the model or of the checkpoint has no counterpart.
+        """
+        absent = set(load_result.missing_keys)
+        weights = self.model.state_dict() if absent else {}
+        restored = {weight.data_ptr() for name, weight in weights.items() if name not in absent}
+        # A tied weight is saved once, and restored through the name that was saved; constants are not saved.
+        absent -= {name for name, weight in weights.items() if weight.data_ptr() in restored}
+        missing = sorted(absent - set(getattr(self.model, "_keys_to_ignore_on_save", None) or ()))
+        wrong = [*missing, *load_result.unexpected_keys]
+        if wrong:
+            raise ConfigError(
+                f"the checkpoint must have the weights of the model, got {len(missing)} missing and "
+                f"{len(load_result.unexpected_keys)} unexpected names, such as {wrong[0]}. Resume with the model that "
+                "was saved; if another Trainer saved it, rewrite it: "
+                f"{type(self.model).__name__}.from_pretrained(PATH).save_pretrained(PATH, save_original_format=False)."
+            )
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -32,7 +32,7 @@ from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.failures import FailureLog, watched
 from energon_packed.loading.order_log import OrderLog
 from energon_packed.loading.packers import Packer, PlannedPacker, SimpleBatcher
-from energon_packed.loading.ranks import check_not_resharded, check_rank, resolve_rank, warn_uneven
+from energon_packed.loading.ranks import check_not_resharded, check_rank, has_group, resolve_rank, warn_uneven
 from energon_packed.loading.state import check_state, damage_named, is_left, iterate_epoch, make_state, states_of
 from energon_packed.options import make
 
@@ -57,11 +57,11 @@ class Settings:
     drop_last: bool = False
     allow_changed_weights: bool = False
     order_log: str | Path | None = None
-    even_ranks: Literal["off", "mask"] = "off"
+    even_ranks: Literal["auto", "mask", "off"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.even_ranks not in ("off", "mask"):
-            raise ConfigError(f"`even_ranks` must be 'off' or 'mask', got {self.even_ranks!r}.")
+        if self.even_ranks not in ("auto", "mask", "off"):
+            raise ConfigError(f"`even_ranks` must be 'auto', 'mask' or 'off', got {self.even_ranks!r}.")
         for name in ("seed", "max_failures"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ConfigError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
@@ -86,7 +86,7 @@ class RunOptions(TorchOptions, total=False):
     drop_last: bool
     allow_changed_weights: bool
     order_log: str | Path | None
-    even_ranks: Literal["off", "mask"]
+    even_ranks: Literal["auto", "mask", "off"]
 
 
 class LoaderOptions(RunOptions, total=False):
@@ -246,7 +246,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
               the new weights.
             - `order_log`: folder in which every step is recorded (`energon-packed order check` reads it).
             - `even_ranks`: "mask" yields a row without targets on a rank without an item in the last step, so that
-              all ranks have the same number of batches.
+              all ranks have the same number of batches; "off" ends a rank with its items. The default "auto" is
+              "mask" for items with a global order in a torch.distributed process group, otherwise "off".
             - `persistent_workers`, `pin_memory`, `prefetch_factor`, `timeout`, `multiprocessing_context`,
               `worker_init_fn`: as in torch's DataLoader.
 
@@ -297,7 +298,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         # Rows of known items need no packing at run time: their steps follow from epoch and step alone.
         planned = isinstance(distributor, MapDistributor) and self._roles.packer.rows is not None
         common = (self._roles, self._rank, self._world_size, max(1, num_workers), settings.seed)
-        mask = settings.even_ranks == "mask"
+        mask = settings.even_ranks == "mask" or (settings.even_ranks == "auto" and planned and has_group())
         if mask and not planned:
             raise ConfigError("`even_ranks` 'mask' needs items with a global order, got a stream. Use 'off'.")
         self._plan: PlannedSteps | StreamSteps = PlannedSteps(*common, mask=mask) if planned else StreamSteps(*common)
@@ -341,6 +342,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         if not self._is_warned:
             self._is_warned = True
             warn_uneven(self._rank, self._world_size, self._plan.length)
+            if self._settings.drop_last and not self._rank and (dropped := self._plan.dropped):
+                _log.warning("`drop_last=True` leaves out %s in each epoch.", dropped)
         steps, started = self._remaining_steps(), (self.epoch, self._restores)
         while (step := self._next_of(steps)) is not None:
             if self._schedule is not None and not step.ended:

@@ -77,6 +77,12 @@ class PlannedSteps:
 
     place = None  # a state is the same on all ranks
 
+    @property
+    def dropped(self) -> str:
+        """The items of an epoch that `drop_last` leaves out, for a warning; "" if they fill all steps."""
+        rest = 0 if self.order.repeat else len(self.order) % self.layout.width
+        return f"{rest} of {len(self.order)} items" if rest else ""
+
     def begin(self, epoch: int) -> PlannedPosition:
         """Return the position before the first step of an epoch."""
         return PlannedPosition(epoch, 0, (self.layout,))
@@ -234,6 +240,7 @@ class StreamSteps:
         self.roles, self.rank, self.num_workers, self.seed = roles, rank, num_workers, seed
         self.count = world_size * num_workers
         self.place: tuple[int, int] | None = (rank, world_size)
+        self.dropped = "the last items of each worker that do not fill a batch"
 
     def begin(self, epoch: int) -> StreamPosition:
         """Return the position before the first step of an epoch."""

@@ -6,8 +6,8 @@ from typing import Any, Literal, TypedDict
 from energon_packed.errors import ConfigError
 from energon_packed.loading.ranks import check_rank_arguments
 
-EvenRanks = Literal["auto", "repeat", "drop", "off"]
-EVEN_RANKS: tuple[EvenRanks, ...] = ("auto", "repeat", "drop", "off")
+EvenRanks = Literal["auto", "mask", "repeat", "drop", "off"]
+EVEN_RANKS: tuple[EvenRanks, ...] = ("auto", "mask", "repeat", "drop", "off")
 _MINIMUM = {
     "seq_len": 1,
     "micro_batch_size": 1,
@@ -59,9 +59,9 @@ class LoaderConfig:
         shuffle_buffer_size: packs in the shuffle buffer, stored as raw bytes.
         packing_buffer_size: pack on the fly with a buffer of this many samples, for MultiMixQASample data.
         drop_last: drop the short batch at the end of each worker's data.
-        even_ranks: handling of ranks with a different number of batches, with epochs=1: `repeat` the last batch of
-            shorter ranks, `drop` the surplus of longer ranks, `off` ends at different steps; `auto` is `repeat` in a
-            torch.distributed process group and `off` without a group.
+        even_ranks: handling of ranks with a different number of batches, with epochs=1: shorter ranks yield their
+            last batch again, without targets (`mask`) or with them (`repeat`), `drop` the surplus of longer ranks,
+            `off` ends at different steps; `auto` is `mask` in a torch.distributed process group and `off` without.
         check_encoder: refuse an encoder whose tokenizer, template, image settings or `loss_on` differ from the
             encoder that the dataset was packed with.
         check_lengths: raise if the length of a sample differs from the recorded length.

@@ -292,11 +292,11 @@ class PackedLoader:
             self._refuse_failed()  # saving a state may have failed and ended the workers
             if is_left(here, (self._epoch, self._restores)):
                 return -1
-        # `even_ranks='repeat'`: repeat the last batch until all ranks have the same number.
+        # Repeat the last batch until all ranks have the same number; only `even_ranks='repeat'` trains on it again.
         while limit is not None and self._steps < limit and self._last_restore_key is not None:
             batch = self.energon_loader.restore_sample(self._last_restore_key)
             self._count(batch)
-            yield batch
+            yield batch if self._source.config.even_ranks == "repeat" else batch.without_targets()
             if is_left(here, (self._epoch, self._restores)):
                 return -1
         returned = self._steps - before

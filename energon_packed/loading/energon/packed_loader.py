@@ -95,6 +95,8 @@ def _check_epochs(loader: PackedLoader, source: EnergonSource, splits: Sequence[
     if config.epochs is None:
         check_every_worker_has_packs(splits, source.worker_config)
         return
+    if config.drop_last and config.micro_batch_size > 1 and not source.worker_config.rank:
+        _log.warning("`drop_last=True` leaves out the last packs of each worker that do not fill a batch.")
     # A function: Energon's dataset is created only if no manifest has the number of packs.
     loader.epoch_steps = epoch_steps(config, splits, source.worker_config, lambda: loader.energon_loader)
 

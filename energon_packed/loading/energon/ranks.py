@@ -79,8 +79,8 @@ def epoch_steps(
         return None
     if choice == "auto" and not distributed:
         _log.warning(
-            "ranks end unevenly, after %d to %d batches; before collective operations set even_ranks='repeat' or "
-            "'drop', or epochs=None",
+            "ranks end unevenly, after %d to %d batches; before collective operations set even_ranks='mask' or "
+            "'repeat', or epochs=None",
             min(steps),
             max(steps),
         )
@@ -89,6 +89,12 @@ def epoch_steps(
         raise ConfigError(
             f"rank {steps.index(0)} of {world_size} has no batch, and other ranks have {max(steps)}: there are too "
             "few packs. Use fewer ranks, pack with a smaller `seq_len`, or set `even_ranks='off'`."
+        )
+    if choice == "drop" and not worker_config.rank:
+        _log.warning(
+            "`even_ranks='drop'` leaves out %d of %d batches in each epoch. Set 'mask' to train on all.",
+            sum(steps) - min(steps) * world_size,
+            sum(steps),
         )
     return min(steps) if choice == "drop" else max(steps)
 
