@@ -330,7 +330,25 @@ def test_decisions_are_noted_and_do_not_count_as_content() -> None:
     [
         (
             {"id": "1", "Frage": "a", "Antwort": "b", "pic": "a.jpg"},
-            "try `map=user=Frage,assistant=Antwort,image=pic`",
+            "name the question and the answer with `map=user=FIELD,assistant=FIELD,image=pic`",
+        ),
+        ({"Answer": "b", "Question": "a"}, "try `map=user=Question,assistant=Answer`"),
+        ({"Q": "a", "user_reply": "b", "photo": "c.png"}, "try `map=user=Q,assistant=user_reply,image=photo`"),
+        # s1K: the target is in a third field, so neither order of the first two fields is right.
+        (
+            {
+                "solution": "5",
+                "question": "2+3?",
+                "cot_type": "math",
+                "thinking_trajectories": ["Hm."],
+                "attempt": "5",
+            },
+            "attempt; name the question and the answer with `map=user=FIELD,assistant=FIELD`",
+        ),
+        # medical-o1
+        (
+            {"Question": "a", "Complex_CoT": "b", "Response": "c"},
+            "the fields Question, Complex_CoT, Response; name the question and the answer",
         ),
         ({"info": {}, "annotations": [{"caption": "a"}]}, "if annotations is the list of records, write it alone"),
         ({"translation": {"en": "a", "de": "b"}}, "no known shape has the fields translation"),
