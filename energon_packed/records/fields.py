@@ -61,6 +61,7 @@ _REMEDIES = {
     r"video(?!.*_ids?$).*|n?frames|max_frames": "pass the frames as videos, one list for each video",
     r"history": "write the earlier turns as messages",
     r"image_urls?": "nothing is fetched; download the image and give its path as image",
+    r"pixel_values(_.*)?|(image|video)_grid_thw": "pixels are computed while training; list the images as images",
     r"images?|inline_data|file_data": "list images in the images field of the record",
     r"patch_positions": "list it in the record",
 }

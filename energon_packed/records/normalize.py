@@ -217,7 +217,7 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
         )
     if media.unlisted:
         used = [*media.images, *media.inline, *(frame for frames in media.videos for frame in frames)]
-        check_unlisted(media.unlisted, used, media.root)
+        media.notes += check_unlisted(media.unlisted, used, media.root)
     if draft.input_ids is not None:
         if media.videos:
             raise RecordError(Reason.UNSUPPORTED_MEDIA, "a record of input_ids has videos; pass the frames as images")

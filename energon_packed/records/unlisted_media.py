@@ -1,9 +1,9 @@
 """Media in fields that no code reads: a field name and its value in, whether they refer to media out.
 
 The value decides: a path with the extension of an image or video file, a `data:` URL, base64 of an image file, bytes,
-an object or list with one of these. The name extends it: `img_url` and `Image` are spellings of fields that are read,
-`image_id` is an image elsewhere, and below `photo` or `screenshot` a URL or a path without an extension counts, too.
-A field that is named as an id, such as `question_id`, is never media.
+an image in memory, an object or list with one of these. The name extends it: `img_url` and `Image` are spellings of
+fields that are read, `image_id` is an image elsewhere, and in `photo` or `screenshot` a URL or a path without an
+extension counts, too. A field that is named as an id, such as `question_id`, is never media.
 """
 
 import os
@@ -17,6 +17,8 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.records.fields import OBJECT, Record, is_given, shown
 from energon_packed.records.media import MediaReference
 
+IMAGE_URL = "not fetched: URL of an image in the field"
+"""Start of the note of a record without an image; the name of the field follows."""
 # Without .ts and .svg: they are also source code, and a path of a code dataset is not media.
 _VIDEO_FILES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv")
 _MEDIA_FILES = (
@@ -26,6 +28,7 @@ _MEDIA_FILES = (
 _DATA_URL = re.compile(r"data:[^,\s]{0,100};base64,")
 _BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD[dl]h|UklGR)[A-Za-z0-9+/\s]{8}")  # JPEG, PNG, GIF, WebP
 _STARTS = frozenset(("data", "/9j/", "iVBO", "R0lG", "UklG"))
+_ENDS = frozenset(end[-1] for name in _MEDIA_FILES for end in (name, name.upper()))
 _OBJECT_KEYS = frozenset(("bytes", "path", "url", "image"))
 _NUMBERS = frozenset((bool, int, float))
 _DEPTH = 4  # lists and objects around a value: a list of lists of {"image": {"url"}}
@@ -56,11 +59,13 @@ class UnlistedMedia(NamedTuple):
         name: name of the field.
         value: its value.
         label: the object with the field, such as `the record` or `a turn`.
+        is_certain: False for a URL that may also be the address of a web page.
     """
 
     name: str
     value: Any
     label: str
+    is_certain: bool = True
 
     @property
     def is_listed(self) -> bool:
@@ -105,12 +110,16 @@ def find_unlisted(record: Record, names: tuple[str, ...], label: str, root: str 
     for name, is_plain in _are_plain(names):
         value = record.get(name)
         # This runs for every field that is not read, so that numbers and almost every text end here.
-        if is_plain and value.__class__ is str and "." not in value[-5:] and value[:4] not in _STARTS:
-            continue
-        if is_plain and value.__class__ in _NUMBERS:
-            continue
+        if is_plain:
+            kind = value.__class__
+            if kind is str and value[-1:] not in _ENDS and value[:4] not in _STARTS:
+                continue
+            if kind in _NUMBERS:
+                continue
         if refers_to_media(name, value, root):
             found.append(UnlistedMedia(name, value, label))
+        elif value.__class__ is str and value.startswith(("http://", "https://")) and _has_extension(value):
+            found.append(UnlistedMedia(name, value, label, is_certain=False))
     return found
 
 
@@ -145,7 +154,10 @@ def refers_to_media(name: str, value: Any, root: str | None = None) -> bool:
             value = next((inner for key, inner in value.items() if key in _OBJECT_KEYS and inner), None)
         else:
             break
-    return isinstance(value, bytes | bytearray | memoryview) and len(value) > 0
+    if isinstance(value, bytes | bytearray | memoryview):
+        return len(value) > 0
+    # Images of tars, and images that the `datasets` library has decoded.
+    return isinstance(value, MediaReference) or type(value).__module__.startswith("PIL.")
 
 
 @lru_cache(maxsize=4096)
@@ -164,7 +176,7 @@ def _kind(name: str) -> _Kind:
 def _is_media(text: str, kind: _Kind, root: str | None) -> bool:
     if text[:4] in _STARTS and (_DATA_URL.match(text) or _BASE64.match(text)):
         return True
-    has_extension = "." in text[-5:] and text[-5:].lower().endswith(_MEDIA_FILES)
+    has_extension = _has_extension(text)
     if not has_extension and kind is not _Kind.SAYS_IMAGE:
         return False  # almost every text
     is_remote = "://" in text and not text.startswith("file://")
@@ -177,6 +189,10 @@ def _is_media(text: str, kind: _Kind, root: str | None) -> bool:
     return has_extension and not is_remote and (kind is _Kind.SAYS_IMAGE or _exists(text, root))
 
 
+def _has_extension(text: str) -> bool:
+    return "." in text[-5:] and text[-5:].lower().endswith(_MEDIA_FILES)
+
+
 def _exists(path: str, root: str | None) -> bool:
     try:
         return root is not None and os.path.isfile(MediaReference(path=path, root=root).resolved())
@@ -184,8 +200,8 @@ def _exists(path: str, root: str | None) -> bool:
         return False
 
 
-def check_unlisted(unlisted: Sequence[UnlistedMedia], used: Sequence[MediaReference], root: str | None) -> None:
-    """Reject a record with media that would be lost.
+def check_unlisted(unlisted: Sequence[UnlistedMedia], used: Sequence[MediaReference], root: str | None) -> list[str]:
+    """Reject a record with media that would be lost; return a note for each field that is not certain.
 
     Args:
         unlisted: fields that refer to media and are not read.
@@ -196,20 +212,22 @@ def check_unlisted(unlisted: Sequence[UnlistedMedia], used: Sequence[MediaRefere
         RecordError: `unsupported_media` if the record uses no media, or if a spelling of an image field names another
             image than those in use.
     """
-    if not used:
-        first = unlisted[0]
+    certain = [field for field in unlisted if field.is_certain]
+    if certain and not used:
+        first = certain[0]
         kind = "a video" if _is_video(first) else "an image"
         raise RecordError(
             Reason.UNSUPPORTED_MEDIA,
-            f"{_where(first)} refers to {kind}, but the record contains none. {_remedy(unlisted)}",
+            f"{_where(first)} refers to {kind}, but the record contains none. {_remedy(certain)}",
         )
-    for field in unlisted:
+    for field in certain:
         if field.is_listed and field.differs_from(used, root):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
                 f"{_where(field)} refers to an image that is not among the images of the record. List all images as "
                 "`images`, with an `adapter`.",
             )
+    return [] if used else sorted({f"{IMAGE_URL} {field.name}" for field in unlisted})
 
 
 def _where(field: UnlistedMedia) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from energon_packed import FieldMap, RecordError, RejectLimitError, normalize, pack
+from energon_packed import FieldMap, MediaReference, RecordError, RejectLimitError, normalize, pack
 
 TURNS = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}]
 FORMATS: tuple[dict[str, Any], ...] = (
@@ -92,6 +92,8 @@ def test_an_image_under_any_name_is_used_or_rejects_the_record(record: dict[str,
         {"screenshot": "no_extension"},
         {"Bild": "Bild von heute.png"},
         {"clip": "a.mp4"},
+        {"scan": Image.new("RGB", (8, 8))},
+        {"jpg": MediaReference(path="a.tar", offset=512, size=9)},
     ],
 )
 def test_other_values_that_are_media_reject_the_record(field: dict[str, Any], tmp_path: Path) -> None:
@@ -197,3 +199,20 @@ def test_a_run_stops_if_every_record_has_an_image_that_is_not_read(tmp_path: Pat
     for n in range(3):
         picture(tmp_path / f"{n}.png")
     assert pack(data, output_dir=tmp_path / "mapped", map="images=screenshot", **options).manifest.images == 3
+
+
+def test_urls_of_images_stop_a_run_only_if_every_record_has_one(tmp_path: Path, tokenizer_dir: Path) -> None:
+    pages = [{"text": "A red bus.", "url": url} for url in ("https://a.b/1.jpg", "https://a.b/2.JPG", "https://a.b/")]
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("images", "pages")}
+    files["images"].write_text("".join(json.dumps(page) + "\n" for page in pages[:2]))
+    files["pages"].write_text("".join(json.dumps(page) + "\n" for page in pages))
+    options: dict[str, Any] = {"seq_len": 256, "tokenizer": tokenizer_dir, "workers": 1}
+    with pytest.raises(RejectLimitError, match="all 2 records have the URL of an image in the field url"):
+        pack(files["images"], output_dir=tmp_path / "a", **options)
+    packed = pack(files["pages"], output_dir=tmp_path / "b", **options).manifest
+    assert (packed.records, packed.notes) == (3, {"not fetched: URL of an image in the field url": 2})
+
+
+def test_pixels_beside_tokens_reject_the_record() -> None:
+    with pytest.raises(RecordError, match="the field pixel_values of the record is not supported"):
+        normalize({"input_ids": [1, 2], "pixel_values": [[0.5]]})
