@@ -108,7 +108,7 @@ def find_unlisted(record: Record, names: tuple[str, ...], label: str, root: str 
     """
     found = []
     for name, is_plain in _are_plain(names):
-        value = record.get(name)
+        value: Any = record.get(name)
         # This runs for every field that is not read, so that numbers and almost every text end here.
         if is_plain:
             kind = value.__class__
@@ -225,7 +225,7 @@ def check_unlisted(unlisted: Sequence[UnlistedMedia], used: Sequence[MediaRefere
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
                 f"{_where(field)} refers to an image that is not among the images of the record. List all images as "
-                "`images`, with an `adapter`.",
+                "`images`, with an `adapter`",
             )
     return [] if used else sorted({f"{IMAGE_URL} {field.name}" for field in unlisted})
 
@@ -248,15 +248,15 @@ def _remedy(unlisted: Sequence[UnlistedMedia]) -> str:
     field, text = unlisted[0], _first(unlisted[0])
     text = text if isinstance(text, str) else ""
     if _is_video(field):
-        return "Video files are not decoded: pass the frames as `videos`, with an `adapter`."
+        return "Video files are not decoded: pass the frames as `videos`, with an `adapter`"
     if "://" in text[:8] and not text.startswith("file:"):
-        return "Nothing is fetched: download it, and add its path as `image` with an `adapter`."
+        return "Nothing is fetched: download it, and add its path as `image` with an `adapter`"
     if _BASE64.match(text):
-        return "Rename the field to `image_base64_str` with an `adapter`."
+        return "Rename the field to `image_base64_str` with an `adapter`"
     if _kind(field.name) is _Kind.ID:
-        return "Add its path as `image` with a `map` or an `adapter`."
+        return "Add its path as `image` with a `map` or an `adapter`"
     if field.label != "the record":
-        return "Rename the field to `image` with an `adapter`."
+        return "Rename the field to `image` with an `adapter`"
     if len({each.name for each in unlisted}) > 1 or not re.fullmatch(r"[\w .-]+", field.name):
-        return "List the images as `images` with an `adapter`."
-    return f"Read it with `map=images={field.name}`, or remove the field with an `adapter` if it is only a name."
+        return "List the images as `images` with an `adapter`"
+    return f"Read it with `map=images={field.name}`, or remove the field with an `adapter` if it is only a name"
