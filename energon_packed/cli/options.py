@@ -129,12 +129,13 @@ def _parsed(declaration: Declaration, value: Any) -> Any:
 
 
 def as_options(message: str) -> str:
-    """Replace arguments in a message by command-line options: `seq_len` becomes --seq-len."""
+    """Replace arguments in a message by command-line options: `seq_len` becomes --seq-len, `text` stays."""
 
     def replace(match: re.Match[str]) -> str:
-        name, value = match[1], match[2]
-        flag = _flags().get(name, f"--{name.replace('_', '-')}")
-        if value is None or value == "True":
+        flag, value = _flags().get(match[1]), match[2]
+        if flag is None:
+            return match[0]
+        if value is None or value == "True" or (value == "False" and flag.startswith("--no-")):
             return flag
         return f"--no-{flag[2:]}" if value == "False" else f"{flag} {value.strip(chr(39))}"
 
@@ -143,13 +144,18 @@ def as_options(message: str) -> str:
 
 @lru_cache(maxsize=1)
 def _flags() -> dict[str, str]:
-    """First flag of every declared option, by name."""
+    """First flag of every option of the commands, by name; declared options first."""
     # Imported here: errors of commands without these options do not need the pipeline.
+    from energon_packed.cli.main import COMMANDS, cli
     from energon_packed.pipeline.options import PackOptions
     from energon_packed.pipeline.survey import LengthsOptions
 
+    commands = [cli.get_command(click.Context(cli), name) for name in COMMANDS]
+    options = [each for command in commands if command for each in command.params if isinstance(each, click.Option)]
     declarations = [*declared(LengthsOptions), *declared(PackOptions)]
-    return {each.name: each.flags[0].split("/")[0] for each in declarations if each.flags}
+    return {each.name: each.opts[0] for each in options if each.name} | {
+        each.name: each.flags[0].split("/")[0] for each in declarations if each.flags
+    }
 
 
 def _click_option(declaration: Declaration, *, defaults: bool) -> Decorator:

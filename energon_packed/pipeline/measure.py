@@ -14,9 +14,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
 from energon_packed.encoding.vision.media import ImageCheck, check_pixels
-from energon_packed.errors import REQUESTED_REJECTS, RecordError
+from energon_packed.errors import REQUESTED_REJECTS, RecordError, RejectLimitError
 from energon_packed.pipeline.chunks import (
     COUNTED,
     KINDS,
@@ -38,6 +40,7 @@ from energon_packed.pipeline.rejects import MOST_DETAIL, RejectLimits
 from energon_packed.pipeline.run_state import COUNTERS
 from energon_packed.pipeline.table import RecordTable, load_table
 from energon_packed.records import Conversation
+from energon_packed.records.unlisted_media import IMAGE_URL
 from energon_packed.sources import SourceRecord
 
 _BATCH = 256  # records in memory at a time, as they may contain images; also the batch size of the tokenizer
@@ -97,7 +100,7 @@ class MeasureStage:
             chunks: chunks to measure; by default the complete input.
 
         Raises:
-            RejectLimitError: a record is rejected, with `strict`.
+            RejectLimitError: a record is rejected, with `strict`; or every record has only the URL of an image.
         """
         chunks = self.chunks() if chunks is None else chunks
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +118,9 @@ class MeasureStage:
         with closing(self.engine.run(self.measurer, todo)) as reports:
             for report in reports:
                 self._count(report)
-        return load_table(chunks, len(self.reader.sources))
+        table = load_table(chunks, len(self.reader.sources))
+        check_image_urls(table)
+        return table
 
     def _count(self, report: "ChunkReport") -> None:
         """Add the counts of a chunk; with `strict`, refuse its first rejected record."""
@@ -127,6 +132,24 @@ class MeasureStage:
         if self.strict and report.first_reject is not None:
             rejected = self.reader.rejected(report.chunk.source, [report.first_reject])
             RejectLimits(strict=True).check_record(rejected[0])
+
+
+def check_image_urls(table: RecordTable) -> None:
+    """Refuse an input whose records all have the URL of an image in a field that is not read, such as COYO's `url`.
+
+    In a single record, such a URL may be the address of a web page.
+
+    Raises:
+        RejectLimitError: all records that can be packed have it in the same field, and none has an image.
+    """
+    packed = int(np.count_nonzero(table.status == 0))
+    for note, count in table.counts["notes"].items():
+        if note.startswith(IMAGE_URL) and count >= packed > 0:
+            name = note.removeprefix(IMAGE_URL).strip()
+            raise RejectLimitError(
+                f"all {packed} records have the URL of an image in the field {name}, and no image. Nothing is "
+                "fetched: download the images and add their paths as `image`, or remove the field, with an `adapter`."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

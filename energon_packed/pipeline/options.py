@@ -292,7 +292,7 @@ class InputOptions(EncoderSettings):
         decides="lengths",
     )  # fmt: skip
     map: str | None = option(
-        None, help="Field names of flat records, for example user=question,assistant=answer.", group=INPUT,
+        None, help="Field names: user=question,assistant=answer of flat records, or images=pic alone.", group=INPUT,
         decides="lengths", metavar="user=FIELD,assistant=FIELD,...",
     )  # fmt: skip
     adapter: str | None = option(

@@ -4,8 +4,8 @@
 
 conversation.py: Conversation, Message. normalize.py: the path above, with mapping.py (field maps, adapters) and
 record_formats/. turns.py: a turn in any spelling -> Message. tools.py: function schemas. fields.py: checked values of
-fields. media_fields.py: images and videos that a record lists. media.py: MediaReference, the address of the bytes of
-an image, and the only code that reads them.
+fields. media_fields.py: images and videos that a record lists; unlisted_media.py: media in fields that are not read.
+media.py: MediaReference, the address of the bytes of an image, and the only code that reads them.
 """
 
 from energon_packed.records.conversation import (

@@ -21,6 +21,7 @@ from energon_packed.errors import Reason, RecordError
 
 Record = Mapping[str, Any]
 OBJECT = (dict, Mapping)  # dict first: testing it is five times as fast
+SCALARS = frozenset((str, bool, int, float, type(None)))  # exact classes of most values, for tests on hot paths
 _DEEPEST = 100  # levels of nesting: templates and JSON writers recurse once per level
 # Larger values of fps and timestamp_decimal are faults of the writer, and would overflow when they are rendered.
 _LARGEST_NUMBER = 1e9  # of fps and timestamp_decimal
@@ -60,6 +61,7 @@ _REMEDIES = {
     r"video(?!.*_ids?$).*|n?frames|max_frames": "pass the frames as videos, one list for each video",
     r"history": "write the earlier turns as messages",
     r"image_urls?": "nothing is fetched; download the image and give its path as image",
+    r"pixel_values(_.*)?|(image|video)_grid_thw": "pixels are computed while training; list the images as images",
     r"images?|inline_data|file_data": "list images in the images field of the record",
     r"patch_positions": "list it in the record",
 }
@@ -279,14 +281,16 @@ def unused_fields(record: Record, known: frozenset[str], label: str = "the recor
     unused = []
     for name, is_risky in names:
         value = record[name]
+        if value is None:
+            continue
         if is_risky and is_given(value) and not _is_metadata(name, record):
             raise unsupported(name, label)
-        if _is_media_bytes(value):
+        if value.__class__ not in SCALARS and _is_media_bytes(value):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
                 f"the field {name} of {label} contains an image or video. Rename it to `images`.",
             )
-        if value is not None and (not is_risky or is_given(value)):
+        if not is_risky or is_given(value):
             unused.append(str(name))
     return tuple(unused)
 

@@ -1,6 +1,7 @@
 """Custom records: a field map or an adapter function turns a raw record into a record of a supported record format.
 
     --map user=question,assistant=answer,image=pic      field names of flat records
+    --map images=screenshot                             a field of records in any record format
     --adapter package.module:function                   record -> record, Conversation, or None to drop the record
 
 Both run before the record formats: their result is read like any other record.
@@ -28,6 +29,8 @@ TARGETS = (*TURNS, "image", "images", "video", "videos", "tools", "id")
 class FieldMap:
     """Field names of flat records: which field is the question, the answer, the image.
 
+    A map without turns renames fields, of records in any record format.
+
     Attributes:
         fields: (target, field) in order; each target is in `TARGETS`.
     """
@@ -39,7 +42,7 @@ class FieldMap:
         """Parse `user=question,assistant=answer`, or a mapping with the same content.
 
         Raises:
-            ConfigError: invalid syntax, an unknown target, no `assistant`, or a repeated field.
+            ConfigError: invalid syntax, an unknown target, a question without `assistant`, or a repeated field.
         """
         if isinstance(value, Mapping):
             pairs = [(str(target), str(field)) for target, field in value.items()]
@@ -55,7 +58,7 @@ class FieldMap:
             raise ConfigError(f"unknown name {unknown[0]!r} in `map`. Use {', '.join(TARGETS)}.")
         if len(set(targets)) < len(targets) or len(set(fields)) < len(fields):
             raise ConfigError(f"`map` {value!r} repeats a name or a field. Use each only once.")
-        if "assistant" not in targets:
+        if "assistant" not in targets and not set(targets).isdisjoint(TURNS):
             raise ConfigError(f"`map` {value!r} has no assistant. Name the field with the answer.")
         return cls(tuple(pairs))
 
@@ -63,7 +66,7 @@ class FieldMap:
         return ",".join(f"{target}={field}" for target, field in self.fields)
 
     def apply(self, record: Any) -> Any:
-        """Convert a record to the messages format; fields that the map does not name stay unchanged.
+        """Rename fields; with turns in the map, convert to the messages format. Other fields stay unchanged.
 
         Raises:
             RecordError: a field is missing, or a field of the record already has the name of a target.
@@ -80,14 +83,16 @@ class FieldMap:
         mapped = {key: value for key, value in record.items() if key not in used}
         values = {target: record[field] for target, field in self.fields}
         turns = {target: values.pop(target) for target in TURNS if target in values}
-        for name in ("messages", *(target for target in values if target != "id")):
+        if turns:
+            values["messages"] = _messages(turns)
+        for name in values:
             # Neither value is preferred silently: the record has both a mapped field and a field of the target's name.
-            if mapped.get(name) is not None:
+            if name != "id" and mapped.get(name) is not None:
                 raise RecordError(
                     Reason.UNSUPPORTED_FIELD,
                     f"the record has a field {name} beside those of `map`; name it in the map, or use an `adapter`",
                 )
-        return {**mapped, **values, "messages": _messages(turns)}
+        return {**mapped, **values}
 
 
 def _messages(turns: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -7,13 +7,13 @@ frame. Fields with media that no code reads are rejected; otherwise their placeh
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
-from energon_packed.records.fields import Record, flatten, is_given, unused_fields
+from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unused_fields
 from energon_packed.records.media import MediaReference
+from energon_packed.records.unlisted_media import UnlistedMedia, find_unlisted
 
 VIDEO_PLACEHOLDER = "<video>"
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
@@ -22,17 +22,12 @@ _TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>([^<>\n]+)</img>")
 _IMAGE_FIELDS = ("images", "image")
 _OBJECT_FIELDS = frozenset(("bytes", "path", "url", "image"))
 _VIDEO_FIELDS = ("video", "videos")
-_MISNAMED_IMAGES = ("image_path", "image_paths", "image_file", "image_files", "img", "imgs")
 _MISNAMED_VIDEOS = ("frames", "video_frames", "video_path", "video_paths")
 _UNSUPPORTED = {
     **dict.fromkeys(("audio", "audios"), "remove it, or convert it to text"),
-    **dict.fromkeys(_MISNAMED_IMAGES, "rename it to images"),
     **dict.fromkeys(_MISNAMED_VIDEOS, "rename it to videos, with a list of frames for each <video>"),
 }
 _BASE64 = "image_base64_str"  # the image field of M3IT
-# Field names that may refer to an image elsewhere, such as `image_id` (COCO), `imageId` or `file_name`.
-_NAME = re.compile(r"(?:image|img|photo|picture|pic)(?:_?(?:id|name|file|path))?|file_?(?:name|path)?", re.IGNORECASE)
-IMAGE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _VIDEO_FILES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".gif")
 _BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *_VIDEO_FIELDS))
 
@@ -50,7 +45,7 @@ class Media:
         is_video: the images are frames of a video.
         inline: images of content parts, in order.
         unused_fields: fields of turns and content parts that are not read.
-        elsewhere: fields that refer to an image outside the record: `image_id`, or a file name.
+        unlisted: fields that refer to media and are not read.
         notes: decisions made while reading, such as the choice of a caption.
     """
 
@@ -61,7 +56,7 @@ class Media:
     has_videos: bool = False
     is_video: bool = False
     inline: list[MediaReference] = field(default_factory=list)
-    elsewhere: tuple[str, ...] = ()
+    unlisted: list[UnlistedMedia] = field(default_factory=list)
     unused_fields: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
@@ -70,6 +65,25 @@ class Media:
         for match in _TAGGED.finditer(text):
             self.add_inline(match[1].strip())
         return _TAGGED.sub(IMAGE_PLACEHOLDER, text)
+
+    def add_unused(self, record: Record, known: frozenset[str] | None, label: str = "the record") -> None:
+        """Count the fields of a record, a turn or a content part that are not read, and keep those with media.
+
+        Args:
+            record: the object with the fields.
+            known: fields that are read; None if unknown: then no field is counted or rejected by its name.
+            label: the object with the fields, for errors.
+
+        Raises:
+            RecordError: as `unused_fields`.
+        """
+        if known is None:
+            names = tuple(str(name) for name in record if name not in COMMON_FIELDS)
+        else:
+            names = unused_fields(record, known, label)
+            self.unused_fields.update(names)
+        if names:
+            self.unlisted += find_unlisted(record, names, label, self.root)
 
     def add_inline(self, value: Any) -> None:
         """Add the image of a content part; Anthropic's source is `{"type": "base64", "media_type", "data"}`."""
@@ -130,7 +144,6 @@ def read_media(
         if not with_images or media.images:
             raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both images and {_BASE64} are given; use one")
         media.images = [MediaReference.from_value(_data_url(encoded)) for encoded in flatten(record[_BASE64])]
-    media.elsewhere = tuple(name for name in _named(tuple(record)) if _names_image(name, record[name]))
     if media.images:
         media.per_turn = _images_per_turn(record.get("images"))
     # The early return is for speed: most records have no video fields.
@@ -164,19 +177,6 @@ def references(record: Record, keys: Sequence[str], root: str | None) -> list[Me
 def _unused(image: Any) -> tuple[str, ...]:
     """List the unused fields of an image object; fields that would change training are rejected."""
     return unused_fields(image, _OBJECT_FIELDS, "an image") if isinstance(image, Mapping) else ()
-
-
-@lru_cache(maxsize=4096)
-def _named(fields: tuple[str, ...]) -> tuple[str, ...]:
-    """List the fields that may refer to an image; cached, as the records of a file share keys."""
-    return tuple(name for name in fields if isinstance(name, str) and _NAME.fullmatch(name))
-
-
-def _names_image(field_name: str, value: Any) -> bool:
-    """Whether a field refers to an image: an id always does, a name if it has the extension of an image file."""
-    if field_name.lower().endswith("id"):
-        return is_given(value)
-    return isinstance(value, str) and value.lower().endswith(IMAGE_FILES)
 
 
 def _data_url(value: Any, kind: str = "image/jpeg") -> str:

@@ -25,13 +25,13 @@ from energon_packed.records.fields import (
     read_objects,
     read_text,
     unsupported,
-    unused_fields,
 )
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media, read_media, references
 from energon_packed.records.record_formats import PartialConversation, RecordFormat, find_record_format
 from energon_packed.records.record_formats.messages import Messages, ShareGPT, read_gemini_text
 from energon_packed.records.tools import read_tools, without_written_calls
 from energon_packed.records.turns import PLAIN_ROLES, keys_of
+from energon_packed.records.unlisted_media import check_unlisted
 
 FPS_STORED = "fps stored, no timestamps in the text"
 """Note of a conversation with frame times that do not appear in its text."""
@@ -69,15 +69,13 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
         return plain
     known = record_format.fields
     media = read_media(record, image_root, with_images=not record_format.reads_images, known=known or frozenset())
-    unused = () if known is None else unused_fields(record, known)
+    media.add_unused(record, known)
     # In this order: the formats collect images of content parts, the system text may contain placeholders and tools.
     draft = record_format.read(record, media)
     add_system(draft, record, record_format)
     place_media(draft, media, record_format)
     tools = None if _TOOL_FIELDS.isdisjoint(record) else read_tools(record, draft, media)
     draft.messages = [without_written_calls(m, media) if m.extra else m for m in draft.messages]
-    if media.unused_fields:
-        unused = tuple(sorted({*unused, *media.unused_fields}))
     if tools is not None:
         check_writable(tools, "tools")
     for message in draft.messages:
@@ -104,7 +102,7 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
             if "timestamp_decimal" in record
             else None
         ),
-        unused_fields=unused,
+        unused_fields=tuple(sorted(media.unused_fields)),
         notes=tuple(media.notes),
     )
 
@@ -218,16 +216,13 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
         raise RecordError(
             Reason.IMAGE_COUNT_MISMATCH, "images stand both in the messages and in the images field; use one"
         )
+    if media.unlisted:
+        used = [*media.images, *media.inline, *(frame for frames in media.videos for frame in frames)]
+        media.notes += check_unlisted(media.unlisted, used, media.root)
     if draft.input_ids is not None:
         if media.videos:
             raise RecordError(Reason.UNSUPPORTED_MEDIA, "a record of input_ids has videos; pass the frames as images")
         return
-    if media.elsewhere and not (media.images or media.inline or media.videos):
-        raise RecordError(
-            Reason.UNSUPPORTED_MEDIA,
-            f"{media.elsewhere[0]} refers to an image, but the record contains none. Add its path as `image` with a "
-            "`map` or an `adapter`.",
-        )
     # The common case: content parts placed all of their images.
     if not (media.images or media.has_videos):
         return

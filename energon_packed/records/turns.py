@@ -40,7 +40,6 @@ from energon_packed.records.fields import (
     read_objects,
     read_text,
     shown,
-    unused_fields,
 )
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
 
@@ -132,7 +131,7 @@ def _message(turn: Record, media: Media) -> Message:
     extra = {} if keys.is_plain else _extra(turn)
     weight = 1.0
     if not keys.is_plain:
-        media.unused_fields.update(unused_fields(turn, _KNOWN, "a turn"))
+        media.add_unused(turn, _KNOWN, "a turn")
         weight = read_weight(turn, "assistant" if role == FUNCTION_CALL else role)
     if role == FUNCTION_CALL:
         return Message(
@@ -255,7 +254,7 @@ def _read_part(part: Any, media: Media) -> str:
         raise RecordError(
             Reason.MISSING_FIELD, f"a content part of type {name}{keys}; use text, image, image_url or video"
         )
-    media.unused_fields.update(unused_fields(part, _FIELDS[kind], f"a content part of type {kind}"))
+    media.add_unused(part, _FIELDS[kind], f"a content part of type {kind}")
     if kind == "text":
         text = read_text(part.get("text"), "a text part")
         return media.take_tagged(text) if "<img>" in text else text

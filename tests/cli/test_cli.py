@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click import Context
 from click.testing import CliRunner
 
+import energon_packed as energon_packed_package
 from energon_packed import ConfigError, PackingManifest
 from tests.canary import packed_texts
-from tests.internals import SOURCES, DemoDataset, cli
+from tests.internals import SOURCES, DemoDataset, as_options, cli
 from tests.processes import energon_packed
 
 TOOL = Path(sys.executable).with_name("energon-packed")
@@ -225,3 +227,17 @@ def test_a_folder_name_that_is_not_utf8_is_a_one_line_error(text_tokenizer_dir: 
     assert re.fullmatch(
         r"error: '.*caf.udce9.*' contains a name that is not valid UTF-8\. Rename the file or folder\.\n", done.stderr
     )
+
+
+def test_messages_contain_only_options_that_exist() -> None:
+    commands = [cli.get_command(Context(cli), name) for name in cli.list_commands(Context(cli))]
+    options = {flag for command in commands for each in command.params for flag in (*each.opts, *each.secondary_opts)}
+    package = Path(energon_packed_package.__file__).parent
+    names = {name for file in package.rglob("*.py") for name in re.findall(r"`\w+(?:=[^`\n]*)?`", file.read_text())}
+    shown = {name: as_options(name) for name in names}
+    assert {shown["`seq_len`"], shown["`weight_by`"], shown["`use_patch_positions=False`"]} == {
+        "--seq-len", "--weight-by", "--no-npy",
+    }  # fmt: skip
+    wrong = {name: text for name, text in shown.items() if text.startswith("--") and text.split()[0] not in options}
+    assert not wrong
+    assert shown["`text`"] == "`text`"

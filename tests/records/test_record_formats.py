@@ -361,7 +361,7 @@ def test_several_reasonings_are_rejected() -> None:
 
 def test_an_image_id_without_an_image_is_rejected_in_any_spelling() -> None:
     for name in ("image_id", "imageId", "ImageID"):
-        with pytest.raises(RecordError, match=f"{name} refers to an image, but the record contains none"):
+        with pytest.raises(RecordError, match=f"{name} 5 refers to an image, but the record contains none"):
             normalize({"messages": [HI, HELLO], name: 5})
 
 
@@ -391,7 +391,14 @@ def test_decisions_are_noted_and_do_not_count_as_content() -> None:
     [
         (
             {"id": "1", "Frage": "a", "Antwort": "b", "pic": "a.jpg"},
-            "try `map=user=Frage,assistant=Antwort,image=pic`",
+            "name the question and the answer with `map=user=FIELD,assistant=FIELD,image=pic`",
+        ),
+        ({"Answer": "b", "Question": "a"}, "try `map=user=Question,assistant=Answer`"),
+        ({"Q": "a", "user_reply": "b", "photo": "c.png"}, "try `map=user=Q,assistant=user_reply,image=photo`"),
+        # The target may be in a third field, so neither order of the first two fields is right.
+        (
+            {"task": "2+3?", "thoughts": "Hm.", "verdict": "5"},
+            "the fields task, thoughts, verdict; name the question and the answer with `map=user=FIELD,assistant=FIELD`",
         ),
         ({"info": {}, "annotations": [{"caption": "a"}]}, "if annotations is the list of records, write it alone"),
         ({"translation": {"en": "a", "de": "b"}}, "no known shape has the fields translation"),

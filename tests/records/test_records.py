@@ -242,7 +242,7 @@ def test_tools_calls_and_metadata_are_kept() -> None:
         (
             {"messages": [USER, ANSWER], "img": "a.png"},
             "unsupported_media",
-            "img is not supported; rename it",
+            "refers to an image, but the record contains none. Read it with `map=images=img`",
         ),
         ({"input_ids": [1, 2], "videos": [["a"]]}, "unsupported_media", "a record of input_ids has videos"),
         (

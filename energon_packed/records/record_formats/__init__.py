@@ -8,7 +8,6 @@ import re
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.fields import OBJECT, Record, check_preference, key_names
-from energon_packed.records.media_fields import IMAGE_FILES
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 from energon_packed.records.record_formats.caption import Caption, Captions, ImageText, TextCaps, TextsImages
 from energon_packed.records.record_formats.document import Document, Interleaved, SentencesImages, Tokens
@@ -23,12 +22,16 @@ from energon_packed.records.record_formats.question_answer import (
     QuestionAnswer,
     ReasonedAnswer,
 )
+from energon_packed.records.unlisted_media import refers_to_media
 
 # Names of string fields that are metadata, so that the suggested `map` does not contain them.
 _NO_TEXT = re.compile(
     r"(?:.*_)?(?:id|key|name|url|path|file|hash|state|status|source|type|kind|lang|language|category|domain|date|model|"
     r"timestamp|license|split|version)"
 )
+# Names of a question and of its answer, from which a `map` is suggested.
+_QUESTION = re.compile(r"(?i:(?:.*_)?(?:q|question|query|prompt|instruction|input|problem|user|human|request)s?)")
+_ANSWER = re.compile(r"(?i:(?:.*_)?(?:a|answer|response|output|completion|assistant|reply|target|solution)s?)")
 # The order decides records that match several formats: explicit turns come first, a plain document last.
 # messages           {"messages": [{"role", "content": "... <image> ..." or typed parts}], "images": [...]}
 # sharegpt           {"conversations" or "conversation": [{"from", "value"}], "images": [...]}
@@ -108,10 +111,18 @@ def _hint(record: Record) -> str:
     strings = {
         name: value for name, value in record.items() if isinstance(value, str) and not _NO_TEXT.fullmatch(name)
     }
-    images = [name for name, value in strings.items() if value.lower().endswith(IMAGE_FILES)]
-    turns = [name for name in strings if name not in images]
-    image = f",image={images[0]}" if images else ""
-    return f"; try `map=user={turns[0]},assistant={turns[1]}{image}`" if len(turns) > 1 else ""
+    images = [name for name, value in strings.items() if refers_to_media(name, value)]
+    # A list may be several turns.
+    texts = [name for name in strings if name not in images]
+    texts += [name for name, value in record.items() if isinstance(value, list | tuple) and value]
+    users, assistants = ([name for name in texts if pattern.fullmatch(str(name))] for pattern in (_QUESTION, _ANSWER))
+    image = f",image={images[0]}" if len(images) == 1 else ""
+    if len(texts) < 2:
+        return ""
+    # A wrong map would train on questions, so it is suggested only if each text has one possible meaning.
+    if len(texts) == 2 and len(users) == len(assistants) == 1:
+        return f"; try `map=user={users[0]},assistant={assistants[0]}{image}`"
+    return f"; name the question and the answer with `map=user=FIELD,assistant=FIELD{image}`"
 
 
 __all__ = ["RECORD_FORMATS", "PartialConversation", "RecordFormat", "find_record_format", "register_record_format"]

@@ -34,7 +34,7 @@ class RecordFormat(ABC):
     Attributes:
         key: the field that identifies the format; also its name in messages.
         fields: fields of the record that are read, including the fields of every format. Other fields are counted as
-            unused, or reject the record if ignoring them would change training. None: no field is counted or rejected.
+            unused, or reject the record if ignoring them would change training. None: only media reject it.
         instruction_is_system: `instruction` is a system prompt in this format.
         images_first: images without placeholders belong before the first user turn. If false, they are put there too,
             but the conversation gets a note.

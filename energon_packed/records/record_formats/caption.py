@@ -28,7 +28,6 @@ from energon_packed.records.fields import (
     read_objects,
     read_text,
     unsupported,
-    unused_fields,
 )
 from energon_packed.records.media import MediaReference
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
@@ -104,7 +103,7 @@ class TextsImages(RecordFormat):
         """Read user and assistant turns."""
         messages = []
         for pair in read_objects(record[self.key], self.key):
-            media.unused_fields.update(unused_fields(pair, _PAIR, "an entry of texts"))
+            media.add_unused(pair, _PAIR, "an entry of texts")
             messages += [
                 Message(role, read_text(pair.get(role), f"{role} of texts")) for role in ("user", "assistant")
             ]

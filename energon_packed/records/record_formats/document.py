@@ -31,7 +31,6 @@ from energon_packed.records.fields import (
     read_objects,
     read_text,
     read_tokens,
-    unused_fields,
 )
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
@@ -112,7 +111,7 @@ class SentencesImages(RecordFormat):
         pieces = [[read_text(sentence, "a sentence of text_list")] for sentence in sentences]
         placed = []
         for info in read_objects(record["image_info"], "image_info") if is_given(record.get("image_info")) else []:
-            media.unused_fields.update(unused_fields(info, _INFO, "image_info"))
+            media.add_unused(info, _INFO, "image_info")
             placed.append((_index(info.get("matched_text_index"), len(sentences)), info))
         # A stable sort: images of the same sentence stay in the order of the record.
         for index, info in sorted(placed, key=lambda pair: pair[0]):

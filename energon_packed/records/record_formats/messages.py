@@ -35,7 +35,6 @@ from energon_packed.records.fields import (
     read_list,
     read_objects,
     read_text,
-    unused_fields,
 )
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
@@ -95,7 +94,7 @@ def read_turn_list(value: Any, key: str) -> Any:
 
 
 def _pair(pair: Record, media: Media) -> list[Message]:
-    media.unused_fields.update(unused_fields(pair, _PAIR, "a turn"))
+    media.add_unused(pair, _PAIR, "a turn")
     return alternating([read_text(pair["input"], "input of a turn"), read_text(pair["output"], "output of a turn")])
 
 
@@ -135,7 +134,7 @@ class Contents(RecordFormat):
 
 
 def _contents_message(turn: Record, media: Media) -> Message:
-    media.unused_fields.update(unused_fields(turn, _CONTENTS_TURN, "a turn"))
+    media.add_unused(turn, _CONTENTS_TURN, "a turn")
     role = read_role(turn.get("role") or "user", "role")
     if role == FUNCTION_CALL:
         raise RecordError(Reason.BAD_ROLE, "role 'function_call' in contents; use user or model")
@@ -150,7 +149,7 @@ def _part(part: Record, media: Media) -> str:
                 f"{name} in a part of contents is not supported: write the conversation as messages with tool_calls "
                 "or reasoning_content",
             )
-    media.unused_fields.update(unused_fields(part, _PART | {"thought"}, "a part"))
+    media.add_unused(part, _PART | {"thought"}, "a part")
     if part.get("text") is not None:
         return read_text(part["text"], "a text part")
     blob = next((part[name] for name in (*_INLINE, *_FILE) if is_given(part.get(name))), None)
@@ -158,7 +157,7 @@ def _part(part: Record, media: Media) -> str:
         raise RecordError(
             Reason.MISSING_FIELD, f"a part has the keys {key_names(part)}; use text, inline_data or file_data"
         )
-    media.unused_fields.update(unused_fields(blob, _BLOB, "a part"))
+    media.add_unused(blob, _BLOB, "a part")
     kind = blob.get("mime_type") or blob.get("mimeType") or "image/"  # the decoder detects the type itself
     if not str(kind).startswith("image/"):
         raise RecordError(Reason.UNSUPPORTED_MEDIA, f"a part of type {kind}; only text and images are supported")

@@ -54,6 +54,7 @@ In lists of messages, assistant turns of the prompt are context, not targets: TR
 A `label` of true or false is KTO's preference data, which is not supported.
 """
 
+import re
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -83,6 +84,7 @@ _SOLUTIONS = ("solution", "generated_solution")
 _RESULT = "answer"
 _OUTPUTS = ("output", "response", "outputs")
 _INPUTS = ("input", "context", "inputs")
+_IMAGE_ID = re.compile(r"\w+")
 _REASONED = (  # question, reasoning, answer
     ("question", "thinking_trajectories", "attempt"),
     ("question", "deepseek_thinking_trajectory", "deepseek_attempt"),
@@ -139,7 +141,7 @@ class GQA(QuestionAnswer):
 
     def matches(self, record: Record) -> bool:
         """Whether the record has an image id, no image, and a question with an answer."""
-        if not is_given(record.get("imageId")):
+        if not _IMAGE_ID.fullmatch(str(record.get("imageId", ""))):  # a path or data URL is an image in a wrong field
             return False
         return not any(is_given(record.get(name)) for name in ("image", "images")) and super().matches(record)
 
