@@ -397,8 +397,8 @@ def test_decisions_are_noted_and_do_not_count_as_content() -> None:
         ({"Q": "a", "user_reply": "b", "photo": "c.png"}, "try `map=user=Q,assistant=user_reply,image=photo`"),
         # The target may be in a third field, so neither order of the first two fields is right.
         (
-            {"task": "2+3?", "thoughts": "Hm.", "verdict": "5"},
-            "the fields task, thoughts, verdict; name the question and the answer with `map=user=FIELD,assistant=FIELD`",
+            {"task": "2?", "thoughts": "Hm.", "verdict": "5"},
+            "fields task, thoughts, verdict; name the question and the answer with `map=user=FIELD,assistant=FIELD`",
         ),
         ({"info": {}, "annotations": [{"caption": "a"}]}, "if annotations is the list of records, write it alone"),
         ({"translation": {"en": "a", "de": "b"}}, "no known shape has the fields translation"),
