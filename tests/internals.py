@@ -147,6 +147,7 @@ PLACES = {
     "keys": "pipeline.run_state",
     "split_ranges": "pipeline.plan:split_ranges",
     "LengthsOptions": "pipeline.survey:LengthsOptions",
+    "survey_lengths": "pipeline.survey:survey_lengths",
     "read_config": "pipeline.config_file:read_config",
     "chunks": "pipeline.chunks",
     "most_common": "pipeline.table:most_common",
