@@ -192,6 +192,7 @@ PLACES = {
     "packs_per_worker": "shards.steps:packs_per_worker",
     "ShardRows": "shards.tar:ShardRows",
     # sources: readers of files on their own, for damages and limits
+    "IgnoredEntries": "errors:IgnoredEntries",
     "open_sources": "sources:open_sources",
     "CsvSource": "sources.csv:CsvSource",
     "parquet_batches": "sources.arrow:parquet_batches",

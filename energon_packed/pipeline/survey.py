@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.errors import ConfigError
+from energon_packed.errors import ConfigError, IgnoredEntries
 from energon_packed.files import atomic_path
 from energon_packed.options import option, short
 from energon_packed.pipeline.chunks import Chunk, is_measured
@@ -166,6 +166,7 @@ class Survey:
         advice: remedy for the most common reason, or "".
         unused_fields: number of records with each unused field, by its name.
         notes: number of records with each note of the reader.
+        ignored_entries: entries of input folders that are not read, by reason.
     """
 
     lengths: npt.NDArray[np.int32]
@@ -176,6 +177,7 @@ class Survey:
     advice: str = ""
     unused_fields: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
+    ignored_entries: Sequence[IgnoredEntries] = ()
 
     @property
     def records(self) -> int:
@@ -220,6 +222,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         advice=advice(rejects),
         unused_fields=most_common(table.counts["unused_fields"]),
         notes=most_common(table.counts["notes"]),
+        ignored_entries=reader.ignored_entries,
         is_sample=options.sample is not None,
         reused=stage.counters["reused"],
     )
@@ -272,6 +275,7 @@ class DryRun:
         packs, shards, tokens: counts of the plan.
         num_bytes: estimated size of all tars.
         unused_fields, notes: number of measured records with each unused field and each note.
+        ignored_entries: entries of input folders that are not read, by reason.
         example: (role, text) of the turns of the first record that would be packed.
         free_bytes: free space in the file system of the output folder, including tars that would be replaced.
     """
@@ -290,6 +294,7 @@ class DryRun:
     free_bytes: int
     unused_fields: Mapping[str, int]
     notes: Mapping[str, int]
+    ignored_entries: Sequence[IgnoredEntries]
     example: tuple[tuple[str, str], ...]
 
 
@@ -343,6 +348,7 @@ def dry_run(options: PackOptions) -> DryRun:
         free_bytes=workspace.free_bytes(keys.write),
         unused_fields=most_common(table.counts["unused_fields"]),
         notes=most_common(table.counts["notes"]),
+        ignored_entries=reader.ignored_entries,
         example=example,
         **planned,
     )

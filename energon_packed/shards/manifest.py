@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import orjson
 
-from energon_packed.errors import FormatError
+from energon_packed.errors import FormatError, IgnoredEntries
 from energon_packed.files import atomic_write, check_inner, visible
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, prepared_folder
@@ -87,6 +87,8 @@ class PackingManifest:
         records: input records; `packed` of them are in packs, `rejects` counts the others by reason.
         unused_fields: records with each field that is not read, by field name, the most common first.
         notes: records with each note of the reader, such as an image without a placeholder.
+        ignored_entries: entries of input folders that are not read, by reason; the file has no such key
+            if all are read.
         max_samples_per_pack: maximum samples per pack, or None.
         truncated: packed samples that were truncated to seq_len; `tokens_cut` tokens were removed.
         packs, tokens, images: totals over all shards; tokens exclude padding.
@@ -124,6 +126,7 @@ class PackingManifest:
     rejects: dict[str, int]
     unused_fields: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
+    ignored_entries: list[IgnoredEntries] = field(default_factory=list)
     packs: int
     tokens: int
     supervised_tokens: int | None = None
@@ -158,9 +161,16 @@ class PackingManifest:
         """Return the number of packs in `split`."""
         return sum(shard.packs for shard in self.shards if shard.split == split)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Content of packing.json."""
+        content = asdict(self)
+        if not self.ignored_entries:  # the key is newer than the format: earlier releases refuse it
+            del content["ignored_entries"]
+        return content
+
     def save(self, folder: Path) -> None:
         """Write `.nv-meta/packing.json` of a shard folder."""
-        content = orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        content = orjson.dumps(self.as_dict(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         atomic_write(folder / NV_META / FILE_NAME, content)
 
     @classmethod

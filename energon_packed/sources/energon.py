@@ -7,6 +7,7 @@ from typing import ClassVar
 from energon_packed.errors import ConfigError, EnergonPackedError, SourceError
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, prepared_folder, read_metadataset
 from energon_packed.sources.energon_layout import DATASET_FILE, split_of
+from energon_packed.sources.folder_entries import walk
 from energon_packed.sources.webdataset import WebDatasetSource
 
 DEFAULT_SPLIT = "train"
@@ -33,7 +34,7 @@ class EnergonSource(WebDatasetSource):
         if not (folder / NV_META / SPLIT_FILE).is_file():
             if split is not None:
                 raise SourceError(f"{folder} has no {NV_META}/split.yaml, so no split {split!r}. Run energon prepare.")
-            return _present(sorted(folder.glob("**/*.tar")), folder)
+            return _present(sorted(folder / name for name, _ in walk(folder) if name.endswith(".tar")), folder)
         try:
             names = split_of(folder).required(split or DEFAULT_SPLIT)
         except ConfigError as error:
