@@ -41,6 +41,17 @@ class EnergonSource(WebDatasetSource):
             raise SourceError(f"{error}; set `source_split` to one of these") from error
         return _present([folder / name for name in names], folder)
 
+    @classmethod
+    def unlisted(cls, path: Path) -> list[str]:
+        """Names of the tars that split.yaml neither lists nor excludes, such as tars that were added later."""
+        folder = prepared_folder(path)
+        if folder is None or not (folder / NV_META / SPLIT_FILE).is_file():
+            return []
+        split = split_of(folder)
+        known = {*split.excluded, *(name for names in split.parts.values() for name in names)}
+        tars = (tar.relative_to(folder).as_posix() for tar in folder.glob("**/*.tar") if not tar.name.startswith("."))
+        return sorted({*tars} - known)
+
 
 def metadataset_members(path: Path, split: str | None) -> list[tuple[Path, str]]:
     """List (folder or file, split) of each dataset of a Metadataset, in order; nested Metadatasets are expanded.

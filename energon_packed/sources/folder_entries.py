@@ -13,28 +13,27 @@ from pathlib import Path
 from energon_packed.errors import SourceError
 from energon_packed.files import visible
 
-_KINDS = {
-    "hidden": re.compile(r"\..*", re.DOTALL),
-    "cache of datasets.map": re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow"),
+_DATASETS_CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")
+_METADATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
+_SUFFIXES = {
+    "checksum": ".crc .md5 .sha1 .sha256 .sha512 .sig .asc",
+    "documentation": ".md .rst .pdf .html .bib",
+    "metadata": ".yaml .yml .toml .ini .cfg .idx",
+    "code": ".py .pyc .ipynb .sh",
+    "media": ".jpg .jpeg .png .webp .gif .bmp .tif .tiff .ppm .pgm .ico .svg .avif .heic .jxl .jp2 .npy "
+    ".mp4 .m4v .mkv .webm .avi .mov .wav .mp3 .flac .ogg .m4a .opus",
 }
-_KINDS_OF_OTHER_FILES = {
+_KIND_OF_SUFFIX = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes.split()}
+_NAMES = {
     "marker of Spark": re.compile(r"_SUCCESS|_(committed|started)_\d+|_metadata|_common_metadata"),
-    "checksum": re.compile(r".*\.(crc|md5|sha\d+|sig|asc)|(md5|sha\d+)sums?(\.txt)?", re.IGNORECASE | re.DOTALL),
+    "checksum": re.compile(r"(md5|sha\d+)sums?(\.txt)?", re.IGNORECASE),
     "documentation": re.compile(
-        r"(readme|licen[cs]e|notice|changelog|citation|authors)([-_.][-\w.]*)?|.*\.(md|rst|pdf|html|bib)",
-        re.IGNORECASE | re.DOTALL,
+        r"(readme|licen[cs]e|notice|changelog|citation|authors)([-_.][-\w.]*)?", re.IGNORECASE
     ),
-    "metadata": re.compile(
-        r"(dataset_infos?|state|dataset_dict|config)\.json|.*\.(ya?ml|toml|ini|cfg|idx)", re.IGNORECASE | re.DOTALL
-    ),
-    "code": re.compile(r".*\.(py|pyc|ipynb|sh)|Makefile|Dockerfile", re.IGNORECASE | re.DOTALL),
-    "media": re.compile(
-        r".*\.(jpe?g|png|webp|gif|bmp|tiff?|ppm|pgm|ico|svg|avif|heic|jxl|jp2|npy"
-        r"|mp4|m4v|mkv|webm|avi|mov|wav|mp3|flac|ogg|m4a|opus)",
-        re.IGNORECASE | re.DOTALL,
-    ),
+    "code": re.compile(r"Makefile|Dockerfile"),
 }
-EXPECTED_KINDS = frozenset((*_KINDS, *_KINDS_OF_OTHER_FILES))
+EXPECTED_KINDS = frozenset(("hidden", "cache of datasets.map", *_SUFFIXES, *_NAMES))
+"""The kinds that `ignored_kind` returns."""
 _COMPRESSED_TARS = (".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
 _DECOMPRESS = {
     **dict.fromkeys((".gz", ".tgz"), "gunzip"),
@@ -77,20 +76,22 @@ def walk(folder: Path) -> Iterator[tuple[str, int]]:
             ) from error
         for entry in entries:
             name = f"{base}/{entry.name}" if base else entry.name
-            shown = visible(str(folder / name), keep="")
-            # The type of most files is known without a system call.
-            if entry.name.startswith(".") or entry.is_file(follow_symlinks=False):
+            try:
+                # The type of most files is known without a system call.
+                is_plain = entry.name.startswith(".") or entry.is_file(follow_symlinks=False)
+                status = None if is_plain else os.stat(entry.path)
+            except OSError as error:
+                fault = "is a link that cannot be followed" if entry.is_symlink() else "cannot be read"
+                raise SourceError(
+                    f"{visible(str(folder / name), keep='')} {fault}: {error.strerror}. Restore it, or remove it."
+                ) from error
+            if status is None:
                 yield name, stat.S_IFREG
                 continue
-            try:
-                status = os.stat(entry.path)
-            except OSError as error:
-                raise SourceError(
-                    f"{shown} is a link that cannot be followed: {error.strerror}. Restore its target, or remove it."
-                ) from error
             if not stat.S_ISDIR(status.st_mode):
                 yield name, status.st_mode
                 continue
+            shown = visible(str(folder / name), keep="")
             if entry.name in _WITHOUT_DATA:
                 raise SourceError(f"{shown} is {_WITHOUT_DATA[entry.name]}")
             if (identity := _identity(status)) in parents:
@@ -116,8 +117,17 @@ def ignored_kind(name: str, *, is_data: bool) -> str | None:
         name: file name.
         is_data: the name is the name of a data file.
     """
-    kinds = _KINDS if is_data else _KINDS | _KINDS_OF_OTHER_FILES
-    return next((kind for kind, pattern in kinds.items() if pattern.fullmatch(name)), None)
+    if name.startswith("."):
+        return "hidden"
+    if name in _METADATA:
+        return "metadata"
+    if _DATASETS_CACHE.fullmatch(name):
+        return "cache of datasets.map"
+    if is_data:
+        return None
+    if kind := _KIND_OF_SUFFIX.get(os.path.splitext(name)[1].lower()):
+        return kind
+    return next((kind for kind, pattern in _NAMES.items() if pattern.fullmatch(name)), None)
 
 
 def conversion_command(name: str) -> str | None:

@@ -59,10 +59,7 @@ def folder_files(folder: Path, split: str | None) -> tuple[list[Path], Skipped]:
     unreadable: dict[str, str] = {}
     for name, mode in sorted(walk(folder)):
         base = name.rpartition("/")[2]
-        # A JSON file whose name is known to be metadata is not data.
-        is_data = base.lower().endswith(_DATA) and not (
-            base.lower().endswith(_LAST_RESORT) and ignored_kind(base, is_data=False)
-        )
+        is_data = base.lower().endswith(_DATA)
         irregular = None if is_data else irregular_kind(mode)
         if kind := irregular or ignored_kind(base, is_data=is_data):
             skipped[kind].append(name)
@@ -77,7 +74,7 @@ def folder_files(folder: Path, split: str | None) -> tuple[list[Path], Skipped]:
             unreadable[name] = command
     _refuse_unreadable(folder, unreadable)
     files = _in_split(folder, _data_files(folder, names, skipped), split, skipped)
-    _log_skipped(folder, skipped)
+    log_skipped(folder, skipped)
     return files, skipped
 
 
@@ -118,18 +115,15 @@ def _refuse_unreadable(folder: Path, commands: Mapping[str, str]) -> None:
         )
 
 
-def _log_skipped(folder: Path, skipped: Mapping[str, Sequence[str]]) -> None:
+def log_skipped(folder: Path, skipped: Mapping[str, Sequence[str]]) -> None:
     """Log the entries that are not read: a warning if some of them may contain records."""
     if not skipped:
         return
     reasons = "; ".join(f"{reason} ({_shortened([*map(_shown, names)])})" for reason, names in skipped.items())
-    count = sum(map(len, skipped.values()))
     if skipped.keys() <= {*EXPECTED_KINDS, _OTHER_SPLIT}:
-        _log.info("%s: %d entries not read as input: %s", folder, count, reasons)
+        _log.info("%s: entries not read as input: %s", folder, reasons)
     else:
-        _log.warning(
-            "%s: %d entries not read as input: %s. Pass data files among them by name", folder, count, reasons
-        )
+        _log.warning("%s: entries not read as input: %s. Pass data files among them by name", folder, reasons)
 
 
 def _shortened(names: Sequence[str]) -> str:

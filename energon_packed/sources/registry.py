@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from energon_packed.sources.config import Reading, SourceConfig, plain
 from energon_packed.sources.csv import CsvSource
 from energon_packed.sources.energon import EnergonSource, metadataset_members
 from energon_packed.sources.folder_entries import conversion_command
-from energon_packed.sources.folders import folder_files, hub_folder
+from energon_packed.sources.folders import folder_files, hub_folder, log_skipped
 from energon_packed.sources.imagefolder import HuggingFaceSource, ImageFolderCsvSource, ImageFolderSource
 from energon_packed.sources.json import CompressedJsonlSource, CompressedJsonSource, JsonlSource, JsonSource
 from energon_packed.sources.webdataset import WebDatasetSource
@@ -41,6 +41,7 @@ SOURCES: list[type[Source]] = [
 _IMAGE_FOLDERS = (ImageFolderSource, ImageFolderCsvSource)  # their paths start from the folder of the metadata
 _FILE_FORMATS = frozenset(kind for kind in SOURCES if not kind.has_splits)  # a folder data.parquet is not one file
 _COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|t[gbx]z2?|tzst)$", re.IGNORECASE)
+_UNLISTED = "not listed by the dataset"
 _MOST_EXAMPLES = 5  # entries of a reason in packing.json
 Match = tuple[type[Source], Path, Path | None]
 """The class of a file, the file, and the folder that its relative media paths start from, if it is another folder."""
@@ -201,16 +202,24 @@ def _matches(pattern: str, split: str | None, skipped: dict[str, IgnoredEntries]
         if kind is not None:
             for file in kind.files(path) if split is None else kind.files(path, split):
                 yield kind, file, path if path.is_dir() else None
+            if path.is_dir() and (names := kind.unlisted(path)):
+                log_skipped(path, {_UNLISTED: names})
+                _count(skipped, path, _UNLISTED, names)
             continue
         files, others = folder_files(path, split)
         for reason, names in others.items():
-            before = skipped.get(reason, IgnoredEntries(reason=reason, count=0, examples=[]))
-            shown = [visible(str(path / name), keep="") for name in names[: _MOST_EXAMPLES - len(before.examples)]]
-            skipped[reason] = replace(before, count=before.count + len(names), examples=before.examples + shown)
+            _count(skipped, path, reason, names)
         for file in files:
             inner = _kind_of(file)
             assert inner is not None, file
             yield inner, file, None if inner in _IMAGE_FOLDERS else path
+
+
+def _count(skipped: dict[str, IgnoredEntries], folder: Path, reason: str, names: Sequence[str]) -> None:
+    """Add entries of a folder to the entries with the same reason."""
+    before = skipped.get(reason, IgnoredEntries(reason=reason, count=0, examples=[]))
+    shown = [visible(str(folder / name), keep="") for name in names[: _MOST_EXAMPLES - len(before.examples)]]
+    skipped[reason] = replace(before, count=before.count + len(names), examples=before.examples + shown)
 
 
 def _kind_of(path: Path) -> type[Source] | None:

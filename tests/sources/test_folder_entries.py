@@ -5,12 +5,14 @@ import gzip
 import json
 import lzma
 import os
+import shutil
 import socket
 import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -18,6 +20,7 @@ import pytest
 from energon_packed import SourceError
 from tests.internals import IgnoredEntries, open_sources
 from tests.processes import run_python
+from tests.sources.test_energon import dataset
 from tests.sources.test_sources import read_all
 
 LINE = b'{"text": "A text."}\n'
@@ -181,7 +184,11 @@ def links(folder: Path, name: str, target: str) -> None:
 @pytest.mark.parametrize(
     ("name", "target", "message"),
     [
-        ("a.jsonl", "nowhere", r"a\.jsonl is a link that cannot be followed: No such file or directory\. Restore"),
+        (
+            "a.jsonl",
+            "nowhere",
+            r"a\.jsonl is a link that cannot be followed: No such file or directory\. Restore it, or remove it",
+        ),
         ("d/a.png", "nowhere", r"d/a\.png is a link that cannot be followed"),
         ("a", "a", r"a is a link that cannot be followed: Too many levels of symbolic links"),
         ("d/up", "..", r"d/up is a link to a folder that contains it\. Remove the link"),
@@ -245,6 +252,26 @@ def test_a_folder_with_the_name_of_a_file_is_a_folder(tmp_path: Path, name: str,
     sources = open_sources([tmp_path / "in" if nested else folder], work_dir=work, ignored=ignored)
     assert [record["n"] for record in read_all(sources)] == [0, 1]
     assert {found.reason: found.count for found in ignored} == {"hidden": 3, "marker of Spark": 1}
+
+
+def test_files_that_a_dataset_does_not_list_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    energon = dataset(tmp_path / "energon", [("0.txt", "A.")], "TextSample", {"text": "txt"})
+    shutil.copyfile(energon / "shard-0.tar", energon / "shard-1.tar")
+    saved = tmp_path / "saved"
+    datasets.DatasetDict(
+        {split: datasets.Dataset.from_list([{"text": split}]) for split in ("train", "test")}
+    ).save_to_disk(str(saved))
+    for name in ("more.arrow", "cache-0123456789abcdef.arrow"):
+        shutil.copyfile(saved / "train" / "data-00000-of-00001.arrow", saved / "train" / name)
+    for folder, split, name in ((energon, None, "shard-1.tar"), (saved, "train", "train/more.arrow")):
+        read, ignored = opened(folder, split=split)
+        assert len(read) == 1
+        assert ignored == {
+            "not listed by the dataset": IgnoredEntries(
+                reason="not listed by the dataset", count=1, examples=[str(folder / name)]
+            )
+        }
+        assert f"{folder}: entries not read as input: not listed by the dataset ({name})" in caplog.text
 
 
 UNLISTABLE = """
