@@ -48,9 +48,9 @@ class EnergonSource(WebDatasetSource):
         if folder is None or not (folder / NV_META / SPLIT_FILE).is_file():
             return []
         split = split_of(folder)
-        known = {*split.excluded, *(name for names in split.parts.values() for name in names)}
-        tars = (tar.relative_to(folder).as_posix() for tar in folder.glob("**/*.tar") if not tar.name.startswith("."))
-        return sorted({*tars} - known)
+        known = {folder / name for names in (split.excluded, *split.parts.values()) for name in names}
+        tars = (tar for tar in sorted(folder.glob("**/*.tar")) if not tar.name.startswith("."))
+        return [tar.relative_to(path).as_posix() for tar in tars if tar not in known]
 
 
 def metadataset_members(path: Path, split: str | None) -> list[tuple[Path, str]]:

@@ -255,15 +255,16 @@ def test_a_folder_with_the_name_of_a_file_is_a_folder(tmp_path: Path, name: str,
 
 
 def test_files_that_a_dataset_does_not_list_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    energon = dataset(tmp_path / "energon", [("0.txt", "A.")], "TextSample", {"text": "txt"})
-    shutil.copyfile(energon / "shard-0.tar", energon / "shard-1.tar")
+    energon = tmp_path / "energon"
+    shards = dataset(energon / "webdataset", [("0.txt", "A.")], "TextSample", {"text": "txt"})
+    shutil.copyfile(shards / "shard-0.tar", shards / "shard-1.tar")
     saved = tmp_path / "saved"
     datasets.DatasetDict(
         {split: datasets.Dataset.from_list([{"text": split}]) for split in ("train", "test")}
     ).save_to_disk(str(saved))
     for name in ("more.arrow", "cache-0123456789abcdef.arrow"):
         shutil.copyfile(saved / "train" / "data-00000-of-00001.arrow", saved / "train" / name)
-    for folder, split, name in ((energon, None, "shard-1.tar"), (saved, "train", "train/more.arrow")):
+    for folder, split, name in ((energon, None, "webdataset/shard-1.tar"), (saved, "train", "train/more.arrow")):
         read, ignored = opened(folder, split=split)
         assert len(read) == 1
         assert ignored == {
