@@ -115,6 +115,21 @@ class Reject:
         return f"{self.reason.value}: {self.detail}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IgnoredEntries:
+    """Entries of input folders that are not read, for one reason; counted in packing.json.
+
+    Attributes:
+        reason: kind of the entries, such as `media`.
+        count: number of entries.
+        examples: paths of some of them.
+    """
+
+    reason: str
+    count: int
+    examples: list[str]
+
+
 class RecordError(EnergonPackedError):
     """One record cannot be used; raised by functions that handle a single record.
 

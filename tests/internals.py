@@ -150,6 +150,7 @@ PLACES = {
     "keys": "pipeline.run_state",
     "split_ranges": "pipeline.plan:split_ranges",
     "LengthsOptions": "pipeline.survey:LengthsOptions",
+    "survey_lengths": "pipeline.survey:survey_lengths",
     "read_config": "pipeline.config_file:read_config",
     "chunks": "pipeline.chunks",
     "most_common": "pipeline.table:most_common",
@@ -194,6 +195,7 @@ PLACES = {
     "packs_per_worker": "shards.steps:packs_per_worker",
     "ShardRows": "shards.tar:ShardRows",
     # sources: readers of files on their own, for damages and limits
+    "IgnoredEntries": "errors:IgnoredEntries",
     "open_sources": "sources:open_sources",
     "CsvSource": "sources.csv:CsvSource",
     "parquet_batches": "sources.arrow:parquet_batches",

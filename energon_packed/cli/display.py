@@ -1,7 +1,6 @@
 """Format results for the terminal: a PackResult, DryRun, Survey or turn in, a rich table, JSON values or lines out."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
@@ -38,6 +37,8 @@ def result_table(result: PackResult, steps: Sequence[int], ranks: Mapping[str, i
     _add_rejects(table, manifest.rejects)
     _add_counts(table, "fields not used", manifest.unused_fields)
     _add_counts(table, "notes", manifest.notes)
+    ignored = {entries.reason: entries.count for entries in manifest.ignored_entries}
+    _add_counts(table, "not read as input", ignored, unit="entries")
     table.add_section()
     table.add_row("packs" if manifest.algorithm != "none" else "samples to pack on the fly", f"{manifest.packs:,}")
     table.add_row("tokens", f"{manifest.tokens:,}")
@@ -90,7 +91,7 @@ def result_dict(result: PackResult, steps: Sequence[int]) -> dict[str, Any]:
         "seconds": result.seconds,
         "packs_by_split": {split: manifest.packs_in(split) for split in result.splits},
         "steps_per_epoch": steps,
-        "manifest": asdict(manifest),
+        "manifest": manifest.as_dict(),
     }
 
 
@@ -129,12 +130,12 @@ def _add_rejects(table: Table, rejects: Mapping[str, int], about: str = "") -> N
         table.add_row(f"  {reason}", f"{about}{count:,}")
 
 
-def _add_counts(table: Table, title: str, counts: Mapping[str, int]) -> None:
+def _add_counts(table: Table, title: str, counts: Mapping[str, int], *, unit: str = "records") -> None:
     """Add a section with the most common names; its last row counts the names that are not listed."""
     if not counts:
         return
     table.add_section()
-    table.add_row(title, "records")
+    table.add_row(title, unit)
     for name, count in list(counts.items())[:_MAX_COUNTS]:
         table.add_row(f"  {_printable(name)}", f"{count:,}")
     if len(counts) > _MAX_COUNTS:
@@ -142,8 +143,13 @@ def _add_counts(table: Table, title: str, counts: Mapping[str, int]) -> None:
 
 
 def unused_lines(result: DryRun | Survey) -> Iterator[str]:
-    """List unused fields and notes in a line each: `fields not used: url 40, source 40, and 3 more`."""
-    for title, counts in (("fields not used", result.unused_fields), ("notes", result.notes)):
+    """List unused fields, notes and ignored entries, a line each: `fields not used: url 40, source 40, and 3 more`."""
+    ignored = {entries.reason: entries.count for entries in result.ignored_entries}
+    for title, counts in (
+        ("fields not used", result.unused_fields),
+        ("notes", result.notes),
+        ("not read as input", ignored),
+    ):
         shown = [f"{_printable(name)} {count:,}" for name, count in list(counts.items())[:_MAX_COUNTS]]
         shown += [f"and {len(counts) - _MAX_COUNTS:,} more"] if len(counts) > _MAX_COUNTS else []
         if shown:

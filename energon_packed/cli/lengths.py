@@ -99,6 +99,7 @@ def _as_dict(survey: Survey, compared: list[Candidate], best: Candidate, reason:
         "reject_summary": survey.reject_summary,
         "unused_fields": dict(survey.unused_fields),
         "notes": dict(survey.notes),
+        "ignored_entries": [asdict(entries) for entries in survey.ignored_entries],
         "percentiles": {f"{percent:g}": length for percent, length in percentiles(survey.lengths).items()},
         "candidates": [asdict(candidate) for candidate in compared],
         "recommended": best.seq_len,

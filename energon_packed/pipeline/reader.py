@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from energon_packed.errors import Reason, RecordError
+from energon_packed.errors import IgnoredEntries, Reason, RecordError
 from energon_packed.formats import codec_for
 from energon_packed.pipeline.options import AUTO, CAPTIONING, InputOptions, part_suffix
 from energon_packed.pipeline.rejects import Rejected
@@ -28,6 +28,7 @@ class RecordReader:
         use_patch_positions: False ignores the .npy files that records name.
         layout: stricter variant of the flavor, or "".
         part: index of the input part, or None for the complete input.
+        ignored_entries: entries of input folders that are not read, by reason.
     """
 
     sources: Sequence[Source]
@@ -35,6 +36,7 @@ class RecordReader:
     use_patch_positions: bool
     layout: str = ""
     part: int | None = None
+    ignored_entries: Sequence[IgnoredEntries] = ()
 
     def conversation(self, source: int, row: SourceRecord) -> Conversation:
         """Convert a record to a conversation, whose `id` is None if the record has no id.
@@ -143,6 +145,7 @@ def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | N
     Raises:
         SourceError: an input cannot be read.
     """
+    ignored: list[IgnoredEntries] = []
     return RecordReader(
         sources=open_sources(
             options.source_configs,
@@ -152,7 +155,9 @@ def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | N
             split=options.source_split,
             seed=options.seed,
             trust_sample_loader=options.trust_sample_loader,
+            ignored=ignored,
         ),
+        ignored_entries=ignored,
         sample_class=options.sample_class,
         use_patch_positions=options.use_patch_positions,
         layout=options.layout or "",

@@ -10,15 +10,16 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.errors import ConfigError
+from energon_packed.errors import ConfigError, IgnoredEntries
 from energon_packed.files import atomic_path
 from energon_packed.options import option, short
-from energon_packed.pipeline.chunks import Chunk, is_measured, measured_records
+from energon_packed.pipeline.chunks import Chunk, is_measured
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine, Progress
 from energon_packed.pipeline.measure import MeasureStage
@@ -29,33 +30,78 @@ from energon_packed.pipeline.rejects import TableRejects, advice, none_packed, r
 from energon_packed.pipeline.run_state import compute_fingerprints
 from energon_packed.pipeline.table import RecordTable, load_table, most_common
 from energon_packed.pipeline.workspace import FolderLock, Workspace
+from energon_packed.sources import Source
 
 _MAX_SEQ_LEN = int(np.iinfo(np.int32).max)
 _SPREAD = 64  # ranges of the input in a sample: neighbors in a file are often alike, so few ranges would mislead
 _SAMPLE = 512  # records measured for a dry run
+_PROBES, _PROBE_RECORDS = 32, 16  # positions in the input, and records read at each, to estimate the size of a record
 
 
-def sampled_chunks(stage: MeasureStage, sample: int, seed: int) -> list[Chunk]:
-    """Choose short ranges all over the input, with about `sample` records in total."""
-    ranges = [(number, *chunk) for number, source in enumerate(stage.reader.sources) for chunk in source.chunks()]
-    number, start, stop = ranges[0]
-    # The length of an address range (bytes, for JSON lines) per record is not known before some records are read.
-    first = stage.chunk("first", number, start, min(stop, start + max(1, (stop - start) // 16)))
-    first.file.parent.mkdir(parents=True, exist_ok=True)
-    stage.measurer(first)
-    per_record = (first.stop - first.start) / max(measured_records(first), 1)
-    total = sum(stop - start for _, start, stop in ranges)
-    wanted = min(total, int(sample * per_record) + 1)
-    if wanted < total:
-        rng = np.random.default_rng(seed)
-        each = max(1, wanted // min(_SPREAD, len(ranges)))
-        picked = sorted(rng.permutation(len(ranges))[: -(-wanted // each)].tolist())
-        chosen = []
-        for number, start, stop in (ranges[index] for index in picked):
-            sampled_start = start + int(rng.integers(0, max(1, stop - start - each + 1)))
-            chosen.append((number, sampled_start, min(stop, sampled_start + each)))
-        ranges = chosen
-    return [stage.chunk(f"{index:07d}", *edges) for index, edges in enumerate(ranges)]
+def sampled_chunks(stage: MeasureStage, sample: int, seed: int) -> tuple[list[Chunk], float]:
+    """Choose short ranges all over the input, with about `sample` records in total.
+
+    Every address of the input is chosen with the same probability, so the sources and the parts of a file are sampled
+    in proportion to their records. Addresses have different units (bytes, table rows), so positions in the input are
+    estimated numbers of records.
+
+    Returns:
+        The chunks, and the factor from counts in them to counts in the input. Both are of the complete input if it
+        has no more records than `sample`.
+    """
+    sources = stage.reader.sources
+    chunks = [source.chunks() for source in sources]
+    spans = [(ranges[0][0], ranges[-1][1]) if ranges else (0, 0) for ranges in chunks]
+    rng = np.random.default_rng(seed)
+    density, found = _densities(sources, spans, rng)
+    edges = np.concatenate([[0], np.cumsum(density * [stop - start for start, stop in spans])])
+    total = float(edges[-1])
+    if sample >= total:
+        return stage.chunks(), 1.0
+    # One range at a random position in each of `count` equal parts of the input.
+    count = min(sample, max(_SPREAD, len(sources)))
+    positions = (np.arange(count) + rng.random(count) * (1 - sample / total)) * total / count
+    chosen = []
+    for position in positions.tolist():
+        edge = position + sample / count
+        for number in range(int(np.searchsorted(edges, position, side="right")) - 1, len(sources)):
+            if edges[number] >= edge:
+                break
+            # A range that crosses the end of a source continues in the next source.
+            inside = np.clip([position, edge], edges[number], edges[number + 1]) - edges[number]
+            start, stop = (spans[number][0] + np.ceil(inside / density[number]).astype(np.int64)).tolist()
+            if start < (stop := min(stop, spans[number][1])):
+                chosen.append((number, start, stop))
+    # A few short ranges may all be inside long lines.
+    if all(next(sources[number].scan(start, stop), None) is None for number, start, stop in chosen):
+        chosen = found
+    picked = sum(density[number] * (stop - start) for number, start, stop in chosen)
+    return [stage.chunk(f"{index:07d}", *edges) for index, edges in enumerate(chosen)], float(total / picked)
+
+
+def _densities(
+    sources: Sequence[Source], spans: Sequence[tuple[int, int]], rng: np.random.Generator
+) -> tuple[npt.NDArray[np.float64], list[tuple[int, int, int]]]:
+    """Estimate the records per address of each source from some of its records.
+
+    A wrong estimate changes the number of records in a sample, but not the probability of a record.
+
+    Returns:
+        float64 (sources,), and the range (source, start, stop) of one record; [] if no record was found.
+    """
+    density = np.empty(len(sources))
+    found: list[tuple[int, int, int]] = []
+    for number, (source, (start, stop)) in enumerate(zip(sources, spans, strict=True)):
+        estimates = []
+        # Evenly spaced probes could all hit the same place of a repeating pattern.
+        for address in [start, *rng.integers(start, max(stop, start + 1), max(1, _PROBES // len(sources))).tolist()]:
+            rows = [(row.address, max(row.size, 1)) for row in islice(source.scan(address, stop), _PROBE_RECORDS)]
+            if rows:
+                found = found or [(number, rows[0][0], rows[0][0] + 1)]
+                estimates.append(len(rows) / (sum(rows[-1]) - rows[0][0]))
+        # A source without a record in any probe has few records, if any.
+        density[number] = np.mean(estimates) if estimates else 1 / max(stop - start, 1)
+    return density, found
 
 
 def parse_seq_lens(text: str) -> tuple[int, ...]:
@@ -120,6 +166,7 @@ class Survey:
         advice: remedy for the most common reason, or "".
         unused_fields: number of records with each unused field, by its name.
         notes: number of records with each note of the reader.
+        ignored_entries: entries of input folders that are not read, by reason.
     """
 
     lengths: npt.NDArray[np.int32]
@@ -130,6 +177,7 @@ class Survey:
     advice: str = ""
     unused_fields: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
+    ignored_entries: Sequence[IgnoredEntries] = ()
 
     @property
     def records(self) -> int:
@@ -159,7 +207,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
             keep_tokens=options.codec.stores_tokens and options.output_dir is not None,
             progress=progress or Progress(),
         )
-        chunks = None if options.sample is None else sampled_chunks(stage, options.sample, options.seed)
+        chunks = None if options.sample is None else sampled_chunks(stage, options.sample, options.seed)[0]
         table = stage.run(chunks)
         if options.output is not None:
             write_lengths(table, reader, options.output)
@@ -174,6 +222,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         advice=advice(rejects),
         unused_fields=most_common(table.counts["unused_fields"]),
         notes=most_common(table.counts["notes"]),
+        ignored_entries=reader.ignored_entries,
         is_sample=options.sample is not None,
         reused=stage.counters["reused"],
     )
@@ -226,6 +275,7 @@ class DryRun:
         packs, shards, tokens: counts of the plan.
         num_bytes: estimated size of all tars.
         unused_fields, notes: number of measured records with each unused field and each note.
+        ignored_entries: entries of input folders that are not read, by reason.
         example: (role, text) of the turns of the first record that would be packed.
         free_bytes: free space in the file system of the output folder, including tars that would be replaced.
     """
@@ -244,6 +294,7 @@ class DryRun:
     free_bytes: int
     unused_fields: Mapping[str, int]
     notes: Mapping[str, int]
+    ignored_entries: Sequence[IgnoredEntries]
     example: tuple[tuple[str, str], ...]
 
 
@@ -275,9 +326,8 @@ def dry_run(options: PackOptions) -> DryRun:
             table, scale = load_table(chunks, len(reader.sources)), 1.0
         else:
             sample = replace(stage, folder=work / "sample", keep_tokens=False)
-            picked = sampled_chunks(sample, _SAMPLE, options.seed)
+            picked, scale = sampled_chunks(sample, _SAMPLE, options.seed)
             table = sample.run(picked)
-            scale = total / max(sum(chunk.stop - chunk.start for chunk in picked), 1)
         is_sample = len(known) < len(chunks)
         rejected, entries = plan_rejects(table, options, reader, stage.engine)
         status, rejects, summary = rejected.status, rejected.counts, rejected.summary(is_sample=is_sample)
@@ -298,6 +348,7 @@ def dry_run(options: PackOptions) -> DryRun:
         free_bytes=workspace.free_bytes(keys.write),
         unused_fields=most_common(table.counts["unused_fields"]),
         notes=most_common(table.counts["notes"]),
+        ignored_entries=reader.ignored_entries,
         example=example,
         **planned,
     )

@@ -356,6 +356,7 @@ def _manifest(
         rejects=reject_counts(plan.status),
         unused_fields=most_common(table.counts["unused_fields"]),
         notes=most_common(table.counts["notes"]),
+        ignored_entries=list(state.reader.ignored_entries),
         packs=packs.num_packs,
         tokens=packs.tokens,
         supervised_tokens=_supervised(plan),

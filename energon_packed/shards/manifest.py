@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import orjson
 
-from energon_packed.errors import FormatError
+from energon_packed.errors import FormatError, IgnoredEntries
 from energon_packed.files import atomic_write, check_inner, visible
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, prepared_folder
@@ -88,6 +88,8 @@ class PackingManifest:
         packed: samples in all packs: packed records, with each fragment of a split record as a sample of its own.
         unused_fields: records with each field that is not read, by field name, the most common first.
         notes: records with each note of the reader, such as an image without a placeholder.
+        ignored_entries: entries of input folders that are not read, by reason; the file has no such key
+            if all are read.
         max_samples_per_pack: maximum samples per pack, or None.
         truncated: packed samples that were truncated to seq_len; `tokens_cut` tokens were removed.
         records_split: packed records that were split into `fragments` samples, because they were longer than seq_len.
@@ -128,6 +130,7 @@ class PackingManifest:
     rejects: dict[str, int]
     unused_fields: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
+    ignored_entries: list[IgnoredEntries] = field(default_factory=list)
     packs: int
     tokens: int
     supervised_tokens: int | None = None
@@ -162,12 +165,19 @@ class PackingManifest:
         """Return the number of packs in `split`."""
         return sum(shard.packs for shard in self.shards if shard.split == split)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Content of packing.json."""
+        # These keys are newer than the format, and earlier releases refuse them: absent if there is nothing to count.
+        counts = {
+            "ignored_entries": self.ignored_entries,
+            "records_split": self.fragments,
+            "fragments": self.fragments,
+        }
+        return {name: item for name, item in asdict(self).items() if counts.get(name, True)}
+
     def save(self, folder: Path) -> None:
         """Write `.nv-meta/packing.json` of a shard folder."""
-        # Without split records, the file is the same as that of releases that do not split.
-        absent = () if self.fragments else ("records_split", "fragments")
-        value = {name: item for name, item in asdict(self).items() if name not in absent}
-        content = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        content = orjson.dumps(self.as_dict(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         atomic_write(folder / NV_META / FILE_NAME, content)
 
     @classmethod

@@ -78,6 +78,11 @@ class Source(ABC):
         return [path]
 
     @classmethod
+    def unlisted(cls, path: Path) -> list[str]:
+        """Names of data files in the folder `path` that belong to no split, for formats that list their files."""
+        return []
+
+    @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> "Source":
         """Open a file of `files`.
 

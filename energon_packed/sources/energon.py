@@ -7,6 +7,7 @@ from typing import ClassVar
 from energon_packed.errors import ConfigError, EnergonPackedError, SourceError
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, prepared_folder, read_metadataset
 from energon_packed.sources.energon_layout import DATASET_FILE, split_of
+from energon_packed.sources.folder_entries import walk
 from energon_packed.sources.webdataset import WebDatasetSource
 
 DEFAULT_SPLIT = "train"
@@ -33,12 +34,23 @@ class EnergonSource(WebDatasetSource):
         if not (folder / NV_META / SPLIT_FILE).is_file():
             if split is not None:
                 raise SourceError(f"{folder} has no {NV_META}/split.yaml, so no split {split!r}. Run energon prepare.")
-            return _present(sorted(folder.glob("**/*.tar")), folder)
+            return _present(sorted(folder / name for name, _ in walk(folder) if name.endswith(".tar")), folder)
         try:
             names = split_of(folder).required(split or DEFAULT_SPLIT)
         except ConfigError as error:
             raise SourceError(f"{error}; set `source_split` to one of these") from error
         return _present([folder / name for name in names], folder)
+
+    @classmethod
+    def unlisted(cls, path: Path) -> list[str]:
+        """Names of the tars that split.yaml neither lists nor excludes, such as tars that were added later."""
+        folder = prepared_folder(path)
+        if folder is None or not (folder / NV_META / SPLIT_FILE).is_file():
+            return []
+        split = split_of(folder)
+        known = {folder / name for names in (split.excluded, *split.parts.values()) for name in names}
+        tars = (tar for tar in sorted(folder.glob("**/*.tar")) if not tar.name.startswith("."))
+        return [tar.relative_to(path).as_posix() for tar in tars if tar not in known]
 
 
 def metadataset_members(path: Path, split: str | None) -> list[tuple[Path, str]]:

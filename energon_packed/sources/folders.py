@@ -1,44 +1,85 @@
-"""Folders and Hugging Face Hub names in; the list of their data files out.
+"""Folders and Hugging Face Hub names in; the list of their data files, and of the entries that are not read, out.
 
     folder of data files   .tar, .parquet, .arrow, .jsonl ..., sorted, of a single format, subfolders included
     imagefolder            its metadata.jsonl or metadata.csv, not the images
     org/name               the dataset in the caches of `datasets` and `huggingface_hub`; nothing is downloaded
 
 If file or folder names contain train, validation or test, a single split is read.
+
+Every entry is read, or reported with the reason why not. One rule decides which entries stop the run: those that may
+contain records and cannot be read, which are compressed and archived data, folders that cannot be listed, and links
+that cannot be followed.
 """
 
 import logging
 import os
 import re
-from collections.abc import Sequence
+import shlex
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from energon_packed.errors import SourceError
+from energon_packed.files import irregular_kind, visible
+from energon_packed.sources.folder_entries import EXPECTED_KINDS, conversion_command, ignored_kind, walk
+from energon_packed.sources.json import COMPRESSIONS
 
 _log = logging.getLogger(__name__)
 _METADATA = ("metadata.jsonl", "metadata.csv")
 _FORMATS = {
-    ".tar": (".tar", ".tar.gz", ".tgz"),
+    ".tar": (".tar",),
     ".parquet": (".parquet",),
     ".arrow": (".arrow", ".feather"),
-    ".jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst", ".json.gz", ".json.zst"),
+    ".jsonl": (
+        *(".jsonl", ".ndjson"),
+        *(f"{kind}{compression}" for kind in (".jsonl", ".ndjson", ".json") for compression in COMPRESSIONS),
+    ),
     ".csv": (".csv", ".tsv"),
 }
-_LAST_RESORT = (".json",)  # beside other data files, it describes them
-_NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
-_MAY_BE_DATA = re.compile(r"\.(jsonl?|ndjson|csv|tsv)(\.\w+)?$", re.IGNORECASE)
+_LAST_RESORT = ".json"  # beside other data files, it describes them
+_DATA = (*(end for ends in _FORMATS.values() for end in ends), _LAST_RESORT)
+_OTHER_SPLIT = "of another split"
+_MOST_SHOWN = 3  # names in a message
+Skipped = dict[str, list[str]]
+"""Names of the entries that are not read, by reason."""
 _SPLIT = re.compile(r"(?:^|[-_./])(train|training|validation|valid|val|dev|test|testing|eval)(?=[-_./\d]|$)")
 _SAME = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "testing": "test"}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def folder_files(folder: Path, split: str | None) -> list[Path]:
-    """List the data files of a folder, sorted.
+def folder_files(folder: Path, split: str | None) -> tuple[list[Path], Skipped]:
+    """List the data files of a folder, sorted, and its other entries; the others are logged in one line.
 
     Raises:
-        SourceError: the folder has no data files, several formats, or several splits and `split` is None.
+        SourceError: the folder has no data files, several formats, an entry that may contain records and cannot be
+            read, or several splits and `split` is None.
     """
-    names = _names(folder)
+    skipped: Skipped = defaultdict(list)
+    names: list[str] = []
+    unreadable: dict[str, str] = {}
+    for name, mode in sorted(walk(folder)):
+        base = name.rpartition("/")[2]
+        is_data = base.lower().endswith(_DATA)
+        irregular = None if is_data else irregular_kind(mode)
+        if kind := irregular or ignored_kind(base, is_data=is_data):
+            skipped[kind].append(name)
+        elif is_data:
+            names.append(name)
+        elif (command := conversion_command(base)) is None:
+            skipped["unknown type"].append(name)
+        # Archives of other splits contain no records of this split.
+        elif split is not None and _split_of(name) not in (None, _SAME.get(split, split)):
+            skipped[_OTHER_SPLIT].append(name)
+        else:
+            unreadable[name] = command
+    _refuse_unreadable(folder, unreadable)
+    files = _in_split(folder, _data_files(folder, names, skipped), split, skipped)
+    log_skipped(folder, skipped)
+    return files, skipped
+
+
+def _data_files(folder: Path, names: Sequence[str], skipped: Skipped) -> Sequence[str]:
+    """Select the files of the single format of a folder, or the metadata of its images."""
     metadata = [name for name in names if name.rpartition("/")[2] in _METADATA]
     others = [name for name in names if name not in metadata]
     by_format = {kind: [n for n in others if n.lower().endswith(ends)] for kind, ends in _FORMATS.items()}
@@ -48,32 +89,50 @@ def folder_files(folder: Path, split: str | None) -> list[Path]:
             f"{folder} contains {metadata[0]}, which describes images, and {' and '.join(by_format)} files. "
             "Pass either of them."
         )
-    if metadata:
-        return _in_split(folder, metadata, split)
     if len(by_format) > 1:
         raise SourceError(
             f"{folder} contains {' and '.join(by_format)} files. Pass the files of a single format, or a glob."
         )
-    # .json files count only without other data files: beside them they are metadata.
-    files = next(iter(by_format.values()), None) or [
-        n for n in names if n.lower().endswith(_LAST_RESORT) and n.rpartition("/")[2] not in _NOT_DATA
-    ]
-    if not files:
+    if not names:
         raise SourceError(
             f"{folder} is a folder without a Hugging Face state.json, an Energon .nv-meta, or files of "
             f"{', '.join(_FORMATS)}; pass files or a glob"
         )
-    read = set(files)
-    _warn_of_others(folder, [name for name in others if name not in read])
-    return _in_split(folder, files, split)
+    # .json files count only without other data files: beside them they are metadata.
+    files: Sequence[str] = metadata or next(iter(by_format.values()), [*names])
+    if beside := sorted({*names}.difference(files)):
+        skipped["JSON beside data files"] = beside
+    return files
 
 
-def _warn_of_others(folder: Path, names: Sequence[str]) -> None:
-    """Warn about skipped files that may contain records."""
-    left = [name for name in names if _MAY_BE_DATA.search(name) and name.rpartition("/")[2] not in _NOT_DATA]
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        _log.warning("%s: %s%s not read; pass data files of several formats by name", folder, left[0], more)
+def _refuse_unreadable(folder: Path, commands: Mapping[str, str]) -> None:
+    """Refuse entries that may contain records, by their names, with the command that converts each."""
+    if commands:
+        lines = [f"{_shown(name)} ({command} {_shown(shlex.quote(name))})" for name, command in commands.items()]
+        raise SourceError(
+            f"{folder} contains compressed or archived files that are not read: {_shortened(lines)}. Run the command "
+            "and remove the original, or pass the data files by name."
+        )
+
+
+def log_skipped(folder: Path, skipped: Mapping[str, Sequence[str]]) -> None:
+    """Log the entries that are not read: a warning if some of them may contain records."""
+    if not skipped:
+        return
+    reasons = "; ".join(f"{reason} ({_shortened([*map(_shown, names)])})" for reason, names in skipped.items())
+    if skipped.keys() <= {*EXPECTED_KINDS, _OTHER_SPLIT}:
+        _log.info("%s: entries not read as input: %s", folder, reasons)
+    else:
+        _log.warning("%s: entries not read as input: %s. Pass data files among them by name", folder, reasons)
+
+
+def _shortened(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_SHOWN:,} more" if len(names) > _MOST_SHOWN else ""
+    return ", ".join(names[:_MOST_SHOWN]) + more
+
+
+def _shown(name: str) -> str:
+    return visible(name, keep="")
 
 
 def hub_folder(name: str) -> Path | None:
@@ -104,21 +163,8 @@ def hub_folder(name: str) -> Path | None:
     )
 
 
-def _names(folder: Path) -> list[str]:
-    """List the files below a folder, by relative path, without hidden files and the caches of `datasets.map`."""
-    names = []
-    for parent, folders, files in os.walk(folder):
-        # In place: os.walk then skips the removed folders.
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
-        base = os.path.relpath(parent, folder)
-        for name in files:
-            if not name.startswith((".", "cache-", "tmp")):
-                names.append(name if base == "." else f"{base}/{name}")
-    return sorted(names)
-
-
-def _in_split(folder: Path, names: Sequence[str], split: str | None) -> list[Path]:
-    """Select the files of a split, if file names contain splits."""
+def _in_split(folder: Path, names: Sequence[str], split: str | None, skipped: Skipped) -> list[Path]:
+    """Select the files of a split, if file names contain splits; add the other files to `skipped`."""
     splits = {name: _split_of(name) for name in names}
     there = sorted({name_split for name_split in splits.values() if name_split is not None})
     if split is None:
@@ -133,6 +179,9 @@ def _in_split(folder: Path, names: Sequence[str], split: str | None) -> list[Pat
     wanted = _SAME.get(split, split)
     if wanted not in there:
         raise SourceError(f"{folder} has no split {split!r}; set `source_split` to one of: {', '.join(there)}")
+    for name, name_split in splits.items():
+        if name_split != wanted:
+            skipped[_OTHER_SPLIT if name_split else "name without a split"].append(name)
     return [folder / name for name in names if splits[name] == wanted]
 
 

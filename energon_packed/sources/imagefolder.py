@@ -14,6 +14,7 @@ from energon_packed.files import check_inner
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import SourceRecord
 from energon_packed.sources.csv import CsvSource
+from energon_packed.sources.folder_entries import ignored_kind
 from energon_packed.sources.json import JsonlSource
 
 _FIELDS = {"file_name": "image", "file_names": "images"}
@@ -103,6 +104,20 @@ class HuggingFaceSource(ArrowSource):
         if state.get("_indices_data_files"):
             raise SourceError(f"{path} has an indices mapping; save it again after dataset.flatten_indices()")
         return [path / name for name in names]
+
+    @classmethod
+    def unlisted(cls, path: Path) -> list[str]:
+        """Names of Arrow files that no state.json lists, but caches of `datasets.map`."""
+        unlisted: list[str] = []
+        states = [path / "state.json"] if (path / "state.json").is_file() else sorted(path.glob("*/state.json"))
+        for state in states:
+            listed = _read(state, lambda value: [entry["filename"] for entry in value["_data_files"]])[0]
+            unlisted += [
+                file.relative_to(path).as_posix()
+                for file in sorted(state.parent.glob("*.arrow"))
+                if file.name not in listed and ignored_kind(file.name, is_data=True) is None
+            ]
+        return unlisted
 
 
 def _read(file: Path, named: Callable[[Any], list[str]]) -> tuple[list[str], dict[str, Any]]:

@@ -12,11 +12,13 @@ A record of COCO (cocodataset.org/#format-data) is an annotation with the fields
 are in memory while it is rewritten.
 """
 
+import bz2
 import codecs
 import contextlib
 import gzip
 import io
 import logging
+import lzma
 import mmap
 import os
 import re
@@ -35,6 +37,9 @@ from energon_packed.sources.base import Source, SourceRecord, indices_of
 from energon_packed.sources.convert import converted
 
 _log = logging.getLogger(__name__)
+COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+_XZ_MEMORY = 256 << 20  # bytes; the largest preset of xz needs 65 MiB
+_COMPRESSED_BLOCK = 1 << 16  # bytes; a small block, because some formats expand 20,000 times
 _HEAD = 1 << 20  # bytes in which lines should end
 _CR_ENDS = re.compile(rb"[}\]]\s*\r\s*[{\[]")
 _BLOCK = 1 << 20
@@ -117,9 +122,11 @@ class JsonlSource(Source):
 
 
 class CompressedJsonlSource(JsonlSource):
-    """A .gz or .zst file of JSONL, decompressed once."""
+    """A compressed file of JSONL, decompressed once."""
 
-    suffixes: ClassVar[tuple[str, ...]] = (".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst")
+    suffixes: ClassVar[tuple[str, ...]] = tuple(
+        f"{kind}{end}" for kind in JsonlSource.suffixes for end in COMPRESSIONS
+    )
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> "Source":
@@ -139,9 +146,9 @@ class JsonSource(JsonlSource):
 
 
 class CompressedJsonSource(JsonlSource):
-    """A .json.gz or .json.zst file: an array or lines, decompressed once."""
+    """A compressed .json file: an array or lines, decompressed once."""
 
-    suffixes: ClassVar[tuple[str, ...]] = (".json.gz", ".json.zst")
+    suffixes: ClassVar[tuple[str, ...]] = tuple(f".json{end}" for end in COMPRESSIONS)
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
@@ -175,7 +182,7 @@ def _row(offset: int, line: bytes) -> SourceRecord:
 
 
 def decompressed(path: Path, work_dir: Path) -> Path:
-    """Return the decompressed copy of a .gz or .zst file.
+    """Return the decompressed copy of a file whose suffix is in `COMPRESSIONS`.
 
     Raises:
         SourceError: the file is empty, truncated or damaged.
@@ -193,24 +200,32 @@ def _decompress(path: Path, out: BinaryIO) -> None:
             with gzip.open(path, "rb") as stream:
                 shutil.copyfileobj(stream, out, 1 << 20)
         else:
-            _decompress_zstd(path, out)
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+            _decompress_frames(path, out)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+        # Both formats limit the memory here, as a small file could allocate gigabytes.
         if "too much memory" in str(error):
-            # zstd refuses windows over 128 MiB by default; no limit here would let a small file allocate gigabytes.
             raise SourceError(f"{path} was compressed with --long; decompress it: zstd -d --long=31") from error
+        if "Memory usage limit" in str(error):
+            raise SourceError(
+                f"{path} needs more than {_XZ_MEMORY >> 20} MiB to decompress; decompress it: unxz"
+            ) from error
         raise SourceError(f"{path} cannot be decompressed: {error}; is the file complete?") from error
 
 
-def _decompress_zstd(path: Path, out: BinaryIO) -> None:
-    """Decompress all frames; the stream reader of zstandard would accept a file that ends inside a frame."""
+def _decompress_frames(path: Path, out: BinaryIO) -> None:
+    """Decompress all frames; stream readers would accept a file that ends inside a frame, or is damaged after one."""
     import zstandard
 
-    frame = None
+    suffix = path.suffix.lower()
+    frame: Any = None
     with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            while block:
-                # A file may consist of several frames, as pzstd writes them.
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+        while block := stream.read(_COMPRESSED_BLOCK):
+            # A file may consist of several frames, as pzstd, pbzip2 and `cat` write them.
+            while block := block.lstrip(b"\0") if frame is None and suffix == ".xz" else block:  # padding of xz
+                if frame is None and suffix == ".zst":
+                    frame = zstandard.ZstdDecompressor().decompressobj()
+                elif frame is None:
+                    frame = bz2.BZ2Decompressor() if suffix == ".bz2" else lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
                 out.write(frame.decompress(block))
                 block = frame.unused_data
                 if frame.eof:

@@ -2,14 +2,15 @@
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from energon_packed.errors import SourceError
-from energon_packed.files import irregular_kind
+from energon_packed.errors import IgnoredEntries, SourceError
+from energon_packed.files import irregular_kind, visible
 from energon_packed.metadatasets import is_metadataset
 from energon_packed.records import Adapter, FieldMap
 from energon_packed.sources.arrow import ArrowSource, ParquetSource
@@ -17,7 +18,8 @@ from energon_packed.sources.base import Source
 from energon_packed.sources.config import Reading, SourceConfig, plain
 from energon_packed.sources.csv import CsvSource
 from energon_packed.sources.energon import EnergonSource, metadataset_members
-from energon_packed.sources.folders import folder_files, hub_folder
+from energon_packed.sources.folder_entries import conversion_command
+from energon_packed.sources.folders import folder_files, hub_folder, log_skipped
 from energon_packed.sources.imagefolder import HuggingFaceSource, ImageFolderCsvSource, ImageFolderSource
 from energon_packed.sources.json import CompressedJsonlSource, CompressedJsonSource, JsonlSource, JsonSource
 from energon_packed.sources.webdataset import WebDatasetSource
@@ -37,7 +39,10 @@ SOURCES: list[type[Source]] = [
     WebDatasetSource,
 ]
 _IMAGE_FOLDERS = (ImageFolderSource, ImageFolderCsvSource)  # their paths start from the folder of the metadata
-_COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
+_FILE_FORMATS = frozenset(kind for kind in SOURCES if not kind.has_splits)  # a folder data.parquet is not one file
+_COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|t[gbx]z2?|tzst)$", re.IGNORECASE)
+_UNLISTED = "not listed by the dataset"
+_MOST_EXAMPLES = 5  # entries of a reason in packing.json
 Match = tuple[type[Source], Path, Path | None]
 """The class of a file, the file, and the folder that its relative media paths start from, if it is another folder."""
 
@@ -65,6 +70,7 @@ def open_sources(
     split: str | None = None,
     seed: int = 0,
     trust_sample_loader: bool = False,
+    ignored: list[IgnoredEntries] | None = None,
 ) -> list[Source]:
     """Open files, globs and folders, in the order of `inputs`; the files of a glob or folder are sorted by name.
 
@@ -76,15 +82,19 @@ def open_sources(
         split: split of Energon datasets (train by default) and of Hugging Face datasets with several splits.
         seed: seed of the selection for fractional weights.
         trust_sample_loader: run the sample_loader.py of Energon datasets.
+        ignored: the entries of input folders that are not read are added.
 
     Raises:
         SourceError: no file matches, a format is unknown, a file is damaged or listed twice, or a part is empty.
     """
     configs = [entry if isinstance(entry, SourceConfig) else SourceConfig(path=(str(entry),)) for entry in inputs]
     files: list[_File] = []
+    skipped: dict[str, IgnoredEntries] = {}
     for index, config in enumerate(configs):
         with _naming(config):
-            files += _files_of(index, config, split, seed)
+            files += _files_of(index, config, split, seed, skipped)
+    if ignored is not None:
+        ignored += skipped.values()
     _refuse_twice(files)
     if not files:
         raise SourceError(f"no input file. Pass one or more of {known_formats()}.")
@@ -121,10 +131,12 @@ class _File:
     reading: Reading
 
 
-def _files_of(index: int, config: SourceConfig, split: str | None, seed: int) -> Iterator[_File]:
+def _files_of(
+    index: int, config: SourceConfig, split: str | None, seed: int, skipped: dict[str, IgnoredEntries]
+) -> Iterator[_File]:
     """List the files of a config, all of them again for each repetition."""
     wanted = config.source_split or split
-    matches = [match for pattern in config.path for match in _matches(pattern, wanted)]
+    matches = [match for pattern in config.path for match in _matches(pattern, wanted, skipped)]
     if config.source_split is not None and not any(map(_has_splits, matches)):
         raise SourceError(
             f"`source_split` is {wanted!r}, but {config.path[0]} has no splits. Remove it, or pass a folder that has."
@@ -175,36 +187,52 @@ def _naming(config: SourceConfig) -> Iterator[None]:
         raise SourceError(f"{config.label}: {plain(str(error))}") from error
 
 
-def _matches(pattern: str, split: str | None) -> Iterator[Match]:
-    """List the files of an input path or pattern; a Metadataset yields the files of its members."""
+def _matches(pattern: str, split: str | None, skipped: dict[str, IgnoredEntries]) -> Iterator[Match]:
+    """List the files of an input path or pattern; a Metadataset yields the files of its members.
+
+    The entries of a folder that are not read are added to `skipped`, by reason.
+    """
     for path in _expand(pattern):
         # A class for .yaml files may be registered, and then comes first.
         if is_metadataset(path) and not any(kind.matches(path) for kind in SOURCES):
             for member, member_split in metadataset_members(path, split):
-                yield from _matches(str(member), member_split)
+                yield from _matches(str(member), member_split, skipped)
             continue
         kind = _kind_of(path)
         if kind is not None:
             for file in kind.files(path) if split is None else kind.files(path, split):
                 yield kind, file, path if path.is_dir() else None
+            if path.is_dir() and (names := kind.unlisted(path)):
+                log_skipped(path, {_UNLISTED: names})
+                _count(skipped, path, _UNLISTED, names)
             continue
-        for file in folder_files(path, split):
+        files, others = folder_files(path, split)
+        for reason, names in others.items():
+            _count(skipped, path, reason, names)
+        for file in files:
             inner = _kind_of(file)
             assert inner is not None, file
             yield inner, file, None if inner in _IMAGE_FOLDERS else path
 
 
+def _count(skipped: dict[str, IgnoredEntries], folder: Path, reason: str, names: Sequence[str]) -> None:
+    """Add entries of a folder to the entries with the same reason."""
+    before = skipped.get(reason, IgnoredEntries(reason=reason, count=0, examples=[]))
+    shown = [visible(str(folder / name), keep="") for name in names[: _MOST_EXAMPLES - len(before.examples)]]
+    skipped[reason] = replace(before, count=before.count + len(names), examples=before.examples + shown)
+
+
 def _kind_of(path: Path) -> type[Source] | None:
     """Find the class that reads a path; None for a folder that no class reads."""
+    is_folder = path.is_dir()
     for kind in SOURCES:
-        if kind.matches(path):
+        if not (is_folder and kind in _FILE_FORMATS) and kind.matches(path):
             return kind
-    if path.is_dir():
+    if is_folder:
         return None
-    if path.name.lower().endswith(_COMPRESSED_TARS):
-        raise SourceError(
-            f"{path} is a compressed tar, which cannot be read by offsets. Decompress it (gunzip, zstd -d)."
-        )
+    if command := conversion_command(path.name):
+        form = "compressed tar" if _COMPRESSED_TAR.search(path.name) else "compressed or archived file"
+        raise SourceError(f"{path} is a {form}, which cannot be read by offsets. Decompress it: {command}.")
     raise SourceError(f"{path} has an unknown format; known formats: {known_formats()}")
 
 
@@ -241,6 +269,7 @@ def _expand(pattern: str) -> list[Path]:
     # Before glob: a name may contain brackets.
     if Path(pattern).exists():
         return [Path(pattern)]
+    _check_listable(pattern)
     matches = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
     # A local path always wins over a name of the Hub.
     if not matches and (folder := hub_folder(pattern)) is not None:
@@ -248,3 +277,25 @@ def _expand(pattern: str) -> list[Path]:
     if not matches:
         raise SourceError(f"nothing matches {pattern}" if glob.has_magic(pattern) else f"{pattern}: no such file")
     return matches
+
+
+def _check_listable(pattern: str) -> None:
+    """Refuse a pattern with a folder that cannot be listed; `glob` would skip its files.
+
+    Raises:
+        SourceError: a folder cannot be listed; the message names it.
+    """
+    parent, name = os.path.split(pattern)
+    if not glob.has_magic(pattern) or parent == pattern:
+        return
+    _check_listable(parent)
+    if not glob.has_magic(name):
+        return
+    for folder in glob.glob(parent, recursive=True) if parent else ["."]:
+        if os.path.isdir(folder):
+            try:
+                os.scandir(folder).close()
+            except OSError as error:
+                raise SourceError(
+                    f"{folder} cannot be listed: {error.strerror}. Make it readable, or pass a pattern without it."
+                ) from error

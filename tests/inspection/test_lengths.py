@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from click.testing import Result
 
+from energon_packed import PackOptions, RejectLimitError
 from tests.conftest import Packer
-from tests.internals import compare, histogram, percentiles, recommend
+from tests.internals import LengthsOptions, compare, dry_run, histogram, percentiles, recommend, survey_lengths
 from tests.printed import invoke
 
 
@@ -112,3 +115,61 @@ def test_wrong_options_are_a_one_line_error(
     result = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", 1, *options)
     assert message in str(result.exception)
     assert run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", -5).exit_code == 1
+
+
+def measured(*arguments: object) -> Any:
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout[done.stdout.index("{") :])
+
+
+@pytest.mark.parametrize("order", [("short.jsonl", "long.parquet"), ("long.parquet", "short.jsonl")])
+def test_a_sample_of_several_formats_is_in_proportion_to_their_records(
+    text_tokenizer_dir: Path, tmp_path: Path, order: tuple[str, str]
+) -> None:
+    (tmp_path / "short.jsonl").write_text(f"{json.dumps({'text': 'red'})}\n" * 1500)
+    pa.parquet.write_table(pa.table({"text": ["red square " * 300] * 500}), tmp_path / "long.parquet")
+    files = [tmp_path / name for name in order]
+    value = measured(*files, "--tokenizer", text_tokenizer_dir, "--sample", 200)
+    assert value == measured(*files, "--tokenizer", text_tokenizer_dir, "--sample", 200)
+    assert value["records"] == pytest.approx(200, rel=0.1)
+    assert (value["percentiles"]["50"], value["percentiles"]["99"]) == (3, 603)
+    survey = survey_lengths(LengthsOptions(inputs=files, tokenizer=text_tokenizer_dir, sample=200))  # type: ignore[arg-type]
+    assert np.count_nonzero(survey.lengths > 3) / len(survey.lengths) == pytest.approx(0.25, abs=0.02)
+
+
+def test_a_sample_of_many_files_reads_each_file_in_proportion(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    for number in range(100):
+        size = 400 if number == 50 else 10
+        (tmp_path / f"{number}.jsonl").write_text(f"{json.dumps({'text': 'red ' * (number + 1)})}\n" * size)
+    files = sorted(tmp_path.glob("*.jsonl"))
+    survey = survey_lengths(LengthsOptions(inputs=files, tokenizer=text_tokenizer_dir, sample=350))  # type: ignore[arg-type]
+    lengths, counts = np.unique(survey.lengths, return_counts=True)
+    assert len(lengths) > 70
+    assert counts.max() / counts.sum() == pytest.approx(400 / 1390, abs=0.03)
+    assert counts.sum() == pytest.approx(350, rel=0.1)
+
+
+@pytest.mark.parametrize("sample", [1, 2, 50, 10_000])
+def test_a_sample_of_a_few_records_has_a_record(text_tokenizer_dir: Path, tmp_path: Path, sample: int) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "red " * 2000}) + "\n" + '{"text": "red"}\n' * 60)
+    (tmp_path / "empty.jsonl").touch()
+    for seed in range(5):
+        settings = ("--tokenizer", text_tokenizer_dir, "--sample", sample, "--seed", seed)
+        value = measured(tmp_path / "empty.jsonl", tmp_path / "a.jsonl", *settings)
+        assert 1 <= value["records"] <= 61
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", "\n" * 5000])
+@pytest.mark.parametrize("settings", [(), ("--sample", 10)])
+def test_an_empty_input_is_one_line(
+    text_tokenizer_dir: Path, tmp_path: Path, content: str, settings: tuple[object, ...]
+) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    done = run(tmp_path / "a.jsonl", "--tokenizer", text_tokenizer_dir, *settings)
+    message = "none of 0 records can be packed: the input is empty; pass a file with records"
+    assert isinstance(done.exception, RejectLimitError)
+    assert str(done.exception) == message
+    options: dict[str, Any] = {"inputs": tmp_path / "a.jsonl", "tokenizer": text_tokenizer_dir, "seq_len": 64}
+    with pytest.raises(RejectLimitError, match=message):
+        dry_run(PackOptions(**options, output_dir=tmp_path / "out"))

@@ -20,8 +20,9 @@ from energon_packed import (
     Processor,
     pack,
 )
-from tests.internals import chunks, count_strings, index_stage, measure_stage, most_common, result_table, table
+from tests.internals import chunks, cli, count_strings, index_stage, measure_stage, most_common, result_table, table
 from tests.internals import reader as reader_module
+from tests.printed import invoke, printed_json
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 MESSAGES = tuple(Message(**turn) for turn in TURNS)
@@ -140,3 +141,35 @@ def test_supervised_tokens_of_a_processor_of_ones_own(
 
     monkeypatch.setattr(Own, "measure", silent)
     assert pack(data, encoder=Own(), overwrite=True, **options).manifest.supervised_tokens is None
+
+
+def test_folder_entries_that_are_not_read_are_printed_and_stored(
+    build: Any, tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    folder = tmp_path / "in"
+    (folder / "images").mkdir(parents=True)
+    (folder / "a.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
+    alone = build(inputs=[folder])
+    file = alone.shards / ".nv-meta" / "packing.json"
+    assert "ignored_entries" not in json.loads(file.read_text())
+    assert "not read" not in shown(alone)
+    for name in ("README.md", "b.avro", *(f"images/{n}.png" for n in range(20))):
+        (folder / name).touch()
+    expected = [
+        {"reason": "documentation", "count": 1, "examples": [str(folder / "README.md")]},
+        {"reason": "unknown type", "count": 1, "examples": [str(folder / "b.avro")]},
+        {"reason": "media", "count": 20, "examples": [str(folder / f"images/{n}.png") for n in (0, 1, 10, 11, 12)]},
+    ]
+    result = build(inputs=[folder], overwrite=True)
+    assert json.loads(file.read_text())["ignored_entries"] == expected
+    assert PackingManifest.load(result.shards).ignored_entries == result.manifest.ignored_entries
+    assert (result.manifest.shards, result.manifest.fingerprint) == (alone.manifest.shards, alone.manifest.fingerprint)
+    for part in ("not read as input", "entries", "media", "20"):
+        assert part in shown(result)
+    line = "not read as input: documentation 1, unknown type 1, media 20"
+    settings = ["--tokenizer", str(tokenizer_dir)]
+    assert line in invoke("lengths", folder, *settings).output
+    dry_run = [str(folder), *settings, "-o", str(tmp_path / "new"), "--seq-len", "512", "--dry-run"]
+    assert line in invoke("pack", *dry_run).output
+    for command in (["pack", *dry_run], ["lengths", str(folder), *settings]):
+        assert printed_json(cli, [*command, "--json"])["ignored_entries"] == expected

@@ -152,13 +152,15 @@ def test_skipped_data_files_of_a_folder_are_reported(tmp_path: Path, caplog: pyt
     for name in ("a.jsonl", "b.ndjson.zst"):
         content = zstandard.ZstdCompressor().compress(LINES) if name.endswith("zst") else LINES
         (tmp_path / name).write_bytes(content)
-    for name in ("c.jsonl.bz2", "d.json", "dataset_info.json", "cache-e.jsonl"):
+    for name in ("c.jsonl.bak", "d.json", "dataset_info.json", "cache-0123456789abcdef.arrow"):
         (tmp_path / name).write_bytes(LINES)
     with caplog.at_level(logging.WARNING):
         sources = open_sources([tmp_path], work_dir=tmp_path / ".work")
     assert [source.path.name for source in sources] == ["a.jsonl", "b.ndjson.zst"]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: c.jsonl.bz2 and 1 more not read; pass data files of several formats by name"
+        f"{tmp_path}: entries not read as input: unknown type (c.jsonl.bak); "
+        "cache of datasets.map (cache-0123456789abcdef.arrow); metadata (dataset_info.json); JSON beside data files "
+        "(d.json). Pass data files among them by name"
     ]
 
 
