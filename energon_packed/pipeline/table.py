@@ -1,6 +1,6 @@
 """RecordTable, which has the numeric columns of all records in the memory of the driver.
 
-Input: the files of all chunks. Output: a RecordTable (arrays by record, 43 bytes per record) for the planner, and
+Input: the files of all chunks. Output: a RecordTable (arrays by record, 51 bytes per record) for the planner, and
 RecordRefs (arrays of selected records) for the tasks that read them again.
 """
 
@@ -39,6 +39,7 @@ class RecordRefs:
         address, size: int64 (k,), int32 (k,), address in the source.
         length: int32 (k,), measured tokens.
         media_bytes: int64 (k,), measured bytes of the media.
+        media_stamp: int64 (k,), digest of path, size and time of change of the media files; 0 without files.
     """
 
     source: Int64
@@ -47,6 +48,7 @@ class RecordRefs:
     size: npt.NDArray[np.int32]
     length: npt.NDArray[np.int32]
     media_bytes: Int64
+    media_stamp: Int64
 
     def __len__(self) -> int:
         return len(self.source)
@@ -54,7 +56,7 @@ class RecordRefs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """Columns of all n records, in input order; 43 bytes per record.
+    """Columns of all n records, in input order; 51 bytes per record.
 
     Attributes:
         address: int64 (n,), address of the record in its source.
@@ -63,6 +65,7 @@ class RecordTable:
         supervised: int32 (n,), targets, -1 for a rejected record or if the encoder does not count them.
         text_bytes: int32 (n,), estimated bytes of the text in JSON.
         media_bytes: int64 (n,), bytes of images and .npy files.
+        media_stamp: int64 (n,), digest of path, size and time of change of these files; 0 without files.
         num_images: int32 (n,).
         num_decoded: int32 (n,), images whose pixels were decoded; the headers of the other images were checked.
         kind: int8 (n,), index into KINDS.
@@ -80,6 +83,7 @@ class RecordTable:
     supervised: npt.NDArray[np.int32]
     text_bytes: npt.NDArray[np.int32]
     media_bytes: Int64
+    media_stamp: Int64
     num_images: npt.NDArray[np.int32]
     num_decoded: npt.NDArray[np.int32]
     kind: npt.NDArray[np.int8]
@@ -108,6 +112,7 @@ class RecordTable:
             size=self.size[rows],
             length=self.length[rows],
             media_bytes=self.media_bytes[rows],
+            media_stamp=self.media_stamp[rows],
         )
 
 

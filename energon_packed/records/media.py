@@ -142,6 +142,11 @@ class MediaReference:
         return data
 
     @property
+    def file(self) -> str | None:
+        """Path of the file, with `root` and with symbolic links; None for bytes in memory."""
+        return None if self.path is None else os.path.join(self.root or "", self.path)
+
+    @property
     def label(self) -> str:
         """Short name for messages."""
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
