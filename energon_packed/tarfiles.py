@@ -38,6 +38,7 @@ from typing import BinaryIO, NamedTuple
 
 from energon_packed.errors import FormatError, SourceError
 from energon_packed.files import IrregularFile, open_regular
+from energon_packed.system import raise_resource_error
 
 BLOCK = 512
 FILE = "regular file"
@@ -365,6 +366,7 @@ def _opened(path: Path) -> BinaryIO:
     except IrregularFile as error:
         raise TarError(f"{path} {error}; remove it, or copy the folder again") from error
     except OSError as error:
+        raise_resource_error(error, path)
         raise TarError(f"{path} cannot be opened: {error.strerror}; check its name and permissions") from error
 
 
@@ -374,9 +376,10 @@ def _reading(path: Path, stream: BinaryIO) -> Read:
     def read(at: int, size: int) -> bytes:
         try:
             return read_range(descriptor, at, size)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
+            raise_resource_error(error, path)
             raise TarError(
-                f"{path} cannot be read at byte {at}: {error.strerror}; check the file system, or copy it again"
+                f"{path} cannot be read at byte {at}: {error}; check the file system, or copy it again"
             ) from error
 
     return read

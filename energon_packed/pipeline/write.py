@@ -36,6 +36,7 @@ from energon_packed.shards.manifest import SourceEntry
 from energon_packed.shards.nv_meta import write_nv_meta
 from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at
+from energon_packed.system import raise_resource_error
 
 Int64 = npt.NDArray[np.int64]
 _MAX_SOURCES = 200  # separate entries in the manifest; thousands of inputs would make it large
@@ -147,6 +148,7 @@ class ShardWriter:
             elif conversation.id is None:
                 conversation = conversation.named(ident)
         except (RecordError, OSError) as error:
+            raise_resource_error(error, self.reader.sources[source].path)
             raise self._changed(record, str(error)) from error
         return StoredSample(
             conversation=conversation,

@@ -16,7 +16,7 @@ import pyarrow as pa
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.sources.base import Source, SourceRecord, changed_at
 from energon_packed.sources.convert import ARROW_ERRORS, BATCH_ROWS, converted, nested_type, one_line, write_batches
-from energon_packed.system import most_open
+from energon_packed.system import most_open, raise_resource_error
 
 _MAGIC = b"ARROW1"  # starts an Arrow file; a stream has no magic
 _ROWS_AT_A_TIME = 64  # rows may contain images
@@ -153,6 +153,7 @@ class _Batches:
                 counts = [batch.num_rows for batch in batches]
                 read = batches.__getitem__
         except ARROW_ERRORS as error:
+            raise_resource_error(error, path)
             raise SourceError(f"{path} is not an Arrow file or stream, or is cut: {one_line(error)}") from error
         self._path = path
         # Random reads of neighbors hit the same batch; each batch is validated when it is loaded.
@@ -172,6 +173,7 @@ class _Batches:
                 for column in batch.columns:
                     column.view(nested_type(column.type, _as_bytes)).validate(full=True)
         except ARROW_ERRORS as error:
+            raise_resource_error(error, self._path)
             raise SourceError(
                 f"{self._path} is damaged in record batch {index}: {one_line(error)}; copy or write it again"
             ) from error
@@ -218,6 +220,7 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
             schema = pa.schema([field.with_type(nested_type(field.type, _plain)) for field in table.schema_arrow])
             write_batches(schema, (_without_dictionaries(batch, schema) for batch in parquet_batches(table)), out)
     except ARROW_ERRORS as error:
+        raise_resource_error(error, path)
         raise SourceError(f"{path} is not a readable Parquet file: {one_line(error)}") from error
 
 

@@ -45,6 +45,7 @@ from energon_packed.sources.tar_records import (
     read_pack,
     read_records,
 )
+from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member
 
 DATASET_FILE = "dataset.yaml"
@@ -184,6 +185,7 @@ def _read_layout(file: Path, changed: int) -> Layout:
         module, name = str(kind.get("__module__", "")), str(kind.get("__class__", ""))
         fields = tuple((str(field), str(part)) for field, part in (value.get("field_map") or {}).items())
     except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+        raise_resource_error(error, file)
         raise SourceError(f"{file} is not a valid dataset file: {type(error).__name__} {error}") from error
     if module == "energon_packed.flavors" or module.startswith("energon_packed."):
         return Layout(file, "packed")

@@ -22,6 +22,7 @@ from energon_packed.files import Streams
 from energon_packed.records.fields import parse_json
 from energon_packed.sources.base import Source, SourceRecord, indices_of
 from energon_packed.sources.convert import converted
+from energon_packed.system import raise_resource_error
 
 _HEAD = 1 << 20  # bytes in which lines should end
 _CR_ENDS = re.compile(rb"[}\]]\s*\r\s*[{\[]")
@@ -171,6 +172,7 @@ def _decompress(path: Path, out: BinaryIO) -> None:
         else:
             _decompress_zstd(path, out)
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise_resource_error(error, path)
         if "too much memory" in str(error):
             # zstd refuses windows over 128 MiB by default; no limit here would let a small file allocate gigabytes.
             raise SourceError(f"{path} was compressed with --long; decompress it: zstd -d --long=31") from error
