@@ -60,7 +60,8 @@ _IGNORED = re.compile(r"__[^/]*__(?:$|/)|(?:.*/)?\._|(?:.*/)?__MACOSX/", re.DOTA
 _OF_MACOS = re.compile(r"(?:.*/)?(?:\._|__MACOSX/)", re.DOTALL)
 _ENERGON_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # megatron/energon/flavors/webdataset/config.py
 _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
-_MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK": "zip"}
+MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK": "zip"}
+"""Compressed formats by their first bytes."""
 _REMEDY = "copy or write it again"
 
 
@@ -219,7 +220,7 @@ class TarReader:
     def _unreadable(self, at: int, header: bytes) -> TarError:
         """Return the error for a block that is not a header."""
         if self._is_whole and self.end == 0 and at == 0:
-            for magic, name in _MAGICS.items():
+            for magic, name in MAGICS.items():
                 if header.startswith(magic):
                     return NotATarError(
                         f"{self.path} is compressed ({name}); decompress it to a plain .tar, which is read in place"

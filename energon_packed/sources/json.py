@@ -6,6 +6,7 @@ and each is parsed like a line, so that an invalid element rejects only itself.
 
 import codecs
 import gzip
+import io
 import mmap
 import os
 import re
@@ -19,12 +20,23 @@ import orjson
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import Streams
-from energon_packed.records.fields import parse_json
+from energon_packed.records.fields import ARRAY_REMEDY, parse_json
+from energon_packed.records.turns import is_turn
 from energon_packed.sources.base import Source, SourceRecord, indices_of
 from energon_packed.sources.convert import converted
 from energon_packed.system import raise_resource_error
+from energon_packed.tarfiles import MAGICS
 
 _HEAD = 1 << 20  # bytes in which lines should end
+_LONG_LINE = 64 << 20  # bytes; a longer line is usually not a record
+_LONGEST_LINE = 2**31 - 1  # bytes; `size` of a record is stored as int32
+# By the byte order mark, or by the NULs of the first four characters, which are ASCII in JSON.
+_ENCODINGS = {
+    "UTF-32LE": re.compile(rb"\xff\xfe\0\0|(?:[^\0]\0\0\0){4}"),
+    "UTF-32BE": re.compile(rb"\0\0\xfe\xff|(?:\0\0\0[^\0]){4}"),
+    "UTF-16LE": re.compile(rb"\xff\xfe|(?:[^\0]\0){4}"),
+    "UTF-16BE": re.compile(rb"\xfe\xff|(?:\0[^\0]){4}"),
+}
 _CR_ENDS = re.compile(rb"[}\]]\s*\r\s*[{\[]")
 _BLOCK = 1 << 20
 # Complete strings with their colons, a quote that opens an unfinished string, or structure.
@@ -51,7 +63,7 @@ class JsonlSource(Source):
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
         """Open the file in place."""
-        check_line_ends(path, path)
+        check_text(path, path)
         return cls(path, image_root=image_root)
 
     def extent(self) -> int:
@@ -71,11 +83,16 @@ class JsonlSource(Source):
         return _row(*entry)
 
     def _lines(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        with self.data.open("rb", buffering=1 << 20) as stream:
+        # No more than the range, so that a small range does not read its neighbors.
+        with self.data.open("rb", buffering=min(max(stop - start, 1 << 16), 1 << 20)) as stream:
             offset = start
             if start > 0:
                 stream.seek(start - 1)  # a line that starts exactly at `start` belongs to this range
-                offset = start - 1 + len(stream.readline())
+                before = stream.readline(stop - start)
+                # The search ends with the range: a long line would otherwise be read again in each range inside it.
+                if not before.endswith(b"\n"):
+                    return
+                offset = start - 1 + len(before)
             else:
                 stream.seek(0)
             while offset < stop and (line := stream.readline()):
@@ -101,7 +118,9 @@ class CompressedJsonlSource(JsonlSource):
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> "Source":
         """Decompress into `work_dir`."""
-        return cls(path, data=decompressed(path, work_dir), image_root=image_root)
+        data = decompressed(path, work_dir)
+        check_text(path, data)
+        return cls(path, data=data, image_root=image_root)
 
 
 class JsonSource(JsonlSource):
@@ -127,28 +146,57 @@ class CompressedJsonSource(JsonlSource):
         return cls(path, data=_in_lines(path, data, work_dir), image_root=image_root)
 
 
-def check_line_ends(path: Path, data: Path) -> None:
-    """Refuse lines that end in a carriage return alone (old Macs): the file would be read as a single line.
+def check_text(path: Path, data: Path) -> None:
+    """Refuse files that are not lines of UTF-8, and lines that end in a carriage return alone (old Macs).
+
+    Every line of such a file would be rejected, or the file would be read as a single line.
 
     Args:
         path: the input, for the message.
         data: the decompressed file.
 
     Raises:
-        SourceError: the lines end in CR alone.
+        SourceError: the content is compressed, is UTF-16 or UTF-32, or its lines end in CR alone.
     """
     with data.open("rb") as stream:
         head = stream.read(_HEAD)
+    for magic, name in MAGICS.items():
+        if head.startswith(magic):
+            suffix = {"gzip": ".gz", "zstd": ".zst"}.get(name) if data == path else None
+            rename = f"rename it to {path.name}{suffix}, or " if suffix else ""
+            raise SourceError(f"the content of {path} is compressed ({name}); {rename}decompress it")
+    if encoding := next((name for name, pattern in _ENCODINGS.items() if pattern.match(head)), None):
+        raise SourceError(
+            f"the content of {path} is {encoding}; write it as UTF-8: iconv -f {encoding} -t UTF-8 {path.name}"
+        )
     # A single long line is valid, so a CR must also separate two objects.
     if b"\n" not in head and _CR_ENDS.search(head):
         raise SourceError(f"the lines of {path} end in CR alone. Write it with LF: tr '\\r' '\\n'")
 
 
 def _row(offset: int, line: bytes) -> SourceRecord:
+    size = min(len(line), _LONGEST_LINE)
+    if len(line) > _LONG_LINE and (fault := _fault_of_long(line)):
+        return SourceRecord(offset, size, None, Reject(Reason.BAD_JSON, fault))
     try:
-        return SourceRecord(offset, len(line), parse_json(line.removeprefix(codecs.BOM_UTF8)))
+        return SourceRecord(offset, size, parse_json(line.removeprefix(codecs.BOM_UTF8)))
     except orjson.JSONDecodeError as error:
-        return SourceRecord(offset, len(line), None, Reject(Reason.BAD_JSON, str(error)))
+        return SourceRecord(offset, size, None, Reject(Reason.BAD_JSON, str(error)))
+
+
+def _fault_of_long(line: bytes) -> str:
+    """Reason why a long line is not parsed, which needs ten times its memory; "" if it may be a record."""
+    size = f"the line has {len(line) / 1e6:,.0f} MB"
+    if len(line) > _LONGEST_LINE:
+        return f"{size}, more than the limit of {_LONGEST_LINE / 1e6:,.0f} MB; {ARRAY_REMEDY}"
+    head = line[:_HEAD].removeprefix(codecs.BOM_UTF8).lstrip()
+    if head[:1] != b"[":
+        return ""
+    try:
+        first = parse_json(next(_elements(io.BytesIO(head)), b"null"))
+    except ValueError:  # invalid, or longer than `head`
+        return ""
+    return "" if is_turn(first) else f"{size} and looks like a JSON array of records; {ARRAY_REMEDY}"
 
 
 def decompressed(path: Path, work_dir: Path) -> Path:
@@ -208,6 +256,7 @@ def _in_lines(path: Path, data: Path, work_dir: Path) -> Path:
     Raises:
         SourceError: the file is a single object, or an array that cannot be read.
     """
+    check_text(path, data)
     with data.open("rb") as stream:
         head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
     if head[:1] == b"[":
@@ -221,7 +270,6 @@ def _in_lines(path: Path, data: Path, work_dir: Path) -> Path:
     if (match := _OBJECT_OF_RECORDS.match(head)) and _is_one_line(data):
         name = match[1].decode(errors="replace")
         raise SourceError(f"{path} is one JSON object; write its list {name} alone to a file: jq .{name} {path.name}")
-    check_line_ends(path, data)
     return data
 
 
