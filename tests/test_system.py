@@ -43,6 +43,7 @@ from tests.internals import (
     read_header,
 )
 from tests.sources.tars import picture, write_tar
+from tests.sources.test_energon import dataset
 
 STOPPING = [
     errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENOSPC, errno.ENOMEM, errno.EACCES, errno.EPERM,
@@ -198,6 +199,26 @@ def test_a_disk_that_fails_inside_a_tar_is_not_a_damaged_tar(tmp_path: Path, mon
     monkeypatch.setattr(os, "pread", pread)
     with pytest.raises(ResourceError, match="a.tar: Input/output error; check the disk"), open_tar(path) as tar:
         list(tar)
+
+
+def test_a_disk_that_fails_inside_a_tar_does_not_choose_another_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alternative of a field map applies if a part or key is missing, not if it cannot be read."""
+    members = [("0.json", {"text": "From json."}), ("0.txt", "From txt.")]
+    folder = dataset(tmp_path / "energon", members, "TextSample", {"text": "json[text],txt"})
+    (source,) = open_sources([folder], work_dir=tmp_path / "work")
+    assert [row.record["text"] for row in source.scan(0, source.extent())] == ["From json."]
+    read = os.pread
+
+    def pread(descriptor: int, size: int, at: int) -> bytes:
+        if size != 512:  # a content
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, size, at)
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(ResourceError, match="shard-0.tar: Input/output error; check the disk"):
+        list(source.scan(0, source.extent()))
 
 
 ADAPTER = """

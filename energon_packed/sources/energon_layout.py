@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from energon_packed.errors import FormatError, Reason, RecordError, SourceError
+from energon_packed.errors import EnergonPackedError, FormatError, Reason, RecordError, SourceError
 from energon_packed.files import read_yaml
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, SplitFile, read_split
@@ -268,7 +268,7 @@ def _value(group: KeyMembers, field: str, description: str, *, is_required: bool
             value = _decoded(group, member)
             for key in re.findall(r"\[([^\[\]]+)\]", match["access"]):
                 value = value[int(key)] if isinstance(value, list) else value[key]
-        except RecordError:
+        except EnergonPackedError:  # a ValueError, too
             raise
         # Energon tries the next alternative if a part or key is missing.
         except (LookupError, TypeError, ValueError):
