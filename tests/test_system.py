@@ -34,6 +34,7 @@ from energon_packed import (
 )
 from tests.conftest import Packer
 from tests.internals import (
+    PackedFolder,
     check_patch_positions,
     images,
     load_image,
@@ -41,6 +42,7 @@ from tests.internals import (
     open_sources,
     open_tar,
     read_header,
+    verify,
 )
 from tests.sources.tars import picture, write_tar
 from tests.sources.test_energon import dataset
@@ -315,6 +317,21 @@ def test_a_loader_of_packs_does_not_skip_failures_of_the_machine(
     dataset = PackedDataset(shards, encoder)
     with pytest.raises(ResourceError, match="memory ran out"):
         list(DataflowLoader(MapDistributor(dataset), num_workers=num_workers, max_failures=None))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_verify_does_not_report_a_lack_of_memory_as_damage(
+    pack_demo: Packer, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    folder = PackedFolder.open(pack_demo().shards)
+    assert all(check.passed for check in verify(folder, None, processes=processes))
+
+    def refused(*args: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(images.Image, "open", refused)
+    with pytest.raises(ResourceError, match="memory ran out; use fewer processes"):
+        list(verify(folder, None, processes=processes))
 
 
 def test_a_shard_that_cannot_be_opened_without_more_files_is_not_damaged(
