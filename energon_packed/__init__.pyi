@@ -16,6 +16,7 @@ from .errors import Reason as Reason
 from .errors import RecordError as RecordError
 from .errors import Reject as Reject
 from .errors import RejectLimitError as RejectLimitError
+from .errors import ResourceError as ResourceError
 from .errors import SourceError as SourceError
 from .errors import TemplateError as TemplateError
 from .errors import WorkerError as WorkerError

@@ -6,6 +6,7 @@ exception whose text is one line. The tree:
 EnergonPackedError(ValueError)
   ConfigError      an option or argument is invalid                       -> exit status 1, one line
   SourceError      an input file cannot be read at all                    -> exit status 1, one line
+  ResourceError    memory, open files or a disk fail while data is read   -> exit status 1, one line
   RejectLimitError more records were rejected than the run allows         -> exit status 1, one line
   FormatError      files on disk do not follow the format
   DataChangedError files of a dataset changed while a loader had it open
@@ -37,6 +38,10 @@ class ConfigError(EnergonPackedError):
 
 class SourceError(EnergonPackedError):
     """An input file or folder cannot be read at all (one bad record inside it is a `Reject`)."""
+
+
+class ResourceError(EnergonPackedError):
+    """Memory, open files, permissions or a disk fail while data is read: no record is rejected or skipped."""
 
 
 class RejectLimitError(EnergonPackedError):

@@ -1,11 +1,14 @@
 """Limits of the operating system.
 
-Input: an OSError, or the number of files that a cache wants to keep open. Output: a one-line message with the
-remedy, or the number of files that this process can afford (`ulimit -n`).
+Input: an exception, or the number of files that a cache wants to keep open. Output: a one-line message with the
+remedy, a ResourceError if the data is not the cause, or the number of files that this process can afford
+(`ulimit -n`).
 """
 
 import errno
 import os
+
+from energon_packed.errors import ResourceError
 
 _AGAIN = "then run the same command again: completed work is reused"
 _REMEDIES = {
@@ -20,7 +23,16 @@ _REMEDIES = {
     errno.ENOLCK: "use a folder on a file system with file locks",
 }
 # Network file systems report a lost server with these codes: the remedy is the same as for a bad disk.
-_DISK_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EINTR, errno.EAGAIN, errno.EBUSY)
+_DISK_ERRORS = (
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.EBADMSG),
+    *(getattr(errno, name) for name in ("EREMOTEIO", "EUCLEAN") if hasattr(errno, name)),  # of Linux
+)
+ABSENT = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EISDIR),
+    *(errno.EINVAL, errno.EILSEQ),  # the file system cannot store such a name
+)
+"""Errors of `open` that mean that there is no file of that name."""
 
 
 def available_cores() -> int:
@@ -28,6 +40,34 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # containers and SLURM restrict the affinity, which os.cpu_count ignores
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def resource_error(error: BaseException, place: object) -> ResourceError | None:
+    """Convert an error of reading data, if memory or the operating system is its cause; return None if the data is.
+
+    Libraries report damaged data with an OSError, too, but without an `errno` that has a remedy.
+
+    Args:
+        error: the error.
+        place: file that was read, or the code that read it.
+    """
+    if isinstance(error, ResourceError):
+        return error
+    if isinstance(error, MemoryError):
+        error = OSError(errno.ENOMEM, "memory ran out")
+    if not isinstance(error, OSError) or not (remedy := remedy_of(error)):
+        return None
+    return ResourceError(f"{place}: {error.strerror}; {remedy}")
+
+
+def raise_resource_error(error: BaseException, place: object) -> None:
+    """Raise the `resource_error` of an error, if it has one.
+
+    Raises:
+        ResourceError: memory or the operating system is the cause.
+    """
+    if (converted := resource_error(error, place)) is not None:
+        raise converted from error
 
 
 def described(error: OSError) -> str:

@@ -38,6 +38,7 @@ from typing import BinaryIO, NamedTuple
 
 from energon_packed.errors import FormatError, SourceError
 from energon_packed.files import IrregularFile, open_regular
+from energon_packed.system import raise_resource_error
 
 BLOCK = 512
 FILE = "regular file"
@@ -59,7 +60,8 @@ _IGNORED = re.compile(r"__[^/]*__(?:$|/)|(?:.*/)?\._|(?:.*/)?__MACOSX/", re.DOTA
 _OF_MACOS = re.compile(r"(?:.*/)?(?:\._|__MACOSX/)", re.DOTALL)
 _ENERGON_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # megatron/energon/flavors/webdataset/config.py
 _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
-_MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK": "zip"}
+MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK": "zip"}
+"""Compressed formats by their first bytes."""
 _REMEDY = "copy or write it again"
 
 
@@ -218,7 +220,7 @@ class TarReader:
     def _unreadable(self, at: int, header: bytes) -> TarError:
         """Return the error for a block that is not a header."""
         if self._is_whole and self.end == 0 and at == 0:
-            for magic, name in _MAGICS.items():
+            for magic, name in MAGICS.items():
                 if header.startswith(magic):
                     return NotATarError(
                         f"{self.path} is compressed ({name}); decompress it to a plain .tar, which is read in place"
@@ -365,6 +367,7 @@ def _opened(path: Path) -> BinaryIO:
     except IrregularFile as error:
         raise TarError(f"{path} {error}; remove it, or copy the folder again") from error
     except OSError as error:
+        raise_resource_error(error, path)
         raise TarError(f"{path} cannot be opened: {error.strerror}; check its name and permissions") from error
 
 
@@ -374,9 +377,10 @@ def _reading(path: Path, stream: BinaryIO) -> Read:
     def read(at: int, size: int) -> bytes:
         try:
             return read_range(descriptor, at, size)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
+            raise_resource_error(error, path)
             raise TarError(
-                f"{path} cannot be read at byte {at}: {error.strerror}; check the file system, or copy it again"
+                f"{path} cannot be read at byte {at}: {error}; check the file system, or copy it again"
             ) from error
 
     return read

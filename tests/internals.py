@@ -176,6 +176,7 @@ PLACES = {
     "advice": "pipeline.rejects:advice",
     "main_reason": "pipeline.rejects:main_reason",
     # records: shapes and media on their own, for records that no run would accept
+    "check_patch_positions": "encoding.vision.media:check_patch_positions",
     "media": "records.media",
     "normalize_module": "records.normalize",
     "RECORD_FORMATS": "records.record_formats:RECORD_FORMATS",

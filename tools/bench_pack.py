@@ -78,6 +78,7 @@ table = RecordTable(
     length=length,
     text_bytes=np.full(count, 1100, np.int32),
     media_bytes=np.full(count, 0, np.int64),
+    media_stamp=np.full(count, 0, np.int64),
     num_images=np.full(count, 0, np.int32),
     num_decoded=np.full(count, 0, np.int32),
     kind=np.full(count, 0, np.int8),

@@ -51,6 +51,7 @@ from energon_packed.pipeline.rejects import (
     main_reason,
     warning_of,
 )
+from energon_packed.system import resource_error
 
 _log = logging.getLogger(__name__)
 _DEAD = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: [^.]+|exited unexpectedly)")
@@ -217,15 +218,16 @@ class FailureLog:
         Raises:
             BatchError: there are more than `limit` failures; with a limit of 0, the error itself.
             DataChangedError: the files of the sample changed since they were opened.
+            ResourceError: memory, open files or the disk fail; this is never skipped.
         """
         if error is self._fatal:  # raised below, inside the pack that Energon now reports as failed
             raise error
         sources = sources or _field(sample, "__sources__")
-        self._refuse_changed(error, sources)
+        key, source = _key(sample), _source(sources)
+        self._refuse_other_causes(error, sources, source or key)
         with self._counts.get_lock():
             self._counts[_REASONS.index(_reason(error))] += 1
             total = sum(self._counts[:])
-        key, source = _key(sample), _source(sources)
         self._rows.add(-1, source, -1, key, _reason(error), str(error)[:MOST_DETAIL])
         _log.error("sample %s%s failed to load: %s: %s", key, source and f" of {source}", type(error).__name__, error)
         if self.limit == 0:
@@ -251,11 +253,11 @@ class FailureLog:
         rows = [row for row in self.rows if row["reason"] == main_reason(counts)]
         return example_of(Rejected(**rows[0])) if rows else "see `failures.rows`"
 
-    def _refuse_changed(self, error: Exception, sources: Any) -> None:
-        """Raise if the files of a failing sample changed: then the change is the cause, not the sample."""
-        if isinstance(error, DataChangedError):
-            self._fatal = error
-            raise error
+    def _refuse_other_causes(self, error: Exception, sources: Any, place: str) -> None:
+        """Raise if the files of a failing sample changed, or resources fail: the cause is not the sample."""
+        if (fatal := error if isinstance(error, DataChangedError) else resource_error(error, place)) is not None:
+            self._fatal = fatal
+            raise fatal from (error if fatal is not error else None)
         if self._unchanged is None:
             return
         try:
@@ -300,7 +302,7 @@ def add_location(error: Exception, key: str, source: str) -> Exception:
     """Add shard and pack to an error, if their content is the cause."""
     if isinstance(error, FormatError | RecordError) and source:
         return error.at(f"{source}, pack {key}", verify_hint(os.path.dirname(source)))
-    return error
+    return resource_error(error, f"{source}, pack {key}") or error
 
 
 def reraise_with_location(error: Exception, sample: Any, sources: Any = None) -> None:

@@ -3,14 +3,17 @@
 Input: the columns of the measured records of a chunk (a range of one source), and their tokens if the flavor stores
 tokens. Output: two files that later stages and later runs read; a chunk with complete files is not measured again.
 
-NAME.arrow   the columns of SCHEMA, a table row per record; its metadata has the counts of COUNTED
+NAME.arrow   the columns of SCHEMA, a table row per record; its metadata has the counts of COUNTED, and the paths of
+             all media files with a digest of their sizes and times of change
 NAME.tokens  for every measured record its L input_ids and then its L labels, as little-endian int32, without a header;
              offsets follow from the lengths of the records. With this file, no text is tokenized twice.
 
 Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
 """
 
+import hashlib
 import os
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +29,7 @@ import pyarrow as pa
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.errors import Reason
 from energon_packed.files import atomic_path
+from energon_packed.records import MediaReference
 from energon_packed.system import most_open
 
 Int64 = npt.NDArray[np.int64]
@@ -48,6 +52,7 @@ SCHEMA = pa.schema(
         "supervised": pa.int32(),
         "text_bytes": pa.int32(),
         "media_bytes": pa.int64(),
+        "media_stamp": pa.int64(),
         "num_images": pa.int32(),
         "num_decoded": pa.int32(),
         "kind": pa.int8(),
@@ -61,6 +66,7 @@ SCHEMA = pa.schema(
 COUNTED = ("unused_fields", "notes")
 """Attributes of a conversation that are lists of strings; a chunk file has the number of records with each string."""
 StringCounts = dict[str, Counter[str]]
+_MEDIA, _MEDIA_DIGEST = b"media", b"media_digest"  # keys of the metadata; both are missing without media files
 NUMERIC = {name: SCHEMA.field(name).type.to_pandas_dtype() for name in SCHEMA.names if name not in ("id", "detail")}
 # Records that were rejected for these reasons are measured again, because the files may have been fixed.
 _FIXABLE = [
@@ -102,15 +108,86 @@ class Chunk:
         return tokens_file(self.file)
 
 
-def write_rows(file: Path, columns: Mapping[str, Sequence[Any]], counts: StringCounts) -> None:
+class MediaFiles:
+    """Size and time of the last change of media files, read once for each path.
+
+    Args:
+        paths: files to add.
+    """
+
+    def __init__(self, paths: Iterable[str] = ()) -> None:
+        self._stamps: dict[str, bytes] = {}
+        for path in paths:
+            self._add(path)
+
+    def __len__(self) -> int:
+        return len(self._stamps)
+
+    def stamp(self, references: Iterable[MediaReference]) -> int:
+        """Compute a digest of path, size and time of change of the files of a record; 0 without files.
+
+        Call it before the content is read: an image that is replaced later has another digest in the next run.
+        """
+        files = [self._add(file) for reference in references if (file := reference.file) is not None]
+        return int.from_bytes(_digest(files)[:8], "little", signed=True) if files else 0
+
+    def _add(self, path: str) -> bytes:
+        if (known := self._stamps.get(path)) is not None:
+            return known
+        try:
+            status = os.stat(path)
+            change = f"{status.st_size} {status.st_mtime_ns}"
+        except (OSError, ValueError):  # a missing file, or an impossible name: its record is rejected when it is read
+            change = ""
+        return self._stamps.setdefault(path, f"{path}\0{change}".encode("utf-8", "surrogatepass"))
+
+    def digest(self) -> bytes:
+        """Digest of paths, sizes and times of change of all files; b"" without files."""
+        return _digest(self._stamps.values()) if self._stamps else b""
+
+    def dump(self) -> bytes:
+        """Compress the paths: images of a chunk are mostly in the same folder."""
+        return zlib.compress("\0".join(self._stamps).encode("utf-8", "surrogatepass"), 1)
+
+    @staticmethod
+    def load(paths: bytes) -> "MediaFiles":
+        """Read size and time of the files that `dump` listed."""
+        return MediaFiles(zlib.decompress(paths).decode("utf-8", "surrogatepass").split("\0"))
+
+
+def _digest(stamps: Iterable[bytes]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for stamp in stamps:
+        digest.update(stamp + b"\0")
+    return digest.digest()
+
+
+def compare_media(chunk: Chunk) -> tuple[Chunk, int, bool]:
+    """Compare the media files of a measured chunk with their state when it was measured.
+
+    Returns:
+        The chunk, the number of its files, and whether all of them have the same size and time of the last change.
+    """
+    metadata = read_rows(chunk.file).schema.metadata
+    files = MediaFiles.load(metadata[_MEDIA])
+    return chunk, len(files), files.digest() == metadata[_MEDIA_DIGEST]
+
+
+def write_rows(
+    file: Path, columns: Mapping[str, Sequence[Any]], counts: StringCounts, media: MediaFiles | None = None
+) -> None:
     """Write the columns of `SCHEMA`; the file appears when it is complete.
 
     Args:
         file: file of the chunk.
         columns: columns by name.
         counts: result of `count_strings` for all records of the chunk.
+        media: files of all images and .npy files of the chunk.
     """
-    schema = SCHEMA.with_metadata({name: orjson.dumps(counts[name]) for name in COUNTED})
+    metadata = {name.encode(): orjson.dumps(counts[name]) for name in COUNTED}
+    if media:
+        metadata |= {_MEDIA: media.dump(), _MEDIA_DIGEST: media.digest()}
+    schema = SCHEMA.with_metadata(metadata)
     arrays = [
         numeric_column(columns[name], NUMERIC[name]) if name in NUMERIC else string_column(columns[name])
         for name in SCHEMA.names
@@ -158,7 +235,10 @@ def measured_records(chunk: Chunk) -> int:
 
 
 def is_measured(chunk: Chunk) -> bool:
-    """Whether an earlier run has measured a chunk, with no record whose missing or damaged media may be fixed now."""
+    """Whether an earlier run has measured a chunk, with no record whose missing or damaged media may be fixed now.
+
+    Media files that have changed since then are found by `compare_media`.
+    """
     if not chunk.file.exists():
         return False
     try:
@@ -170,6 +250,11 @@ def is_measured(chunk: Chunk) -> bool:
     except (pa.ArrowInvalid, OSError, KeyError):  # damaged, or of an earlier version
         return False
     return not np.isin(status, _FIXABLE).any()
+
+
+def has_media(chunk: Chunk) -> bool:
+    """Whether a measured chunk has media files."""
+    return _MEDIA in (read_rows(chunk.file).schema.metadata or {})
 
 
 def tokens_file(rows_file: Path) -> Path:

@@ -6,6 +6,8 @@ joined from one file per chunk. Chunks are measured in parallel, and only if no 
     MeasureStage (driver) ──Chunk──► Measurer (worker) ──► chunk file;  ChunkReport ──► MeasureStage
 """
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -25,8 +27,11 @@ from energon_packed.pipeline.chunks import (
     SCHEMA,
     STATUSES,
     Chunk,
+    MediaFiles,
     StringCounts,
+    compare_media,
     count_strings,
+    has_media,
     is_measured,
     measured_records,
     write_rows,
@@ -43,6 +48,7 @@ from energon_packed.records import Conversation
 from energon_packed.records.unlisted_media import IMAGE_URL
 from energon_packed.sources import SourceRecord
 
+_log = logging.getLogger(__name__)
 _BATCH = 256  # records in memory at a time, as they may contain images; also the batch size of the tokenizer
 _JSON_OVERHEAD = 200  # bytes of keys, id and length of a stored sample
 
@@ -104,10 +110,11 @@ class MeasureStage:
         """
         chunks = self.chunks() if chunks is None else chunks
         self.folder.mkdir(parents=True, exist_ok=True)
+        done = self.reusable(chunks)
         self.progress.start("measure", sum(chunk.stop - chunk.start for chunk in chunks), "records")
         todo = []
         for chunk in chunks:
-            if is_measured(chunk):
+            if chunk in done:
                 records = measured_records(chunk)
                 self.counters["reused"] += records
                 self.progress.advance(chunk.stop - chunk.start, records)
@@ -121,6 +128,30 @@ class MeasureStage:
         table = load_table(chunks, len(self.reader.sources))
         check_image_urls(table)
         return table
+
+    def reusable(self, chunks: Sequence[Chunk]) -> set[Chunk]:
+        """Return the chunks that an earlier run has measured, and whose media files have not changed since then.
+
+        Every media file costs one `stat`, so workers share them: on a network file system it takes 0.1 ms and more.
+        """
+        measured = {chunk for chunk in chunks if is_measured(chunk)}
+        to_compare = [chunk for chunk in chunks if chunk in measured and has_media(chunk)]
+        if not to_compare:
+            return measured
+        start, changed = time.perf_counter(), set()
+        self.progress.start("compare", len(to_compare), "images")
+        with closing(self.engine.run(compare_media, to_compare)) as compared:
+            for chunk, files, is_unchanged in compared:
+                self.progress.advance(1, files)
+                if not is_unchanged:
+                    changed.add(chunk)
+        self.progress.finish(time.perf_counter() - start)
+        if changed:
+            records = sum(measured_records(chunk) for chunk in changed)
+            _log.warning(
+                "images or .npy files have changed since they were measured: %d records are measured again", records
+            )
+        return measured - changed
 
     def _count(self, report: "ChunkReport") -> None:
         """Add the counts of a chunk; with `strict`, refuse its first rejected record."""
@@ -192,11 +223,12 @@ class Measurer:
         first: tuple[int, str | None, str, str] | None = None
         tokenized = 0
         tokens: list[EncodedSample] = []
+        media = MediaFiles()
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         encoder = self.encoder.load()
         tokenizer = encoder.text_tokenizer if isinstance(encoder, ChatEncoder) else None
         while batch := list(islice(rows, _BATCH)):
-            conversations, results = self._read(chunk.source, batch)
+            conversations, results, stamps = self._read(chunk.source, batch, media)
             usable = [index for index, conversation in enumerate(conversations) if conversation is not None]
             measured = encoder.measure([c for c in conversations if c is not None], keep_tokens=chunk.keep_tokens)
             for index, measurement in zip(usable, measured, strict=True):
@@ -206,6 +238,7 @@ class Measurer:
             tokens += [measurement.sample for measurement in measured if measurement.sample is not None]
             tokenized += sum([c is not None and c.input_ids is None for c in conversations])
             batch_columns = _columns(batch, conversations, results)
+            batch_columns["media_stamp"] = stamps
             batch_columns["narrow"] = [c is None or self.reader.fits_captioning(c) for c in conversations]
             for name, counted in count_strings(conversations).items():
                 counts[name].update(counted)
@@ -227,7 +260,7 @@ class Measurer:
         # Tokens first: a complete record file marks the chunk as measured.
         if chunk.keep_tokens:
             write_tokens(chunk.tokens, tokens)
-        write_rows(chunk.file, columns, counts)
+        write_rows(chunk.file, columns, counts, media)
         return ChunkReport(
             chunk=chunk,
             records=len(columns["id"]),
@@ -236,25 +269,32 @@ class Measurer:
             tokenizer_engine=tokenizer.engine if tokenizer is not None else "",
         )
 
-    def _read(self, source: int, rows: Sequence[SourceRecord]) -> tuple[list[Conversation | None], list[Measurement]]:
-        """Read records as conversations; a rejected record is None there, and has a rejected measurement."""
+    def _read(
+        self, source: int, rows: Sequence[SourceRecord], media: MediaFiles
+    ) -> tuple[list[Conversation | None], list[Measurement], list[int]]:
+        """Read records as conversations; a rejected record is None there, and has a rejected measurement.
+
+        The third list has the stamp of the media files of each record, taken before any of them is read.
+        """
         conversations: list[Conversation | None] = []
         results: list[Measurement] = []
-        for row in rows:
+        stamps = [0] * len(rows)
+        for index, row in enumerate(rows):
             try:
                 conversation = self.reader.conversation(source, row)
+                stamps[index] = media.stamp((*conversation.images, *conversation.patch_positions))
                 results.append(Measurement(0, decoded=check_pixels(conversation, self.check_images)))
                 conversations.append(conversation)
             except RecordError as error:
                 conversations.append(None)
                 results.append(Measurement.rejected(error.reject))
-        return conversations, results
+        return conversations, results, stamps
 
 
 def _columns(
     rows: Sequence[SourceRecord], conversations: Sequence[Conversation | None], results: Sequence[Measurement]
 ) -> dict[str, list[Any]]:
-    """Build the columns of `SCHEMA` (but `narrow`) from records, their conversations and their measurements."""
+    """Build the columns of `SCHEMA` (but `narrow` and `media_stamp`) from records, conversations and measurements."""
     pairs = list(zip(rows, conversations, strict=True))
     rejects = [result.reject for result in results]
     return {

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from energon_packed.errors import ConfigError, IgnoredEntries
 from energon_packed.files import atomic_path
 from energon_packed.options import option, short
-from energon_packed.pipeline.chunks import Chunk, is_measured
+from energon_packed.pipeline.chunks import Chunk
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine, Progress
 from energon_packed.pipeline.measure import MeasureStage
@@ -320,7 +320,7 @@ def dry_run(options: PackOptions) -> DryRun:
             keep_tokens=options.codec.stores_tokens,
         )
         chunks = stage.chunks()
-        known = [chunk for chunk in chunks if options.resume and is_measured(chunk)]
+        known = stage.reusable(chunks) if options.resume else set()
         total = sum(chunk.stop - chunk.start for chunk in chunks)
         if len(known) == len(chunks):
             table, scale = load_table(chunks, len(reader.sources)), 1.0

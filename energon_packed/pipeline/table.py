@@ -1,6 +1,6 @@
 """RecordTable, which has the numeric columns of all records in the memory of the driver.
 
-Input: the files of all chunks. Output: a RecordTable (arrays by record, 44 bytes per record) for the planner, and
+Input: the files of all chunks. Output: a RecordTable (arrays by record, 52 bytes per record) for the planner, and
 RecordRefs (arrays of selected records) for the tasks that read them again.
 """
 
@@ -41,6 +41,7 @@ class RecordRefs:
         address, size: int64 (k,), int32 (k,), address in the source.
         length: int32 (k,), measured tokens.
         media_bytes: int64 (k,), measured bytes of the media.
+        media_stamp: int64 (k,), digest of path, size and time of change of the media files; 0 without files.
         fragments: structured (k,) of dtype `FRAGMENT`, with number -1 for complete records; None if all are complete.
     """
 
@@ -50,6 +51,7 @@ class RecordRefs:
     size: npt.NDArray[np.int32]
     length: npt.NDArray[np.int32]
     media_bytes: Int64
+    media_stamp: Int64
     fragments: Fragments | None = None
 
     def __len__(self) -> int:
@@ -58,7 +60,7 @@ class RecordRefs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """Columns of all n records, in input order; 44 bytes per record.
+    """Columns of all n records, in input order; 52 bytes per record.
 
     Attributes:
         address: int64 (n,), address of the record in its source.
@@ -67,6 +69,7 @@ class RecordTable:
         supervised: int32 (n,), targets, -1 for a rejected record or if the encoder does not count them.
         text_bytes: int32 (n,), estimated bytes of the text in JSON.
         media_bytes: int64 (n,), bytes of images and .npy files.
+        media_stamp: int64 (n,), digest of path, size and time of change of these files; 0 without files.
         num_images: int32 (n,).
         num_decoded: int32 (n,), images whose pixels were decoded; the headers of the other images were checked.
         kind: int8 (n,), index into KINDS.
@@ -87,6 +90,7 @@ class RecordTable:
     supervised: npt.NDArray[np.int32]
     text_bytes: npt.NDArray[np.int32]
     media_bytes: Int64
+    media_stamp: Int64
     num_images: npt.NDArray[np.int32]
     num_decoded: npt.NDArray[np.int32]
     kind: npt.NDArray[np.int8]
@@ -149,6 +153,7 @@ class RecordTable:
             size=self.size[rows],
             length=self.length[rows],
             media_bytes=self.media_bytes[rows],
+            media_stamp=self.media_stamp[rows],
         )
 
 
@@ -156,15 +161,17 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
     """Join the files of chunks that are all measured."""
     counts = [measured_records(chunk) for chunk in chunks]
     total = sum(counts)
-    # Allocated once and filled chunk by chunk: joining at the end would need the memory twice.
-    columns = {name: np.empty(total, dtype=dtype) for name, dtype in NUMERIC.items()}
+    # Allocated once and filled chunk by chunk: joining at the end would need the memory twice. Columns of zeros (those
+    # of images in a text dataset) need no memory, because untouched pages of `zeros` are not allocated.
+    columns = {name: np.zeros(total, dtype=dtype) for name, dtype in NUMERIC.items()}
     per_source = np.zeros(sources + 1, dtype=np.int64)
     start = 0
     listed: StringCounts = {name: Counter() for name in COUNTED}
     for chunk, count in zip(chunks, counts, strict=True):
         table = read_rows(chunk.file)
         for name, column in columns.items():
-            column[start : start + count] = as_numpy(table[name], column.dtype)
+            if (values := as_numpy(table[name], column.dtype)).any():
+                column[start : start + count] = values
         for name, counter in read_counts(table).items():
             listed[name].update(counter)
         per_source[chunk.source + 1] += count

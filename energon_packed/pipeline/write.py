@@ -24,7 +24,7 @@ from energon_packed.encoding.vision.images import as_jpeg, sniff_extension
 from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, SourceError
 from energon_packed.files import atomic_write
 from energon_packed.formats import StoredImage, StoredSample, codec_for
-from energon_packed.pipeline.chunks import TokenOffsets, TokenReader
+from energon_packed.pipeline.chunks import MediaFiles, TokenOffsets, TokenReader
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan, kept_tokens
 from energon_packed.pipeline.reader import RecordReader
@@ -37,6 +37,7 @@ from energon_packed.shards.manifest import SourceEntry
 from energon_packed.shards.nv_meta import write_nv_meta
 from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at
+from energon_packed.system import raise_resource_error
 
 Int64 = npt.NDArray[np.int64]
 _MAX_SOURCES = 200  # separate entries in the manifest; thousands of inputs would make it large
@@ -130,13 +131,16 @@ class ShardWriter:
             if conversation.images:
                 contents = [image.read() for image in conversation.images]
                 positions = tuple([file.read() for file in conversation.patch_positions])
-                # A cheap check that finds most changes; a digest would have to read all media while measuring.
                 media_bytes = sum([len(data) for data in (*contents, *positions)])
                 if media_bytes != record.media_bytes:
-                    raise self._changed(source, row, f"its media has {media_bytes} bytes, not {record.media_bytes}")
+                    raise self._changed(record, f"its media has {media_bytes} bytes, not {record.media_bytes}")
+                # After the files are read, so that no change is missed. A digest of the content would have to read all
+                # media while measuring.
+                if MediaFiles().stamp((*conversation.images, *conversation.patch_positions)) != record.media_stamp:
+                    raise self._changed(record, "its media was replaced by a file of the same size")
                 images = tuple([self._stored_image(data) for data in contents])
             elif record.media_bytes:
-                raise self._changed(source, row, f"it has no media any more, but had {record.media_bytes} bytes")
+                raise self._changed(record, f"it has no media any more, but had {record.media_bytes} bytes")
             if tokens is not None:
                 encoded = tokens.read(record.entry, measured, fragment)
                 encoded = encoded.truncated(self.truncate) if self.truncate else encoded
@@ -151,7 +155,8 @@ class ShardWriter:
             elif conversation.id is None:
                 conversation = conversation.named(ident)
         except (RecordError, OSError) as error:
-            raise self._changed(source, row, str(error)) from error
+            raise_resource_error(error, self.reader.sources[source].path)
+            raise self._changed(record, str(error)) from error
         return StoredSample(
             conversation=conversation,
             length=min(measured, self.truncate or measured),
@@ -167,11 +172,11 @@ class ShardWriter:
             return StoredImage(sniff_extension(data), data)
         return StoredImage("jpg", data if self.keep_bytes else as_jpeg(data))
 
-    def _changed(self, source: int, row: int, change: str) -> EnergonPackedError:
-        path = self.reader.sources[source].path
-        return SourceError(
-            f"record {row} of {path} changed since it was measured ({change}); run again with `resume=False`"
-        )
+    def _changed(self, record: "_Record", change: str) -> EnergonPackedError:
+        path = self.reader.sources[record.source].path
+        # The next run finds changed files itself.
+        remedy = "run again" if record.media_stamp else "run again with `resume=False`"
+        return SourceError(f"record {record.row} of {path} changed since it was measured ({change}); {remedy}")
 
 
 class _Record(NamedTuple):
@@ -184,6 +189,7 @@ class _Record(NamedTuple):
     size: int
     length: int
     media_bytes: int
+    media_stamp: int
     fragment: np.void | None
 
 

@@ -22,6 +22,7 @@ from energon_packed.errors import Reason, RecordError
 Record = Mapping[str, Any]
 OBJECT = (dict, Mapping)  # dict first: testing it is five times as fast
 SCALARS = frozenset((str, bool, int, float, type(None)))  # exact classes of most values, for tests on hot paths
+ARRAY_REMEDY = "if the file is a JSON array, rename it to .json, or write one record per line"
 _DEEPEST = 100  # levels of nesting: templates and JSON writers recurse once per level
 # Larger values of fps and timestamp_decimal are faults of the writer, and would overflow when they are rendered.
 _LARGEST_NUMBER = 1e9  # of fps and timestamp_decimal

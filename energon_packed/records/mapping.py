@@ -20,6 +20,7 @@ from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.options import short
 from energon_packed.records.conversation import Conversation
 from energon_packed.records.fields import OBJECT, Record, key_names
+from energon_packed.system import raise_resource_error
 
 TURNS = ("system", "user", "assistant")
 TARGETS = (*TURNS, "image", "images", "video", "videos", "tools", "id")
@@ -131,6 +132,7 @@ class Adapter:
 
         Raises:
             RecordError: `dropped_by_adapter` if the function returns None; `adapter_failed` if it raises.
+            ResourceError: it raises because memory, open files, permissions or a disk fail.
         """
         function, _ = _load(self.name)
         # A copy, so that a function that changes its argument cannot change records that are kept by their reader.
@@ -139,6 +141,7 @@ class Adapter:
         except RecordError:
             raise
         except Exception as error:
+            raise_resource_error(error, self.name)
             # Details of rejects are a single line of limited length.
             text = " ".join(f"{type(error).__name__}: {error}".split())
             raise RecordError(Reason.ADAPTER_FAILED, f"{self.name} raised {text[:200]}") from error

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlparse
 from energon_packed.errors import Reason, RecordError
 from energon_packed.files import IrregularFile, open_regular
 from energon_packed.records.fields import shown
+from energon_packed.system import ABSENT, raise_resource_error
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -99,6 +100,7 @@ class MediaReference:
 
         Raises:
             RecordError: `missing_image`, also if the path is not a regular file; `image_outside_root`.
+            ResourceError: the file exists, but cannot be opened.
         """
         if self.data is not None:
             return io.BytesIO(self.data)
@@ -108,6 +110,9 @@ class MediaReference:
         except IrregularFile as error:
             raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {error}; pass the path of an image file") from None
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno not in ABSENT:
+                raise_resource_error(error, self.path)
+                raise
             raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {_reason(error)}") from error
         if self.offset is None:
             return stream
@@ -126,6 +131,7 @@ class MediaReference:
 
         Raises:
             RecordError: `missing_image` if the file grows in the meantime.
+            ResourceError: the file cannot be read.
         """
         if self.data is not None:
             return self.data
@@ -134,12 +140,18 @@ class MediaReference:
                 size = stream.seek(0, os.SEEK_END)
                 stream.seek(0)
                 data = stream.read(size + 1)  # one byte more shows whether a writer is still appending
-            except OSError as error:
-                raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {_reason(error)}") from error
+            except (OSError, MemoryError) as error:
+                raise_resource_error(error, self.path)
+                raise
         if len(data) > size:
             detail = f"{self.path} grew past its {size} bytes while it was read; pack when its writer has finished"
             raise RecordError(Reason.MISSING_IMAGE, detail)
         return data
+
+    @property
+    def file(self) -> str | None:
+        """Path of the file, with `root` and with symbolic links; None for bytes in memory."""
+        return None if self.path is None else os.path.join(self.root or "", self.path)
 
     @property
     def label(self) -> str:

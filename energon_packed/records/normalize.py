@@ -16,6 +16,7 @@ from typing import Any
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER, Conversation, Message, plain_messages
 from energon_packed.records.fields import (
+    ARRAY_REMEDY,
     OBJECT,
     SYSTEM_FIELDS,
     Record,
@@ -30,7 +31,7 @@ from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media, read_m
 from energon_packed.records.record_formats import PartialConversation, RecordFormat, find_record_format
 from energon_packed.records.record_formats.messages import Messages, ShareGPT, read_gemini_text
 from energon_packed.records.tools import read_tools, without_written_calls
-from energon_packed.records.turns import PLAIN_ROLES, keys_of
+from energon_packed.records.turns import PLAIN_ROLES, is_turn, keys_of
 from energon_packed.records.unlisted_media import check_unlisted
 
 FPS_STORED = "fps stored, no timestamps in the text"
@@ -60,10 +61,11 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
         RecordError: the record cannot be used; see its `reason` and `detail`.
     """
     # Files of bare lists of messages (one conversation per line).
-    if isinstance(record, list) and record and all(isinstance(turn, OBJECT) for turn in record):
+    if isinstance(record, list) and record and is_turn(record[0]) and all(isinstance(turn, OBJECT) for turn in record):
         record = {"messages": record}
     if not isinstance(record, OBJECT):
-        raise RecordError(Reason.BAD_JSON, f"a record must be an object, not {type(record).__name__}")
+        kind = f"list of {len(record)} values; {ARRAY_REMEDY}" if isinstance(record, list) else type(record).__name__
+        raise RecordError(Reason.BAD_JSON, f"a record must be an object, not {kind}")
     record_format = find_record_format(record)
     if (plain := plain_conversation(record, record_format)) is not None:
         return plain

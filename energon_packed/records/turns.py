@@ -189,6 +189,11 @@ def keys_of(names: tuple[str, ...]) -> TurnKeys:
     return TurnKeys(role, content, is_plain=len(role) == len(content) == 1 and len(names) == 2)
 
 
+def is_turn(value: Any) -> bool:
+    """Whether a value is an object with a role: a list of turns is a conversation, and other lists are not."""
+    return isinstance(value, OBJECT) and bool(keys_of(tuple(value)).role)
+
+
 def read_role(name: Any, field: str) -> str:
     """Map a role name to a role of `ROLES`, or to `FUNCTION_CALL`.
 

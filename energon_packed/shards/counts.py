@@ -19,6 +19,7 @@ from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.shards.manifest import PackingManifest, ShardEntry
 from energon_packed.shards.nv_meta import OLD_INFO
 from energon_packed.shards.reader import ShardReader
+from energon_packed.system import raise_resource_error
 
 _OFFSET = 8  # bytes of an entry of .tar.idx, which has the offset of each pack and the end of the last pack
 _REMEDY = (
@@ -81,6 +82,7 @@ def shard_counts(folder: Path) -> Mapping[str, int]:
             value = json.loads(file.read_text(encoding="utf-8")) if name.endswith("json") else read_yaml(file)
             return {str(shard): int(count) for shard, count in value["shard_counts"].items()}
         except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise_resource_error(error, file)
             raise FormatError(f"{file} is damaged: {type(error).__name__} {error}; {_REMEDY}") from error
     return {}
 
@@ -89,6 +91,7 @@ def _expect_size(file: Path, size: int, by: str) -> None:
     try:
         actual = file.stat().st_size
     except OSError as error:
+        raise_resource_error(error, file)
         raise FormatError(f"{file}: {error.strerror}; {_REMEDY}") from error
     if actual != size:
         raise FormatError(f"{file} has {actual} bytes, and {size} by {by}; {_REMEDY}")

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular
 from energon_packed.shards.manifest import PackingManifest
+from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member, TarReader, key_faults, read_range
 
 _REMEDY = "open the dataset again; states that were saved before belong to the old content"
@@ -120,10 +121,10 @@ class ShardReader:
             # Before every read: the open file itself can be overwritten in place. `fstat` needs no path lookup.
             self._opened.check(tar, os.fstat(stream.fileno()))
             data = read_range(stream.fileno(), start, size)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
+            raise_resource_error(error, tar)
             raise FormatError(
-                f"{tar} cannot be read at byte {start}: {error.strerror}; check the file system, or copy the shard "
-                "again"
+                f"{tar} cannot be read at byte {start}: {error}; check the file system, or copy the shard again"
             ) from error
         if len(data) < size:
             raise FormatError(f"{tar} ends inside bytes {start}..{start + size}; copy or pack it again")
@@ -135,6 +136,7 @@ class ShardReader:
         except IrregularFile as error:
             raise DataChangedError(f"{tar} {error}, and was one when the dataset was opened; copy it again") from error
         except OSError as error:
+            raise_resource_error(error, tar)
             self._opened.check(tar)  # a removed tar is a DataChangedError, as a replaced tar is
             raise FormatError(
                 f"{tar} cannot be opened: {error.strerror}; copy the complete folder, or pack it again"
@@ -161,6 +163,7 @@ class OpenedFiles:
             try:
                 self._stamps[file] = _stamp(os.stat(file))
             except OSError as error:
+                raise_resource_error(error, file)
                 raise FormatError(f"{file}: {error.strerror}; copy the complete folder, or pack it again") from error
 
     def __contains__(self, file: Path) -> bool:
@@ -179,6 +182,7 @@ class OpenedFiles:
         try:
             stamp = _stamp(os.stat(file) if status is None else status)
         except OSError as error:
+            raise_resource_error(error, file)
             raise DataChangedError(
                 f"{file} cannot be read any more ({error.strerror}): it was removed or replaced while it was in use; "
                 f"{_REMEDY}"
@@ -229,6 +233,7 @@ def _read_offsets(tar: Path) -> npt.NDArray[np.int64]:
     except IrregularFile as error:
         raise FormatError(f"{index} {error}; remove it, and run energon-packed nv-meta to index the folder") from error
     except OSError as error:
+        raise_resource_error(error, index)
         raise FormatError(
             f"{error.filename}: {error.strerror}; copy the complete folder, or run energon-packed nv-meta to index it"
         ) from error

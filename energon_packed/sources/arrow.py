@@ -24,7 +24,7 @@ from energon_packed.sources.convert import (
     refuse_repeated,
     write_batches,
 )
-from energon_packed.system import most_open
+from energon_packed.system import most_open, raise_resource_error
 
 _MAGIC = b"ARROW1"  # starts an Arrow file; a stream has no magic
 _ROWS_AT_A_TIME = 64  # rows may contain images
@@ -163,6 +163,7 @@ class _Batches:
                 counts = [batch.num_rows for batch in batches]
                 read = batches.__getitem__
         except ARROW_ERRORS as error:
+            raise_resource_error(error, path)
             raise SourceError(f"{path} is not an Arrow file or stream, or is cut: {one_line(error)}") from error
         refuse_repeated(names, table)
         self._path = path
@@ -183,6 +184,7 @@ class _Batches:
                 for column in batch.columns:
                     column.view(nested_type(column.type, _as_bytes)).validate(full=True)
         except ARROW_ERRORS as error:
+            raise_resource_error(error, self._path)
             raise SourceError(
                 f"{self._path} is damaged in record batch {index}: {one_line(error)}; copy or write it again"
             ) from error
@@ -233,6 +235,7 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
     except SourceError:
         raise
     except ARROW_ERRORS as error:
+        raise_resource_error(error, path)
         raise SourceError(f"{path} is not a readable Parquet file: {one_line(error)}") from error
 
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from energon_packed.errors import SourceError
+from energon_packed.errors import ResourceError, SourceError
 from energon_packed.files import atomic_path
 from energon_packed.records.fields import shown
 from energon_packed.sources.base import changed_at, file_fingerprint
@@ -45,8 +45,8 @@ def converted(
         try:
             with copy:
                 convert(path, copy)
-        except SourceError as error:
-            # Converters turn every OSError into a SourceError about the input, also a failed write of the copy.
+        except (SourceError, ResourceError) as error:
+            # Converters turn every OSError into an error about the input, also a failed write of the copy.
             if copy.failed is None:
                 raise
             raise copy.failed from error

@@ -12,6 +12,7 @@ from energon_packed.records.fields import parse_json
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source
 from energon_packed.sources.convert import ARROW_ERRORS, converted, one_line, write_batches
+from energon_packed.system import raise_resource_error
 
 _BLOCK = 64 << 20  # bytes; a row must fit
 _LARGEST_CELL = 2**31 - 1
@@ -73,6 +74,7 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
     except SourceError:
         raise
     except ARROW_ERRORS as error:
+        raise_resource_error(error, path)
         raise SourceError(f"{path} cannot be read as CSV in UTF-8 with a header line: {one_line(error)}") from error
 
 

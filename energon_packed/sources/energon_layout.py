@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from energon_packed.errors import FormatError, Reason, RecordError, SourceError
+from energon_packed.errors import EnergonPackedError, FormatError, Reason, RecordError, SourceError
 from energon_packed.files import read_yaml
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, SplitFile, read_split
@@ -45,6 +45,7 @@ from energon_packed.sources.tar_records import (
     read_pack,
     read_records,
 )
+from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member
 
 DATASET_FILE = "dataset.yaml"
@@ -184,6 +185,7 @@ def _read_layout(file: Path, changed: int) -> Layout:
         module, name = str(kind.get("__module__", "")), str(kind.get("__class__", ""))
         fields = tuple((str(field), str(part)) for field, part in (value.get("field_map") or {}).items())
     except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+        raise_resource_error(error, file)
         raise SourceError(f"{file} is not a valid dataset file: {type(error).__name__} {error}") from error
     if module == "energon_packed.flavors" or module.startswith("energon_packed."):
         return Layout(file, "packed")
@@ -266,7 +268,7 @@ def _value(group: KeyMembers, field: str, description: str, *, is_required: bool
             value = _decoded(group, member)
             for key in re.findall(r"\[([^\[\]]+)\]", match["access"]):
                 value = value[int(key)] if isinstance(value, list) else value[key]
-        except RecordError:
+        except EnergonPackedError:  # a ValueError, too
             raise
         # Energon tries the next alternative if a part or key is missing.
         except (LookupError, TypeError, ValueError):

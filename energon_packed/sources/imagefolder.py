@@ -16,6 +16,7 @@ from energon_packed.sources.base import SourceRecord
 from energon_packed.sources.csv import CsvSource
 from energon_packed.sources.folder_entries import ignored_kind
 from energon_packed.sources.json import JsonlSource
+from energon_packed.system import raise_resource_error
 
 _FIELDS = {"file_name": "image", "file_names": "images"}
 _SUFFIX = "_file_name"
@@ -133,5 +134,6 @@ def _read(file: Path, named: Callable[[Any], list[str]]) -> tuple[list[str], dic
             raise TypeError("its names are not a list")
         check_inner(names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise_resource_error(error, file)
         raise SourceError(f"{file} is not a file of a Hugging Face dataset: {error!r}") from error
     return names, value

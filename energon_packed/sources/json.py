@@ -32,15 +32,27 @@ import orjson
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import Streams
-from energon_packed.records.fields import parse_json
+from energon_packed.records.fields import ARRAY_REMEDY, parse_json
+from energon_packed.records.turns import is_turn
 from energon_packed.sources.base import Source, SourceRecord, indices_of
 from energon_packed.sources.convert import converted
+from energon_packed.system import raise_resource_error
+from energon_packed.tarfiles import MAGICS
 
 _log = logging.getLogger(__name__)
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 _XZ_MEMORY = 256 << 20  # bytes; the largest preset of xz needs 65 MiB
 _COMPRESSED_BLOCK = 1 << 16  # bytes; a small block, because some formats expand 20,000 times
 _HEAD = 1 << 20  # bytes in which lines should end
+_LONG_LINE = 64 << 20  # bytes; a longer line is usually not a record
+_LONGEST_LINE = 2**31 - 1  # bytes; `size` of a record is stored as int32
+# By the byte order mark, or by the NULs of the first four characters, which are ASCII in JSON.
+_ENCODINGS = {
+    "UTF-32LE": re.compile(rb"\xff\xfe\0\0|(?:[^\0]\0\0\0){4}"),
+    "UTF-32BE": re.compile(rb"\0\0\xfe\xff|(?:\0\0\0[^\0]){4}"),
+    "UTF-16LE": re.compile(rb"\xff\xfe|(?:[^\0]\0){4}"),
+    "UTF-16BE": re.compile(rb"\xfe\xff|(?:\0[^\0]){4}"),
+}
 _CR_ENDS = re.compile(rb"[}\]]\s*\r\s*[{\[]")
 _BLOCK = 1 << 20
 # Complete strings with their colons, a quote that opens an unfinished string, or structure.
@@ -79,7 +91,7 @@ class JsonlSource(Source):
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
         """Open the file in place."""
-        check_line_ends(path, path)
+        check_text(path, path)
         return cls(path, image_root=image_root)
 
     def extent(self) -> int:
@@ -99,11 +111,16 @@ class JsonlSource(Source):
         return _row(*entry)
 
     def _lines(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        with self.data.open("rb", buffering=1 << 20) as stream:
+        # No more than the range, so that a small range does not read its neighbors.
+        with self.data.open("rb", buffering=min(max(stop - start, 1 << 16), 1 << 20)) as stream:
             offset = start
             if start > 0:
                 stream.seek(start - 1)  # a line that starts exactly at `start` belongs to this range
-                offset = start - 1 + len(stream.readline())
+                before = stream.readline(stop - start)
+                # The search ends with the range: a long line would otherwise be read again in each range inside it.
+                if not before.endswith(b"\n"):
+                    return
+                offset = start - 1 + len(before)
             else:
                 stream.seek(0)
             while offset < stop and (line := stream.readline()):
@@ -131,7 +148,9 @@ class CompressedJsonlSource(JsonlSource):
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> "Source":
         """Decompress into `work_dir`."""
-        return cls(path, data=decompressed(path, work_dir), image_root=image_root)
+        data = decompressed(path, work_dir)
+        check_text(path, data)
+        return cls(path, data=data, image_root=image_root)
 
 
 class JsonSource(JsonlSource):
@@ -157,28 +176,57 @@ class CompressedJsonSource(JsonlSource):
         return cls(path, data=_in_lines(path, data, work_dir), image_root=image_root)
 
 
-def check_line_ends(path: Path, data: Path) -> None:
-    """Refuse lines that end in a carriage return alone (old Macs): the file would be read as a single line.
+def check_text(path: Path, data: Path) -> None:
+    """Refuse files that are not lines of UTF-8, and lines that end in a carriage return alone (old Macs).
+
+    Every line of such a file would be rejected, or the file would be read as a single line.
 
     Args:
         path: the input, for the message.
         data: the decompressed file.
 
     Raises:
-        SourceError: the lines end in CR alone.
+        SourceError: the content is compressed, is UTF-16 or UTF-32, or its lines end in CR alone.
     """
     with data.open("rb") as stream:
         head = stream.read(_HEAD)
+    for magic, name in MAGICS.items():
+        if head.startswith(magic):
+            suffix = {"gzip": ".gz", "zstd": ".zst"}.get(name) if data == path else None
+            rename = f"rename it to {path.name}{suffix}, or " if suffix else ""
+            raise SourceError(f"the content of {path} is compressed ({name}); {rename}decompress it")
+    if encoding := next((name for name, pattern in _ENCODINGS.items() if pattern.match(head)), None):
+        raise SourceError(
+            f"the content of {path} is {encoding}; write it as UTF-8: iconv -f {encoding} -t UTF-8 {path.name}"
+        )
     # A single long line is valid, so a CR must also separate two objects.
     if b"\n" not in head and _CR_ENDS.search(head):
         raise SourceError(f"the lines of {path} end in CR alone. Write it with LF: tr '\\r' '\\n'")
 
 
 def _row(offset: int, line: bytes) -> SourceRecord:
+    size = min(len(line), _LONGEST_LINE)
+    if len(line) > _LONG_LINE and (fault := _fault_of_long(line)):
+        return SourceRecord(offset, size, None, Reject(Reason.BAD_JSON, fault))
     try:
-        return SourceRecord(offset, len(line), parse_json(line.removeprefix(codecs.BOM_UTF8)))
+        return SourceRecord(offset, size, parse_json(line.removeprefix(codecs.BOM_UTF8)))
     except orjson.JSONDecodeError as error:
-        return SourceRecord(offset, len(line), None, Reject(Reason.BAD_JSON, str(error)))
+        return SourceRecord(offset, size, None, Reject(Reason.BAD_JSON, str(error)))
+
+
+def _fault_of_long(line: bytes) -> str:
+    """Reason why a long line is not parsed, which needs ten times its memory; "" if it may be a record."""
+    size = f"the line has {len(line) / 1e6:,.0f} MB"
+    if len(line) > _LONGEST_LINE:
+        return f"{size}, more than the limit of {_LONGEST_LINE / 1e6:,.0f} MB; {ARRAY_REMEDY}"
+    head = line[:_HEAD].removeprefix(codecs.BOM_UTF8).lstrip()
+    if head[:1] != b"[":
+        return ""
+    try:
+        first = parse_json(next(_elements(io.BytesIO(head)), b"null"))
+    except ValueError:  # invalid, or longer than `head`
+        return ""
+    return "" if is_turn(first) else f"{size} and looks like a JSON array of records; {ARRAY_REMEDY}"
 
 
 def decompressed(path: Path, work_dir: Path) -> Path:
@@ -202,6 +250,7 @@ def _decompress(path: Path, out: BinaryIO) -> None:
         else:
             _decompress_frames(path, out)
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+        raise_resource_error(error, path)
         # Both formats limit the memory here, as a small file could allocate gigabytes.
         if "too much memory" in str(error):
             raise SourceError(f"{path} was compressed with --long; decompress it: zstd -d --long=31") from error
@@ -245,6 +294,7 @@ def _in_lines(path: Path, data: Path, work_dir: Path) -> Path:
     Raises:
         SourceError: the file is a single object, or an array that cannot be read.
     """
+    check_text(path, data)
     with data.open("rb") as stream:
         head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
     if head[:1] == b"[":
@@ -263,7 +313,6 @@ def _in_lines(path: Path, data: Path, work_dir: Path) -> Path:
     if (match := _OBJECT_OF_RECORDS.match(head)) and _is_one_line(data):
         name = match[1].decode(errors="replace")
         raise SourceError(f"{path} is one JSON object; write its list {name} alone to a file: jq .{name} {path.name}")
-    check_line_ends(path, data)
     return data
 
 

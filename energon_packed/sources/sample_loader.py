@@ -23,6 +23,7 @@ from energon_packed.errors import Reason, RecordError, SourceError
 from energon_packed.records import MediaReference
 from energon_packed.sources.base import changed_at
 from energon_packed.sources.tar_records import IMAGE_PARTS, INTEGER_PARTS, JSON_PARTS, KeyMembers
+from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member
 
 _TEXT_TYPES = ("txt", "text", "transcript")
@@ -107,6 +108,7 @@ class SampleLoader:
     def _failed(self, error: BaseException) -> RecordError:
         if isinstance(error, RecordError):
             return error
+        raise_resource_error(error, self.function)
         if type(error).__name__ == "SkipSample":  # of megatron.energon
             return RecordError(Reason.DROPPED_BY_ADAPTER, f"{self.function} skipped it")
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -120,6 +122,7 @@ def _decoded(group: KeyMembers, member: Member) -> Any:
         try:
             return Image.open(group.reference(member).open())
         except Exception as error:
+            raise_resource_error(error, group.path)
             raise RecordError(Reason.CORRUPT_IMAGE, f"{member.name}: {error}") from error
     if kind in JSON_PARTS:
         return group.json(member)

@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -17,13 +18,14 @@ from energon_packed import (
     ChatEncoder,
     ConfigError,
     PackingManifest,
+    PackOptions,
     RejectLimitError,
-    SourceError,
     get_packed_loader,
     pack,
 )
 from tests.encoding.test_spans import FORGETTING
-from tests.internals import CHATML_TEMPLATE, ShardReader, TarShardWriter, atomic_path, split_ranges
+from tests.internals import CHATML_TEMPLATE, ShardReader, TarShardWriter, atomic_path, dry_run, split_ranges
+from tests.sources.tars import write_tar
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
 
@@ -195,13 +197,90 @@ def test_images_that_come_back_between_runs(build: Any, tmp_path: Path, max_pack
     assert result.manifest.rejects == {}
 
 
-def test_an_image_that_changed_is_noticed(build: Any, tmp_path: Path) -> None:
+def bmp(color: int) -> bytes:
+    """An image whose size in bytes does not depend on its pixels."""
+    out = io.BytesIO()
+    Image.new("RGB", (60, 40), (color, color, color)).save(out, "BMP")
+    return out.getvalue()
+
+
+def replaced(path: Path, content: bytes) -> None:
+    """Write another content of the same size, at a later time."""
+    before = path.stat()
+    assert len(content) == before.st_size
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+
+
+@pytest.mark.parametrize("sample_class", ["PackedCaptioningSample", "PackedTokensSample"])
+def test_images_replaced_between_runs_are_packed_again(build: Any, tmp_path: Path, sample_class: str) -> None:
+    """Of the same size in bytes and pixels, as lengths would be the same; only shards with such an image change."""
+    for number in range(6):
+        (tmp_path / f"{number}.bmp").write_bytes(bmp(number))
+    records = [{"images": [f"{number}.bmp"], "captions": ["c"]} for number in range(6)]
+    options = {"max_samples_per_pack": 1, "max_packs_per_shard": 1, "sample_class": sample_class}
+    first = build(records, **options)
+    assert build(**options).manifest.counters | {"tokenized": 0} == {
+        "measured": 0, "tokenized": 0, "reused": 6, "shards_written": 0, "shards_reused": 6,
+    }  # fmt: skip
+    replaced(tmp_path / "3.bmp", bmp(99))
+    again = build(**options)
+    fresh = build(**options, output_dir=tmp_path / "fresh", shard_prefix=first.manifest.shard_prefix)
+    assert again.manifest.shards == fresh.manifest.shards
+    assert len(set(again.manifest.shards) - set(first.manifest.shards)) == 1
+    assert (again.manifest.counters["measured"], again.manifest.counters["shards_written"]) == (6, 1)
+
+
+def test_any_changed_image_is_measured_again(build: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "small.png").write_bytes(png(60, 40))
+    (tmp_path / "large.png").write_bytes(png(200, 100))
     (tmp_path / "x.png").write_bytes(png(60, 40))
-    build([{"images": ["x.png"], "captions": ["c"]}])
+    small = build([{"images": ["x.png"], "captions": ["c"]}]).manifest.tokens
     (tmp_path / "x.png").write_bytes(png(200, 100))
-    with pytest.raises(SourceError, match="changed since it was measured .its media has .*`resume=False`"):
-        build(seq_len=300, overwrite=True)
-    assert build(seq_len=300, resume=False, overwrite=True).manifest.packed == 1
+    large = build(seq_len=300, overwrite=True).manifest.tokens
+    assert small < large
+    (tmp_path / "x.png").unlink()
+    (tmp_path / "x.png").symlink_to("small.png")
+    assert build(seq_len=300).manifest.tokens == small
+    (tmp_path / "x.png").unlink()
+    (tmp_path / "x.png").symlink_to("large.png")
+    assert build(seq_len=300).manifest.tokens == large
+    assert caplog.text.count("have changed since they were measured: 1 records are measured again") == 3
+    (tmp_path / "large.png").unlink()
+    with pytest.raises(RejectLimitError, match="missing_image"):
+        build(seq_len=300)
+
+
+def test_changed_images_count_as_work_of_a_dry_run(build: Any, tmp_path: Path, tokenizer_dir: Path) -> None:
+    (tmp_path / "x.bmp").write_bytes(bmp(1))
+    build([{"images": ["x.bmp"], "captions": ["c"]}])
+    options = PackOptions(
+        inputs=(str(tmp_path / "data.jsonl"),), output_dir=tmp_path / "out", tokenizer=tokenizer_dir, seq_len=256
+    )
+    assert dry_run(options).to_measure == 0
+    replaced(tmp_path / "x.bmp", bmp(2))
+    assert dry_run(options).to_measure == 1
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.parquet"])
+def test_images_inside_a_replaced_input_are_packed_again(build: Any, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+
+    def write(color: int) -> None:
+        if name == "a.parquet":
+            pq.write_table(pa.table({"image": [bmp(color)], "text": ["c"]}), path, compression="none")
+            return
+        write_tar(path, [("0.bmp", bmp(color)), ("0.txt", "c")])
+
+    write(1)
+    first = build(inputs=(str(path),))
+    before = path.stat()
+    write(2)
+    assert path.stat().st_size == before.st_size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+    again = build(inputs=(str(path),), overwrite=True)
+    assert bmp(2) in (again.shards / again.manifest.shards[0].name).read_bytes()
+    assert again.manifest.shards != first.manifest.shards
 
 
 @pytest.mark.parametrize("folder", ["out", "out/webdataset"])

@@ -182,6 +182,7 @@ def test_the_folder_is_removed_meanwhile(
         (r"\.s-000000\.tar", "part1.jsonl", lambda old: old.replace(b"e", b"a"), r"its \d+ bytes are others\)"),
         (r"\.s-000000\.tar", "part1.jsonl", None, r"part1.jsonl is gone while it is packed"),
         (r"\.s-000000\.tar", "images", lambda old: old + b"\0", r"changed since it was measured \(its media has"),
+        (r"\.s-000000\.tar", "images", lambda old: old[:-1] + b"\0", r"media was replaced by a file of the same size"),
         (r"\.s-000000\.tar", "images", None, r"changed since it was measured"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from energon_packed import ChatEncoder, ConfigError, PackOptions, PackResult, RejectLimitError, SourceError
+from energon_packed import ChatEncoder, ConfigError, PackOptions, PackResult, RejectLimitError
 from tests.conftest import Packer
 from tests.internals import (
     DemoDataset,
@@ -200,14 +200,19 @@ def test_a_changed_input_is_measured_again(build: Any) -> None:
     assert changed.manifest.counters["measured"] == 6
 
 
-def test_an_image_that_vanishes_while_packing_is_named(build: Any, tmp_path: Path, demo: DemoDataset) -> None:
+def test_an_image_removed_between_runs_is_missing_and_the_dataset_stays(
+    build: Any, tmp_path: Path, demo: DemoDataset
+) -> None:
     source = next((demo.jsonl.parent / "images").glob("*.png"))
     (tmp_path / "a.png").write_bytes(source.read_bytes())
     records = [{"images": ["a.png"], "captions": ["c"]}]
-    build(records)
+    shards = build(records).shards
+    before = {path: path.read_bytes() for path in shards.rglob("*") if path.is_file()}
     (tmp_path / "a.png").unlink()
-    with pytest.raises(SourceError, match=r"record 0 of .*data.jsonl changed since it was measured.*`resume=False`"):
-        build(records, seq_len=300, overwrite=True)
+    for options in ({}, {"seq_len": 300, "overwrite": True}):
+        with pytest.raises(RejectLimitError, match=r"1 x missing_image, e.g. row 0 of .*data.jsonl: a.png: No such"):
+            build(records, **options)
+    assert {path: path.read_bytes() for path in shards.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(

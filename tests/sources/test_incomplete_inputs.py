@@ -5,25 +5,32 @@ import io
 import json
 import logging
 import os
+import re
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from energon_packed import SourceError
+from energon_packed import RecordError, SourceError, normalize
 from tests.internals import open_sources
 
 ROWS = [{"id": f"r{n}", "text": f"Text {n}."} for n in range(60)]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
 
 
-def records(path: Path) -> list[Any]:
+def read(path: Path) -> list[Any]:
     sources = open_sources([path], work_dir=path.parent / "work")
-    return [row.record for source in sources for start, stop in source.chunks() for row in source.scan(start, stop)]
+    return [row for source in sources for start, stop in source.chunks() for row in source.scan(start, stop)]
+
+
+def records(path: Path) -> list[Any]:
+    return [row.record for row in read(path)]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +147,69 @@ def test_files_that_would_become_a_single_record_are_refused(
     (tmp_path / name).write_text(content, newline="")
     with pytest.raises(SourceError, match=message):
         records(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "metadata.jsonl"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_files_that_are_not_utf8_are_refused_with_a_command_that_converts_them(
+    tmp_path: Path, name: str, encoding: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(LINES.decode().encode(encoding))
+    with pytest.raises(SourceError, match="is UTF-(16|32)[LB]E; write it as UTF-8: iconv") as caught:
+        records(path)
+    command = str(caught.value).partition("UTF-8: ")[2]
+    converted = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, check=True).stdout
+    path.write_bytes(converted)
+    assert records(path) == ROWS
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_content_without_the_suffix_is_named(tmp_path: Path, name: str, suffix: str) -> None:
+    content = gzip.compress(LINES) if suffix == ".gz" else zstandard.compress(LINES)
+    (tmp_path / name).write_bytes(content)
+    kind = {".gz": "gzip", ".zst": "zstd"}[suffix]
+    with pytest.raises(SourceError, match=rf"is compressed \({kind}\); rename it to {name}{suffix}, or decompress it"):
+        records(tmp_path / name)
+    (tmp_path / name).rename(tmp_path / f"{name}{suffix}")
+    assert records(tmp_path / f"{name}{suffix}") == ROWS
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(SourceError, match=rf"b.jsonl.gz is compressed \({kind}\); decompress it"):
+        records(tmp_path / "b.jsonl.gz")
+    for magic, other in ((b"BZh91AY", "bzip2"), (b"\xfd7zXZ", "xz"), (b"PK\3\4", "zip")):
+        (tmp_path / name).write_bytes(magic + bytes(99))
+        with pytest.raises(SourceError, match=rf"is compressed \({other}\); decompress it"):
+            records(tmp_path / name)
+
+
+def test_zeros_at_the_start_reject_a_line_and_not_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(bytes(40) + b"\n" + LINES)
+    rows = read(tmp_path / "a.jsonl")
+    assert [row.reject is not None for row in rows] == [True] + [False] * len(ROWS)
+
+
+@pytest.mark.parametrize("size", [100, 65 << 20])
+def test_an_array_on_a_line_is_named(tmp_path: Path, size: int) -> None:
+    """A long array is not parsed, as its objects need ten times its memory; a long list of turns is a record."""
+    record = {"text": "One upon a time." * 50}
+    turns = [{"role": "user", "content": "x" * size}, {"role": "assistant", "content": "y"}]
+    array = [record] * max(2, size // 800)
+    lines = [record, array, turns, record]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    found: list[Any] = []
+    for row in read(tmp_path / "a.jsonl"):
+        try:
+            if row.reject is not None:
+                raise RecordError.of(row.reject)
+            found.append(len(normalize(row.record).messages))
+        except RecordError as error:
+            found.append(str(error))
+    assert (found[0], found[2:]) == (0, [2, 0])
+    assert re.fullmatch(
+        "bad_json: .* if the file is a JSON array, rename it to .json, or write one record per line", found[1]
+    )
+    assert (" 6" in found[1] and " MB and looks like a JSON array" in found[1]) == (size > 100)
 
 
 def test_one_record_of_a_list_is_a_record(tmp_path: Path) -> None:

@@ -99,6 +99,23 @@ def test_any_cut_into_ranges_gives_every_line_once(
     assert sum(row.reject is not None for row in rows) == lines.count("broken")
 
 
+def bytes_read() -> int:
+    """Bytes that this process has read from files so far, by all system calls."""
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
+@pytest.mark.parametrize("lines", [[300] * 30_000, [300] * 1_000 + [16 << 20] + [300] * 1_000, [8 << 20] * 2])
+def test_ranges_read_a_file_about_once_however_long_its_lines_are(tmp_path: Path, lines: list[int]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(b'{"text": "' + b"x" * size + b'"}\n' for size in lines))
+    source = JsonlSource(path)
+    before = bytes_read()
+    read = [len(row.record["text"]) for start, stop in source.chunks() for row in source.scan(start, stop)]
+    assert read == lines
+    assert len(source.chunks()) > 30
+    assert bytes_read() - before < 3 * path.stat().st_size
+
+
 def test_globs_and_several_inputs(tmp_path: Path) -> None:
     for part in (2, 1, 10):
         (tmp_path / f"part-{part:02d}.jsonl").write_text(f'{{"n": {part}}}\n')

@@ -1,5 +1,7 @@
 """Image files -> ImageHeader (size, format) or upright RGB pixels; damaged or too large files raise a RecordError.
 
+Without memory, or if the disk fails, a ResourceError is raised: the file may be intact.
+
 `read_header` returns the size of the image that `load_image` returns; both apply the EXIF orientation. JPEG, PNG and
 WebP files with a valid end (PNG: valid checksums) are not decoded. All other formats and suspicious files are decoded,
 so that truncated files are detected during packing, not during training.
@@ -17,13 +19,14 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from energon_packed.errors import Reason, RecordError
+from energon_packed.errors import Reason, RecordError, ResourceError
 from energon_packed.records import MediaReference
+from energon_packed.system import raise_resource_error
 
 _ORIENTATION = 0x0112  # EXIF 2.3, 4.6.4 A: tag 274
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
@@ -62,13 +65,14 @@ def read_header(reference: MediaReference) -> ImageHeader:
 
     Raises:
         RecordError: `missing_image`, `image_outside_root` or `corrupt_image`.
+        ResourceError: memory, open files or the disk fail.
     """
     with reference.open() as stream, _opened(reference, stream) as image:
         num_bytes = _num_bytes(stream)
         size = _quick_size(image, stream, num_bytes)
         decoded = size is None
         if size is None:
-            size = _decoded(image).size
+            size = _decoded(image, stream).size
         return ImageHeader(*size, _extension(image), num_bytes, decoded)
 
 
@@ -77,9 +81,10 @@ def load_image(reference: MediaReference) -> Image.Image:
 
     Raises:
         RecordError: `missing_image`, `image_outside_root` or `corrupt_image`.
+        ResourceError: memory, open files or the disk fail.
     """
     with reference.open() as stream, _opened(reference, stream) as image:
-        return _decoded(image)
+        return _decoded(image, stream)
 
 
 def sniff_extension(data: bytes) -> str:
@@ -124,7 +129,7 @@ _DECODE_ERRORS = (
 
 @contextmanager
 def _opened(reference: MediaReference, stream: BinaryIO) -> Iterator[Image.Image]:
-    """Open an image and check its limits; errors inside the block become a `corrupt_image` reject."""
+    """Open an image and check its limits; errors inside the block that the data causes become a `corrupt_image`."""
     try:
         if (num_bytes := _num_bytes(stream)) > MAX_BYTES:
             raise ValueError(f"{num_bytes:,} bytes are more than the limit of {MAX_BYTES:,}; save it compressed")
@@ -136,10 +141,24 @@ def _opened(reference: MediaReference, stream: BinaryIO) -> Iterator[Image.Image
                 if image.format == "EPS":
                     raise ValueError("EPS is a program, which is not run; convert it to PNG")
                 yield image
-    except RecordError:
+    except (RecordError, ResourceError):
         raise
     except _DECODE_ERRORS as error:
+        raise_resource_error(error, reference.label)
         raise _corrupt(reference, error) from error
+
+
+class _Bounded:
+    """A file for decoders: reads of more bytes than the file has, as damaged data asks for, do not allocate them."""
+
+    def __init__(self, stream: BinaryIO, num_bytes: int) -> None:
+        self._stream, self._num_bytes = stream, num_bytes
+
+    def read(self, size: int = -1) -> bytes:
+        return self._stream.read(min(size, self._num_bytes))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _num_bytes(stream: BinaryIO) -> int:
@@ -148,7 +167,9 @@ def _num_bytes(stream: BinaryIO) -> int:
     return num_bytes
 
 
-def _decoded(image: Image.Image) -> Image.Image:
+def _decoded(image: Image.Image, stream: BinaryIO) -> Image.Image:
+    if getattr(image, "fp", None) is stream:  # some formats decode a part of the file
+        image.fp = _Bounded(stream, _num_bytes(stream))  # type: ignore[attr-defined]
     image.load()
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
@@ -179,7 +200,7 @@ def _quick_size(image: Image.Image, stream: BinaryIO, num_bytes: int) -> tuple[i
     if image.format in ("JPEG", "MPO"):
         complete = _jpeg_ends(stream, num_bytes)
     elif image.format == "PNG":
-        complete = _png_is_plain(stream)
+        complete = _png_is_plain(stream, num_bytes)
     elif image.format == "WEBP":
         stream.seek(4)
         complete = struct.unpack("<I", stream.read(4))[0] + 8 <= num_bytes
@@ -215,13 +236,13 @@ def _jpeg_ends(stream: BinaryIO, num_bytes: int) -> bool:
     return False
 
 
-def _png_is_plain(stream: BinaryIO) -> bool:
+def _png_is_plain(stream: BinaryIO, num_bytes: int) -> bool:
     """Whether every chunk has a valid checksum and no metadata follows the pixels (PNG specification, 5.3)."""
     stream.seek(8)
     pixels = False
     while len(head := stream.read(8)) == 8:
         length, kind = struct.unpack(">I4s", head)
-        body = stream.read(length)
+        body = stream.read(min(length, num_bytes))  # a read of 4 GiB would allocate them first
         if len(body) < length or zlib.crc32(body, zlib.crc32(kind)).to_bytes(4, "big") != stream.read(4):
             return False
         if kind == b"IEND":
@@ -250,7 +271,11 @@ def _too_large(pixels: int) -> str:
 def _unidentified(reference: MediaReference) -> str:
     """Describe a file that Pillow cannot read."""
     with reference.open() as stream:
-        start = stream.read(_SIGNATURE_BYTES)
+        try:
+            start = stream.read(_SIGNATURE_BYTES)
+        except OSError as error:
+            raise_resource_error(error, reference.label)
+            raise
     if not start:
         return "is empty, 0 bytes"
     if re.search(rb"<svg[\s>]", start):

@@ -27,6 +27,7 @@ from energon_packed.encoding.vision.images import check_as_jpeg, load_image, rea
 from energon_packed.encoding.vision.positions import ImageRun, Int64, Pixels
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import Conversation, MediaReference
+from energon_packed.system import raise_resource_error
 
 ImageCheck = Literal["header", "full", "convert"]
 # Exceptions that NumPy raises for a corrupt header.
@@ -120,7 +121,8 @@ def _header(reference: MediaReference) -> tuple[int, int]:
             start, size = stream.tell(), stream.seek(0, 2)
     except RecordError as error:
         raise RecordError(Reason.MISSING_PATCH_POSITIONS, error.detail) from error
-    except _HEADER_ERRORS as error:
+    except (*_HEADER_ERRORS, OSError) as error:
+        raise_resource_error(error, reference.label)
         raise _mismatch(reference, f"is damaged: {error}") from error
     if len(shape) != 2 or shape[1] != 3 or dtype.kind not in "iu" or size - start != shape[0] * 3 * dtype.itemsize:
         raise _mismatch(reference, f"has dtype {dtype} and shape {shape}; integers of shape (patches, 3) are needed")

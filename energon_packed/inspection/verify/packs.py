@@ -18,7 +18,7 @@ import torch
 
 from energon_packed.encoding import ChatEncoder, EncodedSample
 from energon_packed.encoding.vision.images import load_image
-from energon_packed.errors import EnergonPackedError, Reject
+from energon_packed.errors import EnergonPackedError, RecordError, Reject, ResourceError
 from energon_packed.flavors import load_pack
 from energon_packed.formats import Codec, StoredSample
 from energon_packed.inspection.folder import PackedFolder
@@ -78,6 +78,8 @@ class PackChecker:
                 try:
                     load_pack(self.codec, raw)  # the function that loaders call, which may refuse more than `read`
                     samples = self.codec.read(raw)
+                except ResourceError:
+                    raise
                 # Decoders raise many types for malformed parts; one bad pack must not end the check.
                 except (EnergonPackedError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                     contents.packs.fail(f"{contents.name}: {key}: {error}")
@@ -97,7 +99,7 @@ class PackChecker:
             for image in sample.conversation.images:
                 try:
                     load_image(image)
-                except EnergonPackedError as error:
+                except RecordError as error:
                     contents.images.fail(f"{pack}, sample {sample.conversation.id}: {error}")
         encoded: list[EncodedSample | Reject | None] = [None] * len(samples)
         if self.encoder is not None:

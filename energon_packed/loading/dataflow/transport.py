@@ -31,6 +31,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from energon_packed.errors import EnergonPackedError
+from energon_packed.system import resource_error
 
 _LARGE = 1 << 20  # bytes of a tensor above which shared memory is cheaper than a copy through a pipe
 _STEPS = 16  # maximum steps in a message
@@ -203,8 +204,9 @@ def guarded(steps: Iterator[Any], worker: int) -> Iterator[Any]:
         yield from steps
     except EnergonPackedError as error:  # torch would turn it into a traceback
         yield error
-    except Exception:
-        yield ExceptionWrapper(where=f"in DataLoader worker process {worker}")  # type: ignore[no-untyped-call]
+    except Exception as error:
+        where = f"in DataLoader worker process {worker}"
+        yield resource_error(error, where) or ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
 
 
 def round_robin(received: Iterator[Message], first: int, counts: WorkerProgress) -> Iterator[Any]:

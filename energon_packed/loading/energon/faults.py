@@ -26,6 +26,7 @@ from energon_packed.metadatasets import NV_META
 from energon_packed.shards.nv_meta import shards_in_split
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import scan_tar
+from energon_packed.system import raise_resource_error
 
 NAME = "the loader of get_packed_loader"
 _FUNCTIONS = ("sample_loader", "part_filter")  # names in dataset.yaml
@@ -55,6 +56,7 @@ def raise_with_file_name(path: str | Path, split: str, opened: OpenedSplits | No
             raise known from error
         if isinstance(error, EnergonPackedError):
             raise
+        raise_resource_error(error, getattr(error, "filename", None) or path)  # no file is damaged
         if opened is not None:
             _check_unchanged(opened, error)
         if fault := _fault(Path(path), split):
