@@ -80,6 +80,8 @@ PLACES = {
     "searched_literals": "encoding.special_text:searched_literals",
     "EscapedTokenizer": "encoding.special_text:EscapedTokenizer",
     "OutOfTime": "encoding.template:OutOfTime",
+    "call_in_child": "system:call_in_child",
+    "memory_limit": "system:memory_limit",
     "time_limit": "encoding.template:time_limit",
     "template": "encoding.template",
     "tokenizer": "encoding.tokenizer",
