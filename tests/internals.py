@@ -72,6 +72,7 @@ PLACES = {
     "ContentGuard": "encoding.purity:ContentGuard",
     "content_guard": "encoding.purity:content_guard",
     "content_places": "encoding.turns:content_places",
+    "turns": "encoding.turns",
     "Skeleton": "encoding.skeleton:Skeleton",
     "marker": "encoding.skeleton:marker",
     "ESCAPE_BASE": "encoding.special_text:ESCAPE_BASE",
