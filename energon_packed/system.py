@@ -1,12 +1,24 @@
-"""Limits of the operating system.
+"""Limits of the operating system, and limits for code that may allocate or compute without end.
 
-Input: an exception, or the number of files that a cache wants to keep open. Output: a one-line message with the
-remedy, a ResourceError if the data is not the cause, or the number of files that this process can afford
-(`ulimit -n`).
+| function | input and output |
+|---|---|
+| described, remedy_of | an OSError to a one-line message with the remedy |
+| resource_error, raise_resource_error | an exception to a ResourceError, if the data is not the cause |
+| most_open | the number of files that a cache wants to keep open to the number that `ulimit -n` affords |
+| call_in_child | a function to its result, from a process that can be killed |
+| memory_limit | a block of code, whose allocations are limited |
 """
 
 import errno
+import mmap
+import multiprocessing
 import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from energon_packed.errors import ResourceError
 
@@ -33,6 +45,7 @@ ABSENT = (
     *(errno.EINVAL, errno.EILSEQ),  # the file system cannot store such a name
 )
 """Errors of `open` that mean that there is no file of that name."""
+_statm: dict[int, int] = {}  # process id -> its /proc/self/statm, kept open: opening it takes as long as rendering
 
 
 def available_cores() -> int:
@@ -113,3 +126,64 @@ def _file_bytes() -> int | str:
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return "unlimited" if limit == resource.RLIM_INFINITY else limit
+
+
+def call_in_child(function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
+    """Return `function(*arguments)` of a forked process: memory and threads that it needs stay in that process.
+
+    Args:
+        function: its result must be pickleable.
+        seconds: wall-clock time after which the process is killed; None waits as long as it runs.
+
+    Raises:
+        ChildProcessError: the process ended without a result; the message is `ended with exit code N`.
+        TimeoutError: it was killed.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send_result, args=(sender, function, arguments), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(seconds):
+            raise TimeoutError
+        return receiver.recv()
+    except EOFError:
+        child.join()
+        raise ChildProcessError(f"ended with exit code {child.exitcode}") from None
+    except BaseException:  # also Ctrl-C, which the child ignores
+        child.kill()
+        raise
+    finally:
+        receiver.close()
+        child.join()
+
+
+def _send_result(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sender.send(function(*arguments))
+
+
+@contextmanager
+def memory_limit(size: int) -> Iterator[None]:
+    """Let the code in the block allocate at most `size` bytes; then Python raises MemoryError.
+
+    The limit (RLIMIT_DATA of Linux) is of all threads. It is set in worker processes, and in processes with a single
+    Python thread: a limit would also end the allocations of other threads, such as a checkpoint that is being saved.
+    """
+    is_alone = multiprocessing.current_process().daemon or threading.active_count() == 1
+    if sys.platform != "linux" or not is_alone:
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if (process := os.getpid()) not in _statm:
+        _statm[process] = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    most = int(os.pread(_statm[process], 200, 0).split()[5]) * mmap.PAGESIZE + size
+    if soft == resource.RLIM_INFINITY or soft > most:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

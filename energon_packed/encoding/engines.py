@@ -8,7 +8,6 @@ fastokens uses threads that a forked process does not have. A process whose pare
 tokenizers.
 """
 
-import multiprocessing
 import os
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import EngineMismatch
+from energon_packed.system import call_in_child
 
 Int64 = npt.NDArray[np.int64]
 EngineName = Literal["auto", "tokenizers", "fastokens"]
@@ -134,28 +134,18 @@ def prove_in_child(backend: Any, fast: Engine) -> str:
     Returns:
         How the engines differ; "" if they agree.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send_proof, args=(backend, fast, sender), daemon=True)
-    child.start()
-    sender.close()
     try:
-        return str(receiver.recv())
-    except EOFError:
-        child.join()
-        return f"the process that compared them ended with exit code {child.exitcode}"
-    finally:
-        receiver.close()
-        child.join()
+        return str(call_in_child(_difference, backend, fast))
+    except ChildProcessError as error:
+        return f"the process that compared them {error}"
 
 
-def _send_proof(backend: Any, fast: Engine, sender: Any) -> None:
+def _difference(backend: Any, fast: Engine) -> str:
     try:
         prove(backend, fast)
     except EngineMismatch as error:
-        sender.send(str(error))
-    else:
-        sender.send("")
+        return str(error)
+    return ""
 
 
 def compare_engines(backend: Any, fast: Engine, texts: Sequence[str], *, special: bool = False) -> None:

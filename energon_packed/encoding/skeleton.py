@@ -9,6 +9,7 @@ with the same roles. It is rendered once, with a marker for each content; later 
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -54,13 +55,11 @@ class Skeleton:
         """
         split = _MARKER.split(text)
         pieces, order = split[0::2], split[1::2]
-        starts = [match.end() for match in _MARKER.finditer(text)]
+        starts = [0, *(match.end() for match in _MARKER.finditer(text))]
 
         def place(at: int) -> _Place | None:
-            for index, (start, piece) in enumerate(zip([0, *starts], pieces, strict=True)):
-                if start <= at <= start + len(piece):
-                    return index, at - start
-            return None
+            index = bisect_right(starts, at) - 1
+            return (index, at - starts[index]) if at <= starts[index] + len(pieces[index]) else None
 
         places = []
         for start, end in spans:

@@ -1,14 +1,16 @@
 """ChatTemplate: messages -> the text that the tokenizer's Jinja template renders, and its assistant characters.
 
-Limits against hostile templates: Jinja runs in the sandbox of Transformers, with a fixed date and a limit of computing
-time (`time_limit`). Templates expect messages in different formats; which format (`_adapted`) is found by rendering
-small conversations once.
+Limits against hostile templates: Jinja runs in the sandbox of Transformers, with a fixed date and limits of computing
+time (`time_limit`) and memory (`memory_limit`). The first rendering runs in a process that can be killed. Templates
+expect messages in different formats; which format (`_adapted`) is found by rendering small conversations once.
 """
 
 import hashlib
 import json
+import multiprocessing
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from energon_packed.encoding.purity import ContentGuard, content_guard
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
 from energon_packed.encoding.turns import TurnFinder, TurnShape
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
+from energon_packed.system import call_in_child, memory_limit
 
 Messages = Sequence[dict[str, Any]]
 TODAY = datetime(2024, 7, 26)
@@ -32,6 +35,12 @@ _PROBES = (" a \n", "", "<b>&'", "Ab cD", "</think>x", "{{ 1 }}")  # contents th
 RESULT_TAGS = ("<tool_response>", "</tool_response>")
 RENDER_LIMIT = 10.0
 """Seconds of computing time in which a template must render a conversation."""
+RENDER_MEMORY = 2 << 30
+"""Bytes that rendering a conversation may allocate."""
+_MEMORY = f"it needs more than {RENDER_MEMORY >> 30} GiB of memory"
+_FIX = "fix it in the tokenizer folder"
+_PLAIN = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+_GRACE = 20.0  # seconds of waiting time and of uninterruptible calls beside `RENDER_LIMIT`, before a process is killed
 _SMALL = 100_000  # characters of messages and tools that a sound template renders quickly
 # Python errors of a template that gets a message it does not expect.
 _RECORD_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
@@ -39,8 +48,8 @@ _MOST_SKELETONS = 1024  # cached skeletons, by sequence of roles
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class OutOfTime(Exception):
-    """Raised inside a `time_limit` block when its time is over."""
+class OutOfTime(BaseException):
+    """Raised inside a `time_limit` block when its time is over; Jinja ignores any Exception of a constant."""
 
 
 @contextmanager
@@ -99,6 +108,7 @@ class ChatTemplate:
         self.is_tagged = bool(self._template and _GENERATION.search(self._template))
         self._guard = None if self._template is None or self.is_tagged else content_guard(self._template)
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
+        self._fault: str | None = None  # why the template cannot be used; "" if it can, None before it was tried
 
     @property
     def source(self) -> str | None:
@@ -393,8 +403,13 @@ class ChatTemplate:
         from jinja2.exceptions import TemplateSyntaxError, UndefinedError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        if self._fault is None:
+            self._fault = ""  # in the other process
+            self._fault = self._try()
+        if self._fault:
+            raise TemplateError(self._fault)
         try:
-            with time_limit(RENDER_LIMIT):
+            with memory_limit(RENDER_MEMORY), time_limit(RENDER_LIMIT):
                 texts, spans = render_jinja_template(
                     conversations=[list(messages)],
                     tools=list(tools) if tools else None,
@@ -410,12 +425,41 @@ class ChatTemplate:
                 f"the chat template is not valid Jinja: {error}; fix it in the tokenizer folder"
             ) from error
         except (UndefinedError, *_RECORD_ERRORS) as error:
-            detail = str(error) or type(error).__name__
+            detail = str(error) or (_MEMORY if isinstance(error, MemoryError) else type(error).__name__)
             raise RecordError(Reason.MISSING_FIELD, f"the chat template cannot render it: {detail}") from error
         except JinjaError as error:  # raised by `raise_exception` in a template
             roles = " ".join(message["role"] for message in messages)
             raise RecordError(Reason.BAD_ROLE, f"the chat template rejects the turns {roles}: {error}") from error
         return texts[0], [tuple(span) for span in spans[0]] if spans else []
+
+    def _try(self) -> str:
+        """Render a question and an answer in another process, which a template that never ends does not block.
+
+        Returns:
+            Why the template cannot be used; "" if it can, or if this process cannot start other processes.
+        """
+        if sys.platform != "linux" or multiprocessing.current_process().daemon:
+            return ""
+        try:
+            return str(call_in_child(self._fault_of_plain, seconds=RENDER_LIMIT + _GRACE))
+        except TimeoutError:
+            return str(_out_of_time(len(str(_PLAIN))))
+        except ChildProcessError as error:
+            return f"the process that rendered a question and an answer by the chat template {error}; {_FIX}"
+
+    def _fault_of_plain(self) -> str:
+        try:
+            with memory_limit(RENDER_MEMORY), time_limit(RENDER_LIMIT):  # of all renderings together
+                self.render(_PLAIN[:1], prompt=True)
+                self.render(_PLAIN)
+        except OutOfTime:
+            return str(_out_of_time(len(str(_PLAIN))))
+        except TemplateError as error:
+            return str(error)
+        except RecordError as error:
+            if isinstance(error.__cause__, MemoryError):
+                return f"the chat template cannot render a question and an answer: {_MEMORY}; {_FIX}"
+        return ""
 
 
 def _out_of_time(size: int) -> TemplateError | RecordError:

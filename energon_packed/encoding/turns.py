@@ -25,6 +25,7 @@ from energon_packed.errors import RecordError
 
 Messages = Sequence[dict[str, Any]]
 _FIRST, _STEP = 0xF0000, 0x1000  # Supplementary Private Use Area-A
+_LONG = 32  # messages from which turns with the same text around them are located once: each rendering is as long
 _BOUNDARY = re.compile(r"[\n>\]:]")
 
 
@@ -121,9 +122,45 @@ class TurnFinder:
         self._messages = messages
         self._render = render
         self._shape = shape
+        self._margins: dict[Any, Span] = {}  # of a turn around its content, by the text before and after it
 
     def span(self, turn: int) -> Span | None:
-        """Characters that the model generates as this assistant turn; None if they cannot be located."""
+        """Characters that the model generates as this assistant turn; None if they cannot be located.
+
+        In a long conversation, a turn between the same texts of the template as an earlier turn has the same margins
+        around its content: rendering the turns before each turn would take time quadratic in the number of turns.
+        """
+        around = self._around(turn)
+        if around is None:
+            return self._rendered_span(turn)
+        first, after = self._places[turn]
+        if around not in self._margins:
+            span = self._rendered_span(turn)
+            if span is None or span[0] > first or span[1] < after:
+                return span
+            self._margins[around] = (first - span[0], span[1] - after)
+        before, behind = self._margins[around]
+        return first - before, after + behind
+
+    def _around(self, turn: int) -> Any:
+        """Roles and texts of the template around the content of a turn; None if the turn must be located by itself.
+
+        That is a turn whose content may be taken for a part of the prompt, or for its end.
+        """
+        if len(self._messages) < _LONG or not 0 < turn < len(self._messages) - 1:
+            return None
+        near = [self._places.get(i) for i in (turn - 1, turn, turn + 1)]
+        if None in near:
+            return None
+        roles = [message["role"] for message in self._messages[turn - 1 : turn + 2]]
+        previous, own, following = [place for place in near if place is not None]
+        before, behind = self._text[previous[1] : own[0]], self._text[own[1] : following[0]]
+        cuts = [(head[:size], head[size:]) for head in self._shape.heads for size in range(len(head))]
+        if any([self._text.startswith(rest, own[0]) and before.endswith(start) for start, rest in cuts]):
+            return None
+        return None if self._text.endswith(self._shape.added, *own) else (*roles, before, behind)
+
+    def _rendered_span(self, turn: int) -> Span | None:
         start = self._start(turn)
         end = None if start is None else self._end(turn, start)
         if start is None or end is None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderShard
 
-from energon_packed.errors import ConfigError
+from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.trainer_state import ConsumedBatches, exact_steps
 from energon_packed.loading.state import gathered
 
@@ -66,7 +66,7 @@ def prepare_loader(accelerator: Any, loader: Any, *, to_inputs: Callable[[Any], 
 
     Returns:
         a DataLoader of accelerate that yields the inputs of each batch on the accelerator's device. Each iteration is
-        one epoch. `accelerator.prepare` returns it unchanged.
+        one epoch, or the rest of an epoch after a break. `accelerator.prepare` returns it unchanged.
 
     Raises:
         ConfigError: the loader has another rank or world size than this process.
@@ -118,6 +118,7 @@ class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         self._batches = ConsumedBatches(loader)
         self.placeholders = 0
         self._waiting: dict[str, Any] | None = None  # read, and perhaps not yielded
+        self._iterators = 0
 
     def __len__(self) -> int:
         steps = exact_steps(self._loader)
@@ -126,6 +127,15 @@ class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         return steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._iterators += 1
+        own = self._iterators
+        for row in self._rows():
+            yield row
+            # The row that the earlier iterator had read in advance is the first row of the later iterator.
+            if own != self._iterators:
+                raise BatchError("A later iterator of this loader continues its batches. Use only the last iterator.")
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
         for _ in range(self.placeholders):
             yield {}
         self.placeholders = 0

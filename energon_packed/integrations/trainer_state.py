@@ -16,7 +16,7 @@ from typing import Any
 
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading import gather_state
-from energon_packed.loading.state import check_numbers, damage_named, position_of, state_at
+from energon_packed.loading.state import check_numbers, damage_named, is_left, position_of, state_at
 
 _STEP = "iteration_step"  # key in the states of GatheredLoader
 
@@ -86,6 +86,11 @@ class ConsumedBatches:
         self.read, self._resumed = 0, True
         self._positions.clear()
 
+    def give_back(self) -> None:
+        """Return to the last used batch: the batches that a trainer has read, but not used, are read again."""
+        if self._positions:
+            self.restore(self.state())
+
     def _start(self) -> None:
         if not self._positions:
             self._positions.append((self.read, position_of(self.loader)))
@@ -125,12 +130,14 @@ class GatheredLoader:
                 "ahead need it. Pass `steps`, the batches of one iteration."
             )
         self._used = 0
+        self._iterations = self._restores = 0  # finished iterations, and states that were loaded
 
     def __len__(self) -> int:
         return int(self._steps or 0)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield `transformers_inputs()` of each remaining batch of this iteration."""
+        started = (self._iterations, self._restores)
         self._used %= len(self)  # a loop that counts its steps does not meet the end of the last iteration
         empty = 0
         while self._used < len(self):
@@ -138,6 +145,8 @@ class GatheredLoader:
             for batch in self.loader:
                 self._used += 1
                 yield (batch[1] if isinstance(batch, tuple) else batch).transformers_inputs()
+                if is_left(started, (self._iterations, self._restores)):
+                    return
                 if self._used == len(self):
                     break
             empty = empty + 1 if self._used == before else 0
@@ -146,6 +155,7 @@ class GatheredLoader:
                     f"the loader has no batch in an epoch; this iteration has {before} of {len(self)} batches"
                 )
         self._used = 0
+        self._iterations += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks after the last batch, in plain types; every rank must call it."""
@@ -161,6 +171,7 @@ class GatheredLoader:
             check_numbers({_STEP: state.get(_STEP, 0)}, _STEP)
         self.loader.load_state_dict(state)
         self._used = int(state.get(_STEP, 0))
+        self._restores += 1
 
 
 def exact_steps(loader: Any) -> int | None:

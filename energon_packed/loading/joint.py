@@ -11,6 +11,7 @@ from energon_packed.loading.state import (
     check_identity,
     check_state,
     damage_named,
+    is_left,
     iterate_epoch,
     make_state,
     position_of,
@@ -45,7 +46,8 @@ class JointLoader:
         for name, batch in joint:
             ...
 
-    The draws depend only on the seed and the step, so all ranks use the same loader at the same step.
+    The draws depend only on the seed and the step, so all ranks use the same loader at the same step. Each iterator
+    continues after the last batch that any iterator returned: `next(iter(joint))` uses a batch.
 
     Args:
         loaders: DataflowLoader, PackedIterableDataset, PackedLoader, or others with `state_dict`, by name.
@@ -85,6 +87,7 @@ class JointLoader:
         self._allow_changed_weights = allow_changed_weights
         self._step = 0
         self._ended: list[str] = []
+        self._epoch = self._restores = 0  # epochs of this process, and states that were loaded
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Iterate over (name, batch) of the remaining steps of the epoch; after its last step, of the next epoch.
@@ -101,6 +104,7 @@ class JointLoader:
             ConfigError: as iterating.
         """
         running: dict[str, Iterator[Any]] = {}
+        started = (self._epoch, self._restores)
         while True:
             name = self._draw()
             if name not in running:
@@ -117,7 +121,10 @@ class JointLoader:
                     raise ConfigError(f"Loader {name!r} must have at least 1 batch, got 0. Remove it.") from None
             self._step += 1
             yield name, batch
+            if is_left(started, (self._epoch, self._restores)):
+                return
         self._ended = []
+        self._epoch += 1
 
     def _rest_of(self, name: str) -> Iterator[Any]:
         """Batches of a loader until its epoch ends.
@@ -178,6 +185,7 @@ class JointLoader:
                 loader.load_state_dict(before[name])
             raise
         self._step, self._ended = step, ended
+        self._restores += 1
 
     def _identity(self) -> dict[str, Any]:
         return {"seed": self._seed, "weights": self._weights, "stop": self._stop}

@@ -27,6 +27,7 @@ from tests.encoding.real_templates import (
     twin_runs,
 )
 from tests.internals import ChatTemplate, content_places, supervised_turns
+from tests.internals import turns as turns_module
 
 FAMILIES = families()
 _ALTERNATE = "starts with assistant, assistant after system, two answers"
@@ -341,3 +342,54 @@ def test_markers_locate_contents_only_if_they_change_nothing(contents: list[str]
     text = render(messages)
     found = content_places(text, messages, render)
     assert found == places
+
+
+def long_talk(turns: int, kind: str) -> list[dict[str, Any]]:
+    """Messages of users and assistants in turn; every few answers differ from the others in their kind."""
+    messages: list[dict[str, Any]] = []
+    for turn in range(turns):
+        content = f"turn number {turn} says it"
+        if turn % 2 and turn % 3 == 0:
+            content = {"thoughts": "<think>\nhm\n</think>\n\n", "prompts": "<think>\n"}.get(kind, "") + content
+        if kind == "ends" and turn % 5 == 0:
+            content += "</think>" if turn % 2 else " \n"
+        reasoning = {"reasoning_content": "hm"} if kind == "reasoning" and turn % 4 == 1 else {}
+        messages.append({"role": ("user", "assistant")[turn % 2], "content": content, **reasoning})
+    return messages
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_conversations_have_the_spans_that_each_turn_has_by_itself(
+    base: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = renderer_of(base, source(family)).template
+    for kind in ("plain", "thoughts", "prompts", "ends", "reasoning"):
+        results: list[Any] = []
+        for least in (4, 10**9):
+            monkeypatch.setattr(turns_module, "_LONG", least)
+            try:
+                results.append(template.render_with_spans(long_talk(16, kind)))
+            except RecordError as error:
+                results.append(error.reject)
+        assert results[0] == results[1], kind
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_1", "gptoss"])
+def test_renderings_do_not_grow_with_the_number_of_turns(
+    base: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    rendered = ChatTemplate._rendered
+    monkeypatch.setattr(
+        ChatTemplate, "_rendered", lambda *args, **kw: [sizes.append(len(args[1])), rendered(*args, **kw)][1]
+    )
+    template = renderer_of(base, source(family)).template
+    template.render_with_spans(long_talk(2, "plain"))
+    counts = []
+    for count in (50, 200):
+        sizes.clear()
+        _, spans = template.render_with_spans(long_talk(count, "plain"))
+        assert len(spans) == count // 2
+        counts.append((len(sizes), sum(sizes) / count))
+    assert counts[0][0] == counts[1][0] <= 10, "renderings"
+    assert counts[1][1] <= 10, "rendered messages per message"

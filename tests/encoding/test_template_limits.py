@@ -1,6 +1,9 @@
-"""A chat template that raises costs the record, one that never ends stops the run; both in one line."""
+"""A chat template that raises costs the record, one that computes or allocates without end stops the run."""
 
 import json
+import multiprocessing
+import os
+import resource
 import signal
 import sys
 import threading
@@ -11,8 +14,9 @@ from typing import Any
 import pytest
 
 from energon_packed import ChatEncoder, Reason, RecordError, TemplateError, normalize
-from tests.internals import OutOfTime, main, time_limit
+from tests.internals import OutOfTime, call_in_child, main, time_limit
 from tests.internals import template as template_module
+from tests.processes import run_python
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -20,6 +24,14 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ALLOCATING = [  # 10 GB in one call, and in many
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ 'a'.center(10 ** 10) }}",
+    "{{ 'a' | center(10 ** 10) }}",
+    "{{ '%9999999999d' % 1 }}",
+    "{{ range(99999) | join('a' * 99999) }}",
+    "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+]
 PLAIN = {"messages": [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "It is."}]}
 ODD = {"messages": [{"role": "user", "content": "odd"}, {"role": "assistant", "content": "It is."}]}
 
@@ -69,6 +81,90 @@ def test_a_template_that_never_ends_stops_in_one_line(
         encoder_of(text_tokenizer_dir, ENDLESS).length(normalize(PLAIN))
     assert encoder.length(normalize(PLAIN)) > 0
     assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
+
+
+def test_a_template_that_never_ends_is_tried_once(text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "RENDER_LIMIT", 0.2)
+    tried = []
+    monkeypatch.setattr(
+        template_module, "call_in_child", lambda *args, **kw: tried.append(1) or call_in_child(*args, **kw)
+    )
+    encoder = encoder_of(text_tokenizer_dir, ENDLESS + CHATML)
+    for _ in range(3):
+        with pytest.raises(TemplateError, match="did not finish rendering"):
+            encoder.length(normalize(PLAIN))
+    assert tried == [1]
+
+
+@pytest.mark.parametrize("body", ALLOCATING)
+def test_a_template_that_allocates_without_end_stops_in_one_line(
+    text_tokenizer_dir: Path, body: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_module, "RENDER_MEMORY", 1 << 28)  # less to fill
+    encoder = encoder_of(text_tokenizer_dir, body + CHATML)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(TemplateError, match=r"cannot render a question and an answer: it needs more than 2 GiB") as no:
+        encoder.length(normalize(PLAIN))
+    assert "\n" not in str(no.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB of this process"
+
+
+def test_a_record_for_which_a_template_allocates_without_end_is_rejected(text_tokenizer_dir: Path) -> None:
+    """In a process without other threads, as workers are."""
+    code = """
+import json, resource, sys
+from energon_packed import normalize
+from tests.encoding.test_template_limits import ALLOCATING, CHATML, ODD, PLAIN, Path, encoder_of, template_module
+limit, template_module.RENDER_MEMORY = resource.getrlimit(resource.RLIMIT_DATA), 1 << 28
+for body in ALLOCATING:
+    encoder = encoder_of(Path(sys.argv[1]), CHATML.replace("BODY", body))
+    odd, plain = encoder.measure([normalize(ODD), normalize(PLAIN)])
+    assert plain.length > 0
+    print(odd.reject)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limit
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+    done = run_python(code, text_tokenizer_dir)
+    assert done.returncode == 0, done.stderr
+    *rejects, peak = done.stdout.splitlines()
+    assert len(rejects) == len(ALLOCATING)
+    assert all("the chat template cannot render it: it needs more than 2 GiB of memory" in line for line in rejects)
+    assert int(peak) < 2048, "MiB"
+
+
+def test_a_template_that_kills_its_process_stops_in_one_line(
+    text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, render = os.getpid(), template_module.ChatTemplate.render
+    die = lambda *args, **kw: render(*args, **kw) if os.getpid() == process else os._exit(9)  # noqa: E731
+    monkeypatch.setattr(template_module.ChatTemplate, "render", die)
+    with pytest.raises(TemplateError, match="by the chat template ended with exit code 9; fix it in the tokenizer"):
+        encoder_of(text_tokenizer_dir, CHATML).length(normalize(PLAIN))
+
+
+def test_a_process_that_does_not_answer_is_killed() -> None:
+    with pytest.raises(TimeoutError):
+        call_in_child(time.sleep, 600, seconds=0.1)
+    assert multiprocessing.active_children() == []
+    assert call_in_child(divmod, 7, 2) == (3, 1)
+
+
+def test_a_lower_limit_of_memory_stays() -> None:
+    code = """
+import resource
+from tests.internals import memory_limit
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 32, 1 << 33))
+with memory_limit(1 << 40):
+    print(resource.getrlimit(resource.RLIMIT_DATA))
+with memory_limit(1 << 20):
+    try:
+        bytes(1 << 28)
+    except MemoryError:
+        print("no")
+print(resource.getrlimit(resource.RLIMIT_DATA))
+"""
+    limits = str((1 << 32, 1 << 33))
+    assert run_python(code).stdout.splitlines() == [limits, "no", limits]
 
 
 def test_pack_with_an_endless_template_ends(

@@ -183,6 +183,7 @@ class TrainerStreamCallback(LoaderState):
         from energon_packed.integrations.transformers.arguments import check_training_arguments
 
         check_training_arguments(args, self.stream)
+        self.stream.batches.give_back()  # of an earlier training
         self.stream.used = 0
         super().on_train_begin(args, state, control)
 

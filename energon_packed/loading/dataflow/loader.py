@@ -226,8 +226,9 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             ...
         state = loader.state_dict()                     # exact at every step
 
-    Iterating again after a break resumes after the last batch. After the last batch of an epoch, iterating again
-    starts the next epoch, whether the loop met the end or counted steps.
+    Each iterator continues after the last batch that any iterator returned: `next(iter(loader))` uses a batch. After
+    the last batch of an epoch, iterating again starts the next epoch, whether the loop met the end or counted steps.
+    Each thread needs a loader of its own.
 
     Args:
         distributor: assigns items to ranks and workers.

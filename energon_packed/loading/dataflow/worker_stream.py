@@ -365,7 +365,8 @@ class WorkerStream:
                 f"the stream must have {self._number} items, as when the state was saved, got {first + len(items)}. "
                 "Pass the same data."
             )
-        self._fill(saved, {item.number: item.value for item in items if item.number in set(numbers)})
+        buffered = set(numbers)
+        self._fill(saved, {item.number: item.value for item in items if item.number in buffered})
         self._rest = stream
 
     def _fill(self, saved: list[Any], values: dict[int, Any]) -> None:

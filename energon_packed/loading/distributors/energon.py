@@ -12,7 +12,7 @@ from energon_packed.flavors import PackSample
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.energon.config import LoaderConfig
 from energon_packed.loading.energon.faults import raise_with_file_name
-from energon_packed.loading.energon.source import EnergonSource
+from energon_packed.loading.energon.source import EnergonSource, reading
 from energon_packed.loading.energon.states import dataset_fingerprint, from_plain, to_plain
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.failures import reraise_with_location
@@ -70,22 +70,21 @@ class EnergonDistributor(Distributor):
         else:
             dataset.restore_state(from_plain(state))
         config = dataset.worker_config
-        since = 0
-        config.worker_activate(number - skip)
-        try:
-            for pack in self._packs(dataset):
-                # Energon's random state applies only while its dataset runs, not in the roles that use the pack.
-                config.worker_deactivate()
-                since += 1
-                number += since > skip
-                if since > skip:
-                    if since % _CHECKPOINT == 0:
-                        state, since, skip = to_plain(dataset.save_state()), 0, 0
-                    key = to_plain(pack.__restore_key__)
-                    yield Item(number - 1, pack, key=key, resume_state=[state, since, number])
-                config.worker_activate(number)
-        finally:
-            config.worker_deactivate()
+        since, index, packs = 0, number - skip, self._packs(dataset)
+        while True:
+            # Energon's random state applies only while its dataset runs, not in the roles that use the pack.
+            with reading(config, index):
+                pack = next(packs, None)
+            if pack is None:
+                return
+            since += 1
+            number += since > skip
+            index = number
+            if since > skip:
+                if since % _CHECKPOINT == 0:
+                    state, since, skip = to_plain(dataset.save_state()), 0, 0
+                key = to_plain(pack.__restore_key__)
+                yield Item(number - 1, pack, key=key, resume_state=[state, since, number])
 
     def _packs(self, dataset: Any) -> Iterator[PackSample]:
         with raise_with_file_name(self.path, self._config.split, self._opened):
@@ -97,11 +96,8 @@ class EnergonDistributor(Distributor):
             return []
         dataset, packs = self._dataset(shard), []
         for key in keys:
-            dataset.worker_config.worker_activate(0)
-            try:
+            with reading(dataset.worker_config, 0):
                 packs.append(dataset.restore_sample(from_plain(key)))
-            finally:
-                dataset.worker_config.worker_deactivate()
         return packs
 
     def count(self, shard: ShardSpec) -> int | None:

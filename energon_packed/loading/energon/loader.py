@@ -1,6 +1,7 @@
 """Energon's datasets to batches, epoch after epoch, with a state at every step: PackedLoader."""
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from megatron.energon import get_savable_loader
 from energon_packed.errors import BatchError, DataChangedError, EnergonPackedError, WorkerError
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.energon.faults import NAME, patch_result_queue, raise_with_file_name
-from energon_packed.loading.energon.source import EnergonSource
+from energon_packed.loading.energon.source import READING, EnergonSource
 from energon_packed.loading.energon.states import dataset_fingerprint, from_plain, redistribute, to_plain
 from energon_packed.loading.failures import FailureLog, end_workers, in_one_line, lost_worker
 from energon_packed.loading.ranks import check_not_resharded, check_rank
@@ -69,9 +70,9 @@ class EnergonPosition:
 class PackedLoader:
     """Loader of PackedBatch whose state can be saved and restored at every step; made by `get_packed_loader`.
 
-    Iterating again resumes after the last batch. After the last batch of an epoch, iterating again starts the next
-    epoch in another order, whether the loop met the end or counted steps. The iterator also has `state_dict` and
-    `save_state_rank`.
+    Each iterator continues after the last batch that any iterator returned: `next(iter(loader))` uses a batch. After
+    the last batch of an epoch, iterating again starts the next epoch in another order, whether the loop met the end or
+    counted steps. Each thread needs a loader of its own. The iterator also has `state_dict` and `save_state_rank`.
 
     Attributes:
         failures: samples that failed to load, by reason.
@@ -294,7 +295,8 @@ class PackedLoader:
                 return -1
         # Repeat the last batch until all ranks have the same number; only `even_ranks='repeat'` trains on it again.
         while limit is not None and self._steps < limit and self._last_restore_key is not None:
-            batch = self.energon_loader.restore_sample(self._last_restore_key)
+            with READING:
+                batch = self.energon_loader.restore_sample(self._last_restore_key)
             self._count(batch)
             yield batch if self._source.config.even_ranks == "repeat" else batch.without_targets()
             if is_left(here, (self._epoch, self._restores)):
@@ -307,7 +309,15 @@ class PackedLoader:
         try:
             with raise_with_file_name(self._source.path, self._source.config.split, self._source.opened):
                 try:
-                    yield from self.energon_loader
+                    batches = iter(self.energon_loader)
+                    # Loaders of other threads wait for a batch of this process, but not for a batch of its workers.
+                    turn = nullcontext() if self._source.worker_config.num_workers else READING
+                    while True:
+                        with turn:
+                            batch = next(batches, None)
+                        if batch is None:
+                            return
+                        yield batch
                 except (OSError, EOFError) as error:
                     if (failure := self._worker_failure(error)) is not None:
                         raise failure from error

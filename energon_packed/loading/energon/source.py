@@ -1,5 +1,9 @@
 """A packed folder or a Metadataset to Energon's dataset of one epoch: EnergonSource."""
 
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,22 @@ from energon_packed.shards.nv_meta import CRUDE, OLD_INFO
 
 # Large, so that epoch 1 of a seed is not epoch 0 of the next seed.
 _SEEDS_PER_EPOCH = 1_000_003
+READING = threading.RLock()
+"""Lock of a thread in which Energon reads: the index of the sample in progress is a variable of Energon's WorkerConfig
+class, not of a loader."""
+if hasattr(os, "register_at_fork"):  # a child that is forked during a read of another thread would inherit that index
+    os.register_at_fork(before=READING.acquire, after_in_parent=READING.release, after_in_child=READING.release)
+
+
+@contextmanager
+def reading(config: WorkerConfig, sample_index: int) -> Iterator[None]:
+    """Read a sample of a dataset directly, without a loader of Energon."""
+    with READING:
+        config.worker_activate(sample_index)
+        try:
+            yield
+        finally:
+            config.worker_deactivate()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
