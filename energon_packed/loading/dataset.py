@@ -24,7 +24,7 @@ from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.loading.distributors.datasets import Balance, check_balance
-from energon_packed.loading.failures import verify_hint
+from energon_packed.loading.failures import sendable, verify_hint
 from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.manifests import (
     LoadedSplit,
@@ -277,6 +277,10 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
             return encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
         except (FormatError, RecordError) as error:
             raise error.at(folder.describe(pack), verify_hint(source.dataset)) from error
+        except Exception as error:
+            if (sent := sendable(error)) is error:
+                raise
+            raise sent from error
 
     @property
     def reader(self) -> ShardReader:

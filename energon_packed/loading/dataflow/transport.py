@@ -31,6 +31,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from energon_packed.errors import EnergonPackedError
+from energon_packed.loading.failures import sendable
 
 _LARGE = 1 << 20  # bytes of a tensor above which shared memory is cheaper than a copy through a pipe
 _STEPS = 16  # maximum steps in a message
@@ -202,9 +203,11 @@ def guarded(steps: Iterator[Any], worker: int) -> Iterator[Any]:
     try:
         yield from steps
     except EnergonPackedError as error:  # torch would turn it into a traceback
-        yield error
-    except Exception:
-        yield ExceptionWrapper(where=f"in DataLoader worker process {worker}")  # type: ignore[no-untyped-call]
+        yield sendable(error)
+    except Exception as error:
+        sent = sendable(error)
+        info = (type(sent), sent, sent.__traceback__)
+        yield ExceptionWrapper(info, where=f"in DataLoader worker process {worker}")  # type: ignore[no-untyped-call]
 
 
 def round_robin(received: Iterator[Message], first: int, counts: WorkerProgress) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.energon.faults import NAME, patch_result_queue, raise_with_file_name
 from energon_packed.loading.energon.source import EnergonSource
 from energon_packed.loading.energon.states import dataset_fingerprint, from_plain, redistribute, to_plain
-from energon_packed.loading.failures import FailureLog, end_workers, in_one_line, lost_worker
+from energon_packed.loading.failures import FailureLog, end_workers, in_one_line, lost_worker, watch_workers
 from energon_packed.loading.ranks import check_not_resharded, check_rank
 from energon_packed.loading.state import (
     GATHERED,
@@ -307,7 +307,9 @@ class PackedLoader:
         try:
             with raise_with_file_name(self._source.path, self._source.config.split, self._source.opened):
                 try:
-                    yield from self.energon_loader
+                    for batch in self.energon_loader:
+                        watch_workers(self._loader._iterator, NAME)  # torch's iterator starts with the first batch
+                        yield batch
                 except (OSError, EOFError) as error:
                     if (failure := self._worker_failure(error)) is not None:
                         raise failure from error
