@@ -35,6 +35,7 @@ from energon_packed.loading.manifests import (
     least_used,
     loaded_splits,
     processor_for,
+    repeats_packs,
 )
 from energon_packed.loading.order import Order, check_sizes
 from energon_packed.loading.process import encode_pack
@@ -196,6 +197,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         if not trust_sample_loader:
             check_blend_trusted(path)
         self.blend = loaded_splits(Path(path), split, trusted=trust_sample_loader)
+        self.repeats = repeats_packs(self.blend)
         self.encoder = processor_for(self.blend, encoder, check=check_encoder)
         self.check_lengths = check_lengths
         self.seed = seed

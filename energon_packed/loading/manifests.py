@@ -253,6 +253,12 @@ def apportion(weights: list[float], total: int) -> list[int]:
     return [int(count) for count in counts]
 
 
+def repeats_packs(blend: Sequence[LoadedSplit]) -> bool:
+    """Whether an epoch may have a pack several times: by weights or repetitions, or as a folder is listed twice."""
+    is_weighted = any(member.repetitions is None or member.repetitions > 1 for member in blend)
+    return is_weighted or len({(member.path, member.split) for member in blend}) < len(blend)
+
+
 def drawn(packs: int, count: int, rng: np.random.Generator) -> Int64:
     """Draw `count` of `packs` pack indices, int64 (count,): each equally often, and a random few one time more."""
     # Sorted, so that an epoch without shuffling reads the tars in order.

@@ -49,9 +49,7 @@ class FolderLock:
         try:
             self._work.mkdir(parents=True, exist_ok=True)
             self._acquire()
-            if not (self._work / _OWNER).is_file():  # writing to a FIFO would wait for a reader
-                (self._work / _OWNER).unlink(missing_ok=True)
-            (self._work / _OWNER).write_bytes(self._owner)
+            atomic_write(self._work / _OWNER, self._owner)  # replaces a link or FIFO
         except BaseException as error:
             self.__exit__(type(error), error, None)
             if isinstance(error, OSError):

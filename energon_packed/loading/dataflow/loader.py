@@ -301,9 +301,10 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         if mask and not planned:
             raise ConfigError("`even_ranks` 'mask' needs items with a global order, got a stream. Use 'off'.")
         self._plan: PlannedSteps | StreamSteps = PlannedSteps(*common, mask=mask) if planned else StreamSteps(*common)
-        self._order_log = (
-            None if settings.order_log is None else OrderLog(Path(settings.order_log), self._rank, planned=planned)
-        )
+        self._order_log = None
+        if settings.order_log is not None:
+            repeats = distributor.repeats or distributor.infinite
+            self._order_log = OrderLog(Path(settings.order_log), self._rank, planned=planned, repeats=repeats)
         self._position: Any = self._plan.begin(0)
         self._yielded = 0  # batches of the epoch
         self._empty_epochs = 0  # in succession
