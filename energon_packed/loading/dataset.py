@@ -34,6 +34,7 @@ from energon_packed.loading.manifests import (
     epoch_pack_counts,
     least_used,
     loaded_splits,
+    path_of_dataset,
     processor_for,
     repeats_packs,
 )
@@ -195,8 +196,8 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
     ) -> None:
         # First, as opening a Metadataset parses it with Energon, which may run code that it names.
         if not trust_sample_loader:
-            check_blend_trusted(path)
-        self.blend = loaded_splits(Path(path), split, trusted=trust_sample_loader)
+            check_blend_trusted(path_of_dataset(path))
+        self.blend = loaded_splits(path, split, trusted=trust_sample_loader)
         self.repeats = repeats_packs(self.blend)
         self.encoder = processor_for(self.blend, encoder, check=check_encoder)
         self.check_lengths = check_lengths

@@ -49,7 +49,7 @@ class EnergonDistributor(Distributor):
         shuffle_buffer_size: int = 64,
         trust_sample_loader: bool = False,
     ) -> None:
-        folders = loaded_splits(Path(path), split, trusted=trust_sample_loader)
+        folders = loaded_splits(path, split, trusted=trust_sample_loader)
         self._opened = OpenedSplits(folders)
         self.path = Path(path) if Path(path).is_file() else folders[0].path
         self.infinite = repeat

@@ -1,7 +1,7 @@
 """Energon's datasets to batches, epoch after epoch, with a state at every step: PackedLoader."""
 
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.energon import get_savable_loader
@@ -23,6 +23,7 @@ from energon_packed.loading.state import (
     is_left,
     iterate_epoch,
     make_state,
+    refuse_as_dataset,
     states_of,
 )
 
@@ -134,6 +135,10 @@ class PackedLoader:
         check_not_resharded(worker_config.world_size)
         return PackedIterator(self, iterate_epoch(self.rest_of_epoch, empty=int(self._steps > 0)))
 
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Raise ConfigError: a loader is not a map-style dataset."""
+        refuse_as_dataset(type(self).__name__)
+
     def __len__(self) -> int:
         """Return the batches of this rank in one epoch of `epochs=1`, if no pack fails to load.
 
@@ -143,7 +148,8 @@ class PackedLoader:
         config = self._source.config
         if config.epochs is None or config.on_the_fly:
             raise TypeError(
-                "len() is undefined for `epochs=None` or on-the-fly packing. Count steps, or set `epochs=1`."
+                "len() is undefined for `epochs=None` or on-the-fly packing. Count steps, or set `epochs=1`. "
+                "A Trainer needs TrainerStream(loader) as `train_dataset`."
             )
         return self.epoch_steps or len(self.energon_loader)
 
