@@ -341,6 +341,12 @@ def read_metadataset(path: str | Path, *, trusted: bool = False) -> Metadataset:
         ConfigError: it names an object of another package, and `trusted` is False.
     """
     path = Path(path)
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        remedy = "Pack it with energon-packed pack, or load its records with get_raw_loader."
+        raise FormatError(
+            f"{path} must be a dataset folder or a Metadataset (.yaml), got another file. "
+            f"{'Pass the folder of the tar.' if path.suffix == '.tar' else remedy}"
+        )
     if not path.name.endswith(".yaml"):
         raise FormatError(
             f"{path} is not a Metadataset that Energon can read: its name must end in .yaml; rename the file"

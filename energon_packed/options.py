@@ -198,6 +198,16 @@ def _number_limit(declaration: Declaration, value: Any) -> str:
     return f"at most {_LARGEST}" if kind is int and value > _LARGEST else ""
 
 
+def check_type(name: str, value: Any, kind: type[Any], remedy: str) -> None:
+    """Check that an argument is None or an object of a class, which a string or number in its place is not.
+
+    Raises:
+        ConfigError: it is of another class; the message names the argument, the class and the value.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"`{name}` must be a {kind.__name__}, got {short(value)}. {remedy}")
+
+
 def as_path(value: str | Path, name: str) -> Path:
     """Return the path that a string names; a leading `~` is replaced by the home folder.
 

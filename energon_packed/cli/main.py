@@ -6,6 +6,7 @@ temporary files are removed), and later signals do not disturb that.
 """
 
 import atexit
+import difflib
 import gc
 import importlib
 import os
@@ -108,6 +109,17 @@ class _LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; for an unknown name, suggest a similar name (click knows only imported commands)."""
+        try:
+            return super().resolve_command(context, args)
+        except click.UsageError as error:
+            if close := difflib.get_close_matches(args[0], COMMANDS, 1):
+                raise click.UsageError(f"{error.message} Did you mean '{close[0]}'?", context) from error
+            raise
+
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         """Import the command of module `energon_packed.cli.{name}`."""
         if name not in COMMANDS:
@@ -151,7 +163,9 @@ def _run() -> None:
         ):  # click 8.2: no arguments, prints the help
             error.show()
             sys.exit(error.exit_code)
-        _fail(f"{error.format_message().rstrip('.')}. See '{error.ctx.command_path} --help'.", error.exit_code)
+        message = error.format_message().rstrip(".")
+        message += " " if message.endswith("?") else ". "
+        _fail(f"{message}See '{error.ctx.command_path} --help'.", error.exit_code)
     except click.ClickException as error:
         _fail(error.format_message(), error.exit_code)
     except (EnergonPackedError, OSError) as error:

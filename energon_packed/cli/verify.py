@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ from rich.text import Text
 from energon_packed.cli.options import GroupedCommand, as_options, options_of
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import SafeConsole, echo
-from energon_packed.encoding import ChatEncoder, EncoderSettings
-from energon_packed.encoding.vision.families import ambiguous
+from energon_packed.encoding import EncoderSettings
+from energon_packed.errors import ConfigError
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.verify import Check, verify
+from energon_packed.inspection.verify import NO_MANIFEST, Check, verify
 from energon_packed.metadatasets import read_metadataset
+from energon_packed.pipeline.engine import Progress
+from energon_packed.pipeline.workspace import lock_holder
 from energon_packed.system import available_cores
+
+_FAST = "--fast"  # why samples are not encoded
 
 
 @click.command(name="verify", cls=GroupedCommand)
@@ -41,7 +46,8 @@ def command(
     Samples are encoded again with the settings in packing.json. The options under Tokens and Images override these
     settings, and add missing settings, such as the patch size after pack --factor 48.
 
-    Without packing.json (third-party datasets, after nv-meta), only the checks that do not need it are run.
+    A check that cannot run is "not checked", with the reason: without packing.json (third-party datasets, after
+    nv-meta), or without the tokenizer or patch size. This does not change the exit status.
     """
     # FloatRange accepts nan, as both of its comparisons with nan are false.
     if min_utilization is not None and math.isnan(min_utilization):
@@ -53,11 +59,25 @@ def command(
         paths = sorted({leaf.path for leaf in leaves})
     results = []
     for path in paths:
+        if holder := lock_holder(path.parent if path.name == "webdataset" else path):
+            raise ConfigError(f"{path} is being written by {holder}. Wait for it to end, and run verify again.")
         dataset = PackedFolder.open(path)
         # Without packing.json, no tokenizer is known, so samples are encoded only with explicit settings.
-        is_fast = fast or (dataset.manifest is None and not values)
-        encoder = None if is_fast else _encoder(dataset, values, output)
-        results.append(_verified(dataset, encoder, min_utilization, workers or available_cores(), output))
+        no_tokenizer = "" if values or dataset.manifest is not None else f"{NO_MANIFEST}, and no `tokenizer` is set"
+        not_encoded = _FAST if fast else no_tokenizer
+        encoder = None if not_encoded else dataset.load_encoder(values)
+        if encoder is not None and (changes := dataset.overridden(values)):
+            changed = f"{dataset.path} is checked with settings that differ from packing.json: {', '.join(changes)}"
+            echo(f"note: {as_options(changed)}", err=output.as_json or output.quiet)
+        checks = verify(
+            dataset,
+            encoder,
+            not_encoded=not_encoded,
+            min_utilization=min_utilization,
+            processes=workers or available_cores(),
+            progress=(progress := output.progress()),
+        )
+        results.append(_shown(dataset, checks, progress, output))
     for problem in problems:
         _show(Check(f"{folder} can be read", problems=[problem], count=1), output)
     passed = not problems and all(result["passed"] for result in results)
@@ -69,19 +89,17 @@ def command(
         sys.exit(1)
 
 
-def _verified(
-    dataset: PackedFolder, encoder: ChatEncoder | None, min_utilization: float | None, processes: int, output: Output
-) -> dict[str, Any]:
+def _shown(dataset: PackedFolder, checks: Iterator[Check], progress: Progress, output: Output) -> dict[str, Any]:
     """Run and show the checks of a dataset, and return its object for `--json`."""
-    progress = output.progress()
-    checks: list[Check] = []
+    done: list[Check] = []
     try:
-        for check in verify(dataset, encoder, min_utilization=min_utilization, processes=processes, progress=progress):
-            checks.append(check)
+        for check in checks:
+            done.append(check)
             _show(check, output)
     finally:
         progress.stop()
-    failed = [check for check in checks if not check.passed]
+    failed = [check for check in done if check.passed is False]
+    not_checked = sum(check.passed is None for check in done)
     remedy = ""
     if failed:
         remedy = "pack it again"
@@ -93,40 +111,29 @@ def _verified(
         line = f"{len(failed)} checks failed: do not train on {dataset.path}; {remedy}"
         echo(line, err=output.as_json)
     else:
-        output.console.print(f"all checks passed: {dataset.path}", soft_wrap=True)
+        passed = f"{len(done) - not_checked} checks passed, {not_checked} not checked"
+        output.console.print(f"{passed if not_checked else 'all checks passed'}: {dataset.path}", soft_wrap=True)
     return {
         "dataset": str(dataset.path),
         "passed": not failed,
         "checks": [
             {"name": check.name, "passed": check.passed, "found": check.summary, "problems": check.problems}
-            | {"problem_count": check.count}
-            for check in checks
+            | {"problem_count": check.count, "not_checked": check.not_checked or None}
+            for check in done
         ],
         "remedy": remedy or None,
     }
 
 
-def _encoder(dataset: PackedFolder, overrides: dict[str, Any], output: Output) -> ChatEncoder | None:
-    """Load the encoder to encode the samples again; None, with a note, if its `factor` is ambiguous."""
-    encoder = dataset.load_encoder(overrides)
-    if changes := dataset.overridden(overrides):
-        _note(f"{dataset.path} is checked with settings that differ from packing.json: {', '.join(changes)}", output)
-    if encoder.vision is None or not encoder.vision.ambiguous_layouts:
-        return encoder
-    # `pack` needs only the factor to measure images; encoding needs the patch size.
-    problem = ambiguous(encoder.vision.ambiguous_layouts)
-    remedy = "Pass `patch_size`, `vision_family` or `processor`."
-    _note(f"samples are not encoded again, because `factor` {problem}. {remedy}", output)
-    return None
-
-
-def _note(text: str, output: Output) -> None:
-    echo(f"note: {as_options(text)}", err=output.as_json or output.quiet)
-
-
 def _show(check: Check, output: Output) -> None:
     """Print a check, and its first problems. A failed check is printed with --quiet too."""
     line = f" {check.name}" + (f" ({check.summary})" if check.summary else "")
+    if check.passed is None:
+        # A warning, except if the user asked for it.
+        if not output.quiet or check.not_checked != _FAST:
+            console = SafeConsole(stderr=output.as_json or output.quiet, highlight=False, markup=False, soft_wrap=True)
+            console.print(Text.assemble(("-", "yellow"), f"{line}: not checked, {as_options(check.not_checked)}"))
+        return
     if check.passed:
         output.console.print(Text.assemble(("✓", "green"), line), soft_wrap=True)
         return

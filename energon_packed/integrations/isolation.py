@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from energon_packed.errors import IsolationError
+from energon_packed.errors import ConfigError, IsolationError
 from energon_packed.loading import PackedBatch
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens
 
@@ -77,7 +77,10 @@ def check_isolation(model: Any, batch: PackedBatch | None = None) -> IsolationRe
     inputs, bounds = _inputs(model, batch)
     try:
         result = measure(model, inputs, bounds)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # also NotImplementedError
+        check_positions(model, inputs["position_ids"], error)
+        if not isinstance(error, TypeError | ValueError | NotImplementedError):
+            raise
         reason = " ".join(str(error).split())[:200]
         raise IsolationError(f"{describe(model)} cannot take packed rows: {reason}; {_ONE_SAMPLE_A_ROW}") from error
     if not isfinite(result.later) or not isfinite(result.earlier):
@@ -224,6 +227,25 @@ def _special_tokens(values: dict[str, Any]) -> Iterator[int]:
             yield from _special_tokens(value)
         elif isinstance(name, str) and "token" in name and ("id" in name or "index" in name):
             yield from (token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int))
+
+
+def check_positions(model: Any, position_ids: torch.Tensor, error: Exception) -> None:
+    """Explain the error of a model that has one position for each token and gets M-RoPE positions.
+
+    Args:
+        model: the model.
+        position_ids: int64 (1, T), or (4, 1, T) for M-RoPE models.
+        error: the error of its forward pass.
+
+    Raises:
+        ConfigError: the positions do not fit the model.
+    """
+    if position_ids.ndim == 3 and not _has_mrope(model):
+        raise ConfigError(
+            f"`position_ids` must be (1, T) for {type(model).__name__}, which has no M-RoPE, got "
+            f"{tuple(position_ids.shape)}. Train the model that the processor of the encoder belongs to, or pack with "
+            "the tokenizer of this model."
+        ) from error
 
 
 def _has_mrope(model: Any) -> bool:

@@ -24,7 +24,7 @@ from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.loading.distributors.datasets import Balance, check_balance
-from energon_packed.loading.failures import verify_hint
+from energon_packed.loading.failures import sendable, verify_hint
 from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.manifests import (
     LoadedSplit,
@@ -34,7 +34,9 @@ from energon_packed.loading.manifests import (
     epoch_pack_counts,
     least_used,
     loaded_splits,
+    path_of_dataset,
     processor_for,
+    repeats_packs,
 )
 from energon_packed.loading.order import Order, check_sizes
 from energon_packed.loading.process import encode_pack
@@ -194,8 +196,9 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
     ) -> None:
         # First, as opening a Metadataset parses it with Energon, which may run code that it names.
         if not trust_sample_loader:
-            check_blend_trusted(path)
-        self.blend = loaded_splits(Path(path), split, trusted=trust_sample_loader)
+            check_blend_trusted(path_of_dataset(path))
+        self.blend = loaded_splits(path, split, trusted=trust_sample_loader)
+        self.repeats = repeats_packs(self.blend)
         self.encoder = processor_for(self.blend, encoder, check=check_encoder)
         self.check_lengths = check_lengths
         self.seed = seed
@@ -277,6 +280,10 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
             return encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
         except (FormatError, RecordError) as error:
             raise error.at(folder.describe(pack), verify_hint(source.dataset)) from error
+        except Exception as error:
+            if (sent := sendable(error)) is error:
+                raise
+            raise sent from error
 
     @property
     def reader(self) -> ShardReader:

@@ -3,28 +3,35 @@
 | part | input | output |
 |---|---|---|
 | `FailureLog` | samples that fail, records that are rejected | counts and rows; an error past `max_failures` |
-| `watched`, `in_one_line`, `lost_worker` | exceptions of torch's DataLoader | the error of a worker in one line |
+| `watched`, `watch_workers`, `in_one_line`, `lost_worker` | exceptions of torch's DataLoader | one-line errors |
 | `add_location`, `reraise_with_location` | an error of a pack | the error with shard, key and remedy |
+| `sendable` | an error in a worker | an error that the main process can restore |
 
 Without a FailureLog, Energon would skip a failing sample and only print a traceback. Its counts and rows are in memory
 that workers share, so the main process sees them, and the limit is one for all workers of a rank. Rejected records of
 input files are reported as `pack` reports them: see `pipeline.rejects`.
 
 Torch raises `DataLoader worker (pid 7) is killed by signal: Killed.` and `DataLoader timed out after 9 seconds`, and
-turns an error of a worker into its whole traceback. No API has these facts, so the messages are parsed.
+turns an error of a worker into its whole traceback. No API has these facts, so the messages are parsed. Torch raises
+the death of a worker in its handler of SIGCHLD, wherever the main process is: `watch_workers` replaces the handler.
 """
 
 import contextlib
 import logging
 import multiprocessing
 import os
+import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import signal
+import threading
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import orjson
+from torch.utils.data import get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from energon_packed import errors
@@ -299,10 +306,32 @@ class _SharedLines:
 
 
 def add_location(error: Exception, key: str, source: str) -> Exception:
-    """Add shard and pack to an error, if their content is the cause."""
+    """Add shard and pack to an error, if their content is the cause, and make it `sendable`."""
     if isinstance(error, FormatError | RecordError) and source:
-        return error.at(f"{source}, pack {key}", verify_hint(os.path.dirname(source)))
-    return resource_error(error, f"{source}, pack {key}") or error
+        error = error.at(f"{source}, pack {key}", verify_hint(os.path.dirname(source)))
+    return resource_error(error, f"{source}, pack {key}") or sendable(error)
+
+
+def sendable(error: Exception) -> Exception:
+    """Return an error that a worker process can send: the error, or its type and text if it cannot be restored.
+
+    The queue of torch drops a message that cannot be pickled, and the main process would miss its batches. A class
+    whose constructor needs more than a message fails when it is restored, which hides the error.
+    """
+    if get_worker_info() is None:
+        return error
+    kind = type(error)
+    try:
+        if isinstance(error, EnergonPackedError):
+            is_restored = type(pickle.loads(pickle.dumps(error))) is kind
+        else:  # torch sends the class and the text, and passes the text as `message` if the class has this attribute
+            is_restored = pickle.loads(pickle.dumps(kind)) is kind and not getattr(kind, "message", None)
+    except Exception:  # pickling runs code of the class
+        is_restored = False
+    if is_restored:
+        return error
+    base = EnergonPackedError if isinstance(error, EnergonPackedError) else RuntimeError
+    return base(f"{kind.__name__}: {error}").with_traceback(error.__traceback__)
 
 
 def reraise_with_location(error: Exception, sample: Any, sources: Any = None) -> None:
@@ -400,8 +429,12 @@ def watched(batches: Iterator[Any], loader: str) -> Iterator[Any]:
         EnergonPackedError: an error of a worker, or its death, in one line.
         Exception: another error of the iterator.
     """
+    watch_workers(batches, loader)
     try:
         yield from batches
+    except WorkerError:
+        end_workers(batches)
+        raise
     except Exception as error:
         converted = in_one_line(error, loader) or lost_worker(error, loader, batches)
         if converted is None:
@@ -411,22 +444,72 @@ def watched(batches: Iterator[Any], loader: str) -> Iterator[Any]:
         raise converted from error
 
 
+_watched: MutableMapping[Any, str] = WeakKeyDictionary()  # name of the loader of each iterator of torch's DataLoader
+
+
+def watch_workers(batches: Any, loader: str) -> None:
+    """Make the death of a worker a WorkerError, wherever the main process is; the other workers are killed.
+
+    Torch raises a RuntimeError in its handler of SIGCHLD, such as in the training step. The handler is replaced, since
+    torch has no other way to change the error.
+
+    Args:
+        batches: iterator of torch's DataLoader, whose workers run.
+        loader: name of the loader in the message.
+    """
+    if not getattr(batches, "_workers", None) or batches in _watched:
+        return
+    _watched[batches] = loader
+    of_torch = signal.getsignal(signal.SIGCHLD)
+    is_main = threading.current_thread() is threading.main_thread()
+    # Torch sets its handler once for each process, when the first worker starts in the main thread.
+    if not is_main or not callable(of_torch) or isinstance(of_torch, _ChildHandler):
+        return
+    signal.signal(signal.SIGCHLD, _ChildHandler(of_torch))
+
+
+@dataclass(frozen=True, slots=True)
+class _ChildHandler:
+    """Handler of SIGCHLD that converts the error of torch's handler."""
+
+    of_torch: Callable[[int, Any], Any]
+
+    def __call__(self, number: int, frame: Any) -> None:
+        try:
+            self.of_torch(number, frame)
+        except RuntimeError as error:
+            dead = _DEAD.search(str(error))
+            pids = {int(pid) for pid in dead[1].split(",")} if dead else set()
+            for batches, loader in list(_watched.items()):
+                if pids.isdisjoint(worker.pid for worker in batches._workers):
+                    continue
+                # Queues are closed later: the signal may have interrupted a function that has their lock.
+                _kill(batches)
+                converted = in_one_line(error, loader)
+                assert converted is not None
+                raise converted from error
+            raise  # of a DataLoader of the user
+
+
 def end_workers(batches: Any) -> None:
     """Kill the workers of an iterator of torch's DataLoader.
 
     Torch asks workers to end, and Python waits for them when the process exits. A worker that hangs in a read does
     not answer, and would block the exit.
     """
-    workers = getattr(batches, "_workers", None)
-    if not workers:
+    if not getattr(batches, "_workers", None):
         return
+    _kill(batches)
+    with contextlib.suppress(Exception):  # queues and threads of killed workers may be in any state
+        batches._shutdown_workers()
+
+
+def _kill(batches: Any) -> None:
     if getattr(batches, "_worker_pids_set", False):  # or the signal handler of torch would raise that they died
         signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
         batches._worker_pids_set = False
-    for worker in workers:
+    for worker in batches._workers:
         worker.kill()
-    with contextlib.suppress(Exception):  # queues and threads of killed workers may be in any state
-        batches._shutdown_workers()
 
 
 def dead_workers(batches: Any) -> list[int]:

@@ -22,6 +22,7 @@ from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_for
 from energon_packed.loading.trust import check_blend_trusted
 from energon_packed.metadatasets import read_metadataset, read_split
+from energon_packed.options import check_type, short
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import check_complete
 from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
@@ -127,6 +128,7 @@ def processor_for(splits: Sequence[LoadedSplit], encoder: Processor | None, *, c
     Raises:
         ConfigError: a dataset was packed with another encoder (if `check`), or needs an encoder.
     """
+    check_type("encoder", encoder, Processor, "Pass a Processor, such as ChatEncoder.from_pretrained(DIR).")
     for dataset in splits:
         if encoder is None:
             dataset.stored_tokens()
@@ -135,7 +137,18 @@ def processor_for(splits: Sequence[LoadedSplit], encoder: Processor | None, *, c
     return splits[0].stored_tokens() if encoder is None else encoder
 
 
-def loaded_splits(path: Path, split: str, *, trusted: bool = False) -> list[LoadedSplit]:
+def path_of_dataset(path: str | Path) -> Path:
+    """Return the argument `path` of a loader as a Path.
+
+    Raises:
+        ConfigError: it is not a path.
+    """
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"`path` must be the path of a dataset or a Metadataset, got {short(path)}. Pass one path.")
+    return Path(path)
+
+
+def loaded_splits(path: str | Path, split: str, *, trusted: bool = False) -> list[LoadedSplit]:
     """Open one dataset folder, or all dataset folders that a Metadataset YAML refers to.
 
     Args:
@@ -145,8 +158,9 @@ def loaded_splits(path: Path, split: str, *, trusted: bool = False) -> list[Load
 
     Raises:
         FormatError: there is no dataset, or no Metadataset that Energon can read.
-        ConfigError: a dataset has no packs in its split, or as `Metadataset.leaves`.
+        ConfigError: `path` is not a path, a dataset has no packs in its split, or as `Metadataset.leaves`.
     """
+    path = path_of_dataset(path)
     if not path.is_file():
         return [LoadedSplit.of_folder(path, split)]
     return [
@@ -251,6 +265,12 @@ def apportion(weights: list[float], total: int) -> list[int]:
     counts = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]] += 1
     return [int(count) for count in counts]
+
+
+def repeats_packs(blend: Sequence[LoadedSplit]) -> bool:
+    """Whether an epoch may have a pack several times: by weights or repetitions, or as a folder is listed twice."""
+    is_weighted = any(member.repetitions is None or member.repetitions > 1 for member in blend)
+    return is_weighted or len({(member.path, member.split) for member in blend}) < len(blend)
 
 
 def drawn(packs: int, count: int, rng: np.random.Generator) -> Int64:

@@ -2,7 +2,8 @@
 
     {"epoch": 0, "step": 3, "rank": 0, "world_size": 8, "worker": 1, "num_workers": 2,
      "ids": ["a", "b"], "sources": ["captions.jsonl", "chats.jsonl"], "items": [24, 32], "dropped": [],
-     "segments": [[0, 0, 8, 2, null]]}                      for a stream, instead: "shard": 1, "num_shards": 16
+     "segments": [[0, 0, 8, 2, null]]}                      for a stream, instead: "shard": 1, "num_shards": 16,
+                                                            and "repeats": true if weights repeat samples
 
 `items` are places in the global order of the epoch, over all ranks; for a stream, indices in the shard, and "12#1/3"
 for fragment 1 of 3 of item 12. An epoch has each place from 0 on exactly once, in a batch or dropped. The last line of
@@ -33,12 +34,14 @@ class OrderLog:
         folder: folder of the files of all ranks.
         rank: rank of this process.
         planned: items have a global order; False for streams.
+        repeats: an epoch may have a sample several times, so ids do not show which items are lost or used twice.
     """
 
-    def __init__(self, folder: Path, rank: int, *, planned: bool) -> None:
+    def __init__(self, folder: Path, rank: int, *, planned: bool, repeats: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.file = folder / f"order-{rank:05d}.jsonl"
         self._planned = planned
+        self._repeats = repeats
 
     def write(self, place: tuple[int, int, int], position: Any, step: "Step") -> None:
         """Append a line.
@@ -57,6 +60,8 @@ class OrderLog:
             order: dict[str, Any] = {"segments": [segment.to_plain() for segment in position.segments]}
         else:
             order = {"shard": step.state[0] if step.state else None, "num_shards": position.num_shards}
+            if self._repeats:
+                order["repeats"] = True
         line = {
             "epoch": position.epoch,
             "step": None if ended else position.step,
@@ -181,19 +186,24 @@ def _check_planned(epoch: int, lines: list[dict[str, Any]]) -> Checked:
 
 
 def _check_stream(epoch: int, lines: list[dict[str, Any]]) -> Checked:
-    """Check the lines of an epoch of a stream: in each shard, each item occurs once, and each id over all shards."""
+    """Check the lines of an epoch of a stream: in each shard, each item occurs once, and each id over all shards.
+
+    Ids are not compared if the data repeats samples, and an id may occur in several datasets.
+    """
     shards: dict[int, list[int | str]] = defaultdict(list)
     ended: set[int] = set()
     problems: list[str] = []
-    ids: Counter[str] = Counter()
+    ids: Counter[tuple[str, str]] = Counter()
     for line in lines:
         shards[line["shard"]] += [*line["items"], *line["dropped"]]
-        ids.update(ident for ident in line["ids"] if ident is not None)
+        if not line.get("repeats"):
+            pairs = zip(line["ids"], line["sources"], strict=True)
+            ids.update((ident, str(source)) for ident, source in pairs if ident is not None)
         if line["step"] is None:
             ended.add(line["shard"])
     for shard, items in sorted(shards.items()):
         problems += _lost_or_twice(f"epoch {epoch}, shard {shard}", items, complete=shard in ended)
-    if repeated := sorted(ident for ident, count in ids.items() if count > 1):
+    if repeated := sorted(ident for (ident, _), count in ids.items() if count > 1):
         problems.append(f"epoch {epoch}: {len(repeated)} samples are twice: {_some(repeated)}")
     return lines, len(ended) == lines[0]["num_shards"], problems
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from math import gcd, lcm
-from typing import Any
+from typing import Any, NoReturn
 
-from energon_packed.errors import BatchError, EnergonPackedError
+from energon_packed.errors import BatchError, ConfigError, EnergonPackedError
 from energon_packed.loading.ranks import all_gather_object
 
 STATE_VERSION = 4
@@ -32,6 +32,18 @@ GATHERED = "ranks"
 """Key of the states of all ranks in the dict that `gather_state` returns."""
 _DATA_KEYS = ("dataset", "distributor_dataset", "distributor_content")
 _WEIGHT_KEYS = ("weights", "distributor_weights", "distributor_blend_weights", "blend_weights")
+
+
+def refuse_as_dataset(loader: str) -> NoReturn:
+    """Refuse an index of a loader, as a Trainer reads its `train_dataset`.
+
+    Raises:
+        ConfigError: always; the message names the wrapper.
+    """
+    raise ConfigError(
+        f"`train_dataset` must be a PackedDataset, a PlannedDataset or a TrainerStream, got a {loader}, which yields "
+        "batches. Pass TrainerStream(loader), or iterate the loader without a Trainer."
+    )
 
 
 def make_state(

@@ -131,6 +131,11 @@ def _check_data(file: Path) -> None:
     if not file.is_file():
         return
     content = file.read_bytes()
+    # Energon reads JSON in UTF-16 and UTF-32, too, in which a name has other bytes. Both have bytes of zero.
+    if b"\0" in content:
+        raise FormatError(
+            f"{file} must be UTF-8, got another encoding. Convert it, or run energon-packed nv-meta on its dataset."
+        )
     # A backslash may be an escape that spells `__module__`. Without both, large files need not be parsed.
     if b"__module__" not in content and b"\\" not in content:
         return

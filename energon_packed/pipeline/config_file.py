@@ -37,6 +37,10 @@ TRAINING_ONLY = ("dataset_format", "shuffle", "streaming", "max_images", "max_pa
 _TRANSLATED = (
     "dataset_path", "datasets", "packing_length", "packing_strategy", "packing", "filter_overlong", "processor_config",
 )  # fmt: skip
+_HINTS = {
+    "dataset_type": "remove it (records are recognized by their content; dataset_format is the file format, and "
+    "streaming chooses between a stream and a plan)"
+}  # for names of other tools, whose similar names have another meaning
 TRAINING_NAMES = (*_TRANSLATED, *TRAINING_ONLY)
 _NESTED = ("dataset", "dataset_config")  # options of lmms-engine
 _SETTINGS = {
@@ -237,6 +241,7 @@ def read_config(file: Path, cls: type[Any], others: type[Any] | None = None) -> 
         else:
             close = difflib.get_close_matches(name, [*known, *TRAINING_NAMES], 1)
             hint = f"did you mean {close[0]}?" if close else "energon-packed pack --help lists the options"
+            hint = _HINTS.get(name, hint)
             raise ConfigError(f"{file}: unknown option {key!r}; {hint}")
     if left := [name for name in for_training if name in TRAINING_ONLY]:
         _log.info("%s: %s: only for training, and not used here", file, ", ".join(left))

@@ -191,6 +191,7 @@ def _run(options: PackOptions, workspace: Workspace, lock: FolderLock, progress:
     workspace.check_inputs(source.path for source in reader.sources)
     inputs = _stamps(reader.sources)  # before the fingerprints, which read all files
     keys = compute_fingerprints(options, reader.sources, options.part)
+    workspace.settings = keys.settings
     log_notices(options.encoder_loader)
     if not options.resume:
         workspace.forget(keys.measure, keys.write)

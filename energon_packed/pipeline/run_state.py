@@ -32,6 +32,7 @@ class Fingerprints:
         measure: digest for the measured lengths; includes paths and modification times of the input.
         tars: digest for the bytes of the tars; independent of the path of the input.
         write: digest for the finished shards.
+        settings: JSON of everything in `write` that has a name, to name the differences of two runs.
     """
 
     input: str
@@ -39,6 +40,7 @@ class Fingerprints:
     measure: str
     tars: str
     write: str
+    settings: dict[str, str]
 
 
 def compute_fingerprints(
@@ -64,7 +66,27 @@ def compute_fingerprints(
         [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],
     )
     tars = digest(content, options.tar_fingerprint_options()) if isinstance(options, PackOptions) else ""
-    return Fingerprints(input=files, encoder=encoder, measure=measure, tars=tars, write=digest(measure, tars))
+    named: dict[str, object] = {
+        "content of the input": files,
+        "path or time of the input": [(str(s.path.resolve()), changed_at(s.path)) for s in sources],
+        "encoder (tokenizer, template or image settings)": encoder,
+        "`image_root`": [s.image_root for s in sources],
+        "`part`": part,
+        "`sample_class`": options.sample_class,
+        "`layout`": options.layout,
+    }
+    if isinstance(options, PackOptions):
+        tar_options = options.tar_fingerprint_options()
+        tar_options["shard_prefix"] = tar_options.pop("prefix")
+        named |= {f"`{name}`": value for name, value in tar_options.items()}
+    return Fingerprints(
+        input=files,
+        encoder=encoder,
+        measure=measure,
+        tars=tars,
+        write=digest(measure, tars),
+        settings={name: json.dumps(value, default=str) for name, value in named.items()},
+    )
 
 
 def digest(*values: object) -> str:

@@ -310,6 +310,7 @@ def dry_run(options: PackOptions) -> DryRun:
     with _scratch(workspace) as work:
         reader = open_reader(options, work, options.part)
         keys = compute_fingerprints(options, reader.sources, options.part)
+        workspace.settings = keys.settings
         log_notices(options.encoder_loader)
         workspace.check_other_run(keys.write, overwrite=options.overwrite)
         stage = MeasureStage(

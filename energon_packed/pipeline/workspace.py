@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import orjson
 from filelock import BaseFileLock, FileLock, Timeout
@@ -49,9 +50,7 @@ class FolderLock:
         try:
             self._work.mkdir(parents=True, exist_ok=True)
             self._acquire()
-            if not (self._work / _OWNER).is_file():  # writing to a FIFO would wait for a reader
-                (self._work / _OWNER).unlink(missing_ok=True)
-            (self._work / _OWNER).write_bytes(self._owner)
+            atomic_write(self._work / _OWNER, self._owner)  # replaces a link or FIFO
         except BaseException as error:
             self.__exit__(type(error), error, None)
             if isinstance(error, OSError):
@@ -157,6 +156,7 @@ class Workspace:
         self.root = root
         self.work = root / ".work"
         self.shards = root / "webdataset"
+        self.settings: dict[str, str] = {}  # JSON of the settings of the run, by name
         self._reports = root
 
     @property
@@ -197,8 +197,8 @@ class Workspace:
         """
         if not overwrite and not self._is_owner(key) and any(self.shards.glob("*.tar")):
             raise ConfigError(
-                f"{self.shards} contains shards of another run (input, options or image root differ, or its .work is "
-                "gone). Set `overwrite` to replace them, or use another `output_dir`"
+                f"{self.shards} contains shards of another run ({self._difference()}). Set `overwrite` to replace "
+                "them, or use another `output_dir`"
             )
 
     def check_space(self, needed: int, key: str) -> None:
@@ -249,7 +249,7 @@ class Workspace:
             file.replace(self.root / file.name)
         self._reports = self.root
         self.shards.mkdir(parents=True, exist_ok=True)
-        atomic_write(self.work / "run.json", orjson.dumps({"key": key}))
+        atomic_write(self.work / "run.json", orjson.dumps({"key": key, "settings": self.settings}))
 
     def remove_index(self) -> None:
         """Remove `.nv-meta` before a shard is written, so that no reader opens an incomplete dataset."""
@@ -283,11 +283,29 @@ class Workspace:
 
     def _is_owner(self, key: str) -> bool:
         """Whether the shards were written by the run with this key."""
+        return bool(self._run_of_shards().get("key") == key)
+
+    def _run_of_shards(self) -> dict[str, Any]:
+        """Content of run.json; {} if it is missing or damaged."""
         try:
             with open_regular(self.work / "run.json") as stream:
-                return bool(orjson.loads(stream.read())["key"] == key)
-        except (OSError, ValueError, KeyError, TypeError):  # of another version, or damaged
-            return False
+                value = orjson.loads(stream.read())
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def _difference(self) -> str:
+        """Name the settings in which the run of the shards differs."""
+        saved = self._run_of_shards().get("settings")
+        if not isinstance(saved, dict) or not saved:  # of an earlier release
+            return "input, options or image root differ, or its .work is gone"
+        # Options have values to read; the others are digests.
+        shown = [
+            f"{name} was {saved.get(name)}, now {value}" if name.startswith("`") else f"the {name} differs"
+            for name, value in self.settings.items()
+            if saved.get(name) != value
+        ]
+        return ", ".join(shown) or "another release, or an encoder without a fingerprint"
 
 
 def _gib(count: int) -> str:

@@ -151,7 +151,22 @@ def test_wrong_usage_is_one_line_with_the_way_to_the_help() -> None:
     for arguments in (["pack", "--foo"], ["pack"], ["nothing"], ["verify"], ["lengths", "x", "--workers", "many"]):
         done = run(*arguments)
         assert done.returncode == 2
-        assert re.fullmatch(r"error: .*\. See 'energon-packed[^']* --help'\.\n", done.stderr), done.stderr
+        assert re.fullmatch(r"error: .*[.?)] See 'energon-packed[^']* --help'\.\n", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        (["pakc"], "No such command 'pakc'. Did you mean 'pack'? See 'energon-packed --help'."),
+        (["meta-dataset", "x"], "Did you mean 'metadataset'? See"),
+        (["nothing"], "No such command 'nothing'. See"),
+    ],
+)
+def test_an_unknown_command_suggests_a_similar_command(arguments: list[str], suggestion: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert suggestion in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_help_of_pack_lists_every_file_format() -> None:

@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,10 +64,12 @@ def test_links_and_devices_are_not_extracted(tmp_path: Path, kind: bytes, what: 
     assert not (tmp_path / "to").exists()
 
 
-def test_a_hard_link_in_the_folder_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("link", [Path.hardlink_to, Path.symlink_to])
+def test_a_link_in_the_folder_is_replaced(tmp_path: Path, link: Callable[[Path, Path], None]) -> None:
     (tmp_path / "to" / "0").mkdir(parents=True)
-    (tmp_path / "mine").write_bytes(b"mine")
-    (tmp_path / "to" / "0" / "txt").hardlink_to(tmp_path / "mine")
+    (tmp_path / "to" / "mine").write_bytes(b"mine")
+    link(tmp_path / "to" / "0" / "txt", tmp_path / "to" / "mine")
     extract_pack({"__key__": "0", "txt": b"x"}, tmp_path / "to")
-    assert (tmp_path / "mine").read_bytes() == b"mine"
+    assert (tmp_path / "to" / "mine").read_bytes() == b"mine"
     assert (tmp_path / "to" / "0" / "txt").read_bytes() == b"x"
+    assert not (tmp_path / "to" / "0" / "txt").is_symlink()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import sqlite3
@@ -14,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import Result
 
-from energon_packed import PackOptions, pack
+from energon_packed import ConfigError, PackOptions, pack
 from tests.conftest import FLAVORS, Packer
 from tests.inspection.datasets import copied_output, edit_manifest
-from tests.internals import make_nv_meta
+from tests.internals import FolderLock, make_nv_meta
 from tests.printed import invoke
 
 Change = Callable[[Path], None]
@@ -149,6 +150,76 @@ def test_fast_skips_encoding_and_nothing_else(copy: Path) -> None:
     assert run(copy, "--fast").exit_code == 1
 
 
+@pytest.mark.parametrize(
+    ("removed", "arguments", "name", "reason"),
+    [
+        ((), ("--fast",), "samples encode to their recorded length, with a supervised token", "--fast"),
+        (
+            ("rejects.jsonl",),
+            (),
+            "records = packed + rejected, and rejects.jsonl matches",
+            "there is no rejects.jsonl",
+        ),
+        (("lengths.parquet",), (), "every sample is packed exactly once", "there is no lengths.parquet, so only"),
+    ],
+)
+def test_a_check_that_did_not_run_has_no_check_mark(
+    copy: Path, removed: tuple[str, ...], arguments: tuple[str, ...], name: str, reason: str
+) -> None:
+    for file in removed:
+        (copy.parent / file).unlink()
+    result = run(copy, *arguments)
+    assert result.exit_code == 0, result.output
+    assert f"✓ {name}" not in result.output
+    assert re.search(rf"^- {re.escape(name)} .*: not checked, {re.escape(reason)}", result.output, re.MULTILINE)
+    assert result.output.splitlines()[-1] == f"12 checks passed, 1 not checked: {copy}"
+    found = json.loads(run(copy, *arguments, "--json").stdout)
+    states = {check["name"]: (check["passed"], check["not_checked"]) for check in found["checks"]}
+    assert found["passed"]
+    assert states[name][0] is None
+    assert states[name][1].startswith(reason)
+    assert {state for check, state in states.items() if check != name} == {(True, None)}
+    # A violation that the rest of a check finds is a failure.
+    edit_manifest(copy, lambda value: value.update(records=value["records"] + 1))
+    assert "✗ records = packed + rejected" in run(copy, *arguments).output
+
+
+def test_contents_of_damaged_tars_are_not_checked(copy: Path) -> None:
+    tars = sorted(copy.glob("*.tar"))
+    for tar in tars:
+        tar.write_bytes(tar.read_bytes()[:5000])
+    output = run(copy).output
+    assert f"- images decode (0 images): not checked, {len(tars)} tars are missing or damaged" in output
+    assert f"- samples share rows (0.00 samples a pack): not checked, {len(tars)} tars are" in output
+    assert output.count("✓") == 2  # the names of the shards, and the rejects
+
+
+def test_a_damaged_lengths_parquet_fails(copy: Path) -> None:
+    (copy.parent / "lengths.parquet").write_bytes(b"PAR1")
+    result = run(copy, "--fast")
+    assert result.exit_code == 1
+    assert "lengths.parquet cannot be read: " in result.output
+
+
+def test_planners_that_keep_the_order_are_not_checked_for_samples_that_fit_a_row(
+    tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "red square"}))
+    options: dict[str, object] = {"inputs": (str(tmp_path / "d.jsonl"),), "output_dir": tmp_path / "out", "workers": 1}
+    pack(PackOptions(tokenizer=tokenizer_dir, seq_len=64, algorithm="sequential", **options))  # type: ignore[arg-type]
+    assert "- samples share rows (1.00 samples a pack): not checked, the planner" in run(tmp_path / "out").output
+
+
+def test_a_folder_that_a_run_writes_is_not_checked(copy: Path, tmp_path: Path) -> None:
+    shutil.rmtree(copy / ".nv-meta")  # a run removes it before it writes shards
+    with FolderLock(copy.parent):
+        for folder in (copy, copy.parent):
+            result = run(folder)
+            assert isinstance(result.exception, ConfigError)
+            assert f"{folder} is being written by process {os.getpid()} on " in str(result.exception)
+    assert "webdataset" in str(run(copy).exception)
+
+
 def test_another_tokenizer_is_refused(copy: Path, text_tokenizer_dir: Path) -> None:
     result = run(copy, "--tokenizer", str(text_tokenizer_dir))
     assert f"was packed with, got `tokenizer` {text_tokenizer_dir} (" in str(result.exception)
@@ -165,7 +236,8 @@ def test_records_may_share_an_id(tokenizer_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "lengths.parquet").unlink()
     result = run(tmp_path / "out")
     assert result.exit_code == 0, result.output
-    assert "every sample is packed exactly once (2 samples; there is no lengths.parquet)" in result.output
+    line = "- every sample is packed exactly once (2 samples): not checked, there is no lengths.parquet"
+    assert line in result.output
 
 
 def test_without_lengths_parquet_a_repeated_sample_is_still_found(copy: Path) -> None:
@@ -222,7 +294,8 @@ def test_third_party_datasets_get_the_checks_without_packing_json(copy: Path, to
         result = run(copy, *arguments)
         assert result.exit_code == 0, result.output
         assert "recorded" not in result.output.replace("to their recorded length", "")
-        assert ("skipped (--fast" in result.output) is not bool(arguments)
+        assert "- packs fit seq_len: not checked, there is no packing.json" in result.output
+        assert ("no packing.json, and no --tokenizer is set" in result.output) is not bool(arguments)
     _cut_a_tar(copy)
     assert "pack-000001.tar: truncated inside" in run(copy).output
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from click.testing import Result
 
-from energon_packed import ConfigError, FormatError
+from energon_packed import ConfigError, FormatError, PackOptions, pack
 from tests.conftest import Packer
 from tests.encoding.test_vision_settings import QWEN, write_model_folder
 from tests.inspection.datasets import copied_output, edit_manifest
@@ -52,7 +52,7 @@ def test_data_packed_by_a_factor_is_encoded_again(copy: Path, line: str) -> None
     result = verify(copy, line)
     assert result.exit_code == 0, result.output
     assert ENCODED in result.output
-    assert "not encoded again" not in result.output
+    assert "not checked" not in result.output
     note = f"note: {copy} is checked with settings that differ from packing.json: {line} (not set in packing.json)\n"
     assert result.output.count("note: ") == 1
     assert note in result.output
@@ -61,7 +61,9 @@ def test_data_packed_by_a_factor_is_encoded_again(copy: Path, line: str) -> None
 def test_encoded_samples_are_compared_with_the_records(copy: Path) -> None:
     tokens = json.loads((copy / ".nv-meta" / "packing.json").read_text())["supervised_tokens"]
     edit_manifest(copy, lambda value: value.update(supervised_tokens=tokens + 1))
-    assert verify(copy).exit_code == 0  # nothing says which of the two meanings the factor has
+    result = verify(copy)  # nothing says which of the two meanings the factor has
+    assert result.exit_code == 0
+    assert "- samples encode to their recorded length, with a supervised token (" in result.output
     result = verify(copy, "--patch-size 16")
     assert result.exit_code == 1
     assert f"supervised tokens, packing.json has {tokens + 1:,}" in " ".join(result.output.split())
@@ -78,15 +80,28 @@ def test_a_model_folder_decides_the_meaning_of_the_factor(
     assert ENCODED in result.output
 
 
-def test_without_a_setting_the_note_names_the_settings_that_decide(copy: Path) -> None:
-    result = verify(copy)
+@pytest.mark.parametrize("arguments", ["", "--quiet"])
+def test_without_a_setting_the_check_names_the_settings_that_decide(copy: Path, arguments: str) -> None:
+    result = verify(copy, arguments)
     assert result.exit_code == 0, result.output
     assert (
-        "note: samples are not encoded again, because --factor 48 is 16 x 3 or 24 x 2 (patch size x merge"
-        in result.output
+        f"{ENCODED.replace('✓', '-')}50 of 114 samples): not checked, --factor 48 is 16 x 3 or 24 x 2 (patch size x "
+        "merge size). Pass --patch-size, --vision-family or --processor\n" in result.output
     )
-    assert ". Pass --patch-size, --vision-family or --processor." in result.output
-    assert ENCODED not in result.output
+
+
+def test_samples_without_images_are_encoded_again_with_an_ambiguous_factor(
+    text_tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": "red square"}\n{"text": "blue square"}\n')
+    options = PackOptions(
+        inputs=(str(tmp_path / "d.jsonl"),), output_dir=tmp_path / "out", seq_len=64, workers=1, image_processor=QWEN,
+        tokenizer=text_tokenizer_dir, factor=48, min_pixels=3136, max_pixels=4_000_000,
+    )  # fmt: skip
+    folder = pack(options).shards
+    assert f"{ENCODED}2 samples)" in verify(folder).output
+    edit_manifest(folder, lambda value: value.update(supervised_tokens=value["supervised_tokens"] + 1))
+    assert "supervised tokens, packing.json has" in verify(folder).output
 
 
 @pytest.mark.parametrize(

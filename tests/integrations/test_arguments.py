@@ -1,5 +1,6 @@
 """packed_training_arguments and check_training_arguments: each thing that is wrong, by name, with what to write."""
 
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from energon_packed import (
     PackedTrainer,
     PaddingFreeCollator,
     TrainerStream,
+    check_isolation,
     check_training_arguments,
     get_packed_loader,
     packed_training_arguments,
@@ -170,3 +172,35 @@ def test_a_finished_row_stays_alone_and_a_resumed_gathered_loader_goes_on(text_p
 def test_packed_trainer_has_the_arguments_of_trainer() -> None:
     own, theirs = (list(signature(kind.__init__).parameters) for kind in (PackedTrainer, Trainer))
     assert own == theirs
+
+
+@pytest.mark.parametrize("kind", [Trainer, PackedTrainer])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: get_packed_loader(path, num_workers=0, epochs=1),
+        lambda path: get_packed_loader(path, num_workers=0),
+        lambda path: DataflowLoader(MapDistributor(PackedDataset(path))),
+    ],
+)
+def test_a_loader_is_not_a_train_dataset(text_packs: list[Path], tmp_path: Path, kind: Any, make: Any) -> None:
+    args = made(tmp_path, max_steps=1, remove_unused_columns=False)
+    with pytest.raises((ConfigError, TypeError), match=r"TrainerStream\(loader\)") as raised:
+        kind(tiny_qwen2(), args, train_dataset=make(text_packs[0]), data_collator=PaddingFreeCollator()).train()
+    assert "\n" not in str(raised.value)
+
+
+def test_mrope_positions_are_refused_for_a_text_model(text_packs: list[Path], tmp_path: Path) -> None:
+    class WithMRope(PaddingFreeCollator):
+        def collate(self, samples: Any) -> Any:
+            batch = super().collate(samples)
+            return replace(batch, position_ids=batch.position_ids.expand(4, 1, -1))
+
+    data = PackedDataset(text_packs[0])
+    message = r"^`position_ids` must be \(1, T\) for Qwen2ForCausalLM, which has no M-RoPE, got \(4, 1, \d+\)\. "
+    args = packed_training_arguments(str(tmp_path), data, use_cpu=True, report_to=[], max_steps=1)
+    with pytest.raises(ConfigError, match=message):
+        PackedTrainer(tiny_qwen2(), args, train_dataset=data, data_collator=WithMRope()).train()
+    batch = WithMRope().collate([sample for index in range(2) for sample in data[index]])
+    with pytest.raises(ConfigError, match=message):
+        check_isolation(tiny_qwen2(), batch)

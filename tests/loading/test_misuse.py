@@ -17,6 +17,8 @@ from energon_packed import (
     ConfigError,
     DataflowConfig,
     DataflowLoader,
+    EnergonDistributor,
+    EnergonPackedError,
     IterableDistributor,
     JointLoader,
     LoaderConfig,
@@ -42,6 +44,48 @@ def packed(folder: Path, packs: int, first: int = 0, **options: Any) -> Path:
     (folder / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     options |= {"sample_class": "PackedTokensSample", "max_samples_per_pack": 1, "workers": 1}
     return pack(folder / "data.jsonl", output_dir=folder / "out", seq_len=16, encoder=StoredTokens(), **options).shards
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda path: {"encoder": "tok"}, r"^`encoder` must be a Processor, got 'tok'\. Pass .*from_pretrained"),
+        (lambda path: {"path": [path]}, r"^`path` must be the path of a dataset or a Metadataset, got \["),
+        (lambda path: {"path": None}, r"^`path` must be the path of a dataset or a Metadataset, got None"),
+        (
+            lambda path: {"path": path.parents[1] / "data.jsonl"},
+            r"data.jsonl must be a dataset folder or a Metadataset \(.yaml\), got another file\. .*get_raw_loader",
+        ),
+        (lambda path: {"path": next(path.glob("*.tar"))}, r"got another file\. Pass the folder of the tar"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(folder: Path, arguments: Any, message: str) -> None:
+    values = {"path": folder} | arguments(folder)
+    makes: list[Make] = [get_packed_loader, PackedDataset, *([] if "encoder" in values else [EnergonDistributor])]
+    for make in makes:
+        with pytest.raises(EnergonPackedError, match=message) as raised:
+            make(**values)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("packer", 4096, "Packer"), ("collator", len, "Collator"), ("processor", "tok", "Processor"),
+        ("config", {"epochs": 1}, "LoaderConfig"),
+    ],
+)  # fmt: skip
+def test_a_role_of_another_type_is_named(folder: Path, name: str, value: Any, kind: str) -> None:
+    makes: list[Make] = [lambda **roles: get_packed_loader(folder, **roles)] if name != "processor" else []
+    makes += [lambda **roles: DataflowLoader(MapDistributor([]), **roles)] if name != "config" else []
+    for make in makes:
+        with pytest.raises(ConfigError, match=rf"^`{name}` must be a {kind}, got "):
+            make(**{name: value})
+
+
+def test_a_string_in_place_of_a_number_is_named(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^`micro_batch_size` must be a number, got '1'"):
+        get_packed_loader(folder, micro_batch_size="1")  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ from energon_packed import (
     ConfigError,
     DataflowConfig,
     DataflowLoader,
+    Distributor,
+    EnergonDistributor,
     JointLoader,
     MapDistributor,
+    MixtureDistributor,
     PackedDataset,
     PoolPacker,
     SequentialPacker,
     ThroughputMetrics,
     get_raw_loader,
 )
-from tests.internals import DemoDataset, check_order, cli
+from tests.internals import DemoDataset, StoredTokens, check_order, cli
 from tests.loading.flows import FEATURES, energon_folder, feature, signature
 from tests.printed import printed_json
 
@@ -68,6 +72,54 @@ def test_a_row_without_targets_has_no_samples_in_the_log(tmp_path: Path) -> None
     found = check_order(tmp_path)
     assert found.problems == []
     assert (found.steps, found.samples, sum(found.sources.values())) == (15, 13, 13)
+
+
+def _repeated_blend(folder: Path) -> Path:
+    blend = {"blend_epochized": [{"path": str(energon_folder(folder, 12)), "repetitions": 2}]}
+    plain = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    (folder / "blend.yaml").write_text(yaml.safe_dump({**plain, "splits": {"train": blend}}))
+    return folder / "blend.yaml"
+
+
+def _packs_of(folder: Path) -> PackedDataset:
+    return PackedDataset(_repeated_blend(folder), StoredTokens(), check_encoder=False)
+
+
+REPEATING: dict[str, Callable[[Path], Distributor]] = {
+    "repetitions, by Energon": lambda folder: EnergonDistributor(_repeated_blend(folder)),
+    "repetitions, by index": lambda folder: MapDistributor(_packs_of(folder)),
+    "repeat": lambda folder: MapDistributor(DATA[:12], repeat=True),
+    "weights": lambda folder: MixtureDistributor(
+        [MapDistributor(DATA[:2]), MapDistributor(DATA[2:12])], [1, 1], repeat=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPEATING)
+def test_samples_that_weights_repeat_are_not_twice(tmp_path: Path, name: str) -> None:
+    distributor = REPEATING[name](tmp_path)
+    for rank in range(2):
+        packer, log = SequentialPacker(16), tmp_path / "log"
+        loader = DataflowLoader(distributor, packer=packer, rank=rank, world_size=2, order_log=log)
+        ids = [ident for batch in itertools.islice(loader, 12) for ident in batch.ids]
+    assert len(set(ids)) <= 12
+    found = check_order(tmp_path / "log")
+    assert found.problems == []
+    assert found.samples > 12
+    # A sample that a second shard reads without weights is still a problem.
+    file = tmp_path / "log" / "order-00001.jsonl"
+    file.write_text(file.read_text().replace(', "repeats": true', ""))
+    assert any("samples are twice" in problem for problem in check_order(tmp_path / "log").problems)
+
+
+def test_an_id_of_two_datasets_is_not_twice(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    folders = [EnergonDistributor(energon_folder(tmp_path / name, 3)) for name in ("a", "b")]
+    log = tmp_path / "log"
+    ids = [batch.ids for batch in DataflowLoader(MixtureDistributor(folders, [1, 1]), order_log=log)]
+    assert sorted(ids) == 2 * [["s0"]] + 2 * [["s1"]] + 2 * [["s2"]]
+    assert check_order(log).problems == []
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,9 @@ def test_options_that_only_pack_uses_are_no_error_and_unknown_ones_are(tokens: P
     file.write_text(yaml.safe_dump(base | {"overlong": "cut"}))
     with pytest.raises(ConfigError, match="`overlong` must be one of drop, error, truncate, split, got 'cut'"):
         DataflowConfig.from_yaml(file)
+    file.write_text(yaml.safe_dump(base | {"dataset_type": "vision"}))
+    with pytest.raises(ConfigError, match="unknown option 'dataset_type'; remove it .*dataset_format is the file for"):
+        DataflowConfig.from_yaml(file)
     file.write_text(yaml.safe_dump(base | {"pakcing_length": 3}))
     with pytest.raises(ConfigError, match="unknown option 'pakcing_length'; did you mean packing_length"):
         DataflowConfig.from_yaml(file)

@@ -17,7 +17,7 @@ from energon_packed import (
     get_packed_loader,
 )
 from tests.canary import Canary, changed, dataset_yaml, packed_texts
-from tests.internals import make_blend, write_metadataset
+from tests.internals import check_trusted, make_blend, write_metadataset
 
 NAMED = {"part_filter": "sample_loader.py:part_filter", "sample_loader": "sample_loader.py:sample_loader"}
 OPTIONS: dict[str, Any] = {"epochs": 1, "num_workers": 0, "shuffle": False}
@@ -103,6 +103,31 @@ def test_objects_are_made_nowhere(dataset: Path, canary: Canary) -> None:
     assert not canary.sang()
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("more", [{}, {"__module__": "os", "__function__": "getcwd"}])
+def test_names_and_counts_in_another_encoding_are_refused_in_one_line(
+    dataset: Path, tmp_path: Path, encoding: str, more: dict[str, str]
+) -> None:
+    """JSON may be UTF-16, which Energon reads, and in which `__module__` has other bytes."""
+    meta, blend = dataset / ".nv-meta", tmp_path / "blend.yaml"
+    reference = {"path": str(dataset), "split_config": "other.json"}
+    plain = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    blend.write_text(yaml.safe_dump({**plain, "splits": {"train": reference}}))
+    split = yaml.safe_load((meta / "split.yaml").read_text())
+    info = json.loads((meta / ".info.json").read_text())
+    refused = r"must be UTF-8, got another encoding|names os\.getcwd"
+    for name, value, path in (("other.json", split, blend), (".info.json", info, dataset)):
+        content = json.dumps(value | ({"more": more} if more else {})).encode(encoding)
+        with changed(dataset, name, content):
+            if encoding.startswith("utf-8") and not more:
+                check_trusted(path)
+                continue
+            with pytest.raises(EnergonPackedError, match=refused) as raised:
+                check_trusted(path)
+            assert "\n" not in str(raised.value)
+            assert name in str(raised.value)
+
+
 def test_the_datasets_behind_a_metadataset_are_looked_at(dataset: Path, canary: Canary, tmp_path: Path) -> None:
     inner, outer = tmp_path / "inner.yaml", tmp_path / "outer.yaml"
     write_metadataset(make_blend([(dataset, 1.0)], epochized=True), inner)
@@ -175,8 +200,6 @@ def test_a_dataset_config_in_another_place(dataset: Path, canary: Canary, tmp_pa
 
 
 def test_crude_data_and_fields_by_name_are_not_code(dataset: Path, tmp_path: Path) -> None:
-    from tests.internals import check_trusted
-
     check_trusted(dataset, dataset_config="crude.yaml")
     with changed(dataset, "dataset.yaml", dataset_yaml(field_map={"text": "txt"})):
         check_trusted(dataset)

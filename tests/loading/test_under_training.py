@@ -1,6 +1,7 @@
 """Trouble while a job trains: one clear error, or the data that it began with. No hang, no mixture, no short epoch."""
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -329,6 +330,79 @@ def test_a_killed_worker_is_one_error_and_the_state_is_good(tmp_path: Path, read
             batches.state_dict()
     else:
         assert [tokens(batch) for batch in batches] == whole[len(read) :]
+
+
+@pytest.mark.parametrize("reader", RESUMING)
+def test_a_worker_killed_in_the_training_step_is_one_error_and_ends_the_others(tmp_path: Path, reader: Reader) -> None:
+    path = packed(tmp_path)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(
+        WorkerError, match=r"^a worker process of .* \(pid \d+\) is killed by signal: Killed: .*new loader.$"
+    ):
+        for _ in reader(path, 2):
+            workers = set(multiprocessing.active_children()) - before
+            assert len(workers) == 2
+            os.kill(next(iter(workers)).pid, signal.SIGKILL)  # type: ignore[arg-type]
+            time.sleep(60)  # the training step, which the signal interrupts
+    for worker in workers:
+        worker.join(60)
+    assert not set(multiprocessing.active_children()) - before
+
+
+def test_a_killed_worker_of_a_dataloader_of_the_user_stays_the_error_of_torch(tmp_path: Path) -> None:
+    next(iter(by_dataflow(packed(tmp_path), 1)))  # replaces the handler of torch
+    batches = iter(torch.utils.data.DataLoader(range(100), num_workers=1))  # type: ignore[arg-type]
+    next(batches)
+    with pytest.raises(RuntimeError, match="DataLoader worker .* is killed by signal") as raised:
+        os.kill(batches._workers[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        time.sleep(60)
+    assert not isinstance(raised.value, WorkerError)
+
+
+class TwoArguments(EnergonPackedError):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+class WithMessage(Exception):
+    message = "of the class"
+
+
+class Raising(StoredTokens):
+    """Raises an error for record r13 that another process cannot restore."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def encode_row(self, ids: Any, input_ids: Any, labels: Any, cu_seqlens: Any) -> Any:
+        class Local(Exception):
+            pass
+
+        class LocalOfThePackage(EnergonPackedError):
+            pass
+
+        if "r13" in ids:
+            errors = [Local("the cause"), LocalOfThePackage("the cause"), WithMessage("the cause")]
+            errors.append(TwoArguments("the", "cause"))
+            raise next(error for error in errors if type(error).__name__ == self.kind)
+        return super().encode_row(ids, input_ids, labels, cu_seqlens)
+
+
+@pytest.mark.parametrize("kind", ["Local", "LocalOfThePackage", "WithMessage", "TwoArguments"])
+@pytest.mark.parametrize("reader", [by_energon, by_dataset, by_dataflow, by_stream])
+def test_an_error_that_cannot_be_unpickled_is_sent_as_text(tmp_path: Path, reader: Reader, kind: str) -> None:
+    path = packed(tmp_path)
+    own = kind in ("LocalOfThePackage", "TwoArguments")
+    for workers in (2, 0):
+        with pytest.raises(Exception, match=r"the cause") as raised:
+            read_all(reader(path, workers, Raising(kind), **({"timeout": 20} if workers else {})))
+        if workers:
+            assert type(raised.value) is (EnergonPackedError if own else RuntimeError)
+            assert f"{kind}: the cause" in str(raised.value)
+        else:
+            assert type(raised.value).__name__ == kind
+    del raised
+    gc.collect()  # ends the workers: later tests stop all child processes
 
 
 def test_a_killed_worker_of_stock_torch_is_an_error_too(tmp_path: Path) -> None:

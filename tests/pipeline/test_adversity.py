@@ -90,13 +90,25 @@ def test_a_shard_that_changed_since_it_was_written_is_written_again(build: Any, 
     assert again.manifest.counters["shards_reused"] == len(first.manifest.shards) - 1
 
 
+def test_the_options_in_which_another_run_differs_are_named(build: Any) -> None:
+    records: list[Any] = [{"messages": TURNS}] * 3
+    build(records)
+    with pytest.raises(ConfigError, match=r"another run \(`seed` was 0, now 1, `seq_len` was 256, now 512\)"):
+        build(seq_len=512, seed=1)
+    with pytest.raises(ConfigError, match=r"another run \(the encoder \(tokenizer, template or .*\) differs\)\. Set"):
+        build(loss_on="all")
+    with pytest.raises(ConfigError, match=r"another run \(the content of the input differs, the path or time .* dif"):
+        build(records[:2])
+    assert build(records, overwrite=True)
+
+
 def test_another_image_root_is_another_build(build: Any, tmp_path: Path) -> None:
     for number, name in enumerate("ab"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.png").write_bytes(png(60, 40, number))
     records = [{"images": ["x.png"], "captions": ["c"]}]
     first = build(records, image_root=tmp_path / "a")
-    with pytest.raises(ConfigError, match="contains shards of another run"):
+    with pytest.raises(ConfigError, match=r"contains shards of another run \(`image_root` was .*/a.*, now .*/b"):
         build(image_root=tmp_path / "b")
     second = build(image_root=tmp_path / "b", overwrite=True)
     third = build(image_root=tmp_path / "a", overwrite=True)

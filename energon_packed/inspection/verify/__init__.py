@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from energon_packed.encoding import ChatEncoder
+from energon_packed.encoding.vision.families import ambiguous
 from energon_packed.errors import ConfigError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.files import (
+    NO_MANIFEST,
     TarChecker,
     energon_loads,
     indexes_match,
@@ -24,24 +26,27 @@ from energon_packed.inspection.verify.files import (
 from energon_packed.inspection.verify.packs import PackChecker, contents_checks
 from energon_packed.pipeline.engine import LocalEngine, Progress
 
-__all__ = ["Check", "verify"]
+__all__ = ["NO_MANIFEST", "Check", "verify"]
 
 
 def verify(
     folder: PackedFolder,
     encoder: ChatEncoder | None,
     *,
+    not_encoded: str = "there is no encoder",
     min_utilization: float | None = None,
     processes: int = 1,
     progress: Progress | None = None,
 ) -> Iterator[Check]:
     """Run all checks, and yield each result when it is complete.
 
-    Checks that need packing.json are skipped if there is none.
+    Checks that cannot run, such as checks that need a missing packing.json, are yielded with `not_checked`.
 
     Args:
         folder: dataset.
-        encoder: encoder of the dataset, to encode every sample again; None skips that.
+        encoder: encoder of the dataset, to encode every sample again; None skips that. If its `factor` is ambiguous,
+            only samples without images are encoded.
+        not_encoded: why `encoder` is None, for the check of the encoded samples.
         min_utilization: minimum mean share of a row that tokens fill, 0 to 1.
         processes: number of tars read in parallel.
         progress: notified of every tar while the packs are read.
@@ -53,6 +58,9 @@ def verify(
     if min_utilization is not None and (manifest is None or manifest.algorithm == "none"):
         reason = "has no packing.json" if manifest is None else "stores single samples"
         raise ConfigError(f"{folder.path} {reason}, so it has no utilization. Omit `min_utilization`.")
+    if encoder is not None and encoder.vision is not None and (layouts := encoder.vision.ambiguous_layouts):
+        # `pack` needs only the factor to measure images; encoding needs the patch size.
+        not_encoded = f"`factor` {ambiguous(layouts)}. Pass `patch_size`, `vision_family` or `processor`"
     progress = progress or Progress()
     engine = LocalEngine(processes)
     yield shards_match(folder)
@@ -68,10 +76,12 @@ def verify(
         scans += [scan] if scan is not None else []
     intact.summary = f"{sum(tar.stat().st_size for tar in known):,} bytes"
     yield intact
-    yield indexes_match(folder, scans)
-    yield keys_are_unique(scans)
+    # Only intact tars are read further: the others would repeat the problem found above.
+    missing = max(len(known), len(entries)) - len(scans)
+    unread = f"{missing:,} tars are missing or damaged" if missing else "" if scans else "there is no tar"
+    yield indexes_match(folder, scans, unread)
+    yield keys_are_unique(scans, unread)
 
-    # Only intact tars are decoded: the others would repeat the problem found above.
     progress.start("packs", len(scans), "tars")
     contents = []
     with closing(engine.run(PackChecker(folder.codec, encoder, manifest), scans)) as results:
@@ -80,9 +90,8 @@ def verify(
             progress.advance(1)
     progress.stop()
     contents.sort(key=lambda tar: tar.name)
-    yield from contents_checks(folder, contents, fast=encoder is None)
-    if manifest is not None:
-        yield rejects_match(folder, manifest)
+    yield from contents_checks(folder, contents, unread, not_encoded)
+    yield rejects_match(folder)
     if manifest is not None and min_utilization is not None:
         yield utilization_is_at_least(manifest, min_utilization)
     # Last, because it imports Energon and runs the generated sample_loader.py.

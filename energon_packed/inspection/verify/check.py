@@ -14,6 +14,7 @@ class Check:
         problems: first five violations, with the file name.
         summary: amount that was checked, such as "12 packs".
         count: total number of violations.
+        not_checked: why the condition was not checked, or only for a part of the dataset; "" if it was checked.
         remedy: command that repairs it: `pack`, `nv-meta`, or `check-images` for `pack --check-images full`.
     """
 
@@ -21,6 +22,7 @@ class Check:
     problems: list[str] = field(default_factory=list)
     summary: str = ""
     count: int = 0
+    not_checked: str = ""
     remedy: str = "pack"
 
     def fail(self, problem: str) -> None:
@@ -35,6 +37,6 @@ class Check:
         self.problems = (self.problems + other.problems)[:_MAX_LISTED]
 
     @property
-    def passed(self) -> bool:
-        """True without violations."""
-        return self.count == 0
+    def passed(self) -> bool | None:
+        """False with violations; None without violations if the condition was not checked; else True."""
+        return False if self.count else None if self.not_checked else True

@@ -29,6 +29,8 @@ from energon_packed.shards.nv_meta import CRUDE, loader_files
 from energon_packed.shards.scan import TarScan, scan_tar
 from energon_packed.shards.tar import ShardRows
 
+NO_MANIFEST = "there is no packing.json"  # why a check of its counts did not run
+
 
 def shards_match(folder: PackedFolder) -> Check:
     """Check that the tars on disk match packing.json and split.yaml."""
@@ -88,9 +90,10 @@ class TarChecker:
         return tar, check, None if scan.problems else scan
 
 
-def indexes_match(folder: PackedFolder, scans: Sequence[TarScan]) -> Check:
-    """Check that the indexes of valid tars match their headers."""
-    check = Check(".tar.idx, index.sqlite and .info.json match the members", remedy="nv-meta")
+def indexes_match(folder: PackedFolder, scans: Sequence[TarScan], unread: str) -> Check:
+    """Check that the indexes of valid tars match their headers; `unread` names the other tars."""
+    name = ".tar.idx, index.sqlite and .info.json match the members"
+    check = Check(name, not_checked=unread, remedy="nv-meta")
     meta = folder.path / NV_META
     # Rows of damaged tars cannot be compared; their damage is reported by the check of the tars.
     rows = {scan.path.name: scan.rows() for scan in scans}
@@ -160,9 +163,9 @@ def _compare(check: Check, tar: str, table: str, expected: Sequence[Any], actual
             return  # one shifted row shifts all later rows
 
 
-def keys_are_unique(scans: Sequence[TarScan]) -> Check:
-    """Check that no two packs share a key."""
-    check = Check("keys are unique in the dataset")
+def keys_are_unique(scans: Sequence[TarScan], unread: str) -> Check:
+    """Check that no two packs share a key; `unread` names the tars without a scan."""
+    check = Check("keys are unique in the dataset", not_checked=unread)
     owner: dict[str, str] = {}
     for scan in scans:
         for key in scan.rows().keys:
@@ -173,9 +176,13 @@ def keys_are_unique(scans: Sequence[TarScan]) -> Check:
     return check
 
 
-def rejects_match(folder: PackedFolder, manifest: PackingManifest) -> Check:
+def rejects_match(folder: PackedFolder) -> Check:
     """Check that the counts in packing.json add up and match rejects.jsonl for each reason."""
     check = Check("records = packed + rejected, and rejects.jsonl matches")
+    manifest = folder.manifest
+    if manifest is None:
+        check.not_checked = NO_MANIFEST
+        return check
     rejected = sum(manifest.rejects.values())
     check.summary = f"{manifest.records:,} records"
     packed = manifest.packed - manifest.fragments + manifest.records_split
@@ -184,7 +191,7 @@ def rejects_match(folder: PackedFolder, manifest: PackingManifest) -> Check:
     # Training does not need the file, so it may be missing after a copy of the shards.
     file = folder.path.parent / "rejects.jsonl"
     if not file.is_file():
-        check.summary += "; rejects.jsonl not found"
+        check.not_checked = "there is no rejects.jsonl"
         return check
     try:
         reasons = Counter(orjson.loads(line)["reason"] for line in file.read_bytes().splitlines())

@@ -23,6 +23,7 @@ from energon_packed.flavors import load_pack
 from energon_packed.formats import Codec, StoredSample
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
+from energon_packed.inspection.verify.files import NO_MANIFEST
 from energon_packed.loading.process import checked_sample
 from energon_packed.pipeline.chunks import FRAGMENT, PACKED, TRUNCATED
 from energon_packed.records import Conversation
@@ -61,7 +62,8 @@ class PackChecker:
 
     Attributes:
         codec: codec of the flavor.
-        encoder: encoder of the dataset, to encode every sample again; None skips that.
+        encoder: encoder of the dataset, to encode every sample again; None skips that. If its `factor` is ambiguous,
+            only samples without images are encoded.
         manifest: content of packing.json; None if a third-party tool packed the dataset.
     """
 
@@ -103,11 +105,17 @@ class PackChecker:
                     contents.images.fail(f"{pack}, sample {sample.conversation.id}: {error}")
         encoded: list[EncodedSample | Reject | None] = [None] * len(samples)
         if self.encoder is not None:
-            encoded = [*self.encoder.encode_many([sample.conversation for sample in samples])]
+            ambiguous = self.encoder.vision is not None and self.encoder.vision.ambiguous_layouts
+            places = [place for place, sample in enumerate(samples) if not (ambiguous and sample.conversation.images)]
+            results = self.encoder.encode_many([samples[place].conversation for place in places])
+            for place, result in zip(places, results, strict=True):
+                encoded[place] = result
+            contents.counts["encoded samples"] += len(places)
         lengths = [self._length(contents, key, *pair) for pair in zip(samples, encoded, strict=True)]
         # -1: neither recorded nor encoded.
         known = np.array([length for length in lengths if length > 0], dtype=np.int64)
         contents.counts["tokens"] += int(known.sum())
+        contents.counts["unknown lengths"] += len(samples) - len(known)
         if self.manifest is None:
             return
         padded = round_up(known, self.manifest.pad_multiple)
@@ -150,13 +158,16 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: bool) -> Iterator[Check]:
+def contents_checks(
+    folder: PackedFolder, contents: list[TarContents], unread: str, not_encoded: str
+) -> Iterator[Check]:
     """Join the checks of all tars.
 
     Args:
         folder: dataset.
         contents: contents of its intact tars, sorted by name.
-        fast: samples were not encoded again.
+        unread: which tars are not among the contents, for a message; "" if all are.
+        not_encoded: why samples were not encoded again, if any were not.
     """
     manifest = folder.manifest
     total = sum((tar.counts for tar in contents), Counter[str]())
@@ -166,43 +177,49 @@ def contents_checks(folder: PackedFolder, contents: list[TarContents], *, fast: 
         "packs": f"{total['packs']:,} packs",
         "images": f"{total['images']:,} images",
         "fit": f"{manifest.seq_len:,} tokens" if manifest else "",
-        "encoded": f"{total['samples']:,} samples",
+        "encoded": f"{total['encoded samples']:,} of {total['samples']:,} samples",
     }
     for name, summary in summaries.items():
         check: Check = getattr(joined, name)
-        check.summary = summary
+        check.summary, check.not_checked = summary, unread
         for tar in contents:
             check.add(getattr(tar, name))
     # Not every image was decoded while packing, so a bad image in an intact tar was bad in the input.
     if manifest is not None and (manifest.images_decoded or 0) < manifest.images:
         joined.images.remedy = "check-images"
+    unknown = f"{total['unknown lengths']:,} samples have no recorded length" if total["unknown lengths"] else ""
+    if total["encoded samples"] == total["samples"]:
+        not_encoded, joined.encoded.summary = "", f"{total['samples']:,} samples"
+    joined.encoded.not_checked = not_encoded or unread
+    joined.fit.not_checked = (NO_MANIFEST if manifest is None else unknown) or unread
     yield joined.packs
-    if manifest is not None:
-        yield _every_sample_once(folder, contents)
+    yield _every_sample_once(folder, contents, unread)
     yield joined.images
-    if manifest is not None:
-        yield joined.fit
-    if fast:
-        joined.encoded.name += ": skipped"
-        joined.encoded.summary = "--fast" if manifest else "--fast, or no packing.json and no --tokenizer"
+    yield joined.fit
     yield joined.encoded
     if manifest is None:
-        return
-    yield _sums(manifest, contents, total, encoded=not fast)
-    if folder.codec.packed and len(contents) == len(manifest.shards):
-        yield _samples_share_rows(folder.codec, manifest, contents, total)
+        yield Check("sums match packing.json", not_checked=NO_MANIFEST)
+    else:
+        yield _sums(manifest, contents, total, unknown, not_encoded)
+    if folder.codec.packed:
+        yield _samples_share_rows(folder, contents, total, unknown or unread)
 
 
-def _samples_share_rows(
-    codec: Codec, manifest: PackingManifest, contents: list[TarContents], total: Counter[str]
-) -> Check:
-    """Check that packs contain more than one sample, if two samples would fit a row."""
+def _samples_share_rows(folder: PackedFolder, contents: list[TarContents], total: Counter[str], unknown: str) -> Check:
+    """Check that packs contain more than one sample, if two samples would fit a row; `unknown` names other samples."""
     check = Check("samples share rows", summary=f"{total['samples'] / max(total['packs'], 1):.2f} samples a pack")
-    # Planners that keep the input order may leave two samples apart that would fit.
-    in_order = manifest.algorithm not in ("bfd", "ffd")
-    # The kind of media is unknown for flavors that store tokens.
-    unknown_kinds = manifest.group_by == "media" and codec.stores_tokens
-    if total["samples"] > total["packs"] or in_order or unknown_kinds or manifest.max_samples_per_pack == 1:
+    manifest = folder.manifest
+    if total["samples"] > total["packs"] or (manifest is not None and manifest.max_samples_per_pack == 1):
+        return check
+    if manifest is None:
+        check.not_checked = NO_MANIFEST
+    elif manifest.algorithm not in ("bfd", "ffd"):
+        check.not_checked = f"the planner {manifest.algorithm} may leave two samples apart that would fit a row"
+    elif manifest.group_by == "media" and folder.codec.stores_tokens:
+        check.not_checked = "samples of tokens do not store their kind of media"
+    else:
+        check.not_checked = unknown
+    if manifest is None or check.not_checked:
         return check
     # If the two shortest samples of a kind do not fit one row together, no two samples do.
     for kind in {kind for tar in contents for kind in tar.shortest}:
@@ -217,10 +234,17 @@ def _samples_share_rows(
     return check
 
 
-def _every_sample_once(folder: PackedFolder, contents: list[TarContents]) -> Check:
+def _every_sample_once(folder: PackedFolder, contents: list[TarContents], unread: str) -> Check:
     """Check that each sample id is packed as often as lengths.parquet lists it as packed."""
-    check = Check("every sample is packed exactly once")
-    recorded = _recorded_ids(folder)
+    check = Check("every sample is packed exactly once", not_checked=unread)
+    if folder.manifest is None:
+        check.not_checked = NO_MANIFEST
+        return check
+    try:
+        recorded = _recorded_ids(folder)
+    except (OSError, pa.ArrowInvalid, KeyError) as error:
+        check.fail(f"lengths.parquet cannot be read: {error}")
+        return check
     packs: dict[str, str] = {}  # the last pack of each sample id
     times: Counter[str] = Counter()
     contents_seen: Counter[tuple[str, int]] = Counter()
@@ -242,8 +266,8 @@ def _every_sample_once(folder: PackedFolder, contents: list[TarContents]) -> Che
         if times[ident] < count:
             check.fail(f"sample {ident} is listed as packed in lengths.parquet, but is in no intact tar")
     check.summary = f"{times.total():,} samples"
-    if recorded is None:
-        check.summary += "; there is no lengths.parquet"
+    if recorded is None and not unread:
+        check.not_checked = "there is no lengths.parquet, so only repeated samples are found"
     return check
 
 
@@ -255,12 +279,17 @@ def _checksum(conversation: Conversation) -> int:
     return zlib.crc32("\0".join(strings).encode(errors="replace"))
 
 
-def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter[str], *, encoded: bool) -> Check:
-    """Check that the counts of the packs match packing.json, for each shard and in total."""
-    check = Check("sums match packing.json", summary=f"{total['tokens']:,} tokens")
+def _sums(
+    manifest: PackingManifest, contents: list[TarContents], total: Counter[str], unknown: str, not_encoded: str
+) -> Check:
+    """Check that the counts of the packs match packing.json, for each shard and in total.
+
+    Sums of tokens are not compared if samples have an `unknown` length, and of targets if they are `not_encoded`.
+    """
+    check = Check("sums match packing.json", summary=f"{total['tokens']:,} tokens", not_checked=unknown)
     entries: dict[str, Any] = {shard.name: shard for shard in manifest.shards}
     for tar in contents:
-        for name in ("packs", "samples", "tokens"):
+        for name in ("packs", "samples") if unknown else ("packs", "samples", "tokens"):
             recorded = getattr(entries[tar.name], name)
             if tar.counts[name] != recorded:
                 check.fail(f"{tar.name} has {tar.counts[name]} {name}, packing.json has {recorded}")
@@ -268,10 +297,11 @@ def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter
     totals = {
         "packs": manifest.packs,
         "samples": manifest.packed,
-        "tokens": manifest.tokens,
         "images": manifest.images,
     }
-    if encoded and manifest.supervised_tokens is not None:
+    if not unknown:
+        totals["tokens"] = manifest.tokens
+    if not not_encoded and manifest.supervised_tokens is not None:
         totals["supervised tokens"] = manifest.supervised_tokens
     for name, recorded in totals.items():
         if total[name] != recorded:
@@ -286,10 +316,10 @@ def _sums(manifest: PackingManifest, contents: list[TarContents], total: Counter
 
 def _recorded_ids(folder: PackedFolder) -> Counter[str] | None:
     """Count the packed records and fragments of each id in lengths.parquet; None without this file."""
-    try:
-        table = pq.read_table(folder.path.parent / "lengths.parquet", columns=["id", "status"])
+    file = folder.path.parent / "lengths.parquet"
     # The file is not needed for training, and may not be copied with the shards.
-    except (OSError, pa.ArrowInvalid):
+    if not file.exists():
         return None
+    table = pq.read_table(file, columns=["id", "status"])
     pairs = zip(table["id"].to_pylist(), table["status"].to_pylist(), strict=True)
     return Counter(ident for ident, status in pairs if status in (PACKED, TRUNCATED, FRAGMENT))

@@ -9,6 +9,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.loading import PackedDataset
 from energon_packed.loading.ranks import all_gather_object
+from energon_packed.loading.state import refuse_as_dataset
 
 _BY_LENGTH = ("group_by_length", "batch_rebalance")
 
@@ -64,6 +65,8 @@ def check_training_arguments(args: TrainingArguments, data: Any, *, lengths_know
     Raises:
         ConfigError: one line for each wrong argument, with the value to set.
     """
+    if hasattr(data, "rest_of_epoch"):  # every loader of this package
+        refuse_as_dataset(type(data).__name__)
     strategy = args.train_sampling_strategy
     wrong = _of_any_data(args, data)
     if strategy in _BY_LENGTH and not (lengths_known and strategy == "group_by_length"):

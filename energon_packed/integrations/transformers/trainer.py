@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.accelerate import prepared_loader
-from energon_packed.integrations.isolation import check_isolation
+from energon_packed.integrations.isolation import check_isolation, check_positions
 from energon_packed.integrations.transformers.arguments import check_training_arguments
 from energon_packed.integrations.transformers.stream import LoaderState, TrainerStream, TrainerStreamCallback
 from energon_packed.loading import Collator, DataflowLoader, MapDistributor, PackedDataset, PlannedDataset
@@ -168,11 +168,20 @@ class PackedTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss as in Trainer; during evaluation, add the mean over the targets of the row to the sum."""
-        if self._sums is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        targets = (inputs["labels"][..., 1:] != -100).sum()
-        loss, outputs = super().compute_loss(model, inputs, True, None)
+        """Compute the loss as in Trainer; during evaluation, add the mean over the targets of the row to the sum.
+
+        Raises:
+            ConfigError: the rows have M-RoPE positions, and the model does not.
+        """
+        try:
+            if self._sums is None:
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            targets = (inputs["labels"][..., 1:] != -100).sum()
+            loss, outputs = super().compute_loss(model, inputs, True, None)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if (positions := inputs.get("position_ids")) is not None:
+                check_positions(model, positions, error)
+            raise
         if targets:
             pair = torch.stack([loss.detach().mean().double() * targets, targets.double()])
             self._sums += pair.to(self._sums.device)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, NoReturn, TypedDict, Unpack
 
 import torch
 
@@ -33,8 +33,16 @@ from energon_packed.loading.failures import FailureLog, watched
 from energon_packed.loading.order_log import OrderLog
 from energon_packed.loading.packers import Packer, PlannedPacker, SimpleBatcher
 from energon_packed.loading.ranks import check_not_resharded, check_rank, has_group, resolve_rank, warn_uneven
-from energon_packed.loading.state import check_state, damage_named, is_left, iterate_epoch, make_state, states_of
-from energon_packed.options import make
+from energon_packed.loading.state import (
+    check_state,
+    damage_named,
+    is_left,
+    iterate_epoch,
+    make_state,
+    refuse_as_dataset,
+    states_of,
+)
+from energon_packed.options import check_type, make
 
 _log = logging.getLogger(__name__)
 _REFUSED = {
@@ -97,9 +105,9 @@ class LoaderOptions(RunOptions, total=False):
 
 
 def _check_contradictions(
-    distributor: Any, packer: Packer | None, batch_size: int | None, options: Mapping[str, Any]
+    distributor: Any, processor: Any, packer: Any, collator: Any, batch_size: int | None, options: Mapping[str, Any]
 ) -> None:
-    """Refuse options that contradict the roles.
+    """Refuse objects of another class as a role, and options that contradict the roles.
 
     Raises:
         ConfigError: the message names the option to remove.
@@ -112,6 +120,9 @@ def _check_contradictions(
             f"`distributor` must be a Distributor, got {type(distributor).__name__}. Wrap map-style data in "
             "MapDistributor(data), iterables in IterableDistributor(data)."
         )
+    check_type("processor", processor, Processor, "Pass a Processor, such as ChatEncoder.from_pretrained(DIR).")
+    check_type("packer", packer, Packer, "Pass a Packer, such as PoolPacker(4096).")
+    check_type("collator", collator, Collator, "Pass a Collator, such as PaddingFreeCollator().")
     if batch_size is not None and packer is not None:
         raise ConfigError(
             f"Pass either `batch_size` or `packer`, not both (got batch_size={batch_size} and "
@@ -274,7 +285,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         num_workers: int = 0,
         **options: Unpack[LoaderOptions],
     ) -> None:
-        _check_contradictions(distributor, packer, batch_size, options)
+        _check_contradictions(distributor, processor, packer, collator, batch_size, options)
         torch_names = TorchOptions.__annotations__
         of_torch: dict[str, Any] = {name: value for name, value in options.items() if name in torch_names}
         own = {name: value for name, value in options.items() if name not in torch_names}
@@ -303,9 +314,10 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         if mask and not planned:
             raise ConfigError("`even_ranks` 'mask' needs items with a global order, got a stream. Use 'off'.")
         self._plan: PlannedSteps | StreamSteps = PlannedSteps(*common, mask=mask) if planned else StreamSteps(*common)
-        self._order_log = (
-            None if settings.order_log is None else OrderLog(Path(settings.order_log), self._rank, planned=planned)
-        )
+        self._order_log = None
+        if settings.order_log is not None:
+            repeats = distributor.repeats or distributor.infinite
+            self._order_log = OrderLog(Path(settings.order_log), self._rank, planned=planned, repeats=repeats)
         self._position: Any = self._plan.begin(0)
         self._yielded = 0  # batches of the epoch
         self._empty_epochs = 0  # in succession
@@ -382,6 +394,10 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         except BaseException:
             self._iterator = self._steps = None
             raise
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Raise ConfigError: a loader is not a map-style dataset."""
+        refuse_as_dataset(type(self).__name__)
 
     def __len__(self) -> int:
         """Return the number of batches of this rank in one epoch.

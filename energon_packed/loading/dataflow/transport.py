@@ -31,6 +31,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from energon_packed.errors import EnergonPackedError
+from energon_packed.loading.failures import sendable
 from energon_packed.system import resource_error
 
 _LARGE = 1 << 20  # bytes of a tensor above which shared memory is cheaper than a copy through a pipe
@@ -203,10 +204,12 @@ def guarded(steps: Iterator[Any], worker: int) -> Iterator[Any]:
     try:
         yield from steps
     except EnergonPackedError as error:  # torch would turn it into a traceback
-        yield error
+        yield sendable(error)
     except Exception as error:
         where = f"in DataLoader worker process {worker}"
-        yield resource_error(error, where) or ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+        sent = sendable(error)
+        info = (type(sent), sent, sent.__traceback__)
+        yield resource_error(error, where) or ExceptionWrapper(info, where=where)  # type: ignore[no-untyped-call]
 
 
 def round_robin(received: Iterator[Message], first: int, counts: WorkerProgress) -> Iterator[Any]:

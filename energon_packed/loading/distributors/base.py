@@ -39,6 +39,7 @@ class Distributor(ABC):
         can_seek: items after the current item can be read again. False for one-shot iterators: such a stream cannot
             be saved while a packer buffers samples out of order.
         infinite: the items of a shard never end.
+        repeats: an epoch may have an item several times, by weights or `repeat`; then the order log compares no ids.
         read_ahead: items that are read and encoded together.
         readers: readers of its records, for reports of rejected records; () for other items.
         schedule: weights that may change during an epoch; None if they do not change.
@@ -46,6 +47,7 @@ class Distributor(ABC):
 
     can_seek: bool = True
     infinite: bool = False
+    repeats: bool = False
     read_ahead: int = 32
     readers: Sequence[RecordReader] = ()
     schedule: WeightSchedule | None = None

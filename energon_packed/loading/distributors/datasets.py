@@ -59,6 +59,7 @@ class MapDistributor(Distributor):
             dataset, shuffle=shuffle, cost=None if balance is None else cost or CostModel(), repeat=repeat
         )
         self.infinite = repeat
+        self.repeats = repeat or getattr(dataset, "repeats", False)
 
     @property
     def dataset(self) -> Any:

@@ -16,7 +16,7 @@ from energon_packed.loading.energon.source import EnergonSource, reading
 from energon_packed.loading.energon.states import dataset_fingerprint, from_plain, to_plain
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.failures import reraise_with_location
-from energon_packed.loading.manifests import OpenedSplits, loaded_splits
+from energon_packed.loading.manifests import OpenedSplits, loaded_splits, repeats_packs
 from energon_packed.loading.ranks import ShardSpec
 
 # Items between two states of Energon's dataset. A state is large (the shuffle buffer), and a resumed dataset reads and
@@ -49,10 +49,11 @@ class EnergonDistributor(Distributor):
         shuffle_buffer_size: int = 64,
         trust_sample_loader: bool = False,
     ) -> None:
-        folders = loaded_splits(Path(path), split, trusted=trust_sample_loader)
+        folders = loaded_splits(path, split, trusted=trust_sample_loader)
         self._opened = OpenedSplits(folders)
         self.path = Path(path) if Path(path).is_file() else folders[0].path
         self.infinite = repeat
+        self.repeats = repeat or repeats_packs(folders)
         self._config = LoaderConfig(
             split=split,
             epochs=None if repeat else 1,

@@ -65,6 +65,7 @@ class MixtureDistributor(Distributor):
         self.repeat = repeat
         self.can_seek = all(child.can_seek for child in distributors)
         self.infinite = repeat or any(child.infinite for child in distributors)
+        self.repeats = repeat or any(child.repeats for child in distributors)
         self.readers = [reader for child in distributors for reader in child.readers]
         self.read_ahead = min(child.read_ahead for child in distributors)
         self.names = [str(name) for name in (range(len(weights)) if names is None else names)]

@@ -1,6 +1,7 @@
 """Settings of `get_packed_loader`: LoaderConfig checks them, LoaderSettings types them as keyword arguments."""
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, TypedDict
 
 from energon_packed.errors import ConfigError
@@ -100,6 +101,8 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         for name, minimum in _MINIMUM.items():
             value = getattr(self, name)
+            if not isinstance(value, Real | None):
+                raise ConfigError(f"`{name}` must be a number, got {value!r}.")
             if value is not None and value < minimum:
                 raise ConfigError(f"`{name}` must be at least {minimum}, got {value}.")
         if self.epochs not in (None, 1):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.energon import get_savable_loader
@@ -12,7 +12,7 @@ from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.energon.faults import NAME, patch_result_queue, raise_with_file_name
 from energon_packed.loading.energon.source import READING, EnergonSource
 from energon_packed.loading.energon.states import dataset_fingerprint, from_plain, redistribute, to_plain
-from energon_packed.loading.failures import FailureLog, end_workers, in_one_line, lost_worker
+from energon_packed.loading.failures import FailureLog, end_workers, in_one_line, lost_worker, watch_workers
 from energon_packed.loading.ranks import check_not_resharded, check_rank
 from energon_packed.loading.state import (
     GATHERED,
@@ -24,6 +24,7 @@ from energon_packed.loading.state import (
     is_left,
     iterate_epoch,
     make_state,
+    refuse_as_dataset,
     states_of,
 )
 
@@ -135,6 +136,10 @@ class PackedLoader:
         check_not_resharded(worker_config.world_size)
         return PackedIterator(self, iterate_epoch(self.rest_of_epoch, empty=int(self._steps > 0)))
 
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Raise ConfigError: a loader is not a map-style dataset."""
+        refuse_as_dataset(type(self).__name__)
+
     def __len__(self) -> int:
         """Return the batches of this rank in one epoch of `epochs=1`, if no pack fails to load.
 
@@ -144,7 +149,8 @@ class PackedLoader:
         config = self._source.config
         if config.epochs is None or config.on_the_fly:
             raise TypeError(
-                "len() is undefined for `epochs=None` or on-the-fly packing. Count steps, or set `epochs=1`."
+                "len() is undefined for `epochs=None` or on-the-fly packing. Count steps, or set `epochs=1`. "
+                "A Trainer needs TrainerStream(loader) as `train_dataset`."
             )
         return self.epoch_steps or len(self.energon_loader)
 
@@ -317,6 +323,7 @@ class PackedLoader:
                             batch = next(batches, None)
                         if batch is None:
                             return
+                        watch_workers(self._loader._iterator, NAME)  # torch's iterator starts with the first batch
                         yield batch
                 except (OSError, EOFError) as error:
                     if (failure := self._worker_failure(error)) is not None:

@@ -16,7 +16,7 @@ from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.manifests import LoadedSplit, OpenedSplits, common_seq_len, loaded_splits, processor_for
 from energon_packed.loading.packers import BalancedPoolPacker, Packer, PoolPacker
-from energon_packed.options import make
+from energon_packed.options import check_type, make
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +52,11 @@ def get_packed_loader(
     """
     if config is not None and settings:
         raise ConfigError(f"Pass either `config` or settings such as `{next(iter(settings))}`, not both.")
+    check_type("config", config, LoaderConfig, "Pass LoaderConfig(...), or its fields as settings.")
+    check_type("collator", collator, Collator, "Pass a Collator, such as PaddingFreeCollator().")
+    check_type("packer", packer, Packer, "Pass a Packer, such as PoolPacker(4096).")
     config = config or make(LoaderConfig, dict(settings))
-    splits = loaded_splits(Path(path), config.split, trusted=config.trust_sample_loader)
+    splits = loaded_splits(path, config.split, trusted=config.trust_sample_loader)
     seq_len = common_seq_len(splits, config.seq_len)
     processor = processor_for(splits, encoder, check=config.check_encoder)
     collator = collator or PaddingFreeCollator()
