@@ -15,6 +15,7 @@ from energon_packed.formats import codec_for
 from energon_packed.pipeline.options import AUTO, CAPTIONING, InputOptions, part_suffix
 from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, normalize
+from energon_packed.records.normalize import RecordWeight
 from energon_packed.sources import Source, SourceRecord, open_sources
 
 
@@ -28,6 +29,7 @@ class RecordReader:
         use_patch_positions: False ignores the .npy files that records name.
         layout: stricter variant of the flavor, or "".
         part: index of the input part, or None for the complete input.
+        record_weight: meaning of a weight of a record, as in `normalize`.
     """
 
     sources: Sequence[Source]
@@ -35,6 +37,7 @@ class RecordReader:
     use_patch_positions: bool
     layout: str = ""
     part: int | None = None
+    record_weight: RecordWeight = "refuse"
 
     def conversation(self, source: int, row: SourceRecord) -> Conversation:
         """Convert a record to a conversation, whose `id` is None if the record has no id.
@@ -64,7 +67,9 @@ class RecordReader:
         else:
             if not self.use_patch_positions and isinstance(record, Mapping) and "patch_positions" in record:
                 record = {name: value for name, value in record.items() if name != "patch_positions"}
-            conversation = normalize(record, image_root=self.sources[source].image_root)
+            conversation = normalize(
+                record, image_root=self.sources[source].image_root, record_weight=self.record_weight
+            )
         if reading.copy and conversation.id is not None:
             conversation = conversation.named(reading.named(conversation.id))
         if conversation.patch_positions and not self.use_patch_positions:
@@ -157,4 +162,5 @@ def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | N
         use_patch_positions=options.use_patch_positions,
         layout=options.layout or "",
         part=part[0] if part else None,
+        record_weight=options.record_weight,
     )
