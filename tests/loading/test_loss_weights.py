@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.energon import WorkerConfig, get_loader, get_val_dataset
 
@@ -77,6 +77,7 @@ def build(tmp_path: Path, tokenizer_dir: Path) -> Any:
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "last", "all"])
+@settings(max_examples=20)
 @given(weights=st.lists(WEIGHTS, min_size=1, max_size=4).filter(lambda weights: weights[-1] > 0))
 def test_each_token_has_the_weight_of_its_turn(tokenizer_dir: Path, loss_on: Any, weights: list[float]) -> None:
     encoder = _encoder(tokenizer_dir, loss_on)
@@ -175,6 +176,7 @@ def test_a_dataset_with_loss_weights_is_refused_by_releases_that_would_drop_them
         PackingManifest.load(stored)
 
 
+@pytest.mark.parametrize("stored", ["PackedTokensSample"], indirect=True)
 def test_inspect_and_report_show_the_weights(stored: Path, expected: dict[str, list[float]], tmp_path: Path) -> None:
     found: list[list[float]] = []
     for pack_index in range(PackingManifest.load(stored).packs):
@@ -227,6 +229,15 @@ def test_weights_of_tokens_are_packed_and_split(
         assert found == {"k": expected}
     else:  # a fragment repeats a token as context
         assert found == {"k#0": expected[:7], "k#1": [0, *expected[7:]]}
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_fragments_of_raw_records_have_the_weights_of_their_tokens(tmp_path: Path, streaming: bool) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({**TOKENS, "loss_weights": OF_TOKENS, "weight": 2}))
+    config = DataflowConfig(dataset_path=str(data), packing_length=7, overlong="split", record_weight="loss")
+    flow: Any = PackedIterableDataset(config) if streaming else DataflowLoader(MapDistributor(plan_in_memory(config)))
+    assert masks(flow) == {"k#0": [0, 0, 0, 0, 1, 1, 0], "k#1": [0, 2, 4, 0.5, 0.5, 2]}
 
 
 def test_weights_of_one_store_nothing(build: Any, tmp_path: Path, encoder: ChatEncoder) -> None:
