@@ -23,6 +23,7 @@ PLACES = {
     # compiled: kernels without Numba
     "compiled": "compiled:compiled",
     # dataflow: parts that only a failing process, a full pipe or a damaged state would show
+    "encode_pack": "loading.process:encode_pack",
     "ratio": "loading.state:ratio",
     "torch_loader": "loading.dataflow.loader",
     "check_order": "loading.order_log:check_order",
@@ -193,6 +194,7 @@ PLACES = {
     "streams": "files",
     "make_nv_meta": "shards.repair:make_nv_meta",
     "scan_tar": "shards.scan:scan_tar",
+    "manifest_module": "shards.manifest",
     "ShardReader": "shards.reader:ShardReader",
     "TarShardWriter": "shards.tar:TarShardWriter",
     "atomic_path": "files:atomic_path",

@@ -178,15 +178,18 @@ def _show_tokens(console: Console, raw: Mapping[str, Any], encoder: Any, view: P
     rows = token_rows(raw, encoder, codec_for(view.sample_class))
     if as_json:
         for row in rows:
-            echo_json({"key": view.key, **{name: getattr(row, name) for name in row.__slots__}})
+            fields = {name: getattr(row, name) for name in row.__slots__ if name != "weight" or row.weight is not None}
+            echo_json({"key": view.key, **fields})
         return
     console.print(view.key, style="bold", markup=False)
-    table = Table("index", "sample", "token", "text", "label", "position", box=None)
+    columns = ["index", "sample", "token", "text", "label", "position", "weight"]
+    table = Table(*(name for name in columns if name != "weight" or rows[0].weight is not None), box=None)
     for row in rows:
+        weight = [] if row.weight is None else [f"{row.weight:g}"]
         position = " ".join(map(str, row.position))
         style = "green" if row.label >= 0 else ""
         table.add_row(str(row.index), str(row.segment), str(row.token), Text(visible(row.text)), str(row.label),
-                      position, style=style)  # fmt: skip
+                      position, *weight, style=style)  # fmt: skip
     console.print(table)
 
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSamp
 from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
-from energon_packed.encoding.tokenizer import TextTokenizer
+from energon_packed.encoding.tokenizer import TextTokenizer, Weights
 from energon_packed.encoding.vision.families import PatchOrder, VisionFamily
 from energon_packed.encoding.vision.media import MediaSize, measure_media, patch_positions, read_pixels
 from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, expanded
@@ -39,6 +39,7 @@ from energon_packed.records import Conversation
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 
 Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
 _BATCH = 256  # conversations tokenized and checked together
 _NO_MEDIA = MediaSize()
 _NO_VISION = "a record has images, but no image processor is set; pass `processor` or `image_processor`"
@@ -236,6 +237,7 @@ class ChatEncoder(Processor):
             lengths = np.diff(batch.cu_seqlens).tolist()
             # Image tokens are never targets, so the counts are those of the expanded sample.
             targets = targets_per_sample(batch.labels, batch.cu_seqlens).tolist()
+            weighted = batch.weighted()
             for slot, (index, size) in enumerate(zip(indices, sizes, strict=True)):
                 if slot in rejects:
                     results[index] = Measurement.rejected(rejects[slot])
@@ -249,6 +251,7 @@ class ChatEncoder(Processor):
                     sample=self._expanded(conversation, size.runs, batch, slot) if keep_tokens else None,
                     supervised=targets[slot],
                     decoded=size.decoded,
+                    weighted=weighted[slot],
                 )
         return [result for result in results if result is not None]
 
@@ -264,6 +267,7 @@ class ChatEncoder(Processor):
             cu_seqlens=batch.cu_seqlens,
             position_ids=positions,
             token_type_ids=np.zeros_like(batch.input_ids) if self.vision and self.vision.token_types else None,
+            loss_weights=batch.loss_weights,
             image_token_id=self.image_token_id,
             dummy=self.dummy,
         )
@@ -347,23 +351,28 @@ class ChatEncoder(Processor):
                     rendered[index] = self.renderer.render(conversation)
                 except RecordError as error:
                     rejects[index] = error.reject
-        pieces: list[tuple[Int64, Int64] | None] = [None] * len(conversations)
+        pieces: list[tuple[Int64, Int64, Float32 | None] | None] = [None] * len(conversations)
         # Documents and messages are two calls, because only documents get the tokenizer's own special tokens.
         for is_document in (False, True):
             chosen = {index: text for index, text in rendered.items() if text.is_document == is_document}
             if not chosen:
                 continue
             texts, spans = [one.text for one in chosen.values()], [one.spans for one in chosen.values()]
-            tokens = self.text_tokenizer.encode(texts, spans, special=is_document)
+            weights: list[Weights] = [one.weights for one in chosen.values()]
+            tokens = self.text_tokenizer.encode(
+                texts, spans, special=is_document, weights=weights if any(weights) else None
+            )
             labels = np.where(tokens.covered, tokens.input_ids, IGNORE_INDEX)
+            batch = TokenBatch(tokens.input_ids, labels, tokens.cu_seqlens, tokens.weights)
             if len(chosen) == len(conversations):  # the usual case: nothing to reorder or copy
-                return self._checked(conversations, media, TokenBatch(tokens.input_ids, labels, tokens.cu_seqlens))
-            for index, (start, end) in zip(chosen, pairwise(tokens.cu_seqlens.tolist()), strict=True):
-                pieces[index] = (tokens.input_ids[start:end], labels[start:end])
+                return self._checked(conversations, media, batch)
+            for slot, index in enumerate(chosen):
+                pieces[index] = batch.sample(slot)
         for index, conversation in enumerate(conversations):
             if conversation.input_ids is not None:
                 ids = conversation.input_ids
-                pieces[index] = (ids, ids if conversation.labels is None else conversation.labels)
+                labels = ids if conversation.labels is None else conversation.labels
+                pieces[index] = (ids, labels, conversation.loss_weights)
         batch, unusable = self._checked(conversations, media, TokenBatch.joined(pieces))
         return batch, unusable | rejects
 
@@ -380,6 +389,7 @@ class ChatEncoder(Processor):
                 len(c.images) if c.input_ids is None else sum([run.features(token) for run in size.runs])
                 for c, size in zip(conversations, media, strict=True)
             ]
+        batch = batch.scaled([conversation.weight for conversation in conversations])
         batch, rejects = self.rules.check(batch, expected, in_vocabulary=in_vocabulary)
         for index, reject in rejects.items():
             roles = [message.role for message in conversations[index].messages]
@@ -391,14 +401,17 @@ class ChatEncoder(Processor):
         self, conversation: Conversation, runs: Sequence[ImageRun], batch: TokenBatch, slot: int
     ) -> EncodedSample:
         """Sample `slot` of a batch, with all tokens of each image."""
-        ids, labels = batch.sample(slot)
+        ids, labels, weights = batch.sample(slot)
         token = self.image_token_id
         if conversation.input_ids is None and runs:
+            if weights is not None:
+                weights = weights[expanded(ids, np.arange(len(ids)), token, runs)[1]]
             ids, labels = expanded(ids, labels, token, runs)
         return EncodedSample(
             id=conversation.id,
             input_ids=ids,
             labels=labels,
+            loss_weights=weights,
             image_token_id=token,
             token_type_ids=(ids == token).astype(np.int64) if self.vision and self.vision.token_types else None,
         )

@@ -140,6 +140,7 @@ def fragment_of(sample: EncodedSample, fragment: np.void) -> EncodedSample:
         # A fragment starts with text, whose position is equal in t, h and w.
         position_ids=None if positions is None else positions[:, tokens] - positions[:, tokens.start, None],
         token_type_ids=None if types is None else types[tokens],
+        loss_weights=None if sample.loss_weights is None else sample.loss_weights[tokens],
         **_media_of(sample, images),
     )
 

@@ -10,7 +10,7 @@ images need. Measuring, encoding and stored tokens all use it, so they reject th
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import Conversation
 
 Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +33,47 @@ class TokenBatch:
         input_ids: int64 (T,).
         labels: int64 (T,), -100 if not supervised.
         cu_seqlens: int64 (S+1,), boundaries of the samples.
+        loss_weights: float32 (T,), loss weight of each token; None if all weights are 1.
     """
 
     input_ids: Int64
     labels: Int64
     cu_seqlens: Int64
+    loss_weights: Float32 | None = None
 
     @classmethod
-    def joined(cls, pieces: Sequence[tuple[Int64, Int64] | None]) -> "TokenBatch":
-        """Join samples, (input_ids, labels) each; a None, for a rejected sample, becomes a sample of no tokens."""
+    def joined(cls, pieces: Sequence[tuple[Int64, Int64, Float32 | None] | None]) -> "TokenBatch":
+        """Join samples, (input_ids, labels, loss_weights) each; None, a rejected sample, has no tokens then."""
         empty = np.zeros(0, dtype=np.int64)
-        ids = [empty if piece is None else piece[0] for piece in pieces]
-        labels = [empty if piece is None else piece[1] for piece in pieces]
-        cu_seqlens = np.concatenate([[0], np.cumsum([len(piece) for piece in ids])]).astype(np.int64)
+        filled = [(empty, empty, None) if piece is None else piece for piece in pieces]
+        cu_seqlens = np.concatenate([[0], np.cumsum([len(ids) for ids, _, _ in filled])]).astype(np.int64)
+        weights = None
+        if any([own is not None for _, _, own in filled]):
+            weights = np.concatenate([np.ones(len(i), dtype=np.float32) if w is None else w for i, _, w in filled])
         # `empty` leads so that a batch without samples can be concatenated.
-        return cls(np.concatenate([empty, *ids]), np.concatenate([empty, *labels]), cu_seqlens)
+        ids = np.concatenate([empty, *[ids for ids, _, _ in filled]])
+        return cls(ids, np.concatenate([empty, *[labels for _, labels, _ in filled]]), cu_seqlens, weights)
 
-    def sample(self, index: int) -> tuple[Int64, Int64]:
-        """(input_ids, labels) of sample `index`, int64 (L,) each."""
+    def sample(self, index: int) -> tuple[Int64, Int64, Float32 | None]:
+        """(input_ids, labels, loss_weights) of sample `index`, (L,) each."""
         tokens = slice(int(self.cu_seqlens[index]), int(self.cu_seqlens[index + 1]))
-        return self.input_ids[tokens], self.labels[tokens]
+        weights = None if self.loss_weights is None else self.loss_weights[tokens]
+        return self.input_ids[tokens], self.labels[tokens], weights
+
+    def weighted(self) -> list[bool]:
+        """Whether each sample has a target whose loss weight is not 1, S flags."""
+        if self.loss_weights is None:
+            return [False] * (len(self.cu_seqlens) - 1)
+        flags = (self.labels != IGNORE_INDEX) & (self.loss_weights != 1)
+        return [bool(count) for count in _per_sample(flags, self.cu_seqlens)]
+
+    def scaled(self, weights: Sequence[float]) -> "TokenBatch":
+        """Multiply the loss weights of each sample by a number, S numbers."""
+        if all([weight == 1 for weight in weights]):
+            return self
+        scales = np.repeat(np.asarray(weights, dtype=np.float64), np.diff(self.cu_seqlens))
+        scaled = scales if self.loss_weights is None else scales * self.loss_weights
+        return replace(self, loss_weights=scaled.astype(np.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +112,7 @@ class TokenRules:
     def check(
         self, batch: TokenBatch, image_tokens: Sequence[int], *, in_vocabulary: bool = False
     ) -> tuple[TokenBatch, dict[int, Reject]]:
-        """Remove targets at image tokens, and find the samples that cannot be used.
+        """Remove targets at image tokens and of weight 0, and find the samples that cannot be used.
 
         Args:
             batch: S samples.
@@ -118,11 +140,16 @@ class TokenRules:
             self._check_reserved(batch, rejects)
             if counts.any():
                 labels = np.where(is_image, IGNORE_INDEX, labels)
+        weights = batch.loss_weights
+        if weights is not None:
+            labels = np.where(weights == 0, IGNORE_INDEX, labels)
+            if (weights[labels != IGNORE_INDEX] == 1).all():
+                weights = None
         targets = targets_per_sample(labels, batch.cu_seqlens)
         if not targets.all():
             for index in np.flatnonzero(targets == 0).tolist():
                 rejects.setdefault(index, Reject(Reason.NO_SUPERVISED_TOKENS, "no token after the first is a target"))
-        return TokenBatch(batch.input_ids, labels, batch.cu_seqlens), rejects
+        return TokenBatch(batch.input_ids, labels, batch.cu_seqlens, weights), rejects
 
     def _check_ids(self, batch: TokenBatch, rejects: dict[int, Reject]) -> None:
         assert self.vocabulary is not None
@@ -170,6 +197,7 @@ class Measurement:
         sample: its tokens and labels if requested; pixels may be missing.
         supervised: targets among the tokens, as `targets_per_sample` counts them; -1 when unknown.
         decoded: images whose pixels were decoded; the others were checked by header and structure.
+        weighted: its targets have loss weights other than 1.
     """
 
     length: int
@@ -178,6 +206,7 @@ class Measurement:
     sample: EncodedSample | None = None
     supervised: int = -1
     decoded: int = 0
+    weighted: bool = False
 
     @classmethod
     def rejected(cls, reject: Reject) -> "Measurement":
@@ -224,7 +253,12 @@ class Processor(ABC):
         return [self._measure(conversation, keep_tokens) for conversation in conversations]
 
     def encode_row(
-        self, ids: Sequence[str | None], input_ids: Int64, labels: Int64, cu_seqlens: npt.ArrayLike
+        self,
+        ids: Sequence[str | None],
+        input_ids: Int64,
+        labels: Int64,
+        cu_seqlens: npt.ArrayLike,
+        loss_weights: Float32 | None = None,
     ) -> EncodedRow:
         """Return the samples of a row of stored tokens without images; the tokens are unchanged.
 
@@ -233,11 +267,12 @@ class Processor(ABC):
             input_ids: int64 (T,).
             labels: int64 (T,), -100 if not supervised.
             cu_seqlens: (S+1,), boundaries.
+            loss_weights: float32 (T,), loss weight of each token; None if all weights are 1.
 
         Raises:
             RecordError: a sample has no token, or no target after the first token.
         """
-        row = TokenBatch(input_ids, labels, np.asarray(cu_seqlens))
+        row = TokenBatch(input_ids, labels, np.asarray(cu_seqlens), loss_weights)
         # An encoder with the same fingerprint compared the ids with the vocabulary when they were packed.
         batch, rejects = self.rules.check(row, [0] * len(ids), in_vocabulary=True)
         for reject in rejects.values():
@@ -256,6 +291,7 @@ class Processor(ABC):
             input_ids=batch.input_ids,
             labels=batch.labels,
             cu_seqlens=batch.cu_seqlens,
+            loss_weights=batch.loss_weights,
             image_token_id=self.image_token_id,
             dummy=self.dummy,
         )
@@ -293,6 +329,7 @@ class Processor(ABC):
             sample=sample if keep_tokens else None,
             supervised=sample.num_supervised,
             decoded=0 if sample.pixel_values is None and sample.vision_inputs is None else len(conversation.images),
+            weighted=sample.loss_weights is not None,
         )
 
 
@@ -312,4 +349,6 @@ class StoredTokens(Processor):
                 f"sample {conversation.id} has {'text' if ids is None else 'images'}, which an encoder must turn into "
                 "tokens and pixels: pass ChatEncoder.from_pretrained(...)"
             )
-        return self.encode_row([conversation.id], ids, ids if labels is None else labels, [0, len(ids)])[0]
+        batch = TokenBatch(ids, ids if labels is None else labels, np.array([0, len(ids)]), conversation.loss_weights)
+        weights = batch.scaled([conversation.weight]).loss_weights
+        return self.encode_row([conversation.id], ids, batch.labels, batch.cu_seqlens, weights)[0]

@@ -16,6 +16,7 @@ from energon_packed.encoding.special_text import EscapedText, SpecialText
 from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation
+from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
 
 LossOn = Literal["assistant", "last", "all"]
 LOSS_ON: tuple[LossOn, ...] = ("assistant", "last", "all")
@@ -28,11 +29,13 @@ class Rendered(NamedTuple):
         text: the text to tokenize.
         spans: supervised characters, [start, end) each; None supervises every token.
         is_document: the tokenizer adds its own special tokens around it.
+        weights: loss weight of each span, above 0; None if all weights are 1.
     """
 
     text: str
     spans: Sequence[Span] | None
     is_document: bool
+    weights: Sequence[float] | None = None
 
 
 class Renderer:
@@ -135,26 +138,27 @@ class Renderer:
         return Rendered(text, spans, False)
 
     def _weighted(self, conversation: Conversation) -> Rendered:
-        """Render a conversation in which the weights of turns exclude some of them from the loss."""
-        for turn, message in enumerate(conversation.messages):
-            if message.weight not in (0, 1):
+        """Render a conversation whose turns have loss weights; a turn with weight 0 is context."""
+        for turn, (role, _, _, weight) in enumerate(conversation.messages):
+            if not is_loss_weight(weight) or (role != "assistant" and weight not in (0, 1)):
+                wanted = f"0, or a number {LOSS_WEIGHTS}" if role == "assistant" else "0 or 1"
                 raise RecordError(
-                    Reason.UNSUPPORTED_FIELD,
-                    f"turn {turn} has the loss weight {message.weight:g}; use 0 (context) or 1 (target)",
+                    Reason.UNSUPPORTED_FIELD, f"{role} turn {turn} has the loss weight {weight:g}; use {wanted}"
                 )
         messages = self.messages(conversation)
         text, spans = self._render_with_spans(messages, conversation.tools)
         by_turn = self.template.spans_by_turn(text, spans, messages, conversation.tools)
-        weights = {turn: conversation.messages[turn].weight for turn in by_turn}
+        turns = list(by_turn)[-1:] if self.loss_on == "last" else list(by_turn)
+        weighted = [(span, conversation.messages[turn].weight) for turn in turns for span in by_turn[turn]]
         if self.loss_on == "all":
-            context = [span for turn in by_turn if not weights[turn] for span in by_turn[turn]]
             contents = turn_places(text, [message["content"] for message in messages], self.template.image_token)
             others = zip(contents, conversation.messages, strict=True)
-            context += [span for span, m in others if m.role != "assistant" and not m.weight]
-            context.sort()
-            return Rendered(text, _outside(len(text), context), False)
-        turns = list(by_turn)[-1:] if self.loss_on == "last" else list(by_turn)
-        return Rendered(text, [span for turn in turns if weights[turn] for span in by_turn[turn]], False)
+            weighted += [(span, 0.0) for span, m in others if m.role != "assistant" and not m.weight]
+            weighted = _with_rest(len(text), [pair for pair in weighted if pair[1] != 1])
+        weighted = [(span, weight) for span, weight in weighted if weight]
+        weights = [weight for _, weight in weighted]
+        is_fractional = any([weight != 1 for weight in weights])
+        return Rendered(text, [span for span, _ in weighted], False, weights if is_fractional else None)
 
     def _render_with_spans(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
         """Render by the template, and reject a conversation that it does not render completely."""
@@ -206,7 +210,12 @@ class Renderer:
         return [content.replace(IMAGE_PLACEHOLDER, text) for content in contents]
 
 
-def _outside(size: int, spans: Sequence[Span]) -> list[Span]:
-    """Characters of a text of `size` characters that are in none of the spans, which are in order."""
-    edges = [0, *(edge for span in spans for edge in span), size]
-    return [(start, end) for start, end in zip(edges[0::2], edges[1::2], strict=True) if start < end]
+def _with_rest(size: int, weighted: Sequence[tuple[Span, float]]) -> list[tuple[Span, float]]:
+    """The spans of a text of `size` characters with their weights, in order, and weight 1 for the text between."""
+    found, end = list[tuple[Span, float]](), 0
+    for span, weight in [*sorted(weighted), ((size, size), 0.0)]:
+        if end < span[0]:
+            found.append(((end, span[0]), 1.0))
+        found.append((span, weight))
+        end = span[1]
+    return found

@@ -58,6 +58,7 @@ class EncodedSample:
     Attributes:
         input_ids: int64 (L,); an image is a run of the vision family's image token.
         labels: int64 (L,), unshifted: `input_ids` if supervised, else -100.
+        loss_weights: float32 (L,), loss weight of each token, which counts only at targets; None if all weights are 1.
         id: sample name in reports.
         image_token_id: token that represents image features, or None.
         pixel_values: float32 (patches, patch_dim) of all images, or None.
@@ -81,6 +82,7 @@ class EncodedSample:
     patch_positions: npt.NDArray[np.int64] | None = None
     vision_inputs: VisionInputs | None = None
     token_type_ids: npt.NDArray[np.int64] | None = None
+    loss_weights: npt.NDArray[np.float32] | None = None
     source: SampleSource | None = None
     dummy: "EncodedSample | None" = None
 
@@ -127,6 +129,7 @@ class EncodedSample:
             labels=self.labels[:max_length],
             position_ids=None if self.position_ids is None else self.position_ids[:, :max_length],
             token_type_ids=None if self.token_type_ids is None else self.token_type_ids[:max_length],
+            loss_weights=None if self.loss_weights is None else self.loss_weights[:max_length],
         )
         if cut.num_supervised == 0:
             raise RecordError(
@@ -148,6 +151,7 @@ class EncodedRow(Sequence[EncodedSample]):
         cu_seqlens: integers (S+1,), boundaries of the samples.
         position_ids: int64 (3, T), M-RoPE positions, or None.
         token_type_ids: int64 (T,), 1 at image tokens, or None.
+        loss_weights: float32 (T,), loss weight of each token, which counts only at targets; None if all weights are 1.
         image_token_id: token that represents image features, or None.
         dummy: of the first sample that has a dummy, or None.
         source: dataset that all samples come from, or None.
@@ -159,6 +163,7 @@ class EncodedRow(Sequence[EncodedSample]):
     cu_seqlens: npt.NDArray[np.integer]
     position_ids: npt.NDArray[np.int64] | None = None
     token_type_ids: npt.NDArray[np.int64] | None = None
+    loss_weights: npt.NDArray[np.float32] | None = None
     image_token_id: int | None = None
     dummy: EncodedSample | None = None
     source: SampleSource | None = None
@@ -182,6 +187,11 @@ class EncodedRow(Sequence[EncodedSample]):
             # A sample without the column has only text, which has type 0.
             filled = zip(samples, columns, strict=True)
             types = np.concatenate([np.zeros(len(s), dtype=np.int64) if c is None else c for s, c in filled])
+        weights = None
+        if any([sample.loss_weights is not None for sample in samples]):
+            weights = np.concatenate(
+                [np.ones(len(s), dtype=np.float32) if s.loss_weights is None else s.loss_weights for s in samples]
+            )
         cu_seqlens = np.zeros(len(samples) + 1, dtype=np.int64)
         np.cumsum([len(sample) for sample in samples], out=cu_seqlens[1:])
         return cls(
@@ -191,6 +201,7 @@ class EncodedRow(Sequence[EncodedSample]):
             cu_seqlens=cu_seqlens,
             position_ids=np.concatenate(positions, axis=1) if positions else None,
             token_type_ids=types,
+            loss_weights=weights,
             dummy=next((sample.dummy for sample in samples if sample.dummy is not None), None),
             _joined=samples,
         )
@@ -209,6 +220,8 @@ class EncodedRow(Sequence[EncodedSample]):
                 fields["position_ids"] = self.position_ids[:, start:end]
             if self.token_type_ids is not None:
                 fields["token_type_ids"] = self.token_type_ids[start:end]
+            if self.loss_weights is not None:
+                fields["loss_weights"] = self.loss_weights[start:end]
             samples.append(sample)
         return samples
 

@@ -86,14 +86,16 @@ class EscapedTokenizer:
                     "set `allow_special_in_text=True`"
                 )
 
-    def encode(self, text: str, spans: Sequence[Span] | None, *, special: bool) -> tuple[Int64, Bool]:
-        """Tokenize an escaped text; (input_ids int64 (L,), covered bool (L,)) as of `TextTokenizer.encode`."""
+    def encode(
+        self, text: str, spans: Sequence[Span] | None, *, special: bool, weights: Sequence[float] | None = None
+    ) -> tuple[Int64, Any]:
+        """Tokenize an escaped text; (input_ids int64 (L,), covered (L,)) as of `covered_by_offsets`."""
         written, edges = self._written(text)
         encoding = self._backend.encode(written, add_special_tokens=special)
         ids = np.array(encoding.ids, dtype=np.int64)
         if spans is None:
             return ids, np.ones(len(ids), dtype=bool)
-        return ids, covered_by_offsets(encoding, [(edges[start], edges[end]) for start, end in spans])
+        return ids, covered_by_offsets(encoding, [(edges[start], edges[end]) for start, end in spans], weights)
 
     def _written(self, text: str) -> tuple[str, list[int]]:
         """(text that is tokenized, start of each character of `text` in it and the end of the last character)."""
@@ -115,12 +117,15 @@ class EscapedTokenizer:
         return "".join(pieces), list(accumulate(sizes, initial=0))
 
 
-def covered_by_offsets(encoding: Any, spans: Sequence[Span]) -> Bool:
-    """Tokens of a `tokenizers.Encoding` that contain at least one character of a span, bool (L,)."""
+def covered_by_offsets(encoding: Any, spans: Sequence[Span], weights: Sequence[float] | None = None) -> Any:
+    """Tokens of a `tokenizers.Encoding` that contain at least one character of a span, bool (L,).
+
+    With `weights` of the spans, float32 (L,): the weight of the last span of a token, else 0.
+    """
     starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-    covered = np.zeros(len(starts), dtype=bool)
-    for start, end in spans:
-        covered |= (starts < end) & (ends > start)
+    covered = np.zeros(len(starts), dtype=bool if weights is None else np.float32)
+    for i, (start, end) in enumerate(spans):
+        covered[(starts < end) & (ends > start)] = True if weights is None else weights[i]
     return covered
 
 

@@ -41,8 +41,11 @@ from energon_packed.errors import ConfigError, EngineMismatch
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
+Float32 = npt.NDArray[np.float32]
 Spans = Sequence[Span] | None
 """Characters [start, end) of a string; None covers every token, special tokens included."""
+Weights = Sequence[float] | None
+"""Weights of the spans of a string; None if all are 1."""
 _log = logging.getLogger(__name__)
 _NOT_USED = "texts are tokenized by tokenizers, not fastokens: %s"
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
@@ -60,11 +63,13 @@ class TokenizedTexts:
         input_ids: int64 (T,).
         covered: bool (T,), tokens that contain at least one character of a span.
         cu_seqlens: int64 (S+1,), boundaries of the strings.
+        weights: float32 (T,), weight of the last span that covers a token, else 0; None if no weights were passed.
     """
 
     input_ids: Int64
     covered: Bool
     cu_seqlens: Int64
+    weights: Float32 | None = None
 
 
 class TextTokenizer:
@@ -143,41 +148,63 @@ class TextTokenizer:
             self._reject_fast(EngineMismatch(difference))
         self._is_proved = True
 
-    def encode(self, texts: Sequence[str], spans: Sequence[Spans], *, special: bool = False) -> TokenizedTexts:
+    def encode(
+        self,
+        texts: Sequence[str],
+        spans: Sequence[Spans],
+        *,
+        special: bool = False,
+        weights: Sequence[Weights] | None = None,
+    ) -> TokenizedTexts:
         """Tokenize strings in a single batch.
 
         Args:
             texts: S strings.
             spans: spans of each string.
             special: add the tokenizer's own special tokens, such as BOS.
+            weights: weights above 0 of the spans of each string; None returns no weights.
 
         Raises:
             EngineMismatch: both engines tokenized a string to different ids.
         """
         if any([type(text) is EscapedText for text in texts]):
-            return self._encode_escaped(texts, spans, special)
+            return self._encode_escaped(texts, spans, special, weights)
         input_ids, cu_seqlens = self._ids(texts, special)
         self._seen += len(texts)
-        return TokenizedTexts(input_ids, self._covered(texts, spans, input_ids, cu_seqlens), cu_seqlens)
+        found = self._covered(texts, spans, input_ids, cu_seqlens, weights)
+        if weights is None:
+            return TokenizedTexts(input_ids, found, cu_seqlens)
+        return TokenizedTexts(input_ids, found > 0, cu_seqlens, found)
 
     @cached_property
     def _escaped_tokenizer(self) -> EscapedTokenizer:
         return EscapedTokenizer(self.serialized, self._control)  # on first use: few datasets need it
 
-    def _encode_escaped(self, texts: Sequence[str], spans: Sequence[Spans], special: bool) -> TokenizedTexts:
+    def _encode_escaped(
+        self, texts: Sequence[str], spans: Sequence[Spans], special: bool, weights: Sequence[Weights] | None
+    ) -> TokenizedTexts:
         """Tokenize strings of which some are escaped; these always use tokenizers."""
-        pieces: dict[int, tuple[Int64, Bool]] = {}
+        pieces: dict[int, tuple[Int64, Any]] = {}
         others = [i for i, text in enumerate(texts) if type(text) is not EscapedText]
         for i, text in enumerate(texts):
             if type(text) is EscapedText:
-                pieces[i] = self._escaped_tokenizer.encode(text, spans[i], special=special)
+                own = None if weights is None else weights[i]
+                pieces[i] = self._escaped_tokenizer.encode(text, spans[i], special=special, weights=own)
         if others:
-            tokens = self.encode([texts[i] for i in others], [spans[i] for i in others], special=special)
+            tokens = self.encode(
+                [texts[i] for i in others],
+                [spans[i] for i in others],
+                special=special,
+                weights=None if weights is None else [weights[i] for i in others],
+            )
             bounds = tokens.cu_seqlens[1:-1]
-            columns = (np.split(tokens.input_ids, bounds), np.split(tokens.covered, bounds))
+            found = tokens.covered if tokens.weights is None else tokens.weights
+            columns = (np.split(tokens.input_ids, bounds), np.split(found, bounds))
             pieces |= dict(zip(others, zip(*columns, strict=True), strict=True))
         ids, covered = zip(*[pieces[i] for i in range(len(texts))], strict=True)
-        return TokenizedTexts(np.concatenate(ids), np.concatenate(covered), _bounds(ids))
+        joined = np.concatenate(covered)
+        of_tokens = None if weights is None else joined.astype(np.float32)
+        return TokenizedTexts(np.concatenate(ids), joined > 0, _bounds(ids), of_tokens)
 
     def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:
         """Tokenize strings by the engine in use; (input_ids, cu_seqlens) as of `Engine.encode`."""
@@ -257,9 +284,16 @@ class TextTokenizer:
         """Bytes of each token, int32 (vocabulary,); None if tokens have no fixed number of bytes."""
         return _token_bytes(self.backend) if self._is_byte_level else None
 
-    def _covered(self, texts: Sequence[str], spans: Sequence[Spans], ids: Int64, cu_seqlens: Int64) -> Bool:
-        """Tokens that contain a character of a span, bool (T,)."""
-        if all([wanted is None for wanted in spans]):
+    def _covered(
+        self,
+        texts: Sequence[str],
+        spans: Sequence[Spans],
+        ids: Int64,
+        cu_seqlens: Int64,
+        weights: Sequence[Weights] | None,
+    ) -> Any:
+        """Tokens that contain a character of a span, bool (T,), or with `weights` their weights, float32 (T,)."""
+        if weights is None and all([wanted is None for wanted in spans]):
             return np.ones(len(ids), dtype=bool)
         starts = np.zeros(len(ids) + 1, dtype=np.int64)  # first byte of each token in all strings end to end
         if self._token_bytes is not None:
@@ -268,13 +302,18 @@ class TextTokenizer:
         # From the first token that ends after the start of a span, to the last token that starts before its end.
         first = np.searchsorted(starts[1:], edges[0::2], side="right")
         after = np.searchsorted(starts[:-1], edges[1::2], side="left")
-        covered = _filled(len(ids), first, after)
+        values = None
+        if weights is not None:
+            columns = [(s, w) for i, (s, w) in enumerate(zip(spans, weights, strict=True)) if s and i not in others]
+            values = np.array([v for s, w in columns for v in w or [1.0] * len(s)], dtype=np.float32)
+        covered = _filled(len(ids), first, after, values)
         for i, wanted in enumerate(spans):
             if wanted is None:
                 covered[cu_seqlens[i] : cu_seqlens[i + 1]] = True
         for i in others:
             tokens = slice(int(cu_seqlens[i]), int(cu_seqlens[i + 1]))
-            covered[tokens] = self._covered_by_offsets(texts[i], spans[i] or (), ids[tokens])
+            own = None if weights is None else weights[i]
+            covered[tokens] = self._covered_by_offsets(texts[i], spans[i] or (), ids[tokens], own)
         return covered
 
     def _byte_edges(
@@ -316,10 +355,10 @@ class TextTokenizer:
         """Whether the normalizer does not change a string."""
         return not self._form or text.isascii() or unicodedata.is_normalized(self._form, text)  # type: ignore[arg-type]
 
-    def _covered_by_offsets(self, text: str, spans: Sequence[Span], ids: Int64) -> Bool:
+    def _covered_by_offsets(self, text: str, spans: Sequence[Span], ids: Int64, weights: Weights) -> Any:
         encoding = self.backend.encode(text, add_special_tokens=False)
         compare(text, ids, encoding.ids, special=False)
-        return covered_by_offsets(encoding, spans)
+        return covered_by_offsets(encoding, spans, weights)
 
 
 def _bounds(pieces: Sequence[Int64]) -> Int64:
@@ -327,15 +366,17 @@ def _bounds(pieces: Sequence[Int64]) -> Int64:
     return np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])]).astype(np.int64)
 
 
-def _filled(size: int, first: Int64, after: Int64) -> Bool:
-    """Flags that are True in [first, after) of each of K ranges, bool (size,)."""
+def _filled(size: int, first: Int64, after: Int64, values: Float32 | None) -> Any:
+    """Flags that are True in [first, after) of each of K ranges, bool (size,), or the values (K,) of the ranges."""
     if (first[1:] >= after[:-1]).all() and (first <= after).all():  # in order and disjoint, as nearly always
         edges = np.empty(2 * len(first) + 2, dtype=np.int64)
         edges[0], edges[1:-1:2], edges[2:-1:2], edges[-1] = 0, first, after, size
-        return np.repeat(np.arange(2 * len(first) + 1) % 2 == 1, np.diff(edges))
-    filled = np.zeros(size, dtype=bool)
-    for start, end in zip(first.tolist(), after.tolist(), strict=True):
-        filled[start:end] = True
+        filled = np.zeros(2 * len(first) + 1, dtype=bool if values is None else np.float32)
+        filled[1::2] = True if values is None else values
+        return np.repeat(filled, np.diff(edges))
+    filled = np.zeros(size, dtype=bool if values is None else np.float32)
+    for i, (start, end) in enumerate(zip(first.tolist(), after.tolist(), strict=True)):
+        filled[start:end] = True if values is None else values[i]
     return filled
 
 

@@ -20,12 +20,14 @@ class TokenRow(NamedTuple):
         input_ids: int64 (T,).
         labels: int64 (T,), -100 for tokens that are not supervised.
         cu_seqlens: int32 (S+1,), boundaries of the samples.
+        loss_weights: float32 (T,), loss weight of each token; None if all weights are 1.
     """
 
     ids: Sequence[str | None]
     input_ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     cu_seqlens: npt.NDArray[np.int32]
+    loss_weights: npt.NDArray[np.float32] | None = None
 
 
 @edataclass

@@ -33,6 +33,7 @@ class PackedCaptioningSample(PackSample):
         fps: frames per second, or None.
         videos: whether the images are frames of a video, or None.
         weights: weight of each turn in the loss (0 is context), or None.
+        record_weights: factor of the loss weights of each sample, None for 1, or None.
         truncate: tokens that longer samples were truncated to, or None.
         truncated: which samples were truncated, or None.
     """
@@ -49,6 +50,7 @@ class PackedCaptioningSample(PackSample):
     fps: list[float | None] | None = None
     videos: list[bool] | None = None
     weights: list[list[float] | None] | None = None
+    record_weights: list[float | None] | None = None
     truncate: int | None = None
     truncated: list[bool] | None = None
 

@@ -25,6 +25,7 @@ class PackedTokensSample(PackSample):
         images: bytes of the images of each sample.
         ids: ids of the samples.
         patch_positions: bytes of the .npy files of each sample, or None.
+        loss_weights: float32 (T,), loss weight of each target, else 0; None if all weights are 1.
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -33,10 +34,11 @@ class PackedTokensSample(PackSample):
     images: list[list[bytes]]
     ids: list[str | None]
     patch_positions: list[list[bytes]] | None = None
+    loss_weights: npt.NDArray[np.float32] | None = None
 
     def stored_samples(self) -> list[StoredSample]:
         """Return the tokenized samples in order."""
-        return _CODEC.samples(codec_fields(self, ("input_ids", "labels", "cu_seqlens", "ids")))
+        return _CODEC.samples(codec_fields(self, ("input_ids", "labels", "cu_seqlens", "ids", "loss_weights")))
 
     def expected_lengths(self) -> list[int | None]:
         """Return the tokens of each sample."""
@@ -48,7 +50,7 @@ class PackedTokensSample(PackSample):
             return None
         # Whole arrays rather than samples: text packs skip the conversion of each sample.
         ids, labels = self.input_ids.astype(np.int64), self.labels.astype(np.int64)
-        return TokenRow(self.ids, ids, labels, self.cu_seqlens)
+        return TokenRow(self.ids, ids, labels, self.cu_seqlens, self.loss_weights)
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
     {key}.json       images, prompts, captions, sample_count, ids, systems, lengths
                      and, if present: patch_positions, timestamp_decimal, fps, videos, weights (of each turn in the
-                     loss, the system prompt first: 0 is context), truncate, truncated
+                     loss, the system prompt first: 0 is context), record_weights (of each sample in the loss),
+                     truncate, truncated
     {key}.img{i}_{j}.{ext}   original bytes of image j of sample i
     {key}.img{i}_{j}.npy     its patch positions, if present
 
@@ -36,7 +37,7 @@ from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message, nor
 
 _ROLES = ("user", "assistant")  # of the turns after the system prompt, alternating
 _REMEDY = "set `sample_class` to PackedMultiMixQASample"
-COLUMNS = ("ids", "systems", "lengths", "timestamp_decimal", "fps", "videos", "weights", "truncated")
+COLUMNS = ("ids", "systems", "lengths", "timestamp_decimal", "fps", "videos", "weights", "record_weights", "truncated")
 """Optional keys of the json with one entry per sample."""
 
 
@@ -96,6 +97,7 @@ class CaptioningCodec(Codec):
                 "fps": [c.fps for c in conversations],
                 "videos": [c.video for c in conversations],
                 "weights": [_weights(c) for c in conversations],
+                "record_weights": [None if c.weight == 1 else c.weight for c in conversations],
             }
         )
         if samples[0].truncate is not None:  # an option of the run, so all samples have the same value
@@ -158,6 +160,7 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
         id=sample["ids"],
         messages=() if is_text else tuple(messages),
         text=captions[0] if is_text else None,
+        weight=1.0 if sample["record_weights"] is None else sample["record_weights"],
         images=media_references(images),
         patch_positions=byte_references(positions),
         video=bool(sample["videos"]),

@@ -4,8 +4,9 @@
              SAMPLE has id, length, images, and one of
                  messages (role, content, other fields for the chat template, and weight; weight 0 is context)
                  text
-                 input_ids and labels
-             and, if present: tools, patch_positions, video, fps, timestamp_decimal, truncate, truncated
+                 input_ids and labels, and loss_weights (one per token) if any is not 1
+             and, if present: record_weight (factor of the loss weights), tools, patch_positions, video, fps,
+             timestamp_decimal, truncate, truncated
 {key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample; i is 0 in a single sample
 """
 
@@ -107,12 +108,15 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
         value: dict[str, Any] = {"id": c.id, "length": sample.length}
         if c.input_ids is not None:
             value |= {"input_ids": c.input_ids, "labels": c.labels}
+            if c.loss_weights is not None:
+                value["loss_weights"] = c.loss_weights
         elif c.text is not None:
             value["text"] = c.text
         else:
             value["messages"] = [_message_dict(message) for message in c.messages]
         value["images"] = image_names
         more = {
+            "record_weight": None if c.weight == 1 else c.weight,
             "tools": c.tools,
             "patch_positions": position_names,
             "video": c.video,
@@ -134,6 +138,8 @@ def _sample(value: Mapping[str, Any], images: tuple[StoredImage, ...], positions
         text=value.get("text"),
         input_ids=_array(value.get("input_ids")),
         labels=_array(value.get("labels")),
+        loss_weights=None if (weights := value.get("loss_weights")) is None else np.asarray(weights, np.float32),
+        weight=value.get("record_weight", 1.0),
         images=media_references(images),
         patch_positions=byte_references(positions),
         tools=value.get("tools"),

@@ -72,6 +72,11 @@ class LlavaOnevision2Codec(CaptioningCodec):
                 Reason.UNSUPPORTED_FIELD,
                 f"{_READER} trains on every caption, so a turn cannot have a weight; make the other turns a prompt",
             )
+        if conversation.weight != 1:
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD,
+                f"{_READER} has no loss weights, and the record has the weight {conversation.weight:g}; omit `layout`",
+            )
         if any(_VIDEO in message.content for message in conversation.messages):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,

@@ -4,6 +4,8 @@
 {key}.cu_seqlens.npy   int32 (S+1,)
 {key}.loss_spans.npy   int32 (K, 2): tokens [start, end) of the row that are supervised
 {key}.labels.npy       int32 (T,), in place of loss_spans if a label differs from its token
+{key}.weighted_spans.npy   (K,) of start int32, end int32, weight float32: supervised tokens [start, end) and their
+                       loss weight, in place of loss_spans, or beside labels, if a weight is not 1
 {key}.json             sample_count, ids, images, and patch_positions if present
 {key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample
 """
@@ -22,13 +24,16 @@ from energon_packed.errors import FormatError
 from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample, byte_references, media_references
 from energon_packed.formats.parts import has_value, read_files, read_images, read_json, write_json, write_media
 from energon_packed.records import Conversation
+from energon_packed.records.conversation import is_loss_weight
 from energon_packed.seqlens import cu_seqlens_from_lengths
 
 Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
 # .npy 1.0 of int32: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 _OWN_HEADER = b"\x93NUMPY\x01\x00\x76\x00{'descr': '<i4', 'fortran_order': False, 'shape': ("
 _HEADER_SIZE = 128  # 10 bytes of magic, version and length, then 0x76 = 118 bytes
-_ARRAYS = ("input_ids.npy", "cu_seqlens.npy", "loss_spans.npy", "labels.npy")
+_ARRAYS = ("input_ids.npy", "cu_seqlens.npy", "loss_spans.npy", "labels.npy", "weighted_spans.npy")
+_WEIGHTED_SPAN = np.dtype([("start", "<i4"), ("end", "<i4"), ("weight", "<f4")])
 _IGNORE = -100  # label of a token that is not a target, as torch.nn.CrossEntropyLoss ignores it
 
 
@@ -49,8 +54,12 @@ class TokensCodec(Codec):
         """Convert the samples of one pack to its parts."""
         media, images, positions = write_media(samples)
         rows = [_tokens(sample.conversation) for sample in samples]
-        input_ids = np.concatenate([ids for ids, _ in rows])
-        labels = np.concatenate([labels for _, labels in rows])
+        input_ids = np.concatenate([ids for ids, _, _ in rows])
+        labels = np.concatenate([labels for _, labels, _ in rows])
+        spans = None
+        if any([weights is not None for _, _, weights in rows]):
+            filled = [np.ones(len(ids), np.float32) if weights is None else weights for ids, _, weights in rows]
+            spans = weighted_spans(labels, np.concatenate(filled))
         value: dict[str, Any] = {
             "sample_count": len(samples),
             "ids": [sample.conversation.id for sample in samples],
@@ -60,14 +69,19 @@ class TokensCodec(Codec):
             value["patch_positions"] = positions
         # Labels repeat the ids, so a few spans replace 4 bytes per token. Records with custom labels need the array.
         supervised = labels != _IGNORE
-        if (labels[supervised] == input_ids[supervised]).all():
-            target: Part = ("loss_spans.npy", _dump(spans_from_mask(supervised)))
-        else:
-            target = ("labels.npy", _dump(labels))
+        targets: list[Part] = []
+        is_copy = bool((labels[supervised] == input_ids[supervised]).all())
+        if not is_copy:
+            targets.append(("labels.npy", _dump(labels)))
+        if spans is not None:
+            # Not beside loss_spans: releases without loss weights then refuse the pack.
+            targets.append(("weighted_spans.npy", _dump(spans, _WEIGHTED_SPAN)))
+        elif is_copy:
+            targets.append(("loss_spans.npy", _dump(spans_from_mask(supervised))))
         return [
             ("input_ids.npy", _dump(input_ids)),
-            ("cu_seqlens.npy", _dump(cu_seqlens_from_lengths([len(ids) for ids, _ in rows]))),
-            target,
+            ("cu_seqlens.npy", _dump(cu_seqlens_from_lengths([len(ids) for ids, _, _ in rows]))),
+            *targets,
             ("json", write_json(value)),
             *media,
         ]
@@ -78,7 +92,7 @@ class TokensCodec(Codec):
 
     def samples(self, fields: Mapping[str, Any]) -> list[StoredSample]:
         """Return the samples of a row as `fields` returns it."""
-        samples = []
+        samples, weights = [], fields["loss_weights"]
         for i, (start, end) in enumerate(pairwise(fields["cu_seqlens"].tolist())):
             images = fields["images"][i]
             positions = fields["patch_positions"][i] if fields["patch_positions"] else ()
@@ -86,6 +100,7 @@ class TokensCodec(Codec):
                 id=fields["ids"][i],
                 input_ids=fields["input_ids"][start:end].astype(np.int64),
                 labels=fields["labels"][start:end].astype(np.int64),
+                loss_weights=None if weights is None else weights[start:end],
                 images=media_references(images),
                 patch_positions=byte_references(positions),
             )
@@ -98,8 +113,17 @@ class TokensCodec(Codec):
         """Return the int32 arrays of the row, `images` as StoredImage, bytes of .npy files, and ids."""
         value = read_json(raw)
         input_ids = _load(raw, "input_ids.npy")
+        weights = None
+        if "weighted_spans.npy" in raw:
+            weights = np.zeros(len(input_ids), dtype=np.float32)
+            for start, end, weight in _load(raw, "weighted_spans.npy", _WEIGHTED_SPAN).tolist():
+                if not (weight and is_loss_weight(weight)):
+                    raise FormatError(f"{raw.get('__key__')}.weighted_spans.npy has the loss weight {weight:g}")
+                weights[start:end] = weight
         if "labels.npy" in raw:
             labels = _load(raw, "labels.npy")
+        elif weights is not None:
+            labels = np.where(weights > 0, input_ids, np.int32(_IGNORE))
         else:
             labels = np.full_like(input_ids, _IGNORE)
             for start, end in _load(raw, "loss_spans.npy").tolist():
@@ -107,6 +131,7 @@ class TokensCodec(Codec):
         return {
             "input_ids": input_ids,
             "labels": labels,
+            "loss_weights": weights,
             "cu_seqlens": _load(raw, "cu_seqlens.npy"),
             "images": read_images(raw, value["images"]),
             "patch_positions": read_files(raw, value["patch_positions"]) if value.get("patch_positions") else None,
@@ -128,15 +153,34 @@ def spans_from_mask(mask: npt.NDArray[np.bool_]) -> Int32:
     return edges.reshape(-1, 2).astype(np.int32)
 
 
-def _tokens(conversation: Conversation) -> tuple[Any, Any]:
-    ids, labels = conversation.input_ids, conversation.labels
+def weighted_spans(labels: npt.NDArray[Any], weights: Float32) -> npt.NDArray[np.void] | None:
+    """Return the runs of targets of equal loss weight, (K,) of (start, end, weight); None if all weights are 1.
+
+    Args:
+        labels: int64 (T,), -100 for tokens that are not supervised.
+        weights: float32 (T,), loss weight of each token.
+    """
+    is_target = labels != _IGNORE
+    if (weights[is_target] == 1).all():
+        return None
+    weights = np.where(is_target, weights, np.float32(0))
+    edges = np.flatnonzero(np.diff(weights, prepend=np.nan, append=np.nan))
+    spans = np.zeros(len(edges) - 1, dtype=_WEIGHTED_SPAN)
+    spans["start"], spans["end"], spans["weight"] = edges[:-1], edges[1:], weights[edges[:-1]]
+    return spans[spans["weight"] > 0]
+
+
+def _tokens(conversation: Conversation) -> tuple[Any, Any, Float32 | None]:
+    ids, labels, weights = conversation.input_ids, conversation.labels, conversation.loss_weights
     assert ids is not None, "PackedTokensSample is written from tokenized conversations"
-    return ids, ids if labels is None else labels
+    if conversation.weight != 1:
+        weights = np.full(len(ids), conversation.weight, np.float32) * (1 if weights is None else weights)
+    return ids, ids if labels is None else labels, weights
 
 
-def _dump(array: npt.NDArray[Any]) -> bytes:
+def _dump(array: npt.NDArray[Any], dtype: npt.DTypeLike = "<i4") -> bytes:
     out = io.BytesIO()
-    np.lib.format.write_array(out, np.ascontiguousarray(array, dtype="<i4"), version=(1, 0), allow_pickle=False)
+    np.lib.format.write_array(out, np.ascontiguousarray(array, dtype=dtype), version=(1, 0), allow_pickle=False)
     return out.getvalue()
 
 
@@ -147,10 +191,10 @@ def _shape(header: bytes) -> tuple[int, ...]:
     return tuple([int(number) for number in header[size : header.index(b")", size)].split(b",") if number.strip()])
 
 
-def _load(raw: RawPack, name: str) -> Int32:
+def _load(raw: RawPack, name: str, dtype: npt.DTypeLike = np.int32) -> npt.NDArray[Any]:
     value = raw.get(name)
     if isinstance(value, np.ndarray):  # a decoder has parsed the part
-        return value.astype(np.int32)
+        return value.astype(dtype)
     if value is None:
         raise FormatError(f"{raw.get('__key__')} has no {name}; is this a PackedTokensSample?")
     try:
@@ -159,6 +203,6 @@ def _load(raw: RawPack, name: str) -> Int32:
             shape = _shape(bytes(value[:_HEADER_SIZE]))
             if len(value) - _HEADER_SIZE == 4 * math.prod(shape):
                 return np.frombuffer(value, dtype="<i4", offset=_HEADER_SIZE).reshape(shape)
-        return np.asarray(np.lib.format.read_array(io.BytesIO(value), allow_pickle=False), dtype=np.int32)
+        return np.asarray(np.lib.format.read_array(io.BytesIO(value), allow_pickle=False), dtype=dtype)
     except (ValueError, MemoryError, OverflowError) as error:
         raise FormatError(f"{raw.get('__key__')}.{name}: {error}") from error

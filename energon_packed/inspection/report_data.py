@@ -24,6 +24,7 @@ from energon_packed.formats import Codec, codec_for
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.tokens import KINDS, MappedPack, map_pack
 from energon_packed.inspection.view import PackView, view_pack
+from energon_packed.pipeline.chunks import WEIGHTED
 from energon_packed.records import MediaReference
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import counted_manifest
@@ -283,6 +284,8 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
         yield "image settings", _vision(data)
     if data.is_counted:
         return
+    if weighted := m.notes.get(WEIGHTED):
+        yield "loss weights", f"other than 0 and 1 in {weighted:,} records"
     yield "supervised text (loss_on)", str(m.encoder.get("loss_on", "decided by the Processor"))
     if data.is_packed:
         limit = "any number of" if m.max_samples_per_pack is None else f"at most {m.max_samples_per_pack:,}"

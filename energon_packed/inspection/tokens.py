@@ -145,6 +145,7 @@ class TokenRow:
         text: text of the token.
         label: label, -100 if the token is not supervised.
         position: position ids: (position,), or (text, t, h, w) with M-RoPE.
+        weight: its entry of `loss_mask`; None in a pack without loss weights.
     """
 
     index: int
@@ -153,6 +154,7 @@ class TokenRow:
     text: str
     label: int
     position: tuple[int, ...]
+    weight: float | None = None
 
 
 def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None = None) -> list[TokenRow]:
@@ -170,8 +172,9 @@ def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None
     positions = batch.position_ids.reshape(-1, len(ids)).T.tolist()
     segments = segment_ids_from_cu_seqlens(np.asarray(batch.cu_seqlens)).tolist()
     strings = [encoder.parts.backend.id_to_token(token) for token in ids]
-    columns = zip(segments, ids, strings, batch.labels[0].tolist(), positions, strict=True)
+    weights = [None] * len(ids) if batch.loss_weights is None else batch.loss_mask[0].tolist()
+    columns = zip(segments, ids, strings, batch.labels[0].tolist(), positions, weights, strict=True)
     return [
-        TokenRow(index, segment, token, str(string), label, tuple(position))
-        for index, (segment, token, string, label, position) in enumerate(columns)
+        TokenRow(index, segment, token, str(string), label, tuple(position), weight)
+        for index, (segment, token, string, label, position, weight) in enumerate(columns)
     ]

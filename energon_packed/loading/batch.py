@@ -37,7 +37,8 @@ class PackedBatch(Batch):
         input_ids: int64 (1, T).
         labels: int64 (1, T), unshifted, -100 for unsupervised tokens; the first token of a sample is never a target,
             because no token of the same sample predicts it.
-        loss_mask: float32 (1, T), weight of each target (1 unless the collator sets `loss_weighting`), 0 elsewhere.
+        loss_mask: float32 (1, T), weight of each target, 0 elsewhere: the product of the loss weight in its record and
+            of the weight by the collator's `loss_weighting`, both 1 by default.
         position_ids: int64 (1, T), restarting at 0 in each sample; (4, 1, T) for M-RoPE models: the text row,
             then t, h and w.
         cu_seqlens: int32 (S+1,), without padding between samples; a padding tail counts as one more segment.
@@ -57,6 +58,8 @@ class PackedBatch(Batch):
         vision_dims: the dimension along which the tensors of the samples are joined, by name of the argument.
         vision_places: slices of each sample in `vision_inputs`, by name of the argument; None without images.
         token_type_ids: int64 (1, T), 1 at image tokens, for models that need it; or None.
+        loss_weights: float32 (1, T), loss weight of each token in its record, a factor of `loss_mask`; None if all
+            weights are 1.
     """
 
     input_ids: torch.Tensor
@@ -77,6 +80,7 @@ class PackedBatch(Batch):
     vision_dims: dict[str, int] = field(default_factory=dict)
     vision_places: list[dict[str, tuple[slice, ...]] | None] = field(default_factory=list)
     token_type_ids: torch.Tensor | None = None
+    loss_weights: torch.Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -138,7 +142,7 @@ class PackedBatch(Batch):
             changed.vision_inputs = {name: change(name, value) for name, value in self.vision_inputs.items()}
         return changed
 
-    def transformers_inputs(self) -> dict[str, Any]:
+    def transformers_inputs(self, *, weighted_loss: bool = False) -> dict[str, Any]:
         """Arguments for a Hugging Face causal language model or Qwen-VL model.
 
         Labels are unshifted; Transformers shifts them. There is no attention mask and the cache is disabled, because
@@ -147,12 +151,22 @@ class PackedBatch(Batch):
         each token, is for convolutions and state spaces; it is present if the row has several segments.
         Some models ignore these boundaries: see `check_isolation`.
 
-        The loss that Transformers computes from `labels` weights all targets equally; with another `loss_weighting`,
-        use `batch.loss(model(...).logits)`.
+        The loss that Transformers computes from `labels` weights all targets equally. With loss weights of records or
+        another `loss_weighting`, use `batch.loss(model(**batch.transformers_inputs(weighted_loss=True)).logits)`.
+
+        Args:
+            weighted_loss: the caller computes the loss from `loss_mask`, as `loss` does, and not from `labels`.
 
         Raises:
-            BatchError: several samples and an image, for a model that needs `token_type_ids` (Gemma 3).
+            BatchError: records have loss weights, and `weighted_loss` is not set; or several samples and an image, for
+                a model that needs `token_type_ids` (Gemma 3).
         """
+        if self.loss_weights is not None and not weighted_loss:
+            raise BatchError(
+                "`weighted_loss` must be True for records with loss weights, got False: a model's own loss ignores "
+                "`loss_mask`. Use batch.loss(model(**batch.transformers_inputs(weighted_loss=True)).logits), or "
+                "PackedTrainer."
+            )
         bounds = self._bounds()
         if self.token_type_ids is not None and len(bounds) > 2 and self.token_type_ids.any():
             raise BatchError(
@@ -189,7 +203,7 @@ class PackedBatch(Batch):
         Args:
             logits: (1, T, vocabulary), model output for this row.
         """
-        # The weights sum to the number of targets, so this is the mean of Transformers if all weights are 1.
+        # If all weights are 1, this is the mean of Transformers.
         losses, weights = self._losses(logits)
         total = weights.sum()
         return (losses * weights).sum() / torch.where(total > 0, total, 1.0)  # 0 without targets, instead of NaN
@@ -219,6 +233,7 @@ class PackedBatch(Batch):
         """
         starts, lengths = self._bounds().tolist(), self.cu_seqlens.diff().tolist()
         pixels, positions, types = self.pixel_values, self.patch_positions, self.token_type_ids
+        weights = self.loss_weights
         samples, image, patch = [], 0, 0
         for index, ident in enumerate(self.ids):
             row = slice(starts[index], starts[index] + lengths[index])
@@ -238,6 +253,7 @@ class PackedBatch(Batch):
                     patch_positions=None if grid is None or positions is None else positions[patches].cpu().numpy(),
                     vision_inputs=self._vision_inputs_of(index),
                     token_type_ids=None if types is None else types[0, row].cpu().numpy(),
+                    loss_weights=None if weights is None else weights[0, row].cpu().numpy(),
                     source=self.sources[index],
                 )
             )

@@ -70,7 +70,7 @@ class Collator(ABC):
         of `transformers_inputs()`, samples as a PackedBatch.
 
         Raises:
-            BatchError: as `collate`, or the dict cannot represent the collator's loss weights.
+            BatchError: as `collate`, or the dict cannot represent the loss weights.
             ConfigError: accelerate reads with `dispatch_batches=True`, which would split rows between ranks.
         """
         if refused := dispatch_refusal():
@@ -108,8 +108,9 @@ class PaddingFreeCollator(Collator):
         loss_weighting: how the loss is weighted across samples. With n_i targets in sample i and N in the row,
             each target of i has the weight N * f(n_i) / sum_j(n_j * f(n_j)), where f(n) is 1 for `token` (all targets
             count equally), 1/n for `sample` (all samples count equally) and 1/sqrt(n) for `sqrt` (in between;
-            "square averaging" in Z. Chen et al., InternVL 2.5, 2024). The weights are in `loss_mask` and sum to N, so
-            the loss is sum(loss * loss_mask) / sum(loss_mask).
+            "square averaging" in Z. Chen et al., InternVL 2.5, 2024). These weights sum to N. `loss_mask` has their
+            product with the loss weights of the records (`EncodedSample.loss_weights`), so the loss is
+            sum(loss * loss_mask) / sum(loss_mask).
         pixel_dtype: torch.float32 or torch.bfloat16, dtype of `pixel_values`; bfloat16 needs half the memory, and a
             model in bfloat16 rounds to it anyway. None keeps the dtype of the image processor, float32.
         dummy_images: which rows without images get a minimal dummy image, as padding in the tail segment, so that
@@ -204,6 +205,12 @@ class PaddingFreeCollator(Collator):
         if not is_target.any():
             names = ", ".join(map(str, row.ids))
             raise BatchError(f"No token of {names} is a target. Pack with another `loss_on`, or remove these samples.")
+        loss_mask = self._weights(is_target, bounds)
+        weights = None
+        if row.loss_weights is not None:
+            weights = np.zeros(total, dtype=np.float32)
+            weights[real] = row.loss_weights
+            loss_mask *= weights
         # Kernels read `cu_seqlens` without the padding between samples, and the tail is a segment in both.
         unpadded = np.append(lengths, tail) if tail else lengths
         with_images = row.pictured if dummy is None else [dummy]
@@ -212,7 +219,8 @@ class PaddingFreeCollator(Collator):
             __restore_key__=(),
             input_ids=_row(input_ids),
             labels=_row(labels),
-            loss_mask=_row(self._weights(is_target, bounds)),
+            loss_mask=_row(loss_mask),
+            loss_weights=None if weights is None else _row(weights),
             position_ids=self._positions(row, bounds, real),
             cu_seqlens=torch.from_numpy(cu_seqlens_from_lengths(unpadded) if is_padded_between else bounds),
             cu_seqlens_padded=torch.from_numpy(bounds) if is_padded_between else None,

@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.errors import BatchError, ConfigError
+from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
+from energon_packed.records.fields import shown
 
 PACK = "pack"  # column of the samples in rows of `PackedDataset.to_hf()`
 # The stored column has the pack index. It is called `input_ids`, as trainers remove columns that no model uses.
@@ -29,11 +31,12 @@ def from_features(feature: dict[str, Any]) -> EncodedSample:
 
     Args:
         feature: `input_ids` (L,), a list, array or tensor of integers; `labels` of the same length, else all tokens
-            are targets, as for `transformers.DataCollatorWithFlattening`; `attention_mask`, whose zeros are padding
-            and are removed; `id`; `pixel_values` and `image_grid_thw`; other keys are ignored.
+            are targets, as for `transformers.DataCollatorWithFlattening`; `loss_weights` of the same length;
+            `attention_mask`, whose zeros are padding and are removed; `id`; `pixel_values` and `image_grid_thw`; other
+            keys are ignored.
 
     Raises:
-        BatchError: there is no token, or the lengths differ.
+        BatchError: there is no token, the lengths differ, or a loss weight is invalid.
     """
     ids = _array(feature["input_ids"], "input_ids")
     labels = ids if feature.get("labels") is None else _array(feature["labels"], "labels")
@@ -41,8 +44,9 @@ def from_features(feature: dict[str, Any]) -> EncodedSample:
     # Padding is removed instead of masked: a packed row has none.
     real = np.ones(len(ids), dtype=bool) if mask is None else _array(mask, "attention_mask").astype(bool)
     name = feature.get("id")
-    for column, array in (("labels", labels), ("attention_mask", real)):
-        if len(array) != len(ids):
+    weights = _weights(feature["loss_weights"], name) if feature.get("loss_weights") is not None else None
+    for column, array in (("labels", labels), ("attention_mask", real), ("loss_weights", weights)):
+        if array is not None and len(array) != len(ids):
             raise BatchError(
                 f"Feature {name}: `{column}` must have {len(ids)} values, as `input_ids`, got {len(array)}."
             )
@@ -50,10 +54,14 @@ def from_features(feature: dict[str, Any]) -> EncodedSample:
         raise BatchError(f"Feature {name}: `input_ids` is empty. Remove it.")
     labels = labels[real].copy()
     labels[0] = IGNORE_INDEX  # nothing predicts the first token
+    if weights is not None:
+        weights = weights[real]
+        labels[weights == 0] = IGNORE_INDEX
     return EncodedSample(
         id=None if name is None else str(name),
         input_ids=ids[real],
         labels=labels,
+        loss_weights=weights,
         pixel_values=feature.get("pixel_values"),
         image_grid_thw=feature.get("image_grid_thw"),
     )
@@ -69,6 +77,17 @@ def _array(values: Any, name: str) -> npt.NDArray[np.int64]:
             "sample per feature."
         )
     return array.astype(np.int64)
+
+
+def _weights(values: Any, name: Any) -> npt.NDArray[np.float32]:
+    weights = np.asarray(values, dtype=np.float32)
+    weights = weights[0] if weights.ndim == 2 and len(weights) == 1 else weights
+    if weights.ndim != 1 or not all(map(is_loss_weight, weights.tolist())):
+        raise BatchError(
+            f"Feature {name}: `loss_weights` must be (L,) numbers, each 0 or {LOSS_WEIGHTS}, got "
+            f"{shown(weights.tolist())}."
+        )
+    return weights
 
 
 def hf_dataset(packs: Any) -> Any:

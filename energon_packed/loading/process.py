@@ -46,7 +46,7 @@ def encode_pack(
     if (row := pack.token_row()) is not None:
         # Stored tokens are used as columns, without an object for each sample.
         try:
-            encoded_row = encoder.encode_row(row.ids, row.input_ids, row.labels, row.cu_seqlens)
+            encoded_row = encoder.encode_row(*(row[:4] if row.loss_weights is None else row))
             encoded_row.source = source
             return encoded_row
         except EnergonPackedError:

@@ -6,7 +6,8 @@ tokens. Output: two files that later stages and later runs read; a chunk with co
 NAME.arrow   the columns of SCHEMA, a table row per record; its metadata has the counts of COUNTED, and the paths of
              all media files with a digest of their sizes and times of change
 NAME.tokens  for every measured record its L input_ids and then its L labels, as little-endian int32, without a header;
-             offsets follow from the lengths of the records. With this file, no text is tokenized twice.
+             offsets follow from the lengths of the records. With this file, no text is tokenized twice. If a record
+             has loss weights, the weights of all tokens follow, as little-endian float32.
 
 Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
 """
@@ -34,6 +35,7 @@ from energon_packed.system import most_open
 
 Int64 = npt.NDArray[np.int64]
 _TOKEN = 8  # bytes: an id and a label
+_WEIGHT = 4  # bytes
 _MAX_OPEN = 128  # files that a TokenReader keeps open
 
 
@@ -44,6 +46,8 @@ TRUNCATED = "truncated"
 SPLIT, FRAGMENT = "split", "fragment"
 """Status in lengths.parquet of a record that is packed as fragments, and of each fragment."""
 STATUSES = (PACKED, *(reason.value for reason in Reason))
+WEIGHTED = "loss weights other than 0 and 1"
+"""Note of a record with such weights."""
 SCHEMA = pa.schema(
     {
         "address": pa.int64(),
@@ -245,8 +249,10 @@ def is_measured(chunk: Chunk) -> bool:
         rows = read_rows(chunk.file)
         status = as_numpy(rows["status"], np.int8)
         read_counts(rows)
-        if chunk.keep_tokens and chunk.tokens.stat().st_size != tokens_size(as_numpy(rows["length"], np.int32)):
-            return False
+        if chunk.keep_tokens:
+            size = tokens_size(as_numpy(rows["length"], np.int32))
+            if chunk.tokens.stat().st_size not in (size, size + size // _TOKEN * _WEIGHT):
+                return False
     except (pa.ArrowInvalid, OSError, KeyError):  # damaged, or of an earlier version
         return False
     return not np.isin(status, _FIXABLE).any()
@@ -262,15 +268,19 @@ def tokens_file(rows_file: Path) -> Path:
     return rows_file.with_suffix(".tokens")
 
 
-def write_tokens(file: Path, samples: Iterable[EncodedSample]) -> None:
+def write_tokens(file: Path, samples: Sequence[EncodedSample]) -> None:
     """Write the tokens of the measured records of a chunk, in order; the file appears when it is complete."""
     with atomic_path(file) as temporary, temporary.open("wb") as out:
         for sample in samples:
             out.write(np.concatenate([sample.input_ids, sample.labels]).astype("<i4").tobytes())
+        weights = [sample.loss_weights for sample in samples]
+        if any([own is not None for own in weights]):
+            for sample, own in zip(samples, weights, strict=True):
+                out.write((np.ones(len(sample)) if own is None else own).astype("<f4").tobytes())
 
 
 def tokens_size(lengths: npt.NDArray[np.int32]) -> int:
-    """Bytes of the file of records with these lengths; -1 for a rejected one."""
+    """Bytes of the ids and labels of records with these lengths; -1 for a rejected one."""
     return int(_TOKEN * lengths[lengths > 0].sum(dtype=np.int64))
 
 
@@ -282,11 +292,13 @@ class TokenOffsets:
         files: paths.
         file: int64 (k,), index into `files`.
         offset: int64 (k,), byte in that file.
+        sizes: int64 (files,), bytes of the ids and labels in each file; loss weights follow them.
     """
 
     files: Sequence[Path]
     file: Int64
     offset: Int64
+    sizes: Int64
 
 
 class TokenCache:
@@ -310,7 +322,10 @@ class TokenCache:
         chunk = np.searchsorted(self._starts, rows, side="right") - 1
         offset = _TOKEN * (self._before[rows] - self._before[self._starts[chunk]])
         used, file = np.unique(chunk, return_inverse=True)
-        return TokenOffsets(files=[self._files[index] for index in used.tolist()], file=file, offset=offset)
+        bounds = _TOKEN * self._before[np.append(self._starts, len(self._before) - 1)]
+        sizes = np.diff(bounds)[used]
+        files = [self._files[index] for index in used.tolist()]
+        return TokenOffsets(files=files, file=file, offset=offset, sizes=sizes)
 
 
 class TokenReader:
@@ -322,7 +337,7 @@ class TokenReader:
 
     def __init__(self, refs: TokenOffsets) -> None:
         self._refs = refs
-        self._open: OrderedDict[int, int] = OrderedDict()
+        self._open: OrderedDict[int, tuple[int, bool]] = OrderedDict()  # descriptor, and whether the file has weights
 
     def __enter__(self) -> "TokenReader":
         return self
@@ -330,11 +345,11 @@ class TokenReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for descriptor in self._open.values():
+        for descriptor, _ in self._open.values():
             os.close(descriptor)
 
     def read(self, index: int, length: int, fragment: np.void | None = None) -> EncodedSample:
-        """Read the tokens and labels of a record, or of a fragment of it.
+        """Read the tokens, labels and loss weights of a record, or of a fragment of it.
 
         Args:
             index: index of the record in the `TokenOffsets`.
@@ -347,24 +362,41 @@ class TokenReader:
         offset = int(self._refs.offset[index])
         if fragment is None:  # ids and labels are adjacent
             ids, labels = self._int32(index, offset, 2 * length).reshape(2, length)
-            return EncodedSample(input_ids=ids, labels=labels)
-        offset += _TOKEN // 2 * int(fragment["start"])
+            return EncodedSample(input_ids=ids, labels=labels, loss_weights=self._weights(index, 0, length))
+        start = int(fragment["start"])
+        weights = self._weights(index, start, length)
+        offset += _TOKEN // 2 * start
         labels = self._int32(index, offset + _TOKEN // 2 * int(fragment["total"]), length)
         labels[: fragment["context"]] = IGNORE_INDEX
-        return EncodedSample(input_ids=self._int32(index, offset, length), labels=labels)
+        return EncodedSample(input_ids=self._int32(index, offset, length), labels=labels, loss_weights=weights)
 
     def _int32(self, index: int, offset: int, count: int) -> Int64:
+        return np.frombuffer(self._read(index, offset, count), dtype="<i4").astype(np.int64)
+
+    def _weights(self, index: int, start: int, count: int) -> npt.NDArray[np.float32] | None:
+        """Loss weights of tokens from `start` of a record, float32 (count,); None if the file has none."""
         file = int(self._refs.file[index])
-        content = os.pread(self._descriptor(file), 4 * count, offset)
+        if not self._opened(file)[1]:
+            return None
+        first = int(self._refs.offset[index]) // _TOKEN + start
+        content = self._read(index, int(self._refs.sizes[file]) + _WEIGHT * first, count)
+        return np.frombuffer(content, dtype="<f4").astype(np.float32)
+
+    def _read(self, index: int, offset: int, count: int) -> bytes:
+        """Read `count` numbers of 4 bytes."""
+        file = int(self._refs.file[index])
+        content = os.pread(self._opened(file)[0], 4 * count, offset)
         if len(content) != 4 * count:
             raise OSError(f"{self._refs.files[file]} is truncated: it contains fewer tokens than were measured")
-        return np.frombuffer(content, dtype="<i4").astype(np.int64)
+        return content
 
-    def _descriptor(self, file: int) -> int:
+    def _opened(self, file: int) -> tuple[int, bool]:
+        """Descriptor of a file, and whether it has loss weights."""
         if file not in self._open:
-            self._open[file] = os.open(self._refs.files[file], os.O_RDONLY)
+            descriptor = os.open(self._refs.files[file], os.O_RDONLY)
+            self._open[file] = (descriptor, os.fstat(descriptor).st_size > int(self._refs.sizes[file]))
             if len(self._open) > most_open(_MAX_OPEN):
-                os.close(self._open.popitem(last=False)[1])
+                os.close(self._open.popitem(last=False)[1][0])
         self._open.move_to_end(file)
         return self._open[file]
 

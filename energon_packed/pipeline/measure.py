@@ -26,6 +26,7 @@ from energon_packed.pipeline.chunks import (
     KINDS,
     SCHEMA,
     STATUSES,
+    WEIGHTED,
     Chunk,
     MediaFiles,
     StringCounts,
@@ -244,6 +245,8 @@ class Measurer:
                 counts[name].update(counted)
             if isinstance(encoder, ChatEncoder):
                 counts["notes"].update(note for c in conversations if c for note in encoder.renderer.notes(c))
+            if weighted := sum([measurement.weighted for measurement in measured]):
+                counts["notes"][WEIGHTED] += weighted
             if first is None:
                 names = ("address", "id", "detail")
                 rows_of_batch = zip(*(batch_columns[name] for name in names), results, strict=True)
@@ -317,7 +320,8 @@ def _columns(
 def _text_bytes(conversation: Conversation) -> int:
     """Estimated bytes of a conversation in JSON, from which the planner cuts shards."""
     if conversation.input_ids is not None:
-        return 14 * len(conversation.input_ids) + _JSON_OVERHEAD  # an id and a label, each of 6 digits and a comma
+        # an id and a label, each of 6 digits and a comma, and a weight
+        return (14 if conversation.loss_weights is None else 24) * len(conversation.input_ids) + _JSON_OVERHEAD
     strings = [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
     extra = sum(len(str(m.extra)) for m in conversation.messages if m.extra) + len(str(conversation.tools or ""))
     size = sum(len(string) if string.isascii() else len(string.encode(errors="replace")) for string in strings)

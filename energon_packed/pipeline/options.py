@@ -35,6 +35,7 @@ from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, PretrainedEncoder
 from energon_packed.pipeline.rejects import RejectLimits
 from energon_packed.records import Adapter, FieldMap
+from energon_packed.records.normalize import RECORD_WEIGHT, RecordWeight
 from energon_packed.shards.nv_meta import SPLITS
 from energon_packed.sources import SourceConfig
 from energon_packed.system import available_cores
@@ -299,6 +300,10 @@ class InputOptions(EncoderSettings):
         None, help="Function that makes each record: it returns a record, a Conversation, or None to drop it.",
         group=INPUT, decides="lengths", metavar="MODULE:FUNCTION",
     )  # fmt: skip
+    record_weight: RecordWeight = option(
+        "refuse", help="How to use a weight, sample_weight, loss_weight or loss_scale of a record: refuse rejects the "
+        "record, loss multiplies the loss of its targets.", group=INPUT, choices=RECORD_WEIGHT, decides="lengths",
+    )  # fmt: skip
     trust_sample_loader: bool = option(
         False, help="Run the sample_loader.py of Energon datasets to read them.", group=INPUT
     )
@@ -380,7 +385,9 @@ class InputOptions(EncoderSettings):
 
     def reader_fingerprint(self) -> list[Any]:
         """Values that determine how records are read, for fingerprints: an item for each source."""
-        return [config.key(self.seed) for config in self.source_configs]
+        # The default is left out, so that digests of runs with it never change.
+        weight = [] if self.record_weight == "refuse" else [self.record_weight]
+        return [*[config.key(self.seed) for config in self.source_configs], *weight]
 
     @property
     def codec(self) -> Codec:

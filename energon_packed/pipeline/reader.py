@@ -15,6 +15,7 @@ from energon_packed.formats import codec_for
 from energon_packed.pipeline.options import AUTO, CAPTIONING, InputOptions, part_suffix
 from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, normalize
+from energon_packed.records.normalize import RecordWeight
 from energon_packed.sources import Source, SourceRecord, open_sources
 
 
@@ -29,6 +30,7 @@ class RecordReader:
         layout: stricter variant of the flavor, or "".
         part: index of the input part, or None for the complete input.
         ignored_entries: entries of input folders that are not read, by reason.
+        record_weight: meaning of a weight of a record, as in `normalize`.
     """
 
     sources: Sequence[Source]
@@ -37,6 +39,7 @@ class RecordReader:
     layout: str = ""
     part: int | None = None
     ignored_entries: Sequence[IgnoredEntries] = ()
+    record_weight: RecordWeight = "refuse"
 
     def conversation(self, source: int, row: SourceRecord) -> Conversation:
         """Convert a record to a conversation, whose `id` is None if the record has no id.
@@ -66,7 +69,9 @@ class RecordReader:
         else:
             if not self.use_patch_positions and isinstance(record, Mapping) and "patch_positions" in record:
                 record = {name: value for name, value in record.items() if name != "patch_positions"}
-            conversation = normalize(record, image_root=self.sources[source].image_root)
+            conversation = normalize(
+                record, image_root=self.sources[source].image_root, record_weight=self.record_weight
+            )
         if reading.copy and conversation.id is not None:
             conversation = conversation.named(reading.named(conversation.id))
         if conversation.patch_positions and not self.use_patch_positions:
@@ -162,4 +167,5 @@ def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | N
         use_patch_positions=options.use_patch_positions,
         layout=options.layout or "",
         part=part[0] if part else None,
+        record_weight=options.record_weight,
     )

@@ -16,10 +16,10 @@ from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.workspace import Workspace
 from energon_packed.sources import Source
 from energon_packed.sources.base import changed_at
-from energon_packed.version import FORMAT_VERSION
+from energon_packed.version import UNWEIGHTED_FORMAT_VERSION
 
 # Increase it when a release reads or measures the same record differently: old restart state is then not used.
-_MEASURE_VERSION = 7
+_MEASURE_VERSION = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def compute_fingerprints(
     encoder = options.encoder_loader.load().fingerprint()
     files = digest([source.fingerprint() for source in sources])
     read_as = [(source.reading.config, source.reading.copy) for source in sources]
-    content = [FORMAT_VERSION, files, encoder, part, options.reader_fingerprint(), read_as]
+    content = [UNWEIGHTED_FORMAT_VERSION, files, encoder, part, options.reader_fingerprint(), read_as]
     # An encoder without a fingerprint may return other tokens in the next run: a random token prevents any reuse.
     # Optional values are appended only if set, so that digests of runs without them never change.
     measure = digest(

@@ -24,7 +24,7 @@ from energon_packed.encoding.vision.images import as_jpeg, sniff_extension
 from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, SourceError
 from energon_packed.files import atomic_write
 from energon_packed.formats import StoredImage, StoredSample, codec_for
-from energon_packed.pipeline.chunks import MediaFiles, TokenOffsets, TokenReader
+from energon_packed.pipeline.chunks import WEIGHTED, MediaFiles, TokenOffsets, TokenReader
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan, kept_tokens
 from energon_packed.pipeline.reader import RecordReader
@@ -38,6 +38,7 @@ from energon_packed.shards.nv_meta import write_nv_meta
 from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at
 from energon_packed.system import raise_resource_error
+from energon_packed.version import FORMAT_VERSION, UNWEIGHTED_FORMAT_VERSION
 
 Int64 = npt.NDArray[np.int64]
 _MAX_SOURCES = 200  # separate entries in the manifest; thousands of inputs would make it large
@@ -150,7 +151,11 @@ class ShardWriter:
                     shown = slice(int(fragment["first_image"]), int(fragment["last_image"]))
                     references, images, positions = references[shown], images[shown], positions[shown]
                 conversation = Conversation(
-                    id=ident, input_ids=encoded.input_ids, labels=encoded.labels, images=references
+                    id=ident,
+                    input_ids=encoded.input_ids,
+                    labels=encoded.labels,
+                    loss_weights=encoded.loss_weights,
+                    images=references,
                 )
             elif conversation.id is None:
                 conversation = conversation.named(ident)
@@ -349,6 +354,7 @@ def _manifest(
     cut = np.maximum(entries_of.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
     fragments = entries_of.fragments
     return PackingManifest(
+        format_version=FORMAT_VERSION if table.counts["notes"][WEIGHTED] else UNWEIGHTED_FORMAT_VERSION,
         sample_class=options.sample_class,
         layout=options.layout,
         dataset_module=options.dataset_module,

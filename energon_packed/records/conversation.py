@@ -19,6 +19,10 @@ IMAGE_PLACEHOLDER = "<image>"
 ROLES = ("system", "user", "assistant", "tool")
 EXTRA_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Keys of a message, beside role and content, that are passed to the chat template."""
+# The product of the weights of a record and of its turns must stay a normal float32.
+_LEAST_WEIGHT, _LARGEST_WEIGHT = 1e-9, 1e9
+LOSS_WEIGHTS = "from 1e-9 to 1e9"
+"""Range of loss weights above 0, for messages."""
 _NO_EXTRA: Mapping[str, Any] = {}
 _ROLES = frozenset(ROLES)
 
@@ -30,7 +34,8 @@ class Message(NamedTuple):
         role: one of `ROLES`.
         content: text with one `<image>` per image.
         extra: any of `EXTRA_FIELDS`, unchanged from the record.
-        weight: loss weight of the tokens of an assistant turn; 0 makes the turn context, not a target.
+        weight: loss weight of the tokens of an assistant turn, from 1e-9 to 1e9; 0 makes the turn context, not a
+            target.
     """
 
     role: str
@@ -52,6 +57,8 @@ class Conversation:
         messages: turns in order; a system prompt is the first.
         text: plain text without a chat template, every token supervised.
         input_ids: int64 (L,), already tokenized; `labels` int64 (L,) with -100 for tokens that are not supervised.
+        loss_weights: float32 (L,), loss weight of each of the `input_ids`; None if all weights are 1.
+        weight: factor of the loss weights of all targets.
         images: one per `<image>` placeholder, in order.
         patch_positions: .npy files, int (patches, 3) as (t, h, w): one per image, or fewer that have the patches of
             all images together, such as one of a video; empty when absent.
@@ -70,6 +77,8 @@ class Conversation:
     text: str | None = None
     input_ids: npt.NDArray[np.int64] | None = None
     labels: npt.NDArray[np.int64] | None = None
+    loss_weights: npt.NDArray[np.float32] | None = None
+    weight: float = 1.0
     images: tuple[MediaReference, ...] = ()
     patch_positions: tuple[MediaReference, ...] = ()
     tools: Sequence[Any] | None = None
@@ -92,6 +101,13 @@ class Conversation:
                 f"labels has {len(self.labels)} entries for "
                 f"{0 if self.input_ids is None else len(self.input_ids)} input_ids; one label per token is needed",
             )
+        if not is_loss_weight(self.weight):
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD,
+                f"the record has the loss weight {self.weight!r}; use 0, or a number {LOSS_WEIGHTS}",
+            )
+        if self.loss_weights is not None:
+            _check_loss_weights(self.loss_weights, 0 if self.input_ids is None else len(self.input_ids))
         # Fewer files than images are valid: the frames of a video may share a file.
         if len(self.patch_positions) > len(self.images):
             raise RecordError(
@@ -148,6 +164,25 @@ class Conversation:
             if has_content and (role == "assistant" or not has_answers):
                 return
         raise RecordError(Reason.EMPTY, "every assistant turn is empty" if has_answers else "every turn is empty")
+
+
+def is_loss_weight(weight: float) -> bool:
+    """Whether a loss weight is 0 or in the range of `LOSS_WEIGHTS`; false for NaN."""
+    return weight == 0 or _LEAST_WEIGHT <= weight <= _LARGEST_WEIGHT
+
+
+def _check_loss_weights(weights: npt.NDArray[np.float32], tokens: int) -> None:
+    if len(weights) != tokens:
+        raise RecordError(
+            Reason.MISSING_FIELD,
+            f"loss_weights has {len(weights)} entries for {tokens} input_ids; one weight per token is needed",
+        )
+    wrong = ~((weights == 0) | ((weights >= _LEAST_WEIGHT) & (weights <= _LARGEST_WEIGHT)))
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise RecordError(
+            Reason.UNSUPPORTED_FIELD, f"loss_weights[{at}] is {weights[at]:g}; use 0, or a number {LOSS_WEIGHTS}"
+        )
 
 
 def plain_messages(roles: Iterable[str], contents: Iterable[str]) -> tuple[Message, ...]:

@@ -40,8 +40,15 @@ COMMON_FIELDS = frozenset(
 )
 """Fields that `normalize` itself reads, in every record format."""
 
+RECORD_WEIGHTS = ("weight", "sample_weight", "loss_weight", "loss_scale")
+"""Fields of a record that may have its loss weight; `normalize` reads them with `record_weight='loss'`."""
+
 _PREFERENCE = "preference data is out of scope; keep the chosen answer as messages"
 _MASK = "give each turn a weight: 0 or 1"
+_RECORD_WEIGHT = (
+    "set `record_weight` to loss if it multiplies the loss of the record; to repeat or sample records, use the "
+    "`weight` of a source"
+)
 _BOXES = (
     "write the boxes into the text in place of <ref-object> and <bbox>, in the coordinates of the model, "
     "with an `adapter`"
@@ -298,6 +305,8 @@ def unused_fields(record: Record, known: frozenset[str], label: str = "the recor
 
 def unsupported(name: str, label: str = "the record", remedy: str = "") -> RecordError:
     """Make the RecordError for an unsupported field, with its remedy."""
+    if name in RECORD_WEIGHTS and label == "the record":
+        remedy = remedy or _RECORD_WEIGHT
     remedies = (text for pattern, text in _REMEDIES.items() if re.fullmatch(pattern, name))
     remedy = remedy or next(remedies, "remove it, or convert it with an `adapter`")
     return RecordError(Reason.UNSUPPORTED_FIELD, f"the field {name} of {label} is not supported: {remedy}")

@@ -11,13 +11,21 @@ paths return the same conversation.
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.conversation import IMAGE_PLACEHOLDER, Conversation, Message, plain_messages
+from energon_packed.records.conversation import (
+    IMAGE_PLACEHOLDER,
+    LOSS_WEIGHTS,
+    Conversation,
+    Message,
+    is_loss_weight,
+    plain_messages,
+)
 from energon_packed.records.fields import (
     ARRAY_REMEDY,
     OBJECT,
+    RECORD_WEIGHTS,
     SYSTEM_FIELDS,
     Record,
     check_writable,
@@ -25,6 +33,7 @@ from energon_packed.records.fields import (
     read_number,
     read_objects,
     read_text,
+    shown,
     unsupported,
 )
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media, read_media, references
@@ -34,6 +43,8 @@ from energon_packed.records.tools import read_tools, without_written_calls
 from energon_packed.records.turns import PLAIN_ROLES, is_turn, keys_of
 from energon_packed.records.unlisted_media import check_unlisted
 
+RecordWeight = Literal["refuse", "loss"]
+RECORD_WEIGHT: tuple[RecordWeight, ...] = ("refuse", "loss")
 FPS_STORED = "fps stored, no timestamps in the text"
 """Note of a conversation with frame times that do not appear in its text."""
 NO_PLACEHOLDER = "no placeholder: images stand before the first user turn"
@@ -45,7 +56,7 @@ _POSITION_FIELDS = ("patch_positions",)
 _SYSTEM_NAMES = frozenset((*SYSTEM_FIELDS, "instruction"))
 
 
-def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
+def normalize(record: Any, *, image_root: str | None = None, record_weight: RecordWeight = "refuse") -> Conversation:
     """Make a Conversation from a record.
 
         >>> c = normalize({"images": ["cat.jpg"], "prompts": ["What is it?"], "captions": ["A cat."]})
@@ -56,6 +67,8 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
         record: a mapping (a JSON line or a table row) or a list of messages.
         image_root: folder that relative media paths start from and that no path may leave; None for the working
             directory and no limit.
+        record_weight: meaning of the fields `RECORD_WEIGHTS` of a record: `loss`, a factor of the loss of all its
+            targets; `refuse` rejects the record, as the number may also be meant for sampling.
 
     Raises:
         RecordError: the record cannot be used; see its `reason` and `detail`.
@@ -69,7 +82,10 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
     record_format = find_record_format(record)
     if (plain := plain_conversation(record, record_format)) is not None:
         return plain
-    known = record_format.fields
+    weight, known = 1.0, record_format.fields
+    if record_weight == "loss":
+        weight = _record_weight(record)
+        known = None if known is None else known | set(RECORD_WEIGHTS)
     media = read_media(record, image_root, with_images=not record_format.reads_images, known=known or frozenset())
     media.add_unused(record, known)
     # In this order: the formats collect images of content parts, the system text may contain placeholders and tools.
@@ -94,6 +110,8 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
         text=draft.text,
         input_ids=draft.input_ids,
         labels=draft.labels,
+        loss_weights=draft.loss_weights,
+        weight=weight,
         images=images,
         patch_positions=tuple(references(record, _POSITION_FIELDS, image_root)) if "patch_positions" in record else (),
         tools=tools,
@@ -107,6 +125,25 @@ def normalize(record: Any, *, image_root: str | None = None) -> Conversation:
         unused_fields=tuple(sorted(media.unused_fields)),
         notes=tuple(media.notes),
     )
+
+
+def _record_weight(record: Record) -> float:
+    """Read the loss weight of a record; 1 by default.
+
+    Raises:
+        RecordError: `unsupported_field` if two weights differ, or a weight is invalid.
+    """
+    values = {name: record[name] for name in RECORD_WEIGHTS if record.get(name) is not None}
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not is_loss_weight(value):
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD, f"{name} of the record is {shown(value)}; use 0, or a number {LOSS_WEIGHTS}"
+            )
+    if len(set(values.values())) > 1:
+        raise RecordError(
+            Reason.UNSUPPORTED_FIELD, f"{' and '.join(values)} of the record differ; keep the one that is meant"
+        )
+    return float(next(iter(values.values()), 1.0))
 
 
 def plain_conversation(record: Record, record_format: RecordFormat) -> Conversation | None:

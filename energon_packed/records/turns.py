@@ -10,6 +10,7 @@ Fields for the loss weight of a turn, in the spellings of trainers:
 
 weight       OpenAI fine-tuning and axolotl: 0 or 1; other numbers scale the loss of the turn
 loss_weight  a number
+loss_scale   ms-swift: a number
 loss         ms-swift: true or false
 train        axolotl (also `training`): true or false
 loss_mask    Megatron: 1 is a target, 0 is not
@@ -28,7 +29,13 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, Message
+from energon_packed.records.conversation import (
+    EXTRA_FIELDS,
+    IMAGE_PLACEHOLDER,
+    LOSS_WEIGHTS,
+    Message,
+    is_loss_weight,
+)
 from energon_packed.records.fields import (
     OBJECT,
     Record,
@@ -43,7 +50,7 @@ from energon_packed.records.fields import (
 )
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
 
-_NUMBERS = ("weight", "loss_weight")
+_NUMBERS = ("weight", "loss_weight", "loss_scale")
 _FLAGS = ("loss", "train", "training", "loss_mask")
 _NEGATED = "masked"
 _AMBIGUOUS = "mask"
@@ -392,8 +399,8 @@ def _weight(key: str, value: Any) -> float:
         )
     weight = float(value) if isinstance(value, bool | int | float) else math.nan
     if key in _NUMBERS:
-        if not math.isfinite(weight) or weight < 0:
-            raise _unsupported(f"{key} of a turn is {value!r}; use a number of at least 0")
+        if not is_loss_weight(weight):
+            raise _unsupported(f"{key} of a turn is {value!r}; use 0, or a number {LOSS_WEIGHTS}")
         return weight
     if weight not in (0.0, 1.0):
         raise _unsupported(f"{key} of a turn is {value!r}; use true or false, or weight for a number")

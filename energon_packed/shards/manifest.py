@@ -18,7 +18,7 @@ from energon_packed.errors import FormatError, IgnoredEntries
 from energon_packed.files import atomic_write, check_inner, visible
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, prepared_folder
-from energon_packed.version import FORMAT_VERSION, __version__
+from energon_packed.version import FORMAT_VERSION, UNWEIGHTED_FORMAT_VERSION, __version__
 
 FILE_NAME = "packing.json"
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class PackingManifest:
         shards: all tars, in order.
     """
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = UNWEIGHTED_FORMAT_VERSION
     tool_version: str = __version__
     sample_class: str
     layout: str | None = None

@@ -164,9 +164,13 @@ def test_turns_of_weight_0_are_context(encoder_with: Any, template: str) -> None
     assert supervised_turns(encoder_with(template), conversation) == [False, False, False, True, False, False]
 
 
-def test_fractional_weights_are_refused_by_name(encoder_with: Any) -> None:
-    with pytest.raises(RecordError, match=r"turn 1 has the loss weight 0.5; use 0 \(context\) or 1") as caught:
-        encoder_with(CHATML_TEMPLATE).encode(talk(USER, Message("assistant", "5.", weight=0.5)))
+@pytest.mark.parametrize(("role", "weight"), [("assistant", -1), ("assistant", float("nan")), ("user", 0.5)])
+def test_invalid_weights_of_a_custom_conversation_are_refused_by_name(
+    encoder_with: Any, role: str, weight: float
+) -> None:
+    turns = [turn._replace(weight=weight) if turn.role == role else turn for turn in (USER, ANSWER)]
+    with pytest.raises(RecordError, match=rf"{role} turn \d has the loss weight {weight:g}; use 0") as caught:
+        encoder_with(CHATML_TEMPLATE).encode(talk(*turns))
     assert caught.value.reason.value == "unsupported_field"
 
 

@@ -47,7 +47,7 @@ def part(**fields: Any) -> dict[str, Any]:
         ({**CHAT, "tools": [1], "functions": [1]}, "unsupported_field", "both tools and functions; keep tools"),
         ({**CHAT, "system": "a", "system_prompt": "b"}, "bad_role", "system and system_prompt of the record differ"),
         ({"prompt": "a", "captions": ["b"], "image": "c"}, "unsupported_field", "likely meant as prompts"),
-        (turn(weight=-1), "unsupported_field", "weight of a turn is -1; use a number of at least 0"),
+        (turn(weight=-1), "unsupported_field", "weight of a turn is -1; use 0, or a number from 1e-9 to 1e9"),
         (turn(weight="high"), "unsupported_field", "weight of a turn is 'high'"),
         (turn(weight=float("nan")), "unsupported_field", "weight of a turn is nan"),
         (turn(loss=0.3), "unsupported_field", "loss of a turn is 0.3; use true or false"),

@@ -148,9 +148,16 @@ def _is_weighted(loss_mask: torch.Tensor) -> bool:
 
 
 def _countable(loss_mask: torch.Tensor) -> torch.Tensor:
-    """Return weights whose sum, truncated to an integer, is the number of targets.
+    """Return weights whose sum, truncated to an integer, is their own sum.
 
-    Megatron divides by `loss_mask.sum().to(int)`. Weights sum to the number of targets only up to rounding, so the
-    integer would often be too small by 1. A factor slightly above 1 prevents that.
+    Megatron divides by `loss_mask.sum().to(int)`, which would be too small by up to 1. The weights are scaled so that
+    they sum to the nearest integer, at least 1: the mean of the row stays exact, and its share of the step changes by
+    half a target at most (a sum below 0.5 becomes 1). By `loss_weighting`, they sum to the number of targets already,
+    up to rounding; a factor slightly above 1 prevents that the integer is too small.
     """
-    return loss_mask * _ABOVE_ROUNDING if _is_weighted(loss_mask) else loss_mask
+    if not _is_weighted(loss_mask):
+        return loss_mask
+    total = float(loss_mask.double().sum())
+    scale = max(round(total), 1) / total
+    scale = 1.0 if abs(scale - 1) < _ABOVE_ROUNDING - 1 else scale
+    return loss_mask * (scale * _ABOVE_ROUNDING)

@@ -19,13 +19,14 @@ class PartialConversation:
     Attributes:
         messages: turns in order; a system field of the record is added later.
         text: a document, every token supervised.
-        input_ids: int64 (L,), with `labels` int64 (L,).
+        input_ids: int64 (L,), with `labels` int64 (L,), and `loss_weights` float32 (L,) if any weight is not 1.
     """
 
     messages: list[Message] = field(default_factory=list)
     text: str | None = None
     input_ids: npt.NDArray[np.int64] | None = None
     labels: npt.NDArray[np.int64] | None = None
+    loss_weights: npt.NDArray[np.float32] | None = None
 
 
 class RecordFormat(ABC):

@@ -12,7 +12,8 @@ Interleaved documents are joined with line breaks. In mmc4, sentences are joined
 the sentence that it matches, as in OpenFlamingo. `image_name` is a path that starts from the image root.
 
 Masks of Tokens: `loss_mask` (Megatron-LM), `completion_mask` (TRL), and `assistant_masks` or `assistant_mask`
-(Transformers' `apply_chat_template(return_assistant_tokens_mask=True)`). Padding (0 in `attention_mask`) is removed.
+(Transformers' `apply_chat_template(return_assistant_tokens_mask=True)`). `loss_weights` has the loss weight of each
+token; a token with weight 0 is not a target. Padding (0 in `attention_mask`) is removed.
 """
 
 from typing import Any, ClassVar
@@ -31,6 +32,7 @@ from energon_packed.records.fields import (
     read_objects,
     read_text,
     read_tokens,
+    shown,
 )
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
@@ -140,10 +142,13 @@ class Tokens(RecordFormat):
     """Token ids with labels or masks; without both, every token is supervised."""
 
     key = "input_ids"
-    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"input_ids", "labels", "attention_mask", *_MASKS}
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {
+        *("input_ids", "labels", "attention_mask", "loss_weights"),
+        *_MASKS,
+    }
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """Read ids and labels, int64 (L,)."""
+        """Read ids and labels, int64 (L,), and loss weights, float32 (L,)."""
         ids = read_tokens(record["input_ids"], "input_ids")
         targets = {name: _flags(record, name, len(ids)) for name in _MASKS if is_given(record.get(name))}
         labels = ids
@@ -160,11 +165,25 @@ class Tokens(RecordFormat):
                 )
         if names:
             labels = np.where(targets[names[0]], labels, -100)
+        weights = _loss_weights(record["loss_weights"]) if is_given(record.get("loss_weights")) else None
         if is_given(record.get("attention_mask")):
             kept = _flags(record, "attention_mask", len(ids))
             if len(labels) == len(ids):  # `Conversation` rejects other lengths, with both of them in the message
+                weights = weights[kept] if weights is not None and len(weights) == len(ids) else weights
                 ids, labels = ids[kept], labels[kept]
-        return PartialConversation(input_ids=ids, labels=labels.copy())
+        return PartialConversation(input_ids=ids, labels=labels.copy(), loss_weights=weights)
+
+
+def _loss_weights(value: Any) -> npt.NDArray[np.float32]:
+    """Read a flat list of numbers as float32 (L,); `Conversation` checks their number and range."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        array = np.zeros((0, 0))
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise RecordError(Reason.MISSING_FIELD, f"loss_weights must be a flat list of numbers, not {shown(value)}")
+    with np.errstate(over="ignore"):  # infinity is out of range
+        return array.astype(np.float32)
 
 
 def _flags(record: Record, name: str, size: int) -> npt.NDArray[np.bool_]:
