@@ -38,27 +38,24 @@ TRAINED = [("qwen2", "token"), ("qwen2", "sample"), ("llama", "sample"), ("qwen2
 
 @pytest.fixture(scope="module")
 def ranks(
-    demo: DemoDataset, text_tokenizer_dir: Path, tokenizer_dir: Path, pack_demo: Packer, tmp_path_factory: Any
+    demo: DemoDataset,
+    short_packs: Path,
+    text_tokenizer_dir: Path,
+    tokenizer_dir: Path,
+    pack_demo: Packer,
+    tmp_path_factory: Any,
 ) -> list[Any]:
     folder = tmp_path_factory.mktemp("loss")
     lines = demo.jsonl.read_bytes().splitlines()
-    (folder / "text.jsonl").write_bytes(b"\n".join(line for line in lines if b"image" not in line))
     (folder / "images.jsonl").write_bytes(b"\n".join([line for line in lines if b"image" in line][:18]))
-    # Short rows, so that each rank has 4 in an epoch.
-    text = pack_demo(
-        inputs=(str(folder / "text.jsonl"),),
-        tokenizer=text_tokenizer_dir,
-        seq_len=256,
-        sample_class="PackedTokensSample",
-    ).shards
     images = pack_demo(inputs=(str(folder / "images.jsonl"),), image_root=demo.jsonl.parent, seq_len=300).shards
-    (folder / "tokens").symlink_to(text)
+    (folder / "tokens").symlink_to(short_packs)
     tiny_qwen2().save_pretrained(folder / "model")
     out = {"folder": str(folder)}
     jobs: dict[str, Any] = {name: ("block", out | {"page": page, "name": name}) for name, page in BLOCKS.items()}
     jobs["naive"] = ("naive", out)
     for model, weighting in TRAINED:
-        packs, tokenizer = (images, tokenizer_dir) if "vl" in model else (text, text_tokenizer_dir)
+        packs, tokenizer = (images, tokenizer_dir) if "vl" in model else (short_packs, text_tokenizer_dir)
         data = {"packs": str(packs), "tokenizer": str(tokenizer), "model": model, "weighting": weighting}
         jobs[f"{model} {weighting}"] = ("trainer", out | data)
     jobs["Trainer"] = ("trainer", jobs["qwen2 token"][1] | {"kind": "Trainer"})
