@@ -70,6 +70,7 @@ from .loading import gather_state as gather_state
 from .loading import get_packed_loader as get_packed_loader
 from .loading import get_raw_loader as get_raw_loader
 from .loading import plan_in_memory as plan_in_memory
+from .loading import step_targets as step_targets
 from .loading import steps_per_epoch as steps_per_epoch
 from .packing import CostModel as CostModel
 from .packing import PackPlan as PackPlan

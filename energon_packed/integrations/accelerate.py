@@ -18,6 +18,7 @@ from accelerate.data_loader import DataLoaderShard
 
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.trainer_state import ConsumedBatches, exact_steps
+from energon_packed.loading.batch import trainer_inputs
 from energon_packed.loading.state import gathered
 
 
@@ -62,7 +63,8 @@ def prepare_loader(accelerator: Any, loader: Any, *, to_inputs: Callable[[Any], 
     Args:
         accelerator: created before the loader, as it initializes the process group.
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank.
-        to_inputs: converts a batch to the inputs of the model; by default `transformers_inputs()`.
+        to_inputs: converts a batch to the inputs of the model; by default `transformers_inputs()`, which needs equal
+            loss weights.
 
     Returns:
         a DataLoader of accelerate that yields the inputs of each batch on the accelerator's device. Each iteration is
@@ -72,7 +74,7 @@ def prepare_loader(accelerator: Any, loader: Any, *, to_inputs: Callable[[Any], 
         ConfigError: the loader has another rank or world size than this process.
     """
     check_loader_rank(loader, accelerator.process_index, accelerator.num_processes)
-    return prepared_loader(accelerator, loader, to_inputs or _inputs_of)
+    return prepared_loader(accelerator, loader, to_inputs or trainer_inputs)
 
 
 def prepared_loader(accelerator: Any, loader: Any, to_inputs: Callable[[Any], Any]) -> PreparedLoader:
@@ -155,10 +157,6 @@ class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
     def restore(self, state: dict[str, Any]) -> None:
         self._batches.restore(state)
         self._waiting = None
-
-
-def _inputs_of(batch: Any) -> Any:
-    return batch.transformers_inputs()
 
 
 def _unchanged(batch: Any) -> Any:

@@ -11,11 +11,12 @@ GatheredLoader has a state of all ranks, for trainers that save the state of one
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading import gather_state
+from energon_packed.loading.batch import trainer_inputs
 from energon_packed.loading.state import check_numbers, damage_named, is_left, position_of, state_at
 
 _STEP = "iteration_step"  # key in the states of GatheredLoader
@@ -103,18 +104,22 @@ class GatheredLoader:
         lightning.Trainer(...).fit(module, loader)                 # saves and restores its state
 
     Lightning, Fabric and DeepSpeed write one checkpoint, with the state of rank 0. It contains the result of
-    `gather_state`, and the step of this iteration. Iterating yields `transformers_inputs()` of each batch.
+    `gather_state`, and the step of this iteration.
 
     Args:
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank.
         steps: batches of one iteration; a loader that ends earlier continues with its next epoch. By default the
             batches of an epoch of the loader.
+        to_inputs: converts a batch to the item that iterating yields; by default `transformers_inputs()`, which needs
+            equal loss weights.
 
     Raises:
         ConfigError: the loader repeats indefinitely, or packs on the fly, and `steps` is None.
     """
 
-    def __init__(self, loader: Any, *, steps: int | None = None) -> None:
+    def __init__(
+        self, loader: Any, *, steps: int | None = None, to_inputs: Callable[[Any], Any] = trainer_inputs
+    ) -> None:
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
         if not hasattr(loader, "state_dict"):
@@ -123,6 +128,7 @@ class GatheredLoader:
                 "get_packed_loader, a DataflowLoader or a PackedIterableDataset."
             )
         self.loader = loader
+        self._to_inputs = to_inputs
         self._steps = exact_steps(loader) if steps is None else steps
         if self._steps is None:
             raise ConfigError(
@@ -135,8 +141,8 @@ class GatheredLoader:
     def __len__(self) -> int:
         return int(self._steps or 0)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield `transformers_inputs()` of each remaining batch of this iteration."""
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the inputs of each remaining batch of this iteration."""
         started = (self._iterations, self._restores)
         self._used %= len(self)  # a loop that counts its steps does not meet the end of the last iteration
         empty = 0
@@ -144,7 +150,7 @@ class GatheredLoader:
             before = self._used
             for batch in self.loader:
                 self._used += 1
-                yield (batch[1] if isinstance(batch, tuple) else batch).transformers_inputs()
+                yield self._to_inputs(batch[1] if isinstance(batch, tuple) else batch)
                 if is_left(started, (self._iterations, self._restores)):
                     return
                 if self._used == len(self):

@@ -9,7 +9,7 @@ ranks.py, manifests.py and trust.py (what a dataset contains, and that it runs n
 metrics.py, order_log.py (past order), replay.py (future order).
 """
 
-from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.batch import PackedBatch, step_targets
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.config import DataflowConfig
 from energon_packed.loading.dataflow.loader import DataflowLoader
@@ -72,5 +72,6 @@ __all__ = [
     "get_packed_loader",
     "get_raw_loader",
     "plan_in_memory",
+    "step_targets",
     "steps_per_epoch",
 ]

@@ -7,10 +7,12 @@
 | `loss()`, `loss_by_source()` | a training loop that computes the loss itself |
 | `split()` | the encoded samples, the inverse of collating |
 
+`step_targets` returns the divisor of the loss for all micro batches and ranks of an optimizer step.
+
 `PaddingFreeCollator` makes them; `to` and `pin_memory` move them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import field, fields
 from typing import Any
@@ -22,6 +24,7 @@ from energon_packed.encoding import IGNORE_INDEX, EncodedSample, SampleSource
 from energon_packed.encoding.vision.positions import VisionInputs
 from energon_packed.errors import BatchError
 from energon_packed.loading.dataflow.transport import send_by_value
+from energon_packed.loading.ranks import all_reduce_mean
 
 
 @send_by_value
@@ -39,6 +42,8 @@ class PackedBatch(Batch):
             because no token of the same sample predicts it.
         loss_mask: float32 (1, T), weight of each target, 0 elsewhere: the product of the loss weight in its record and
             of the weight by the collator's `loss_weighting`, both 1 by default.
+        loss_mask_scale: factor by which `loss_weighting` multiplied the weights of this row, so that they sum to its
+            targets. Divided by it, the weights of different rows are comparable.
         position_ids: int64 (1, T), restarting at 0 in each sample; (4, 1, T) for M-RoPE models: the text row,
             then t, h and w.
         cu_seqlens: int32 (S+1,), without padding between samples; a padding tail counts as one more segment.
@@ -81,6 +86,7 @@ class PackedBatch(Batch):
     vision_places: list[dict[str, tuple[slice, ...]] | None] = field(default_factory=list)
     token_type_ids: torch.Tensor | None = None
     loss_weights: torch.Tensor | None = None
+    loss_mask_scale: float = 1.0
 
     @property
     def num_samples(self) -> int:
@@ -151,19 +157,20 @@ class PackedBatch(Batch):
         each token, is for convolutions and state spaces; it is present if the row has several segments.
         Some models ignore these boundaries: see `check_isolation`.
 
-        The loss that Transformers computes from `labels` weights all targets equally. With loss weights of records or
-        another `loss_weighting`, use `batch.loss(model(**batch.transformers_inputs(weighted_loss=True)).logits)`.
+        The loss that Transformers computes from `labels` is the mean over the targets of this row, all with the same
+        weight. For several micro batches or ranks, add `num_items_in_batch=step_targets(batches)`; for other weights,
+        use `batch.loss(model(**batch.transformers_inputs(weighted_loss=True)).logits, targets=step_targets(batches))`.
 
         Args:
             weighted_loss: the caller computes the loss from `loss_mask`, as `loss` does, and not from `labels`.
 
         Raises:
-            BatchError: records have loss weights, and `weighted_loss` is not set; or several samples and an image, for
-                a model that needs `token_type_ids` (Gemma 3).
+            BatchError: targets have weights other than 1, and `weighted_loss` is not set; or several samples and an
+                image, for a model that needs `token_type_ids` (Gemma 3).
         """
-        if self.loss_weights is not None and not weighted_loss:
+        if not weighted_loss and (self.loss_weights is not None or self.loss_mask_scale != 1):
             raise BatchError(
-                "`weighted_loss` must be True for records with loss weights, got False: a model's own loss ignores "
+                "`weighted_loss` must be True with loss weights other than 1, got False: a model's own loss ignores "
                 "`loss_mask`. Use batch.loss(model(**batch.transformers_inputs(weighted_loss=True)).logits), or "
                 "PackedTrainer."
             )
@@ -197,14 +204,18 @@ class PackedBatch(Batch):
             optional["patch_positions"] = self.patch_positions
         return inputs | {name: value for name, value in optional.items() if value is not None}
 
-    def loss(self, logits: torch.Tensor) -> torch.Tensor:
+    def loss(self, logits: torch.Tensor, *, targets: torch.Tensor | float | None = None) -> torch.Tensor:
         """Cross entropy weighted by `loss_mask`: sum(loss * loss_mask) / sum(loss_mask), a scalar.
 
         Args:
             logits: (1, T, vocabulary), model output for this row.
+            targets: `step_targets` of all micro batches of the optimizer step, which replaces the sum of this row.
+                The gradients of the micro batches then sum to the gradient of the mean over the step.
         """
         # If all weights are 1, this is the mean of Transformers.
         losses, weights = self._losses(logits)
+        if targets is not None:
+            return (losses * weights).sum() / torch.as_tensor(targets, device=logits.device) / self.loss_mask_scale
         total = weights.sum()
         return (losses * weights).sum() / torch.where(total > 0, total, 1.0)  # 0 without targets, instead of NaN
 
@@ -273,12 +284,7 @@ class PackedBatch(Batch):
 
     def _losses(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross entropy and weight of the targets at 1..T-1, each (T-1,)."""
-        targets, weights = self.labels[0, 1:], self.loss_mask[0, 1:].to(logits.device)
-        # Logits t predict token t + 1. In float32, as bfloat16 sums over the vocabulary lose digits.
-        losses = torch.nn.functional.cross_entropy(
-            logits[0, :-1].float(), targets.to(logits.device), ignore_index=IGNORE_INDEX, reduction="none"
-        )
-        return losses, weights
+        return target_losses(logits, self.labels), self.loss_mask[0, 1:].to(logits.device)
 
     def megatron_inputs(self) -> dict[str, Any]:
         """Arguments for Megatron, with labels and loss mask shifted within each sample; the same on every stage.
@@ -334,6 +340,78 @@ class PackedBatch(Batch):
             max_seqlen_q=self.max_seqlen,
             max_seqlen_kv=self.max_seqlen,
         )
+
+
+def step_targets(batches: Iterable[PackedBatch | Mapping[str, Any]], *, group: Any = None) -> torch.Tensor:
+    """Targets of an optimizer step, per rank: the divisor of a loss that averages over all targets of the step.
+
+        batches = list(islice(iterator, 4))  # the micro batches of this rank in one optimizer step
+        targets = step_targets(batches)
+        for batch in batches:
+            batch.loss(model(**batch.transformers_inputs()).logits, targets=targets).backward()
+        optimizer.step()
+
+    A mean of the means of micro batches gives a target more weight if its micro batch has fewer targets. Dividing the
+    sum of each micro batch by one divisor gives all targets of the step the same weight, or, with `loss_weighting`
+    "sample", all samples. The gradient is that of sum(loss * weight) / sum(weight) over all targets of all ranks.
+
+    DDP, FSDP and ZeRO average the gradients of the ranks. The divisor is therefore the mean of the ranks, not their
+    sum: sum(weight) / world size. Ranks with the same batches (tensor or context parallel) do not change it. A
+    trainer that divides the loss by the number of micro batches as well needs `targets / number`.
+
+    Args:
+        batches: the micro batches of this rank, PackedBatch or the dicts of `transformers_inputs()`.
+        group: process group; all processes by default. Every process of it must call this function, also if it has
+            fewer micro batches. Without torch.distributed, the sum of this process.
+
+    Returns:
+        float32 scalar tensor, for `batch.loss(logits, targets=...)`, or `num_items_in_batch` of a Transformers model.
+    """
+    total = sum((target_weights(batch).sum() for batch in batches), torch.zeros(()))
+    return all_reduce_mean(total, group)
+
+
+def trainer_inputs(batch: PackedBatch, *, with_weights: bool = False) -> dict[str, Any]:
+    """`transformers_inputs()` for a trainer.
+
+    Args:
+        batch: a row.
+        with_weights: the trainer applies loss weights: unless all weights are 1, `loss_mask`, float32 (1, T), is
+            added, with weights that are comparable between rows.
+
+    Raises:
+        BatchError: weights other than 1 for a trainer that does not apply them.
+    """
+    inputs = batch.transformers_inputs(weighted_loss=True)
+    if batch.loss_mask_scale == 1 and torch.equal(batch.loss_mask, (batch.labels != IGNORE_INDEX).float()):
+        return inputs
+    if not with_weights:
+        raise BatchError(
+            "`loss_mask` must have equal weights for the loss of a model, which ignores it, got other weights. Use "
+            "PackedTrainer, or `batch.loss(logits, targets=step_targets(batches))` with the PackedBatch: "
+            "prepare_loader and GatheredLoader yield it with `to_inputs=lambda batch: batch`."
+        )
+    return inputs | {"loss_mask": batch.loss_mask / batch.loss_mask_scale}
+
+
+def target_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of the targets at 1..T-1, float32 (T-1,), 0 where not supervised."""
+    # Logits t predict token t + 1. In float32, as bfloat16 sums over the vocabulary lose digits.
+    return torch.nn.functional.cross_entropy(
+        logits[0, :-1].float(), labels[0, 1:].to(logits.device), ignore_index=IGNORE_INDEX, reduction="none"
+    )
+
+
+def target_weights(batch: PackedBatch | Mapping[str, Any]) -> torch.Tensor:
+    """Weights of the targets at 1..T-1, float32 (1, T-1), comparable between rows.
+
+    Args:
+        batch: a row, or its `trainer_inputs`.
+    """
+    if isinstance(batch, PackedBatch):
+        return batch.loss_mask[:, 1:] / batch.loss_mask_scale
+    mask: torch.Tensor = batch["loss_mask"] if "loss_mask" in batch else batch["labels"] != IGNORE_INDEX
+    return mask[..., 1:].float()
 
 
 def _shifted(row: torch.Tensor, last: float) -> torch.Tensor:

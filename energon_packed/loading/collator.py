@@ -14,6 +14,7 @@ with its own boundaries, without a target.
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from functools import reduce
 from typing import Any, Literal, get_args
 
@@ -24,7 +25,7 @@ import torch
 from energon_packed.encoding import IGNORE_INDEX, EncodedRow, EncodedSample
 from energon_packed.encoding.vision.positions import VisionInputs
 from energon_packed.errors import BatchError, ConfigError
-from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.batch import PackedBatch, trainer_inputs
 from energon_packed.loading.features import PACK, from_features, is_features
 from energon_packed.loading.ranks import (
     DISPATCHED,
@@ -52,6 +53,8 @@ class Collator(ABC):
     A collator is also a `collate_fn` of torch and a `data_collator` of transformers.Trainer.
     """
 
+    _with_weights = False
+
     @abstractmethod
     def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
         """Combine the samples into one batch, in this order.
@@ -70,20 +73,20 @@ class Collator(ABC):
         of `transformers_inputs()`, samples as a PackedBatch.
 
         Raises:
-            BatchError: as `collate`, or the dict cannot represent the loss weights.
+            BatchError: as `collate`, or `loss_mask` has weights other than 1, which the dict cannot represent.
             ConfigError: accelerate reads with `dispatch_batches=True`, which would split rows between ranks.
         """
         if refused := dispatch_refusal():
             return refused
         if features and isinstance(features[0], PackedBatch):
-            return _single(features).transformers_inputs()
+            return self._inputs(_single(features))
         if features and isinstance(features[0], dict) and PACK in features[0]:
             features = [feature[PACK] for feature in features]
         if features and isinstance(features[0], (list, EncodedRow)):
             samples = features[0] if len(features) == 1 else [sample for pack in features for sample in pack]
-            return self.collate(samples).transformers_inputs()
+            return self._inputs(self.collate(samples))
         if features and is_features(features[0]):
-            return self.collate([from_features(feature) for feature in features]).transformers_inputs()
+            return self._inputs(self.collate([from_features(feature) for feature in features]))
         return self.collate(features)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,6 +98,16 @@ class Collator(ABC):
         if is_dispatched():
             raise ConfigError(DISPATCHED)
         return vars(self)
+
+    def _inputs(self, batch: PackedBatch) -> dict[str, Any]:
+        return trainer_inputs(batch, with_weights=self._with_weights)
+
+
+def with_weights(collator: Collator) -> Collator:
+    """Return a copy for a trainer that applies loss weights: its dicts have `loss_mask` if weights are not 1."""
+    collator = copy(collator)
+    collator._with_weights = True
+    return collator
 
 
 class PaddingFreeCollator(Collator):
@@ -110,7 +123,9 @@ class PaddingFreeCollator(Collator):
             count equally), 1/n for `sample` (all samples count equally) and 1/sqrt(n) for `sqrt` (in between;
             "square averaging" in Z. Chen et al., InternVL 2.5, 2024). These weights sum to N. `loss_mask` has their
             product with the loss weights of the records (`EncodedSample.loss_weights`), so the loss is
-            sum(loss * loss_mask) / sum(loss_mask).
+            sum(loss * loss_mask) / sum(loss_mask). In a step of several rows, `step_targets` and PackedTrainer weight
+            each target with f(n_i), divided by the sum of these weights over the step; Megatron sums `loss_mask`, so
+            that a sample counts equally only among the samples of its row.
         pixel_dtype: torch.float32 or torch.bfloat16, dtype of `pixel_values`; bfloat16 needs half the memory, and a
             model in bfloat16 rounds to it anyway. None keeps the dtype of the image processor, float32.
         dummy_images: which rows without images get a minimal dummy image, as padding in the tail segment, so that
@@ -146,13 +161,14 @@ class PaddingFreeCollator(Collator):
         self.dummy_images = DummyImages(dummy_images)
 
     def __call__(self, features: Sequence[Any]) -> Any:
-        """Collate as Collator does; packs and features require `loss_weighting` 'token'.
+        """Collate as Collator does; packs and features require `loss_weighting` 'token', except in a PackedTrainer.
 
         Trainer ignores `loss_mask`, so other weightings would be lost without an error. Features are
         `{"input_ids", "labels"}` as lists, arrays or tensors, as for Transformers' `DataCollatorWithFlattening`;
         without labels, all tokens but the first are targets.
         """
-        if self.loss_weighting != "token" and features and isinstance(features[0], list | dict | PackedBatch):
+        is_lost = self.loss_weighting != "token" and not self._with_weights
+        if is_lost and features and isinstance(features[0], list | dict | PackedBatch):
             raise BatchError(
                 f"`loss_weighting` must be 'token' for packs and features, got {self.loss_weighting!r}: a model's own "
                 "loss ignores loss_mask. Use collate() and batch.loss(logits) in the training step, or set "
@@ -205,7 +221,7 @@ class PaddingFreeCollator(Collator):
         if not is_target.any():
             names = ", ".join(map(str, row.ids))
             raise BatchError(f"No token of {names} is a target. Pack with another `loss_on`, or remove these samples.")
-        loss_mask = self._weights(is_target, bounds)
+        loss_mask, loss_mask_scale = self._weights(is_target, bounds)
         weights = None
         if row.loss_weights is not None:
             weights = np.zeros(total, dtype=np.float32)
@@ -221,6 +237,7 @@ class PaddingFreeCollator(Collator):
             labels=_row(labels),
             loss_mask=_row(loss_mask),
             loss_weights=None if weights is None else _row(weights),
+            loss_mask_scale=loss_mask_scale,
             position_ids=self._positions(row, bounds, real),
             cu_seqlens=torch.from_numpy(cu_seqlens_from_lengths(unpadded) if is_padded_between else bounds),
             cu_seqlens_padded=torch.from_numpy(bounds) if is_padded_between else None,
@@ -234,16 +251,19 @@ class PaddingFreeCollator(Collator):
             token_type_ids=_token_types(row, real, dummy, bounds),
         )
 
-    def _weights(self, is_target: npt.NDArray[np.bool_], bounds: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        """Weight of each target, float32 (T,), 0 elsewhere; the weights sum to the number of targets."""
+    def _weights(
+        self, is_target: npt.NDArray[np.bool_], bounds: npt.NDArray[np.int32]
+    ) -> tuple[npt.NDArray[np.float32], float]:
+        """Weight of each target, float32 (T,), 0 elsewhere, and their factor; the weights sum to the targets."""
         exponent = _EXPONENT[self.loss_weighting]
         if exponent == 0:
-            return np.asarray(is_target, dtype=np.float32)
+            return np.asarray(is_target, dtype=np.float32), 1.0
         # With n targets in a segment, f(n) = n ** -exponent; the factor makes the weights sum to all targets, N.
         targets = np.add.reduceat(is_target, bounds[:-1], dtype=np.float64)
         weight = np.where(targets > 0, np.maximum(targets, 1.0) ** -exponent, 0.0)
-        weight *= targets.sum() / (targets * weight).sum()
-        return np.asarray(np.repeat(weight, np.diff(bounds)) * is_target, dtype=np.float32)
+        factor = targets.sum() / (targets * weight).sum()
+        weight *= factor
+        return np.asarray(np.repeat(weight, np.diff(bounds)) * is_target, dtype=np.float32), float(factor)
 
     def _tail(self, total: int, dummy: int) -> int:
         """Tokens of the tail segment, the tokens of the dummy image included."""

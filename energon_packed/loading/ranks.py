@@ -3,7 +3,7 @@
 | part | purpose |
 |---|---|
 | `has_group`, `group_place`, `launched_processes` | the process group, or the processes that a launcher started |
-| `all_gather_object`, `broadcast_object` | collective operations that also work without a process group |
+| `all_gather_object`, `broadcast_object`, `all_reduce_mean` | collective operations, also without a process group |
 | `ShardSpec`, `shuffled` | the items of an epoch that a worker of a rank reads |
 | `resolve_rank`, `check_rank`, `warn_uneven` | rank and world size of a loader |
 | `check_not_resharded` | error for tools that would shard the data a second time |
@@ -79,6 +79,17 @@ def broadcast_object(value: Any, group: Any = None) -> Any:
     first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
     torch.distributed.broadcast_object_list(values, src=first, group=group)
     return values[0]
+
+
+def all_reduce_mean(value: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Return the mean of `value` over all processes; `value` without a process group."""
+    if not has_group():
+        return value
+    # For instance "cpu:gloo,cuda:nccl". A batch may still be on the CPU, which NCCL cannot read.
+    devices = [entry.partition(":")[0] for entry in torch.distributed.get_backend_config(group).split(",")]
+    total = value.clone() if value.device.type in devices else value.to(devices[0])
+    torch.distributed.all_reduce(total, group=group)  # gloo has no mean
+    return total / torch.distributed.get_world_size(group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,14 @@ def steps(text: str) -> list[Step]:
     return result
 
 
+def code_block(page: str, name: str) -> str:
+    """Return the block of a page in docs/ that has this title, or else imports this package."""
+    fences = _FENCE.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    titled = [code for head, code in fences if f'title="{name}"' in head]
+    (code,) = titled or [code for _, code in fences if f"\nfrom {name} import" in code]
+    return str(code)
+
+
 def run_page(page: Path, folder: Path) -> Iterator[tuple[Step, str]]:
     """Run a page and yield each step with its output; an error of a step is raised."""
     page_steps = steps(page.read_text(encoding="utf-8"))

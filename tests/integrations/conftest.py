@@ -32,3 +32,12 @@ def image_packs(demo: DemoDataset, pack_demo: Packer, tmp_path_factory: Any) -> 
     lines = [line for line in demo.jsonl.read_bytes().splitlines() if b"image" in line]
     (folder / "few.jsonl").write_bytes(b"\n".join(lines[:18]))
     return pack_demo(inputs=(str(folder / "few.jsonl"),), image_root=demo.jsonl.parent, seq_len=512).shards
+
+
+@pytest.fixture(scope="session")
+def short_packs(demo: DemoDataset, text_tokenizer_dir: Path, pack_demo: Packer, tmp_path_factory: Any) -> Path:
+    """Tokenized text in rows so short that 2 ranks have 4 micro batches in an epoch."""
+    data = tmp_path_factory.mktemp("short") / "text.jsonl"
+    data.write_bytes(b"\n".join(line for line in demo.jsonl.read_bytes().splitlines() if b"image" not in line))
+    options: dict[str, Any] = {"tokenizer": text_tokenizer_dir, "sample_class": "PackedTokensSample"}
+    return pack_demo(inputs=(str(data),), seq_len=256, **options).shards

@@ -152,7 +152,7 @@ def test_loss_weighting_is_the_formula(
     case = Case("qwen2", "sdpa", text_encoder, text_packs, demo)
     batch = case.batch(collator=PaddingFreeCollator(loss_weighting=weighting))  # type: ignore[arg-type]
     with torch.no_grad():
-        found = batch.loss(case.model(**batch.transformers_inputs()).logits)
+        found = batch.loss(case.model(**batch.transformers_inputs(weighted_loss=True)).logits)
         outputs = [case.separate(name) for name in batch.ids]
     share = {"token": lambda n: n, "sample": lambda n: 1, "sqrt": lambda n: n**0.5}[weighting]
     weights = [share(n) for _, n in outputs]

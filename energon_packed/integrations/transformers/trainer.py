@@ -20,6 +20,8 @@ from energon_packed.integrations.isolation import check_isolation, check_positio
 from energon_packed.integrations.transformers.arguments import check_training_arguments
 from energon_packed.integrations.transformers.stream import LoaderState, TrainerStream, TrainerStreamCallback
 from energon_packed.loading import Collator, DataflowLoader, MapDistributor, PackedDataset, PlannedDataset
+from energon_packed.loading.batch import target_losses, target_weights
+from energon_packed.loading.collator import with_weights
 
 
 class PackedTrainer(Trainer):
@@ -33,16 +35,20 @@ class PackedTrainer(Trainer):
     `train_sampling_strategy="group_by_length"` aligns the packs of a step by cost. The state of a TrainerStream is
     saved and restored.
 
+    The loss of a step is the mean over the targets of all its rows on all processes, also for models of which Trainer
+    averages the means of rows (`accepts_loss_kwargs = False`: Qwen-VL, Gemma 3). If targets have other weights than 1
+    (`loss_mask`), it is sum(loss * weight) / sum(weight), and otherwise the loss of the model.
+
     Checkpoints have the names of the weights in the model; a checkpoint that does not restore all weights is refused.
 
-    `eval_loss` is sum(loss of each target) / number of targets, over all rows of all processes, and every pack counts
-    once. `compute_metrics` gets a row of -100 labels if a process has fewer rows.
+    `eval_loss` is the same mean over all rows of all processes, and every pack counts once. `compute_metrics` gets a
+    row of -100 labels if a process has fewer rows.
 
     Args: as in Trainer.
 
     Raises:
-        ConfigError: the arguments do not fit the data (see `check_training_arguments`), or a checkpoint does not fit
-            the model.
+        ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
+            model, or, while training, the loss weights.
     """
 
     def __init__(
@@ -64,7 +70,8 @@ class PackedTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator,
+            # A copy, because another Trainer with this collator would ignore the weights.
+            data_collator=with_weights(data_collator) if isinstance(data_collator, Collator) else data_collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -77,6 +84,9 @@ class PackedTrainer(Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self._sums: torch.Tensor | None = None
+        # The loss of these models is a mean of means in Trainer. Trainer counts the targets, if it believes otherwise.
+        self._loss_is_mean = not (self.model_accepts_loss_kwargs or compute_loss_func or self.get_sp_size() > 1)
+        self.model_accepts_loss_kwargs |= self._loss_is_mean
         self.add_callback(IsolationCheckCallback())
         data = self.train_dataset
         if data is not None:
@@ -165,27 +175,73 @@ class PackedTrainer(Trainer):
                 f"{type(self.model).__name__}.from_pretrained(PATH).save_pretrained(PATH, save_original_format=False)."
             )
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Read the rows of a step as in Trainer; return them and the sum of the weights of their targets."""
+        rows, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if targets is not None:
+            # The Trainer counts labels. One process may have other weights while all weights of another are 1.
+            weights = torch.stack([target_weights(row).sum() for row in rows]).sum()
+            sums = torch.stack([weights, weights.new_tensor(any("loss_mask" in row for row in rows))]).to(device)
+            if self.args.average_tokens_across_devices:
+                sums = self.accelerator.reduce(sums, reduction="sum")
+            replicas = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+            targets = torch.where(sums[1] > 0, sums[0] / replicas, targets)
+        return rows, targets
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss as in Trainer; during evaluation, add the mean over the targets of the row to the sum.
+        """Compute the loss as in Trainer, weighted by `loss_mask`; during evaluation, add it to the sum of all rows.
 
         Raises:
-            ConfigError: the rows have M-RoPE positions, and the model does not.
+            ConfigError: the targets have different weights, but the loss is not the cross entropy; or the rows have
+                M-RoPE positions, and the model does not.
         """
         try:
-            if self._sums is None:
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            targets = (inputs["labels"][..., 1:] != -100).sum()
-            loss, outputs = super().compute_loss(model, inputs, True, None)
+            loss, outputs = self._loss_of_row(model, inputs, num_items_in_batch)
         except (TypeError, ValueError, RuntimeError) as error:
             if (positions := inputs.get("position_ids")) is not None:
                 check_positions(model, positions, error)
             raise
-        if targets:
-            pair = torch.stack([loss.detach().mean().double() * targets, targets.double()])
-            self._sums += pair.to(self._sums.device)
         return (loss, outputs) if return_outputs else loss
+
+    def _loss_of_row(self, model: Any, inputs: Any, num_items_in_batch: Any) -> tuple[torch.Tensor, Any]:
+        sums = self._sums  # None while training
+        if sums is None and not self._loss_is_mean and "loss_mask" not in inputs:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            return loss, outputs
+        weight = target_weights(inputs).sum()
+        if "loss_mask" in inputs:
+            loss, outputs = self._weighted_loss(model, inputs)
+        else:
+            loss, outputs = super().compute_loss(
+                model, inputs if sums is not None else _with_target(inputs), True, None
+            )
+        if sums is not None:
+            if weight:
+                sums += torch.stack([loss.detach().mean().double() * weight, weight.double()]).to(sums.device)
+        elif num_items_in_batch is not None:
+            # `loss` is the mean of this row. DDP averages the gradients of the ranks, as Trainer assumes as well.
+            ranks = self.accelerator.num_processes // self.get_tp_size()
+            loss = loss * weight * (ranks if self.args.average_tokens_across_devices else 1) / num_items_in_batch
+        return loss, outputs
+
+    def _weighted_loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        """Mean of the row, weighted by `loss_mask`, and the outputs of the model."""
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            name = "compute_loss_func" if self.label_smoother is None else "label_smoothing_factor"
+            raise ConfigError(f"`{name}` must not be set with loss weights, as its loss ignores them. Remove it.")
+        # Without labels, the model does not compute a loss of its own.
+        outputs = model(**{name: value for name, value in inputs.items() if name not in ("labels", "loss_mask")})
+        if getattr(outputs, "aux_loss", None) is not None:
+            raise ConfigError(
+                "`output_router_logits` must be False with loss weights, got True: the loss of the router is part of "
+                "the loss that the model computes without weights. Set it to False in the configuration of the model."
+            )
+        losses = target_losses(outputs.logits, inputs["labels"])
+        weights = inputs["loss_mask"][0, 1:].to(losses.device)
+        # A row without targets has loss 0.
+        return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny), outputs
 
     def evaluation_loop(
         self,
@@ -235,6 +291,14 @@ class PackedTrainer(Trainer):
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
         )
+
+
+def _with_target(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Make the second token a target if the row has none: the mean of no target is NaN, and times 0 as well."""
+    labels = inputs["labels"].clone()
+    is_empty = (labels == -100).all()  # a tensor, so that the host does not wait for the device
+    labels[..., 1] = torch.where(is_empty, inputs["input_ids"][..., 1], labels[..., 1])
+    return inputs | {"labels": labels}
 
 
 class IsolationCheckCallback(TrainerCallback):
@@ -310,4 +374,5 @@ class _EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):
         first = (step * self._world_size + self._rank) * self._batch_size
         indices: Sequence[int] = range(first, min(first + self._batch_size, self.packs))
         row: dict[str, Any] = self._collator([self._data[index] for index in indices or [0]])
-        return row if indices else row | {"labels": torch.full_like(row["labels"], -100)}
+        without = {"labels": -100, "loss_mask": 0}
+        return row if indices else row | {k: torch.full_like(row[k], v) for k, v in without.items() if k in row}

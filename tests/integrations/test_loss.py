@@ -1,0 +1,156 @@
+"""The gradient of a step of 2 ranks and 4 micro batches is that of the mean over its targets, or samples."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import Trainer
+
+from energon_packed import (
+    BatchError,
+    ChatEncoder,
+    ConfigError,
+    DataflowLoader,
+    GatheredLoader,
+    MapDistributor,
+    PackedBatch,
+    PackedDataset,
+    PackedTrainer,
+    PaddingFreeCollator,
+    TrainerStream,
+    packed_training_arguments,
+    prepare_loader,
+)
+from tests.conftest import Packer
+from tests.integrations.launched import launch, tiny_qwen2
+from tests.integrations.trainer_runs import QUIET
+from tests.internals import DemoDataset
+from tests.loading.models import tiny_model
+
+BLOCKS = {"accelerate": "trainers.md", "ddp": "trainers.md", "fsdp": "train-torch.md"}
+TRAINED = [("qwen2", "token"), ("qwen2", "sample"), ("llama", "sample"), ("qwen2_5_vl", "token"),
+           ("qwen2_5_vl", "sample")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    demo: DemoDataset,
+    short_packs: Path,
+    text_tokenizer_dir: Path,
+    tokenizer_dir: Path,
+    pack_demo: Packer,
+    tmp_path_factory: Any,
+) -> list[Any]:
+    folder = tmp_path_factory.mktemp("loss")
+    lines = demo.jsonl.read_bytes().splitlines()
+    (folder / "images.jsonl").write_bytes(b"\n".join([line for line in lines if b"image" in line][:18]))
+    images = pack_demo(inputs=(str(folder / "images.jsonl"),), image_root=demo.jsonl.parent, seq_len=300).shards
+    (folder / "tokens").symlink_to(short_packs)
+    tiny_qwen2().save_pretrained(folder / "model")
+    out = {"folder": str(folder)}
+    jobs: dict[str, Any] = {name: ("block", out | {"page": page, "name": name}) for name, page in BLOCKS.items()}
+    jobs["naive"] = ("naive", out)
+    for model, weighting in TRAINED:
+        packs, tokenizer = (images, tokenizer_dir) if "vl" in model else (short_packs, text_tokenizer_dir)
+        data = {"packs": str(packs), "tokenizer": str(tokenizer), "model": model, "weighting": weighting}
+        jobs[f"{model} {weighting}"] = ("trainer", out | data)
+    jobs["Trainer"] = ("trainer", jobs["qwen2 token"][1] | {"kind": "Trainer"})
+    jobs["Trainer of a vision model"] = ("trainer", jobs["qwen2_5_vl token"][1] | {"kind": "Trainer"})
+    return launch("loss_runs", json.dumps(jobs), port=29531, out=folder)
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "Trainer"])
+def test_loops_of_the_pages_average_over_all_targets_of_a_step(ranks: list[Any], name: str) -> None:
+    for rank in ranks:
+        assert rank[name]["error"] < 1e-5
+        assert len(rank[name]["targets"]) == 4
+
+
+@pytest.mark.parametrize(("model", "weighting"), TRAINED)
+def test_packed_trainer_averages_over_all_targets_or_samples(ranks: list[Any], model: str, weighting: str) -> None:
+    for rank in ranks:
+        found = rank[f"{model} {weighting}"]
+        assert found["error"] < 1e-5
+        assert found["logged"] == pytest.approx(found["loss"], rel=1e-6)
+
+
+def test_the_mean_of_means_is_another_gradient(ranks: list[Any]) -> None:
+    for name in ("naive", "Trainer of a vision model"):
+        assert ranks[0][name]["error"] > 1e-2, "rows have unequal numbers of targets"
+
+
+def weighted_loader(packs: Path) -> Any:
+    return DataflowLoader(
+        MapDistributor(PackedDataset(packs)), collator=PaddingFreeCollator(loss_weighting="sample"), num_workers=0
+    )
+
+
+def test_loaders_for_other_loops_refuse_weights_or_yield_the_batch(text_packs: list[Path]) -> None:
+    for make in (partial(prepare_loader, Accelerator(cpu=True)), GatheredLoader):
+        with pytest.raises(BatchError, match="`loss_mask` must have equal weights"):
+            next(iter(make(weighted_loader(text_packs[0]))))
+        batch = next(iter(make(weighted_loader(text_packs[0]), to_inputs=lambda batch: batch)))
+        assert isinstance(batch, PackedBatch)
+        assert batch.loss_mask_scale > 1
+
+
+def trained(packs: Path, folder: Path, data: Any = None, **options: Any) -> PackedTrainer:
+    data = PackedDataset(packs) if data is None else data
+    args = packed_training_arguments(str(folder), data, **QUIET | {"save_strategy": "no"}, **options.pop("args", {}))
+    collator = PaddingFreeCollator(loss_weighting="sample")
+    return PackedTrainer(tiny_qwen2(), args, train_dataset=data, data_collator=collator, **options)
+
+
+def test_a_stream_of_weighted_rows_has_the_weights_in_a_packed_trainer_only(
+    text_packs: list[Path], tmp_path: Path
+) -> None:
+    stream = TrainerStream(weighted_loader(text_packs[0]))
+    trainer = trained(text_packs[0], tmp_path, stream, args={"max_steps": 1})
+    trainer.train()
+    model = tiny_qwen2()
+    batch = next(iter(weighted_loader(text_packs[0])))
+    output = model(**batch.transformers_inputs(weighted_loss=True))
+    (logged,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(batch.loss(output.logits).item(), rel=1e-6)
+    assert abs(logged - output.loss.item()) > 1e-4
+    stock = Trainer(tiny_qwen2(), trainer.args, train_dataset=stream, data_collator=PaddingFreeCollator())
+    with pytest.raises(BatchError, match="`loss_mask` must have equal weights"):
+        stock.train()
+
+
+def test_evaluation_applies_the_weights(text_packs: list[Path], tmp_path: Path) -> None:
+    data = PackedDataset(text_packs[0], split="val")
+    samples = [sample for number in range(len(data)) for sample in data[number]]
+    batch = PaddingFreeCollator(loss_weighting="sample").collate(samples)
+    with torch.no_grad():
+        expected = batch.loss(tiny_qwen2().eval()(**batch.transformers_inputs(weighted_loss=True)).logits).item()
+    for size in (1, 4):
+        trainer = trained(text_packs[0], tmp_path, data, args={"per_device_eval_batch_size": size})
+        assert trainer.evaluate(data)["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["compute_loss_func", "label_smoothing_factor"])
+def test_losses_that_ignore_weights_are_refused(text_packs: list[Path], tmp_path: Path, name: str) -> None:
+    options: dict[str, Any] = {"args": {"label_smoothing_factor": 0.1}}
+    if name == "compute_loss_func":
+        options = {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.logits.sum()}
+    with pytest.raises(ConfigError, match=f"`{name}` must not be set with loss weights"):
+        trained(text_packs[0], tmp_path, **options).train()
+
+
+def test_a_row_without_targets_has_loss_0_for_models_whose_loss_is_a_mean(
+    image_packs: Path, encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    data = PackedDataset(image_packs, encoder)
+    args = packed_training_arguments(str(tmp_path), data, **QUIET)
+    model = tiny_model("qwen2_5_vl", encoder, "sdpa")
+    trainer = PackedTrainer(model, args, train_dataset=data, data_collator=PaddingFreeCollator())
+    row = PaddingFreeCollator().collate(data[0]).without_targets().transformers_inputs()
+    loss = trainer.compute_loss(model, row, num_items_in_batch=torch.tensor(5.0))
+    loss.backward()
+    assert loss == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
