@@ -337,7 +337,7 @@ def test_verify_does_not_report_a_lack_of_memory_as_damage(
     pack_demo: Packer, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
     folder = PackedFolder.open(pack_demo().shards)
-    assert all(check.passed for check in verify(folder, None, processes=processes))
+    assert not [check for check in verify(folder, None, processes=processes) if check.passed is False]
 
     def refused(*args: Any) -> Any:
         raise MemoryError

@@ -40,7 +40,7 @@ from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import MAGICS
 
 _log = logging.getLogger(__name__)
-COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}  # by suffix, with the names of MAGICS
 _XZ_MEMORY = 256 << 20  # bytes; the largest preset of xz needs 65 MiB
 _COMPRESSED_BLOCK = 1 << 16  # bytes; a small block, because some formats expand 20,000 times
 _HEAD = 1 << 20  # bytes in which lines should end
@@ -192,7 +192,7 @@ def check_text(path: Path, data: Path) -> None:
         head = stream.read(_HEAD)
     for magic, name in MAGICS.items():
         if head.startswith(magic):
-            suffix = {"gzip": ".gz", "zstd": ".zst"}.get(name) if data == path else None
+            suffix = next((end for end, kind in COMPRESSIONS.items() if kind == name and data == path), None)
             rename = f"rename it to {path.name}{suffix}, or " if suffix else ""
             raise SourceError(f"the content of {path} is compressed ({name}); {rename}decompress it")
     if encoding := next((name for name, pattern in _ENCODINGS.items() if pattern.match(head)), None):
