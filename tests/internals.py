@@ -201,7 +201,6 @@ PLACES = {
     # sources: readers of files on their own, for damages and limits
     "IgnoredEntries": "errors:IgnoredEntries",
     "open_sources": "sources:open_sources",
-    "SourceConfig": "sources.config:SourceConfig",
     "CsvSource": "sources.csv:CsvSource",
     "parquet_batches": "sources.arrow:parquet_batches",
     "JsonlSource": "sources:JsonlSource",

@@ -42,6 +42,8 @@ from tests.internals import (
     open_sources,
     open_tar,
     read_header,
+    read_metadataset,
+    read_split,
     verify,
 )
 from tests.processes import run_python
@@ -354,3 +356,14 @@ def test_a_shard_that_cannot_be_opened_without_more_files_is_not_damaged(
     with no_more_files(), pytest.raises(ResourceError, match=r"\.tar: Too many open files; .* ulimit -n"):
         dataset[0]
     assert len(dataset[0])
+
+
+def test_files_of_a_dataset_that_cannot_be_opened_without_more_files_are_not_invalid(
+    pack_demo: Packer, tmp_path: Path
+) -> None:
+    folder = pack_demo().shards
+    blend = tmp_path / "blend.yaml"
+    blend.write_text("{}")
+    for read, path in ((read_split, folder), (read_metadataset, blend)):
+        with no_more_files(), pytest.raises(ResourceError, match=r"\.yaml: Too many open files; .* ulimit -n"):
+            read(path)

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from energon_packed import SourceError
-from tests.internals import IgnoredEntries, SourceConfig, open_sources
+from energon_packed import SourceConfig, SourceError
+from tests.internals import IgnoredEntries, open_sources
 from tests.processes import run_python
 from tests.sources.test_energon import dataset
 from tests.sources.test_sources import read_all
