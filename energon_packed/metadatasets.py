@@ -33,6 +33,7 @@ import yaml
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import inner_names, read_yaml
 from energon_packed.options import short
+from energon_packed.system import raise_resource_error
 
 NV_META = ".nv-meta"
 SPLIT_FILE = "split.yaml"
@@ -299,6 +300,7 @@ def read_split(folder: Path) -> SplitFile:
 
     Raises:
         FormatError: split.yaml is missing or invalid, or names a file outside of the folder.
+        ResourceError: open files, permissions or the disk fail.
     """
     file = folder / NV_META / SPLIT_FILE
     try:
@@ -313,6 +315,7 @@ def read_split(folder: Path) -> SplitFile:
             exclude_patterns=patterns,
         )
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise_resource_error(error, file)
         raise FormatError(f"{file} is not a valid split file: {type(error).__name__} {error}") from error
 
 
@@ -398,6 +401,7 @@ def _read(path: Path, trusted: bool, outer: tuple[Path, ...], known: dict[Path, 
     try:
         value = read_yaml(path, as_energon=True)
     except (OSError, yaml.YAMLError) as error:
+        raise_resource_error(error, path)
         reason = error.strerror if isinstance(error, OSError) else error
         raise _invalid_file(path, " ".join(str(reason).split())[:300]) from error
     if not isinstance(value, dict):

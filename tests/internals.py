@@ -37,6 +37,7 @@ PLACES = {
     "watched": "loading.failures:watched",
     "WorkerResultQueue": "loading.energon.faults:WorkerResultQueue",
     "Step": "loading.dataflow.worker_stream:Step",
+    "transport": "loading.dataflow.transport",
     "WorkerProgress": "loading.dataflow.transport:WorkerProgress",
     "TransportMessage": "loading.dataflow.transport:Message",
     "round_robin": "loading.dataflow.transport:round_robin",

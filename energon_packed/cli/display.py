@@ -8,6 +8,7 @@ from rich.table import Table
 from energon_packed.files import visible
 from energon_packed.pipeline import DryRun, PackResult
 from energon_packed.pipeline.survey import Survey
+from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import SPLITS
 
 _MAX_COUNTS = 10  # field names and notes listed in the summary table
@@ -35,10 +36,8 @@ def result_table(result: PackResult, steps: Sequence[int], ranks: Mapping[str, i
         table.add_row("  split", f"{manifest.records_split:,} into {manifest.fragments:,} fragments")
     table.add_row("rejected", f"{rejected:,} ({rejected / max(manifest.records, 1):.2%})")
     _add_rejects(table, manifest.rejects)
-    _add_counts(table, "fields not used", manifest.unused_fields)
-    _add_counts(table, "notes", manifest.notes)
-    ignored = {entries.reason: entries.count for entries in manifest.ignored_entries}
-    _add_counts(table, "not read as input", ignored, unit="entries")
+    for title, counts, unit in _not_used(manifest):
+        _add_counts(table, title, counts, unit)
     table.add_section()
     table.add_row("packs" if manifest.algorithm != "none" else "samples to pack on the fly", f"{manifest.packs:,}")
     table.add_row("tokens", f"{manifest.tokens:,}")
@@ -130,10 +129,15 @@ def _add_rejects(table: Table, rejects: Mapping[str, int], about: str = "") -> N
         table.add_row(f"  {reason}", f"{about}{count:,}")
 
 
-def _add_counts(table: Table, title: str, counts: Mapping[str, int], *, unit: str = "records") -> None:
+def _not_used(result: PackingManifest | DryRun | Survey) -> list[tuple[str, Mapping[str, int], str]]:
+    """List (title, counts by name, unit) of unused fields, notes and ignored entries, if there are any."""
+    ignored = {entries.reason: entries.count for entries in result.ignored_entries}
+    rows = [("fields not used", result.unused_fields, "records"), ("notes", result.notes, "records")]
+    return [row for row in (*rows, ("not read as input", ignored, "entries")) if row[1]]
+
+
+def _add_counts(table: Table, title: str, counts: Mapping[str, int], unit: str) -> None:
     """Add a section with the most common names; its last row counts the names that are not listed."""
-    if not counts:
-        return
     table.add_section()
     table.add_row(title, unit)
     for name, count in list(counts.items())[:_MAX_COUNTS]:
@@ -144,16 +148,10 @@ def _add_counts(table: Table, title: str, counts: Mapping[str, int], *, unit: st
 
 def unused_lines(result: DryRun | Survey) -> Iterator[str]:
     """List unused fields, notes and ignored entries, a line each: `fields not used: url 40, source 40, and 3 more`."""
-    ignored = {entries.reason: entries.count for entries in result.ignored_entries}
-    for title, counts in (
-        ("fields not used", result.unused_fields),
-        ("notes", result.notes),
-        ("not read as input", ignored),
-    ):
+    for title, counts, _ in _not_used(result):
         shown = [f"{_printable(name)} {count:,}" for name, count in list(counts.items())[:_MAX_COUNTS]]
         shown += [f"and {len(counts) - _MAX_COUNTS:,} more"] if len(counts) > _MAX_COUNTS else []
-        if shown:
-            yield f"{title}: {', '.join(shown)}"
+        yield f"{title}: {', '.join(shown)}"
 
 
 def turn_text(role: str, text: str) -> str:

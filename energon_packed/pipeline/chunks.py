@@ -177,9 +177,7 @@ def compare_media(chunk: Chunk) -> tuple[Chunk, int, bool]:
     return chunk, len(files), files.digest() == metadata[_MEDIA_DIGEST]
 
 
-def write_rows(
-    file: Path, columns: Mapping[str, Sequence[Any]], counts: StringCounts, media: MediaFiles | None = None
-) -> None:
+def write_rows(file: Path, columns: Mapping[str, Sequence[Any]], counts: StringCounts, media: MediaFiles) -> None:
     """Write the columns of `SCHEMA`; the file appears when it is complete.
 
     Args:

@@ -186,16 +186,12 @@ class OverlongCheck:
                 if self.overlap is None:
                     results.append((row, sample.truncated(self.max_length).num_supervised))
                 else:
-                    results.append((row, self._fragments(row, sample, images)))
+                    fragments = split_sample(sample, self.max_length, self.overlap, images)
+                    fragments["record"] = row
+                    results.append((row, fragments))
             except RecordError as error:
                 results.append((row, error.reject))
         return results
-
-    def _fragments(self, row: int, sample: EncodedSample, images: int) -> Fragments:
-        assert self.overlap is not None
-        fragments = split_sample(sample, self.max_length, self.overlap, images)
-        fragments["record"] = row
-        return fragments
 
     def _samples(self, task: OverlongTask) -> Iterator[EncodedSample]:
         encoder, records = self.encoder.load(), task.records

@@ -13,14 +13,13 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unused_fields
 from energon_packed.records.media import MediaReference
-from energon_packed.records.unlisted_media import UnlistedMedia, find_unlisted
+from energon_packed.records.unlisted_media import IMAGE_OBJECT, VIDEO_FILES, UnlistedMedia, find_unlisted
 
 VIDEO_PLACEHOLDER = "<video>"
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 # Qwen-VL writes `Picture 1: <img>path</img>`; the prefix is removed with the tag.
 _TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>([^<>\n]+)</img>")
 _IMAGE_FIELDS = ("images", "image")
-_OBJECT_FIELDS = frozenset(("bytes", "path", "url", "image"))
 _VIDEO_FIELDS = ("video", "videos")
 _MISNAMED_VIDEOS = ("frames", "video_frames", "video_path", "video_paths")
 _UNSUPPORTED = {
@@ -28,7 +27,7 @@ _UNSUPPORTED = {
     **dict.fromkeys(_MISNAMED_VIDEOS, "rename it to videos, with a list of frames for each <video>"),
 }
 _BASE64 = "image_base64_str"  # the image field of M3IT
-_VIDEO_FILES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".gif")
+_VIDEO_FILES = (*VIDEO_FILES, ".ts", ".gif")
 _BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *_VIDEO_FIELDS))
 
 
@@ -176,7 +175,7 @@ def references(record: Record, keys: Sequence[str], root: str | None) -> list[Me
 
 def _unused(image: Any) -> tuple[str, ...]:
     """List the unused fields of an image object; fields that would change training are rejected."""
-    return unused_fields(image, _OBJECT_FIELDS, "an image") if isinstance(image, Mapping) else ()
+    return unused_fields(image, IMAGE_OBJECT, "an image") if isinstance(image, Mapping) else ()
 
 
 def _data_url(value: Any, kind: str = "image/jpeg") -> str:

@@ -14,23 +14,22 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.fields import OBJECT, Record, is_given, shown
+from energon_packed.records.fields import OBJECT, SCALARS, Record, is_given, shown
 from energon_packed.records.media import MediaReference
 
 IMAGE_URL = "not fetched: URL of an image in the field"
 """Start of the note of a record without an image; the name of the field follows."""
 # Without .ts and .svg: they are also source code, and a path of a code dataset is not media.
-_VIDEO_FILES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv")
+VIDEO_FILES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv")
 _MEDIA_FILES = (
     *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".heic", ".avif", ".jp2"),
-    *_VIDEO_FILES,
+    *VIDEO_FILES,
 )
 _DATA_URL = re.compile(r"data:[^,\s]{0,100};base64,")
 _BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD[dl]h|UklGR)[A-Za-z0-9+/\s]{8}")  # JPEG, PNG, GIF, WebP
 _STARTS = frozenset(("data", "/9j/", "iVBO", "R0lG", "UklG"))
 _ENDS = frozenset(end[-1] for name in _MEDIA_FILES for end in (name, name.upper()))
-_OBJECT_KEYS = frozenset(("bytes", "path", "url", "image"))
-_NUMBERS = frozenset((bool, int, float))
+IMAGE_OBJECT = frozenset(("bytes", "path", "url", "image"))  # fields of an object that is an image
 _DEPTH = 4  # lists and objects around a value: a list of lists of {"image": {"url"}}
 # Names are compared in lower case, without separators and digits.
 _LISTED = re.compile(r"(?:image|img)s?(?:path|file|filename|url|uri|base64|b64|bytes)?s?")
@@ -110,15 +109,12 @@ def find_unlisted(record: Record, names: tuple[str, ...], label: str, root: str 
     for name, is_plain in _are_plain(names):
         value: Any = record.get(name)
         # This runs for every field that is not read, so that numbers and almost every text end here.
-        if is_plain:
-            kind = value.__class__
-            if kind is str and value[-1:] not in _ENDS and value[:4] not in _STARTS:
-                continue
-            if kind in _NUMBERS:
-                continue
+        kind = value.__class__
+        if is_plain and (value[-1:] not in _ENDS and value[:4] not in _STARTS if kind is str else kind in SCALARS):
+            continue
         if refers_to_media(name, value, root):
             found.append(UnlistedMedia(name, value, label))
-        elif value.__class__ is str and value.startswith(("http://", "https://")) and _has_extension(value):
+        elif kind is str and value.startswith(("http://", "https://")) and _has_extension(value):
             found.append(UnlistedMedia(name, value, label, is_certain=False))
     return found
 
@@ -149,9 +145,9 @@ def refers_to_media(name: str, value: Any, root: str | None = None) -> bool:
         if isinstance(value, list | tuple):
             value = next((item for item in value if item is not None), None)
         elif isinstance(value, OBJECT):
-            if _OBJECT_KEYS.isdisjoint(value):
+            if IMAGE_OBJECT.isdisjoint(value):
                 return False
-            value = next((inner for key, inner in value.items() if key in _OBJECT_KEYS and inner), None)
+            value = next((inner for key, inner in value.items() if key in IMAGE_OBJECT and inner), None)
         else:
             break
     if isinstance(value, bytes | bytearray | memoryview):
@@ -241,7 +237,7 @@ def _first(field: UnlistedMedia) -> Any:
 
 
 def _is_video(field: UnlistedMedia) -> bool:
-    return "video" in field.name.lower() or str(_first(field)).lower().endswith(_VIDEO_FILES)
+    return "video" in field.name.lower() or str(_first(field)).lower().endswith(VIDEO_FILES)
 
 
 def _remedy(unlisted: Sequence[UnlistedMedia]) -> str:

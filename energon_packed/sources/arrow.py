@@ -13,18 +13,18 @@ from typing import Any, BinaryIO, ClassVar
 
 import pyarrow as pa
 
-from energon_packed.errors import Reason, Reject, SourceError
+from energon_packed.errors import Reason, Reject
 from energon_packed.sources.base import Source, SourceRecord, changed_at
 from energon_packed.sources.convert import (
-    ARROW_ERRORS,
     BATCH_ROWS,
+    arrow_errors,
     converted,
     nested_type,
     one_line,
     refuse_repeated,
     write_batches,
 )
-from energon_packed.system import most_open, raise_resource_error
+from energon_packed.system import most_open
 
 _MAGIC = b"ARROW1"  # starts an Arrow file; a stream has no magic
 _ROWS_AT_A_TIME = 64  # rows may contain images
@@ -145,7 +145,7 @@ class _Batches:
 
     def __init__(self, path: Path, table: Path) -> None:
         """Open the Arrow file `path` of the input `table`."""
-        try:
+        with arrow_errors(path, "is not an Arrow file or stream, or is cut"):
             source = pa.memory_map(str(path))
             try:
                 reader = pa.ipc.open_file(source)
@@ -162,9 +162,6 @@ class _Batches:
                 _check_end(source)
                 counts = [batch.num_rows for batch in batches]
                 read = batches.__getitem__
-        except ARROW_ERRORS as error:
-            raise_resource_error(error, path)
-            raise SourceError(f"{path} is not an Arrow file or stream, or is cut: {one_line(error)}") from error
         refuse_repeated(names, table)
         self._path = path
         # Random reads of neighbors hit the same batch; each batch is validated when it is loaded.
@@ -174,7 +171,7 @@ class _Batches:
 
     def _checked(self, read: Callable[[int], Any], index: int) -> Any:
         """Validate a batch: offsets outside its buffers could crash the process."""
-        try:
+        with arrow_errors(self._path, f"is damaged in record batch {index}", "; copy or write it again"):
             batch = read(index)
             try:
                 batch.validate(full=True)
@@ -183,11 +180,6 @@ class _Batches:
             ):  # strings that are not UTF-8 reject only their rows; any other fault makes the file unusable
                 for column in batch.columns:
                     column.view(nested_type(column.type, _as_bytes)).validate(full=True)
-        except ARROW_ERRORS as error:
-            raise_resource_error(error, self._path)
-            raise SourceError(
-                f"{self._path} is damaged in record batch {index}: {one_line(error)}; copy or write it again"
-            ) from error
         return batch
 
     def rows_between(self, start: int, stop: int) -> Iterator[dict[str, Any] | Reject]:
@@ -226,17 +218,9 @@ class ParquetSource(ArrowSource):
 def _to_arrow(path: Path, out: BinaryIO) -> None:
     import pyarrow.parquet as pq
 
-    try:
-        with pq.ParquetFile(path) as table:
-            schema = pa.schema([field.with_type(nested_type(field.type, _plain)) for field in table.schema_arrow])
-            write_batches(
-                schema, (_without_dictionaries(batch, schema) for batch in parquet_batches(table)), out, path
-            )
-    except SourceError:
-        raise
-    except ARROW_ERRORS as error:
-        raise_resource_error(error, path)
-        raise SourceError(f"{path} is not a readable Parquet file: {one_line(error)}") from error
+    with arrow_errors(path, "is not a readable Parquet file"), pq.ParquetFile(path) as table:
+        schema = pa.schema([field.with_type(nested_type(field.type, _plain)) for field in table.schema_arrow])
+        write_batches(schema, (_without_dictionaries(batch, schema) for batch in parquet_batches(table)), out, path)
 
 
 def parquet_batches(table: Any) -> Iterator[Any]:

@@ -6,19 +6,20 @@ The copy is named after the content of the input, so an unchanged input is not c
 import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from energon_packed.errors import ResourceError, SourceError
+from energon_packed.errors import EnergonPackedError, ResourceError, SourceError
 from energon_packed.files import atomic_path
 from energon_packed.records.fields import shown
 from energon_packed.sources.base import changed_at, file_fingerprint
+from energon_packed.system import raise_resource_error
 
 BATCH_ROWS = 256  # small, because a random read loads a whole batch
-ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, LookupError, TypeError)
-"""Exceptions of pyarrow for a damaged file."""
+_ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, LookupError, TypeError)  # for damaged files
 
 
 def converted(
@@ -66,6 +67,28 @@ class _Copy(io.BufferedWriter):
         except OSError as error:
             self.failed = error
             raise
+
+
+@contextmanager
+def arrow_errors(path: Path, fault: str, remedy: str = "") -> Iterator[None]:
+    """Convert the exceptions of pyarrow in the block.
+
+    Args:
+        path: the file that is read.
+        fault: message after the path; the message of pyarrow follows, and then the remedy.
+        remedy: end of the message.
+
+    Raises:
+        SourceError: the file is damaged.
+        ResourceError: memory, open files or the disk fail.
+    """
+    try:
+        yield
+    except EnergonPackedError:
+        raise
+    except _ARROW_ERRORS as error:
+        raise_resource_error(error, path)
+        raise SourceError(f"{path} {fault}: {one_line(error)}{remedy}") from error
 
 
 def one_line(error: Exception) -> str:

@@ -7,12 +7,10 @@ from typing import Any, BinaryIO, ClassVar
 import orjson
 import pyarrow as pa
 
-from energon_packed.errors import SourceError
 from energon_packed.records.fields import parse_json
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source
-from energon_packed.sources.convert import ARROW_ERRORS, converted, one_line, write_batches
-from energon_packed.system import raise_resource_error
+from energon_packed.sources.convert import arrow_errors, converted, write_batches
 
 _BLOCK = 64 << 20  # bytes; a row must fit
 _LARGEST_CELL = 2**31 - 1
@@ -52,7 +50,7 @@ class CsvSource(ArrowSource):
 def _to_arrow(path: Path, out: BinaryIO) -> None:
     from pyarrow import csv
 
-    try:
+    with arrow_errors(path, "cannot be read as CSV in UTF-8 with a header line"):
         delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
         _check_quotes(path, delimiter)
         options = {
@@ -71,11 +69,6 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
             names = [name or f"column {number}" for number, name in enumerate(names, start=1)]
         schema = pa.schema([(name, pa.string()) for name in names])
         write_batches(schema, (pa.RecordBatch.from_arrays(part.columns, schema=schema) for part in reader), out, path)
-    except SourceError:
-        raise
-    except ARROW_ERRORS as error:
-        raise_resource_error(error, path)
-        raise SourceError(f"{path} cannot be read as CSV in UTF-8 with a header line: {one_line(error)}") from error
 
 
 def _check_quotes(path: Path, delimiter: str) -> None:

@@ -40,7 +40,7 @@ from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import MAGICS
 
 _log = logging.getLogger(__name__)
-COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}  # by suffix, with the names of MAGICS
 _XZ_MEMORY = 256 << 20  # bytes; the largest preset of xz needs 65 MiB
 _COMPRESSED_BLOCK = 1 << 16  # bytes; a small block, because some formats expand 20,000 times
 _HEAD = 1 << 20  # bytes in which lines should end
@@ -192,7 +192,7 @@ def check_text(path: Path, data: Path) -> None:
         head = stream.read(_HEAD)
     for magic, name in MAGICS.items():
         if head.startswith(magic):
-            suffix = {"gzip": ".gz", "zstd": ".zst"}.get(name) if data == path else None
+            suffix = next((end for end, kind in COMPRESSIONS.items() if kind == name and data == path), None)
             rename = f"rename it to {path.name}{suffix}, or " if suffix else ""
             raise SourceError(f"the content of {path} is compressed ({name}); {rename}decompress it")
     if encoding := next((name for name, pattern in _ENCODINGS.items() if pattern.match(head)), None):
@@ -298,12 +298,14 @@ def _in_lines(path: Path, data: Path, work_dir: Path) -> Path:
     with data.open("rb") as stream:
         head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
     if head[:1] == b"[":
-        return converted(data, work_dir, ".lines.jsonl", lambda array, out: _to_jsonl(array, out, path))
+        return converted(data, work_dir, ".lines.jsonl", lambda array, out: _to_jsonl(array, out, path, _elements))
     is_wrapped = head[:1] == b"{" and head[1:].lstrip(b" \t\r")[:1] == b"\n"  # JSON lines never break after the brace
     if head[:1] == b"{" and (is_wrapped or _is_one_line(data)):
         # The form is found while the copy is written, so that an existing copy is used without reading the file.
         with contextlib.suppress(_NoListError):
-            return converted(data, work_dir, ".lines.jsonl", lambda content, out: _object_to_jsonl(content, out, path))
+            return converted(
+                data, work_dir, ".lines.jsonl", lambda file, out: _to_jsonl(file, out, path, _reader_of(path, file))
+            )
     if is_wrapped:
         raise SourceError(
             f"{path} is one JSON object over several lines; write the list of records in it alone to a file, such "
@@ -326,20 +328,13 @@ class _NoListError(Exception):
     """A JSON object is not one of the objects of records."""
 
 
-def _object_to_jsonl(data: Path, out: BinaryIO, path: Path) -> None:
-    """Write a line per record of the JSON object in `data`, the decompressed file of `path`.
+def _reader_of(path: Path, data: Path) -> Callable[[BinaryIO], Iterator[bytes]]:
+    """Find the function that yields the records of the JSON object in `data`, the decompressed file of `path`.
 
     Raises:
         _NoListError: the object has another form.
-        SourceError: it is a COCO file without captions, a list of datasets, or not complete.
+        SourceError: it is a COCO file without captions, or a list of datasets.
     """
-    if (records := _reader_of_object(path, data)) is None:
-        raise _NoListError
-    _to_jsonl(data, out, path, records)
-
-
-def _reader_of_object(path: Path, data: Path) -> Callable[[BinaryIO], Iterator[bytes]] | None:
-    """Find the function that yields the records of the JSON object in `data`; None if it has another form."""
     firsts: dict[str, Any] = {}  # first element of each list; the first member itself if it is an object
     try:
         with data.open("rb") as stream:
@@ -350,8 +345,8 @@ def _reader_of_object(path: Path, data: Path) -> Callable[[BinaryIO], Iterator[b
                         return _records_by_id
                 is_list = value[:1] == b"["
                 firsts.setdefault(name, orjson.loads(next(_elements(io.BytesIO(value)), b"0")) if is_list else None)
-    except ValueError:  # not JSON: reported as before, by line
-        return None
+    except ValueError as error:  # not JSON: reported as before, by line
+        raise _NoListError from error
     found = {name: set(first) for name, first in firsts.items() if isinstance(first, dict)}
     if {"id", "file_name"} <= found.get("images", set()) and "image_id" in found.get("annotations", set()):
         if "caption" not in found["annotations"]:
@@ -364,7 +359,9 @@ def _reader_of_object(path: Path, data: Path) -> Callable[[BinaryIO], Iterator[b
     is_internvl = any({"root", "annotation"} <= fields for fields in found.values())
     if is_internvl or not found.get("datasets", set()).isdisjoint(("path", "json_path")):
         raise SourceError(f"{path} must contain records, got a list of datasets. Pass it as --config {path}.")
-    return _records_of_data if "data" in found and firsts.keys() <= _ABOUT_DATA | {"data"} else None
+    if "data" in found and firsts.keys() <= _ABOUT_DATA | {"data"}:
+        return _records_of_data
+    raise _NoListError
 
 
 def _members(stream: BinaryIO) -> Iterator[tuple[str, bytes]]:
@@ -426,18 +423,16 @@ def _lists(stream: BinaryIO) -> dict[str, bytes]:
     return lists
 
 
-def _to_jsonl(
-    data: Path, out: BinaryIO, path: Path, records: Callable[[BinaryIO], Iterator[bytes]] | None = None
-) -> None:
-    """Write a line per record of `data`, the decompressed file of `path`: an array, or an object read by `records`."""
+def _to_jsonl(data: Path, out: BinaryIO, path: Path, records: Callable[[BinaryIO], Iterator[bytes]]) -> None:
+    """Write a line per record of `data`, the decompressed file of `path`: what `records` yields."""
     with data.open("rb") as stream:
         stream.seek(len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
         try:
-            for element in (records or _elements)(stream):
+            for element in records(stream):
                 # Between tokens both bytes are whitespace to JSON; inside strings neither is allowed.
                 out.write(element.replace(b"\n", b"\r") + b"\n")
         except (ValueError, TypeError) as error:
-            kind = "a complete JSON array" if records is None else "a complete JSON object of records"
+            kind = "a complete JSON array" if records is _elements else "a complete JSON object of records"
             raise SourceError(f"{path} is not {kind}: {error}") from error
 
 

@@ -2,8 +2,7 @@
 
 import glob
 import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from energon_packed.sources.config import Reading, SourceConfig, plain
 from energon_packed.sources.csv import CsvSource
 from energon_packed.sources.energon import EnergonSource, metadataset_members
 from energon_packed.sources.folder_entries import conversion_command
-from energon_packed.sources.folders import folder_files, hub_folder, log_skipped
+from energon_packed.sources.folders import Skipped, folder_files, hub_folder, log_skipped
 from energon_packed.sources.imagefolder import HuggingFaceSource, ImageFolderCsvSource, ImageFolderSource
 from energon_packed.sources.json import CompressedJsonlSource, CompressedJsonSource, JsonlSource, JsonSource
 from energon_packed.sources.webdataset import WebDatasetSource
@@ -40,7 +39,6 @@ SOURCES: list[type[Source]] = [
 ]
 _IMAGE_FOLDERS = (ImageFolderSource, ImageFolderCsvSource)  # their paths start from the folder of the metadata
 _FILE_FORMATS = frozenset(kind for kind in SOURCES if not kind.has_splits)  # a folder data.parquet is not one file
-_COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|t[gbx]z2?|tzst)$", re.IGNORECASE)
 _UNLISTED = "not listed by the dataset"
 _MOST_EXAMPLES = 5  # entries of a reason in packing.json
 Match = tuple[type[Source], Path, Path | None]
@@ -89,12 +87,12 @@ def open_sources(
     """
     configs = [entry if isinstance(entry, SourceConfig) else SourceConfig(path=(str(entry),)) for entry in inputs]
     files: list[_File] = []
-    skipped: dict[str, IgnoredEntries] = {}
+    skipped: dict[Path, Skipped] = {}
     for index, config in enumerate(configs):
         with _naming(config):
             files += _files_of(index, config, split, seed, skipped)
     if ignored is not None:
-        ignored += skipped.values()
+        ignored += _ignored(skipped)
     _refuse_twice(files)
     if not files:
         raise SourceError(f"no input file. Pass one or more of {known_formats()}.")
@@ -132,7 +130,7 @@ class _File:
 
 
 def _files_of(
-    index: int, config: SourceConfig, split: str | None, seed: int, skipped: dict[str, IgnoredEntries]
+    index: int, config: SourceConfig, split: str | None, seed: int, skipped: dict[Path, Skipped]
 ) -> Iterator[_File]:
     """List the files of a config, all of them again for each repetition."""
     wanted = config.source_split or split
@@ -187,10 +185,10 @@ def _naming(config: SourceConfig) -> Iterator[None]:
         raise SourceError(f"{config.label}: {plain(str(error))}") from error
 
 
-def _matches(pattern: str, split: str | None, skipped: dict[str, IgnoredEntries]) -> Iterator[Match]:
+def _matches(pattern: str, split: str | None, skipped: dict[Path, Skipped]) -> Iterator[Match]:
     """List the files of an input path or pattern; a Metadataset yields the files of its members.
 
-    The entries of a folder that are not read are added to `skipped`, by reason.
+    The entries of a folder that are not read are added to `skipped`.
     """
     for path in _expand(pattern):
         # A class for .yaml files may be registered, and then comes first.
@@ -204,22 +202,33 @@ def _matches(pattern: str, split: str | None, skipped: dict[str, IgnoredEntries]
                 yield kind, file, path if path.is_dir() else None
             if path.is_dir() and (names := kind.unlisted(path)):
                 log_skipped(path, {_UNLISTED: names})
-                _count(skipped, path, _UNLISTED, names)
+                _skip(skipped, path, {_UNLISTED: names})
             continue
         files, others = folder_files(path, split)
-        for reason, names in others.items():
-            _count(skipped, path, reason, names)
+        _skip(skipped, path, others)
         for file in files:
             inner = _kind_of(file)
             assert inner is not None, file
             yield inner, file, None if inner in _IMAGE_FOLDERS else path
 
 
-def _count(skipped: dict[str, IgnoredEntries], folder: Path, reason: str, names: Sequence[str]) -> None:
-    """Add entries of a folder to the entries with the same reason."""
-    before = skipped.get(reason, IgnoredEntries(reason=reason, count=0, examples=[]))
-    shown = [visible(str(folder / name), keep="") for name in names[: _MOST_EXAMPLES - len(before.examples)]]
-    skipped[reason] = replace(before, count=before.count + len(names), examples=before.examples + shown)
+def _skip(skipped: dict[Path, Skipped], folder: Path, others: Skipped) -> None:
+    """Add entries of a folder; if several sources read it, such as two of its splits, the entries that none reads."""
+    if folder in skipped:
+        unread = {name for names in others.values() for name in names}
+        others = {reason: [name for name in names if name in unread] for reason, names in skipped[folder].items()}
+    skipped[folder] = others
+
+
+def _ignored(skipped: Mapping[Path, Skipped]) -> Iterable[IgnoredEntries]:
+    """Join the entries of all folders by reason."""
+    joined: dict[str, IgnoredEntries] = {}
+    for folder, reason, names in [(folder, *item) for folder, others in skipped.items() for item in others.items()]:
+        if names:
+            before = joined.get(reason, IgnoredEntries(reason=reason, count=0, examples=[]))
+            shown = [visible(str(folder / name), keep="") for name in names[: _MOST_EXAMPLES - len(before.examples)]]
+            joined[reason] = replace(before, count=before.count + len(names), examples=before.examples + shown)
+    return joined.values()
 
 
 def _kind_of(path: Path) -> type[Source] | None:
@@ -231,8 +240,9 @@ def _kind_of(path: Path) -> type[Source] | None:
     if is_folder:
         return None
     if command := conversion_command(path.name):
-        form = "compressed tar" if _COMPRESSED_TAR.search(path.name) else "compressed or archived file"
-        raise SourceError(f"{path} is a {form}, which cannot be read by offsets. Decompress it: {command}.")
+        raise SourceError(
+            f"{path} is a compressed or archived file, which cannot be read by offsets. Decompress it: {command}."
+        )
     raise SourceError(f"{path} has an unknown format; known formats: {known_formats()}")
 
 

@@ -185,6 +185,10 @@ FORMATS: dict[str, tuple[Any, list[tuple[Any, ...]], list[str], list[str]]] = {
         {"id": "02930152", "question": "Dark?", "answer": "yes", "fullAnswer": "Yes, it is.", "imageId": "2354786"},
         [("user", "<image>Dark?"), ("assistant", "yes")], ["2354786.jpg"], ["fullAnswer"],
     ),
+    "gqa without an image": (
+        {"question": "Dark?", "answer": "yes", "imageId": None},
+        [("user", "Dark?"), ("assistant", "yes")], [], [],
+    ),
     "gqa with an image": (
         {"image": "a.jpg", "question": "Dark?", "answer": "yes", "imageId": "2354786"},
         [("user", "<image>Dark?"), ("assistant", "yes")], ["a.jpg"], ["imageId"],
@@ -402,6 +406,7 @@ def test_decisions_are_noted_and_do_not_count_as_content() -> None:
         ),
         ({"info": {}, "annotations": [{"caption": "a"}]}, "if annotations is the list of records, write it alone"),
         ({"translation": {"en": "a", "de": "b"}}, "no known shape has the fields translation"),
+        ({1: "a", 2: "b"}, "no known shape has the fields 1, 2"),  # of an adapter
         ({}, "the record has no fields"),
     ],
 )

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import orjson
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from energon_packed import SourceError
+from energon_packed import SourceConfig, SourceError
 from tests.internals import IgnoredEntries, open_sources
 from tests.processes import run_python
 from tests.sources.test_energon import dataset
@@ -252,6 +253,19 @@ def test_a_folder_with_the_name_of_a_file_is_a_folder(tmp_path: Path, name: str,
     sources = open_sources([tmp_path / "in" if nested else folder], work_dir=work, ignored=ignored)
     assert [record["n"] for record in read_all(sources)] == [0, 1]
     assert {found.reason: found.count for found in ignored} == {"hidden": 3, "marker of Spark": 1}
+
+
+def test_a_file_that_another_source_reads_is_not_reported(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    for split in ("train", "test", "validation"):
+        write(folder / f"{split}.jsonl", orjson.dumps({"split": split}))
+    write(folder / "README.md")
+    configs = [SourceConfig(path=(str(folder),), source_split=split) for split in ("train", "test")]
+    ignored: list[IgnoredEntries] = []
+    sources = open_sources(configs, work_dir=tmp_path / "work", ignored=ignored)
+    assert [record["split"] for record in read_all(sources)] == ["train", "test"]
+    found = {entries.reason: (entries.count, [Path(name).name for name in entries.examples]) for entries in ignored}
+    assert found == {"documentation": (1, ["README.md"]), "of another split": (1, ["validation.jsonl"])}
 
 
 def test_files_that_a_dataset_does_not_list_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

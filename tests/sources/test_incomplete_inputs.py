@@ -1,13 +1,16 @@
 """Inputs that other readers take for shorter than they are: refused, or read whole."""
 
+import bz2
 import gzip
 import io
 import json
 import logging
+import lzma
 import os
 import re
 import subprocess
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,22 +168,29 @@ def test_files_that_are_not_utf8_are_refused_with_a_command_that_converts_them(
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_compressed_content_without_the_suffix_is_named(tmp_path: Path, name: str, suffix: str) -> None:
-    content = gzip.compress(LINES) if suffix == ".gz" else zstandard.compress(LINES)
-    (tmp_path / name).write_bytes(content)
-    kind = {".gz": "gzip", ".zst": "zstd"}[suffix]
+@pytest.mark.parametrize(
+    ("suffix", "kind", "compress"),
+    [
+        (".gz", "gzip", gzip.compress),
+        (".zst", "zstd", zstandard.compress),
+        (".bz2", "bzip2", bz2.compress),
+        (".xz", "xz", lzma.compress),
+    ],
+)
+def test_compressed_content_without_the_suffix_is_named(
+    tmp_path: Path, name: str, suffix: str, kind: str, compress: Callable[[bytes], bytes]
+) -> None:
+    (tmp_path / name).write_bytes(compress(LINES))
     with pytest.raises(SourceError, match=rf"is compressed \({kind}\); rename it to {name}{suffix}, or decompress it"):
         records(tmp_path / name)
     (tmp_path / name).rename(tmp_path / f"{name}{suffix}")
     assert records(tmp_path / f"{name}{suffix}") == ROWS
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(compress(LINES)))
     with pytest.raises(SourceError, match=rf"b.jsonl.gz is compressed \({kind}\); decompress it"):
         records(tmp_path / "b.jsonl.gz")
-    for magic, other in ((b"BZh91AY", "bzip2"), (b"\xfd7zXZ", "xz"), (b"PK\3\4", "zip")):
-        (tmp_path / name).write_bytes(magic + bytes(99))
-        with pytest.raises(SourceError, match=rf"is compressed \({other}\); decompress it"):
-            records(tmp_path / name)
+    (tmp_path / name).write_bytes(b"PK\3\4" + bytes(99))
+    with pytest.raises(SourceError, match=r"is compressed \(zip\); decompress it"):
+        records(tmp_path / name)
 
 
 def test_zeros_at_the_start_reject_a_line_and_not_the_file(tmp_path: Path) -> None:

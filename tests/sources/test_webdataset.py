@@ -190,7 +190,7 @@ def test_broken_tars_are_named(tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
     shutil.copy(tmp_path / "compressed.tar", tmp_path / "a.tar.gz")
-    with pytest.raises(SourceError, match="compressed tar, which cannot be read by offsets. Decompress it"):
+    with pytest.raises(SourceError, match="compressed or archived file, which cannot be read by offsets. Decompress"):
         open_sources([tmp_path / "a.tar.gz"], work_dir=tmp_path)
 
 

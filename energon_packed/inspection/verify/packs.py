@@ -30,6 +30,7 @@ from energon_packed.records import Conversation
 from energon_packed.seqlens import round_up
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.scan import TarScan
+from energon_packed.system import raise_resource_error
 
 
 @dataclass(slots=True)
@@ -243,6 +244,7 @@ def _every_sample_once(folder: PackedFolder, contents: list[TarContents], unread
     try:
         recorded = _recorded_ids(folder)
     except (OSError, pa.ArrowInvalid, KeyError) as error:
+        raise_resource_error(error, "lengths.parquet")
         check.fail(f"lengths.parquet cannot be read: {error}")
         return check
     packs: dict[str, str] = {}  # the last pack of each sample id

@@ -103,6 +103,7 @@ def find_record_format(record: Record) -> RecordFormat:
 
 def _hint(record: Record) -> str:
     """Suggest a remedy: a list of records in the record, or fields that a `map` can name."""
+    record = {str(name): value for name, value in record.items()}  # an adapter may return other names
     lists = [
         name for name, value in record.items() if isinstance(value, list) and value and isinstance(value[0], OBJECT)
     ]
@@ -115,7 +116,7 @@ def _hint(record: Record) -> str:
     # A list may be several turns.
     texts = [name for name in strings if name not in images]
     texts += [name for name, value in record.items() if isinstance(value, list | tuple) and value]
-    users, assistants = ([name for name in texts if pattern.fullmatch(str(name))] for pattern in (_QUESTION, _ANSWER))
+    users, assistants = ([name for name in texts if pattern.fullmatch(name)] for pattern in (_QUESTION, _ANSWER))
     image = f",image={images[0]}" if len(images) == 1 else ""
     if len(texts) < 2:
         return ""

@@ -141,7 +141,8 @@ class GQA(QuestionAnswer):
 
     def matches(self, record: Record) -> bool:
         """Whether the record has an image id, no image, and a question with an answer."""
-        if not _IMAGE_ID.fullmatch(str(record.get("imageId", ""))):  # a path or data URL is an image in a wrong field
+        ident = record.get("imageId")  # not null, nor a path or data URL: that is an image in a wrong field
+        if ident.__class__ not in (str, int) or not _IMAGE_ID.fullmatch(str(ident)):
             return False
         return not any(is_given(record.get(name)) for name in ("image", "images")) and super().matches(record)
 
