@@ -59,6 +59,8 @@ PLACES = {
     "supervised_turns": "encoding.supervision:supervised_turns",
     "TextTokenizer": "encoding.tokenizer:TextTokenizer",
     "FastokensEngine": "encoding.engines:FastokensEngine",
+    "PieceTokenizer": "encoding.pieces:PieceTokenizer",
+    "pieces": "encoding.pieces",
     "proof_texts": "encoding.engines:proof_texts",
     "engines": "encoding.engines",
     "load_image": "encoding.vision.images:load_image",

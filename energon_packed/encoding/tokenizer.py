@@ -34,6 +34,7 @@ from energon_packed.encoding.engines import (
     prove,
     prove_in_child,
 )
+from energon_packed.encoding.pieces import PieceTokenizer, is_long
 from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.special_text import EscapedText, EscapedTokenizer, control_tokens, covered_by_offsets
 from energon_packed.errors import ConfigError, EngineMismatch
@@ -144,7 +145,7 @@ class TextTokenizer:
         self._is_proved = True
 
     def encode(self, texts: Sequence[str], spans: Sequence[Spans], *, special: bool = False) -> TokenizedTexts:
-        """Tokenize strings in a single batch.
+        """Tokenize strings in a single batch; a long string without spans is tokenized in pieces, see `pieces.py`.
 
         Args:
             texts: S strings.
@@ -153,9 +154,14 @@ class TextTokenizer:
 
         Raises:
             EngineMismatch: both engines tokenized a string to different ids.
+            RecordError: a string without spans cannot be tokenized in pieces, and is too long otherwise.
         """
-        if any([type(text) is EscapedText for text in texts]):
-            return self._encode_escaped(texts, spans, special)
+        pairs = zip(texts, spans, strict=True)
+        separate = [
+            i for i, (text, s) in enumerate(pairs) if type(text) is EscapedText or (s is None and is_long(text))
+        ]
+        if separate:
+            return self._encode_separately(texts, spans, special, separate)
         input_ids, cu_seqlens = self._ids(texts, special)
         self._seen += len(texts)
         return TokenizedTexts(input_ids, self._covered(texts, spans, input_ids, cu_seqlens), cu_seqlens)
@@ -164,13 +170,22 @@ class TextTokenizer:
     def _escaped_tokenizer(self) -> EscapedTokenizer:
         return EscapedTokenizer(self.serialized, self._control)  # on first use: few datasets need it
 
-    def _encode_escaped(self, texts: Sequence[str], spans: Sequence[Spans], special: bool) -> TokenizedTexts:
-        """Tokenize strings of which some are escaped; these always use tokenizers."""
+    @cached_property
+    def _piece_tokenizer(self) -> PieceTokenizer:
+        return PieceTokenizer(self.backend)
+
+    def _encode_separately(
+        self, texts: Sequence[str], spans: Sequence[Spans], special: bool, separate: Sequence[int]
+    ) -> TokenizedTexts:
+        """Tokenize strings of which those at `separate` are escaped or long; these always use tokenizers."""
         pieces: dict[int, tuple[Int64, Bool]] = {}
-        others = [i for i, text in enumerate(texts) if type(text) is not EscapedText]
-        for i, text in enumerate(texts):
-            if type(text) is EscapedText:
+        for i in separate:
+            if type(text := texts[i]) is EscapedText:
                 pieces[i] = self._escaped_tokenizer.encode(text, spans[i], special=special)
+            else:
+                tokens_of_text = self._piece_tokenizer.encode(text, special=special)
+                pieces[i] = tokens_of_text, np.ones(len(tokens_of_text), dtype=bool)
+        others = [i for i in range(len(texts)) if i not in pieces]
         if others:
             tokens = self.encode([texts[i] for i in others], [spans[i] for i in others], special=special)
             bounds = tokens.cu_seqlens[1:-1]
