@@ -74,7 +74,8 @@ class JsonlSource(Source):
             offset = start
             if start > 0:
                 stream.seek(start - 1)  # a line that starts exactly at `start` belongs to this range
-                offset = start - 1 + len(stream.readline())
+                # No further than `stop`: no line of this range starts after it, in the middle of a long line.
+                offset = start - 1 + len(stream.readline(stop - start + 1))
             else:
                 stream.seek(0)
             while offset < stop and (line := stream.readline()):
