@@ -59,6 +59,7 @@ PLACES = {
     "supervised_turns": "encoding.supervision:supervised_turns",
     "TextTokenizer": "encoding.tokenizer:TextTokenizer",
     "FastokensEngine": "encoding.engines:FastokensEngine",
+    "HuggingFaceEngine": "encoding.engines:HuggingFaceEngine",
     "PieceTokenizer": "encoding.pieces:PieceTokenizer",
     "pieces": "encoding.pieces",
     "proof_texts": "encoding.engines:proof_texts",

@@ -18,6 +18,7 @@ import logging
 import random
 import re
 import unicodedata
+from collections.abc import Callable
 from copy import copy
 from functools import cached_property, lru_cache
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.engines import HuggingFaceEngine, proof_texts
+from energon_packed.encoding.engines import LONGEST, HuggingFaceEngine, proof_texts
 from energon_packed.errors import Reason, RecordError
 
 Int64 = npt.NDArray[np.int64]
@@ -54,17 +55,19 @@ class PieceTokenizer:
 
     Args:
         backend: `tokenizers.Tokenizer`.
+        encode: returns the ids of a window without special tokens, int64 (L,).
 
     Attributes:
         window: characters tokenized at once; more if they have no place to cut.
         most: most characters tokenized at once.
     """
 
-    window = 1 << 20
+    window = LONGEST
     most = 1 << 26  # needs about 8 GiB
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, encode: Callable[[str], Int64]) -> None:
         self._backend = backend
+        self._encode = encode
         self._is_reported = False
         self._added = tuple([token.content for token in backend.get_added_tokens_decoder().values()])
         self._longest = max(map(len, self._added), default=0)
@@ -121,8 +124,7 @@ class PieceTokenizer:
         done: list[tuple[int, int, npt.NDArray[np.int32]]] = []  # start, size and first tokens of earlier windows
         while True:
             stop = min(start + size, len(text))
-            encoding = self._plain.encode(text[start:stop], add_special_tokens=False)
-            ids = np.array(encoding.ids, dtype=np.int32)
+            ids = self._encode(text[start:stop]).astype(np.int32)
             if ids[: len(expected)].tobytes() != expected.tobytes():
                 # The cut before this window is wrong: a longer window has another cut.
                 start, size, expected = done.pop()
@@ -132,7 +134,7 @@ class PieceTokenizer:
                 pieces.append(ids)
                 break
             else:
-                cut = self._cut(encoding, text, start, stop)
+                cut = self._cut(ids, text, start, stop)
             if cut is None:
                 if size >= self.most:
                     raise self._too_long(
@@ -152,34 +154,48 @@ class PieceTokenizer:
             pieces = [own[:first], *pieces, own[end:]]
         return np.concatenate(pieces, dtype=np.int64)
 
-    def _cut(self, encoding: Any, text: str, start: int, stop: int) -> tuple[int, int, int] | None:
+    def _cut(self, ids: npt.NDArray[np.int32], text: str, start: int, stop: int) -> tuple[int, int, int] | None:
         """Find the cut of a window, and a later place up to which its tokens are compared with the next window.
+
+        Only the end of the window is tokenized again, with offsets, which are slower.
+
+        Args:
+            ids: int32 (L,), tokens of the window.
+            text: the whole text.
+            start, stop: characters of the window.
 
         Returns:
             (character of `text` of the cut, index of the first token after it, index of the first token after the
             later place); None if the window has no such places.
         """
+        margin = max(min(_MARGIN, self.window // 64), 2 * self._longest)
+        base = max(start, stop - max((stop - start) // 8, 8 * margin))
+        encoding = self._plain.encode(text[base:stop], add_special_tokens=False)
+        before = len(ids) - len(encoding)  # tokens of the window before `base`, if the others are equal
         last = 0
-        margin = max(min(_MARGIN, self.window // 8), 2 * self._longest)
         end = at = stop
         changes = 0
         kind = ""
         word: int | None = None
         for token in range(len(encoding) - 1, -1, -1):
             following, word = word, encoding.token_to_word(token)
-            place = start + encoding.token_to_chars(token)[1]
+            place = base + encoding.token_to_chars(token)[1]
+            if start < base > place - margin:  # the first tokens after `base` may be others than in the window
+                return None
             while at > place:
                 at -= 1
-                if (before := _kind(text[at])) not in ("", kind):
-                    kind = before
+                if (found := _kind(text[at])) not in ("", kind):
+                    kind = found
                     changes += 1
             if word == following or end - place < margin or changes <= _CHANGES:
                 continue
             if place >= stop or not self._is_place(text, place) or self._overlaps(encoding, token):
                 continue
-            if last:
-                return place, token + 1, last
-            last, end, changes = token + 1, place, 0
+            if not last:
+                last, end, changes = token + 1, place, 0
+                continue
+            first, after = before + token + 1, encoding.ids[token + 1 :]
+            return (place, first, before + last) if first >= 0 and ids[first:].tolist() == after else None
         return None
 
     def _is_place(self, text: str, place: int) -> bool:

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.encoding.engines import HuggingFaceEngine
 from energon_packed.encoding.pieces import PieceTokenizer, is_long
 from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.skeleton import Span
@@ -104,7 +105,8 @@ class EscapedTokenizer:
 
     @cached_property
     def _piece_tokenizer(self) -> PieceTokenizer:
-        return PieceTokenizer(self._backend)
+        engine = HuggingFaceEngine(self._backend)
+        return PieceTokenizer(self._backend, lambda window: engine.encode([window], special=False)[0])
 
     def _written_token(self, token: str) -> str:
         """Text that is tokenized for a token or escape character."""

@@ -172,12 +172,17 @@ class TextTokenizer:
 
     @cached_property
     def _piece_tokenizer(self) -> PieceTokenizer:
-        return PieceTokenizer(self.backend)
+        return PieceTokenizer(self.backend, self._window_ids)
+
+    def _window_ids(self, text: str) -> Int64:
+        """Tokenize a window of a long document, by fastokens if possible: such a document is always worth it."""
+        self._seen = max(self._seen + 1, _WORTH_IT)
+        return self._ids([text], special=False)[0]
 
     def _encode_separately(
         self, texts: Sequence[str], spans: Sequence[Spans], special: bool, separate: Sequence[int]
     ) -> TokenizedTexts:
-        """Tokenize strings of which those at `separate` are escaped or long; these always use tokenizers."""
+        """Tokenize strings of which those at `separate` are escaped or long; escaped strings always use tokenizers."""
         pieces: dict[int, tuple[Int64, Bool]] = {}
         for i in separate:
             if type(text := texts[i]) is EscapedText:
@@ -192,6 +197,8 @@ class TextTokenizer:
             columns = (np.split(tokens.input_ids, bounds), np.split(tokens.covered, bounds))
             pieces |= dict(zip(others, zip(*columns, strict=True), strict=True))
         ids, covered = zip(*[pieces[i] for i in range(len(texts))], strict=True)
+        if len(texts) == 1:  # no copy of a long document
+            return TokenizedTexts(ids[0], covered[0], _bounds(ids))
         return TokenizedTexts(np.concatenate(ids), np.concatenate(covered), _bounds(ids))
 
     def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:

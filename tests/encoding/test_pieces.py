@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import (
     AddedToken,
@@ -18,7 +19,7 @@ from tokenizers import (
 )
 
 from energon_packed import ChatEncoder, RecordError, Reject, normalize
-from tests.internals import PieceTokenizer, pieces
+from tests.internals import HuggingFaceEngine, PieceTokenizer, pieces
 
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -131,6 +132,10 @@ REFUSED = {
 }
 
 
+def piece_tokenizer(backend: Any) -> PieceTokenizer:
+    return PieceTokenizer(backend, lambda text: HuggingFaceEngine(backend).encode([text], special=False)[0])
+
+
 def generated(rng: random.Random, size: int) -> str:
     parts: list[str] = []
     while sum(map(len, parts)) < size:
@@ -145,10 +150,11 @@ def test_ids_of_pieces_are_those_of_the_whole_text(name: str, monkeypatch: pytes
     backend = ALLOWED[name]()
     backend.add_tokens(list(ADDED))
     monkeypatch.setattr(PieceTokenizer, "window", 128)
-    tokenizer = PieceTokenizer(backend)
+    monkeypatch.setattr(pieces, "_CHANGES", 4)
+    tokenizer = piece_tokenizer(backend)
     assert tokenizer.obstacle == ""
     rng = random.Random(name)
-    for _ in range(25):
+    for _ in range(12):
         text = generated(rng, rng.choice([0, 10, 500, 3000]))
         for special in (False, True):
             expected = backend.encode(text, add_special_tokens=special).ids
@@ -160,7 +166,7 @@ def test_a_tokenizer_that_depends_on_distant_text_is_reported_once_and_tokenizes
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, reason = REFUSED[name]
-    tokenizer = PieceTokenizer(make())
+    tokenizer = piece_tokenizer(make())
     assert reason in tokenizer.obstacle
     monkeypatch.setattr(PieceTokenizer, "most", 2000)
     text = generated(random.Random(0), 1500)
@@ -175,33 +181,31 @@ def test_a_tokenizer_that_depends_on_distant_text_is_reported_once_and_tokenizes
 
 def test_a_tokenizer_whose_pieces_differ_on_the_generated_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "_obstacle", lambda settings: "")  # not known by its settings
-    assert "generated text" in PieceTokenizer(byte_level(split(r"2(?=[\s\S]{20000})", LLAMA3))).obstacle
+    assert "generated text" in piece_tokenizer(byte_level(split(r"2(?=[\s\S]{20000})", LLAMA3))).obstacle
 
 
 def test_memory_is_that_of_a_window_unless_the_text_has_no_place_to_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PieceTokenizer, "window", 256)
-    monkeypatch.setattr(PieceTokenizer, "most", 4096)
+    monkeypatch.setattr(PieceTokenizer, "window", 2048)
+    monkeypatch.setattr(PieceTokenizer, "most", 8192)
     backend = ALLOWED["qwen"]()
-    tokenizer = PieceTokenizer(backend)
     sizes: list[int] = []
 
-    class Counted:
-        def encode(self, text: str, **options: Any) -> Any:
-            sizes.append(len(text))
-            return backend.encode(text, **options)
+    def encode(text: str) -> Any:
+        sizes.append(len(text))
+        return np.array(backend.encode(text).ids)
 
-    vars(tokenizer)["_plain"] = Counted()
+    tokenizer = PieceTokenizer(backend, encode)
     vars(tokenizer)["obstacle"] = ""
-    text = "the cat, " * 2000
+    text = "the cat, " * 4000
     assert tokenizer.encode(text, special=False).tolist() == backend.encode(text).ids
-    assert max(sizes) == 256
+    assert max(sizes) == 2048
     assert sum(sizes) < 2 * len(text)
     sizes.clear()
-    text = "the cat, " * 100 + "a" * 2000 + " the cat" * 100
+    text = "the cat, " * 1000 + "a" * 4000 + " the cat" * 1000
     assert tokenizer.encode(text, special=False).tolist() == backend.encode(text).ids
-    assert max(sizes) <= 4096
-    with pytest.raises(RecordError, match=r"characters 0 to 4,096 have no place to tokenize it in pieces"):
-        tokenizer.encode("a" * 5000, special=False)
+    assert max(sizes) == 8192
+    with pytest.raises(RecordError, match=r"characters 0 to 8,192 have no place to tokenize it in pieces"):
+        tokenizer.encode("a" * 10_000, special=False)
 
 
 def long_records() -> list[dict[str, Any]]:
@@ -225,6 +229,7 @@ def test_long_documents_are_encoded_and_measured_in_pieces(
     monkeypatch.setattr(pieces, "LONG", 2000)
     monkeypatch.setattr(PieceTokenizer, "window", 256)
     monkeypatch.setattr(PieceTokenizer, "most", 4096)
+    monkeypatch.setattr(pieces, "_CHANGES", 4)
     monkeypatch.setattr(PieceTokenizer, "obstacle", "")
     encoder = ChatEncoder.from_pretrained(tokenizer_dir, allow_special_in_text=allow)
     encoded, measured = encoder.encode_many(conversations), encoder.measure(conversations, keep_tokens=True)
