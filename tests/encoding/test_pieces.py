@@ -26,6 +26,12 @@ QWEN = (
 )
 LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 DEEPSEEK = r"[!-/:-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KIMI = r"[\p{Han}]+|" + O200K.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
 UNITS = (
     *(" ", "\n", "\r\n", "\t", ",", ".", "'s", "don't", "é", "e\u0301", "a\u0323\u0307", "\u1100", "\u1161", "\u11a8"),
     *(
@@ -100,6 +106,13 @@ def metaspace(scheme: str = "always", *, split: bool = True, unigram: bool = Fal
     return tokenizer
 
 
+def gemma() -> Any:
+    tokenizer = metaspace(split=False)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    return tokenizer
+
+
 ALLOWED = {
     "gpt2": lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "prefix space": lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True)),
@@ -107,6 +120,8 @@ ALLOWED = {
     "nfkd": lambda: byte_level(split(QWEN), normalizers.Sequence([normalizers.NFKD(), normalizers.Lowercase()])),
     "llama3": lambda: byte_level(split(LLAMA3)),
     "deepseek": lambda: byte_level(split(r"\p{N}{1,3}", r"[一-龥ぁ-ゟ]+", DEEPSEEK)),
+    "o200k": lambda: byte_level(split(O200K)),
+    "kimi": lambda: byte_level(split(KIMI)),
     "thousands": lambda: byte_level(split(r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", QWEN)),
     "bert": lambda: word_piece(pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()),
     "whitespace": lambda: word_piece(pre_tokenizers.Whitespace()),
@@ -119,6 +134,9 @@ REFUSED = {
     "no pre-tokenizer": (lambda: byte_level(split()), "no pre-tokenizer that splits"),
     "metaspace": (lambda: metaspace(split=False), "no pre-tokenizer that splits"),
     "looks behind": (lambda: byte_level(split(r"(?<=a)\s+", QWEN)), r"(?<= in the pattern"),
+    "gemma": (gemma, "does not split a generated text"),
+    "nested": (lambda: byte_level(split(r"[\p{L}&&[^[a-z]]]+|x")), r"[\p{L}&&[^[a-z]] in the pattern"),
+    "group by name": (lambda: byte_level(split(r"(?<n>a)(?:\g<n>,)+")), "a repeated group in the pattern"),
     "boundary": (lambda: byte_level(split(r"\b\w+")), r"\b in the pattern"),
     "lines": (lambda: byte_level(split(r".+")), r".+ in the pattern"),
     "addresses": (lambda: byte_level(split(r"\S+@\S+", QWEN)), r"\S+ in the pattern"),
