@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.engines import EngineName
+from energon_packed.encoding.pieces import is_long
 from energon_packed.encoding.pretrained import TokenizerParts, load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
@@ -352,16 +353,23 @@ class ChatEncoder(Processor):
                 except RecordError as error:
                     rejects[index] = error.reject
         pieces: list[tuple[Int64, Int64, Float32 | None] | None] = [None] * len(conversations)
-        # Documents and messages are two calls, because only documents get the tokenizer's own special tokens.
-        for is_document in (False, True):
-            chosen = {index: text for index, text in rendered.items() if text.is_document == is_document}
-            if not chosen:
-                continue
+        # Documents and messages are two calls, because only documents get the tokenizer's own special tokens. A long
+        # document is a call of its own, because the tokenizer may refuse it.
+        groups: dict[int, dict[int, Rendered]] = {}
+        for index, text in rendered.items():
+            is_alone = text.is_document and is_long(text.text)
+            groups.setdefault(index if is_alone else -1 - text.is_document, {})[index] = text
+        for chosen in groups.values():
             texts, spans = [one.text for one in chosen.values()], [one.spans for one in chosen.values()]
             weights: list[Weights] = [one.weights for one in chosen.values()]
-            tokens = self.text_tokenizer.encode(
-                texts, spans, special=is_document, weights=weights if any(weights) else None
-            )
+            is_document = next(iter(chosen.values())).is_document
+            try:
+                tokens = self.text_tokenizer.encode(
+                    texts, spans, special=is_document, weights=weights if any(weights) else None
+                )
+            except RecordError as error:
+                rejects[next(iter(chosen))] = error.reject
+                continue
             labels = np.where(tokens.covered, tokens.input_ids, IGNORE_INDEX)
             batch = TokenBatch(tokens.input_ids, labels, tokens.cu_seqlens, tokens.weights)
             if len(chosen) == len(conversations):  # the usual case: nothing to reorder or copy

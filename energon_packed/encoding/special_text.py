@@ -23,12 +23,15 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.encoding.engines import HuggingFaceEngine
+from energon_packed.encoding.pieces import PieceTokenizer, is_long
 from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.vision.families import VisionFamily
@@ -90,12 +93,27 @@ class EscapedTokenizer:
         self, text: str, spans: Sequence[Span] | None, *, special: bool, weights: Sequence[float] | None = None
     ) -> tuple[Int64, Any]:
         """Tokenize an escaped text; (input_ids int64 (L,), covered (L,)) as of `covered_by_offsets`."""
+        if spans is None:
+            written = self._pattern.sub(lambda match: self._written_token(match[0]), text)
+            if is_long(written):
+                ids = self._piece_tokenizer.encode(written, special=special)
+            else:
+                ids = np.array(self._backend.encode(written, add_special_tokens=special).ids, dtype=np.int64)
+            return ids, np.ones(len(ids), dtype=bool)
         written, edges = self._written(text)
         encoding = self._backend.encode(written, add_special_tokens=special)
         ids = np.array(encoding.ids, dtype=np.int64)
-        if spans is None:
-            return ids, np.ones(len(ids), dtype=bool)
         return ids, covered_by_offsets(encoding, [(edges[start], edges[end]) for start, end in spans], weights)
+
+    @cached_property
+    def _piece_tokenizer(self) -> PieceTokenizer:
+        engine = HuggingFaceEngine(self._backend)
+        return PieceTokenizer(self._backend, lambda window: engine.encode([window], special=False)[0])
+
+    def _written_token(self, token: str) -> str:
+        """Text that is tokenized for a token or escape character."""
+        index = ord(token) - ESCAPE_BASE if len(token) == 1 else -1
+        return self._tokens[index] if 0 <= index < len(self._tokens) else self._names.get(token, token)
 
     def _written(self, text: str) -> tuple[str, list[int]]:
         """(text that is tokenized, start of each character of `text` in it and the end of the last character)."""
@@ -106,8 +124,7 @@ class EscapedTokenizer:
             before, token = text[end : match.start()], match[0]
             pieces.append(before)
             sizes += [1] * len(before)
-            index = ord(token) - ESCAPE_BASE if len(token) == 1 else -1
-            piece = self._tokens[index] if 0 <= index < len(self._tokens) else self._names.get(token, token)
+            piece = self._written_token(token)
             pieces.append(piece)
             # A span that starts or ends inside of a token is moved to its end: only its first character has a width.
             sizes += [len(piece), *([0] * (len(token) - 1))]

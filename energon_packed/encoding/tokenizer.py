@@ -34,6 +34,7 @@ from energon_packed.encoding.engines import (
     prove,
     prove_in_child,
 )
+from energon_packed.encoding.pieces import PieceTokenizer, is_long
 from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.special_text import EscapedText, EscapedTokenizer, control_tokens, covered_by_offsets
 from energon_packed.errors import ConfigError, EngineMismatch
@@ -156,7 +157,7 @@ class TextTokenizer:
         special: bool = False,
         weights: Sequence[Weights] | None = None,
     ) -> TokenizedTexts:
-        """Tokenize strings in a single batch.
+        """Tokenize strings in a single batch; a long string without spans is tokenized in pieces, see `pieces.py`.
 
         Args:
             texts: S strings.
@@ -166,9 +167,14 @@ class TextTokenizer:
 
         Raises:
             EngineMismatch: both engines tokenized a string to different ids.
+            RecordError: a string without spans cannot be tokenized in pieces, and is too long otherwise.
         """
-        if any([type(text) is EscapedText for text in texts]):
-            return self._encode_escaped(texts, spans, special, weights)
+        pairs = zip(texts, spans, strict=True)
+        separate = [
+            i for i, (text, s) in enumerate(pairs) if type(text) is EscapedText or (s is None and is_long(text))
+        ]
+        if separate:
+            return self._encode_separately(texts, spans, special, weights, separate)
         input_ids, cu_seqlens = self._ids(texts, special)
         self._seen += len(texts)
         found = self._covered(texts, spans, input_ids, cu_seqlens, weights)
@@ -180,16 +186,33 @@ class TextTokenizer:
     def _escaped_tokenizer(self) -> EscapedTokenizer:
         return EscapedTokenizer(self.serialized, self._control)  # on first use: few datasets need it
 
-    def _encode_escaped(
-        self, texts: Sequence[str], spans: Sequence[Spans], special: bool, weights: Sequence[Weights] | None
+    @cached_property
+    def _piece_tokenizer(self) -> PieceTokenizer:
+        return PieceTokenizer(self.backend, self._window_ids)
+
+    def _window_ids(self, text: str) -> Int64:
+        """Tokenize a window of a long document, by fastokens if possible: such a document is always worth it."""
+        self._seen = max(self._seen + 1, _WORTH_IT)
+        return self._ids([text], special=False)[0]
+
+    def _encode_separately(
+        self,
+        texts: Sequence[str],
+        spans: Sequence[Spans],
+        special: bool,
+        weights: Sequence[Weights] | None,
+        separate: Sequence[int],
     ) -> TokenizedTexts:
-        """Tokenize strings of which some are escaped; these always use tokenizers."""
+        """Tokenize strings of which those at `separate` are escaped or long; escaped strings always use tokenizers."""
         pieces: dict[int, tuple[Int64, Any]] = {}
-        others = [i for i, text in enumerate(texts) if type(text) is not EscapedText]
-        for i, text in enumerate(texts):
-            if type(text) is EscapedText:
+        for i in separate:
+            if type(text := texts[i]) is EscapedText:
                 own = None if weights is None else weights[i]
                 pieces[i] = self._escaped_tokenizer.encode(text, spans[i], special=special, weights=own)
+            else:
+                tokens_of_text = self._piece_tokenizer.encode(text, special=special)
+                pieces[i] = tokens_of_text, np.ones(len(tokens_of_text), dtype=bool)
+        others = [i for i in range(len(texts)) if i not in pieces]
         if others:
             tokens = self.encode(
                 [texts[i] for i in others],
@@ -202,9 +225,12 @@ class TextTokenizer:
             columns = (np.split(tokens.input_ids, bounds), np.split(found, bounds))
             pieces |= dict(zip(others, zip(*columns, strict=True), strict=True))
         ids, covered = zip(*[pieces[i] for i in range(len(texts))], strict=True)
-        joined = np.concatenate(covered)
+        if len(texts) == 1:  # no copy of a long document
+            input_ids, joined = ids[0], covered[0]
+        else:
+            input_ids, joined = np.concatenate(ids), np.concatenate(covered)
         of_tokens = None if weights is None else joined.astype(np.float32)
-        return TokenizedTexts(np.concatenate(ids), joined > 0, _bounds(ids), of_tokens)
+        return TokenizedTexts(input_ids, joined > 0, _bounds(ids), of_tokens)
 
     def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:
         """Tokenize strings by the engine in use; (input_ids, cu_seqlens) as of `Engine.encode`."""

@@ -270,7 +270,8 @@ def write_tokens(file: Path, samples: Sequence[EncodedSample]) -> None:
     """Write the tokens of the measured records of a chunk, in order; the file appears when it is complete."""
     with atomic_path(file) as temporary, temporary.open("wb") as out:
         for sample in samples:
-            out.write(np.concatenate([sample.input_ids, sample.labels]).astype("<i4").tobytes())
+            for values in (sample.input_ids, sample.labels):
+                out.write(values.astype("<i4").data)
         weights = [sample.loss_weights for sample in samples]
         if any([own is not None for own in weights]):
             for sample, own in zip(samples, weights, strict=True):

@@ -41,6 +41,7 @@ from energon_packed.system import raise_resource_error
 from energon_packed.version import FORMAT_VERSION, UNWEIGHTED_FORMAT_VERSION
 
 Int64 = npt.NDArray[np.int64]
+_NO_CONTENT = np.zeros(1, dtype=np.int64)
 _MAX_SOURCES = 200  # separate entries in the manifest; thousands of inputs would make it large
 
 
@@ -108,8 +109,10 @@ class ShardWriter:
             shard = open_files.enter_context(TarShardWriter(task.tar))
             tokens = open_files.enter_context(TokenReader(task.tokens)) if task.tokens is not None else None
             records = _records(task.records)
+            split: dict[tuple[int, int], Conversation] = {}
             for pack, (start, stop) in enumerate(itertools.pairwise(bounds), start=task.first_pack):
-                samples = [self.stored_sample(record, tokens) for record in itertools.islice(records, stop - start)]
+                members = itertools.islice(records, stop - start)
+                samples = [self.stored_sample(record, tokens, split) for record in members]
                 shard.add(f"{task.prefix}_{pack:08d}", codec.write(samples))
         # The state file is written last: it marks the shard as finished.
         write_tar_index(task.tar, shard.rows)
@@ -117,8 +120,16 @@ class ShardWriter:
         atomic_write(task.state, orjson.dumps(state))
         return shard.rows.summary
 
-    def stored_sample(self, record: "_Record", tokens: TokenReader | None) -> StoredSample:
+    def stored_sample(
+        self, record: "_Record", tokens: TokenReader | None, split: dict[tuple[int, int], Conversation]
+    ) -> StoredSample:
         """Read a record and its media again, and its tokens if the flavor stores tokens.
+
+        Args:
+            record: the record or fragment.
+            tokens: reader of the tokens of the shard; None for flavors without tokens.
+            split: the split records without images that were read for the shard, without their content, by source
+                and index; a record is added with its first fragment.
 
         Raises:
             SourceError: the record or its media changed since it was measured.
@@ -127,7 +138,10 @@ class ShardWriter:
         images: tuple[StoredImage, ...] = ()
         positions: tuple[bytes, ...] = ()
         try:
-            conversation = self.reader.read(source, record.address, record.size)
+            conversation = split.get((source, row)) or self.reader.read(source, record.address, record.size)
+            if fragment is not None and not conversation.images:
+                # A long document has thousands of fragments, so it is not read again for each.
+                split[source, row] = Conversation(id=conversation.id, input_ids=_NO_CONTENT)
             ident = self.reader.default_id(source, row) if conversation.id is None else conversation.id
             if conversation.images:
                 contents = [image.read() for image in conversation.images]

@@ -23,7 +23,7 @@ from energon_packed import (
     normalize,
     plan_in_memory,
 )
-from tests.internals import PackedFolder, check_order, verify
+from tests.internals import JsonlSource, PackedFolder, check_order, verify
 from tests.loading.flows import check_every_step
 
 IGNORE_INDEX = -100
@@ -141,6 +141,24 @@ def test_another_seq_len_tokenizes_nothing_and_several_runs_write_the_same_bytes
     tars = {tar.name: tar.read_bytes() for tar in second.shards.glob("*.tar")}
     other = build(seq_len=50, overlong="split", output_dir=tmp_path / "again" / "out", workers=2)
     assert {tar.name: tar.read_bytes() for tar in other.shards.glob("*.tar")} == tars
+
+
+def test_a_document_is_read_once_per_shard_however_many_fragments_it_has(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: Counter[int] = Counter()
+    read_record = JsonlSource.read
+
+    def counted(source: JsonlSource, address: int, size: int) -> Any:
+        read[address] += 1
+        return read_record(source, address, size)
+
+    monkeypatch.setattr(JsonlSource, "read", counted)
+    result = build(records(count=3, longest=2000), seq_len=64, overlong="split", max_packs_per_shard=20)
+    shards = len(list(result.shards.glob("*.tar")))
+    assert result.manifest.fragments > 3 * shards
+    assert shards > 1
+    assert max(read.values()) <= shards + 1  # once more to split records with targets and other tokens
 
 
 def test_without_a_long_record_split_packs_as_drop_does(build: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,20 @@ def test_ranges_read_a_file_about_once_however_long_its_lines_are(tmp_path: Path
     assert read == lines
     assert len(source.chunks()) > 30
     assert bytes_read() - before < 3 * path.stat().st_size
+
+
+def test_a_range_inside_a_long_line_does_not_read_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"text": "x" * 8_000_000}) + "\n" + json.dumps({"text": "next"}) + "\n")
+    source = JsonlSource(path)
+    step = 250_000
+    tracemalloc.start()
+    inside = [list(source.scan(start, start + step)) for start in range(step, 7_500_000, step)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert not any(inside)
+    assert peak < 3_000_000  # the buffer of the file, and a range
+    assert [row.record for row in source.scan(7_750_000, 8_000_020)] == [{"text": "next"}]
 
 
 def test_globs_and_several_inputs(tmp_path: Path) -> None:
