@@ -367,10 +367,11 @@ def trainer_inputs(batch: PackedBatch, *, with_weights: bool = False) -> dict[st
     if batch.loss_mask_scale == 1 and torch.equal(batch.loss_mask, (batch.labels != IGNORE_INDEX).float()):
         return inputs
     if not with_weights:
+        weights = target_weights(batch)[batch.labels[:, 1:] != IGNORE_INDEX].tolist()
         raise BatchError(
-            "`loss_mask` must have equal weights for the loss of a model, which ignores it, got other weights. Use "
-            "PackedTrainer, or `batch.loss(logits, targets=step_targets(batches))` with the PackedBatch: "
-            "prepare_loader and GatheredLoader yield it with `to_inputs=lambda batch: batch`."
+            "`loss_mask` must be 1 at every target, because the loss of a model ignores it, got weights from "
+            f"{min(weights, default=0):.3g} to {max(weights, default=0):.3g}. Use PackedTrainer, or `batch.loss` with "
+            "`step_targets`; prepare_loader and GatheredLoader yield the batch with `to_inputs=lambda batch: batch`."
         )
     return inputs | {"loss_mask": batch.loss_mask / batch.loss_mask_scale}
 

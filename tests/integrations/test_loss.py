@@ -91,7 +91,7 @@ def weighted_loader(packs: Path) -> Any:
 
 def test_loaders_for_other_loops_refuse_weights_or_yield_the_batch(text_packs: list[Path]) -> None:
     for make in (partial(prepare_loader, Accelerator(cpu=True)), GatheredLoader):
-        with pytest.raises(BatchError, match="`loss_mask` must have equal weights"):
+        with pytest.raises(BatchError, match="`loss_mask` must be 1 at every target"):
             next(iter(make(weighted_loader(text_packs[0]))))
         batch = next(iter(make(weighted_loader(text_packs[0]), to_inputs=lambda batch: batch)))
         assert isinstance(batch, PackedBatch)
@@ -118,7 +118,7 @@ def test_a_stream_of_weighted_rows_has_the_weights_in_a_packed_trainer_only(
     assert logged == pytest.approx(batch.loss(output.logits).item(), rel=1e-6)
     assert abs(logged - output.loss.item()) > 1e-4
     stock = Trainer(tiny_qwen2(), trainer.args, train_dataset=stream, data_collator=PaddingFreeCollator())
-    with pytest.raises(BatchError, match="`loss_mask` must have equal weights"):
+    with pytest.raises(BatchError, match="`loss_mask` must be 1 at every target"):
         stock.train()
 
 
