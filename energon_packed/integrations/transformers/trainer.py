@@ -184,7 +184,7 @@ class PackedTrainer(Trainer):
         if self.label_smoother is not None or self.compute_loss_func is not None:
             name = "compute_loss_func" if self.label_smoother is None else "label_smoothing_factor"
             raise ConfigError(f"`{name}` must not be set with loss weights, as its loss ignores them. Remove it.")
-        # Without labels, the model does not compute a loss of its own.
+        # Without labels, the model computes no loss.
         outputs = model(**{name: value for name, value in inputs.items() if name not in ("labels", "loss_mask")})
         if getattr(outputs, "aux_loss", None) is not None:
             raise ConfigError(
