@@ -76,6 +76,7 @@ def test_packed_trainer_averages_over_all_targets_or_samples(ranks: list[Any], m
         found = rank[f"{model} {weighting}"]
         assert found["error"] < 1e-5
         assert found["logged"] == pytest.approx(found["loss"], rel=1e-6)
+        assert found["evaluated"] == pytest.approx(found["expected"], rel=1e-6)
 
 
 def test_the_mean_of_means_is_another_gradient(ranks: list[Any]) -> None:
