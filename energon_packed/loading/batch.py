@@ -351,9 +351,10 @@ def step_targets(batches: Iterable[PackedBatch | Mapping[str, Any]], *, group: A
             batch.loss(model(**batch.transformers_inputs()).logits, targets=targets).backward()
         optimizer.step()
 
-    A mean of the means of micro batches gives a target more weight if its micro batch has fewer targets. Dividing the
-    sum of each micro batch by one divisor gives all targets of the step the same weight, or, with `loss_weighting`
-    "sample", all samples. The gradient is that of sum(loss * weight) / sum(weight) over all targets of all ranks.
+    In a mean of the means of micro batches, a target has more weight if its micro batch has fewer targets. If the sum
+    of each micro batch is divided by the same number, all targets of the step have the same weight, or, with
+    `loss_weighting` "sample", all samples. The loss is then sum(loss * weight) / sum(weight) over all targets of all
+    ranks.
 
     DDP, FSDP and ZeRO average the gradients of the ranks. The divisor is therefore the mean of the ranks, not their
     sum: sum(weight) / world size. Ranks with the same batches (tensor or context parallel) do not change it. A
@@ -386,16 +387,17 @@ def trainer_inputs(batch: PackedBatch, *, with_weights: bool = False) -> dict[st
     if batch.loss_mask_scale == 1 and torch.equal(batch.loss_mask, (batch.labels != IGNORE_INDEX).float()):
         return inputs
     if not with_weights:
+        weights = target_weights(batch)[batch.labels[:, 1:] != IGNORE_INDEX].tolist()
         raise BatchError(
-            "`loss_mask` must have equal weights for the loss of a model, which ignores it, got other weights. Use "
-            "PackedTrainer, or `batch.loss(logits, targets=step_targets(batches))` with the PackedBatch: "
-            "prepare_loader and GatheredLoader yield it with `to_inputs=lambda batch: batch`."
+            "`loss_mask` must be 1 at every target, because the loss of a model ignores it, got weights from "
+            f"{min(weights, default=0):.3g} to {max(weights, default=0):.3g}. Use PackedTrainer, or `batch.loss` with "
+            "`step_targets`; prepare_loader and GatheredLoader yield the batch with `to_inputs=lambda batch: batch`."
         )
     return inputs | {"loss_mask": batch.loss_mask / batch.loss_mask_scale}
 
 
 def target_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the targets at 1..T-1, float32 (T-1,), 0 where not supervised."""
+    """Cross entropy of the targets at 1..T-1, float32 (T-1,), 0 for other tokens."""
     # Logits t predict token t + 1. In float32, as bfloat16 sums over the vocabulary lose digits.
     return torch.nn.functional.cross_entropy(
         logits[0, :-1].float(), labels[0, 1:].to(logits.device), ignore_index=IGNORE_INDEX, reduction="none"

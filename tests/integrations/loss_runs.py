@@ -177,7 +177,15 @@ def trainer_error(
         )
         trainer.train()
     (logged,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return step.compared(tiny_model(model, encoder, "sdpa"), weighting) | {"logged": logged}
+    found = step.compared(tiny_model(model, encoder, "sdpa"), weighting) | {"logged": logged}
+    if kind == "PackedTrainer":
+        trainer.args.per_device_eval_batch_size = len(data)  # rank 1 has a row without targets
+        found["evaluated"] = trainer.evaluate(data)["eval_loss"]
+        collator = PaddingFreeCollator(loss_weighting=weighting)  # type: ignore[arg-type]
+        batch = collator.collate([sample for number in range(len(data)) for sample in data[number]])
+        with torch.no_grad():
+            found["expected"] = batch.loss(trainer.model(**batch.transformers_inputs()).logits).item()
+    return found
 
 
 def _watch_deepspeed(step: FirstStep) -> None:

@@ -76,6 +76,7 @@ def test_packed_trainer_averages_over_all_targets_or_samples(ranks: list[Any], m
         found = rank[f"{model} {weighting}"]
         assert found["error"] < 1e-5
         assert found["logged"] == pytest.approx(found["loss"], rel=1e-6)
+        assert found["evaluated"] == pytest.approx(found["expected"], rel=1e-6)
 
 
 def test_the_mean_of_means_is_another_gradient(ranks: list[Any]) -> None:
@@ -91,7 +92,7 @@ def weighted_loader(packs: Path) -> Any:
 
 def test_loaders_for_other_loops_refuse_weights_or_yield_the_batch(text_packs: list[Path]) -> None:
     for make in (partial(prepare_loader, Accelerator(cpu=True)), GatheredLoader):
-        with pytest.raises(BatchError, match="`loss_mask` must have equal weights"):
+        with pytest.raises(BatchError, match="`loss_mask` must be 1 at every target"):
             next(iter(make(weighted_loader(text_packs[0]))))
         batch = next(iter(make(weighted_loader(text_packs[0]), to_inputs=lambda batch: batch)))
         assert isinstance(batch, PackedBatch)
@@ -118,7 +119,7 @@ def test_a_stream_of_weighted_rows_has_the_weights_in_a_packed_trainer_only(
     assert logged == pytest.approx(batch.loss(output.logits).item(), rel=1e-6)
     assert abs(logged - output.loss.item()) > 1e-4
     stock = Trainer(tiny_qwen2(), trainer.args, train_dataset=stream, data_collator=PaddingFreeCollator())
-    with pytest.raises(BatchError, match="`loss_mask` must have equal weights"):
+    with pytest.raises(BatchError, match="`loss_mask` must be 1 at every target"):
         stock.train()
 
 

@@ -1,4 +1,4 @@
-"""Blocks of docs/trainers.md that need other packages, in two processes: the gradient is of the mean of a step."""
+"""Blocks of docs/trainers.md that need other packages, in two processes: the gradient is the mean of the step."""
 
 import json
 from pathlib import Path

@@ -84,8 +84,11 @@ class PackedTrainer(Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self._sums: torch.Tensor | None = None
-        # The loss of these models is a mean of means in Trainer. Trainer counts the targets, if it believes otherwise.
-        self._loss_is_mean = not (self.model_accepts_loss_kwargs or compute_loss_func or self.get_sp_size() > 1)
+        self._is_packed = isinstance(data_collator, Collator)
+        # Trainer averages the means of rows for these models. With the attribute set, it counts the targets of a step.
+        self._loss_is_mean = self._is_packed and not (
+            self.model_accepts_loss_kwargs or compute_loss_func or self.get_sp_size() > 1
+        )
         self.model_accepts_loss_kwargs |= self._loss_is_mean
         self.add_callback(IsolationCheckCallback())
         data = self.train_dataset
@@ -178,7 +181,7 @@ class PackedTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Read the rows of a step as in Trainer; return them and the sum of the weights of their targets."""
         rows, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if targets is not None:
+        if self._is_packed and targets is not None:
             # The Trainer counts labels. One process may have other weights while all weights of another are 1.
             weights = torch.stack([target_weights(row).sum() for row in rows]).sum()
             sums = torch.stack([weights, weights.new_tensor(any("loss_mask" in row for row in rows))]).to(device)
@@ -207,11 +210,12 @@ class PackedTrainer(Trainer):
 
     def _loss_of_row(self, model: Any, inputs: Any, num_items_in_batch: Any) -> tuple[torch.Tensor, Any]:
         sums = self._sums  # None while training
-        if sums is None and not self._loss_is_mean and "loss_mask" not in inputs:
+        is_weighted = self._is_packed and "loss_mask" in inputs
+        if sums is None and not self._loss_is_mean and not is_weighted:
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
             return loss, outputs
         weight = target_weights(inputs).sum()
-        if "loss_mask" in inputs:
+        if is_weighted:
             loss, outputs = self._weighted_loss(model, inputs)
         else:
             loss, outputs = super().compute_loss(
@@ -231,7 +235,7 @@ class PackedTrainer(Trainer):
         if self.label_smoother is not None or self.compute_loss_func is not None:
             name = "compute_loss_func" if self.label_smoother is None else "label_smoothing_factor"
             raise ConfigError(f"`{name}` must not be set with loss weights, as its loss ignores them. Remove it.")
-        # Without labels, the model does not compute a loss of its own.
+        # Without labels, the model computes no loss.
         outputs = model(**{name: value for name, value in inputs.items() if name not in ("labels", "loss_mask")})
         if getattr(outputs, "aux_loss", None) is not None:
             raise ConfigError(
