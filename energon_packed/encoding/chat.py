@@ -355,9 +355,12 @@ class ChatEncoder(Processor):
                 continue
             texts, spans = [one.text for one in chosen.values()], [one.spans for one in chosen.values()]
             tokens = self.text_tokenizer.encode(texts, spans, special=is_document)
+            rejects |= {index: tokens.rejects[i] for i, index in enumerate(chosen) if i in tokens.rejects}
             labels = np.where(tokens.covered, tokens.input_ids, IGNORE_INDEX)
             if len(chosen) == len(conversations):  # the usual case: nothing to reorder or copy
-                return self._checked(conversations, media, TokenBatch(tokens.input_ids, labels, tokens.cu_seqlens))
+                batch = TokenBatch(tokens.input_ids, labels, tokens.cu_seqlens)
+                batch, unusable = self._checked(conversations, media, batch)
+                return batch, unusable | rejects
             for index, (start, end) in zip(chosen, pairwise(tokens.cu_seqlens.tolist()), strict=True):
                 pieces[index] = (tokens.input_ids[start:end], labels[start:end])
         for index, conversation in enumerate(conversations):

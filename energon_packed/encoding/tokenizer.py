@@ -13,8 +13,8 @@ tokenizers, the offsets of the tokenizer itself are used, which are slower by a 
 import json
 import logging
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -35,8 +35,16 @@ from energon_packed.encoding.engines import (
     prove_in_child,
 )
 from energon_packed.encoding.skeleton import Span
-from energon_packed.encoding.special_text import EscapedText, EscapedTokenizer, control_tokens, covered_by_offsets
-from energon_packed.errors import ConfigError, EngineMismatch
+from energon_packed.encoding.special_text import (
+    PRIVATE_USE,
+    ControlTokens,
+    EscapedText,
+    EscapedTokenizer,
+    control_tokens,
+    covered_by_offsets,
+    has_private_use,
+)
+from energon_packed.errors import ConfigError, EngineMismatch, Reject
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -60,11 +68,13 @@ class TokenizedTexts:
         input_ids: int64 (T,).
         covered: bool (T,), tokens that contain at least one character of a span.
         cu_seqlens: int64 (S+1,), boundaries of the strings.
+        rejects: a Reject by the index of each string whose text cannot be kept apart from control tokens.
     """
 
     input_ids: Int64
     covered: Bool
     cu_seqlens: Int64
+    rejects: Mapping[int, Reject] = field(default_factory=dict)
 
 
 class TextTokenizer:
@@ -158,7 +168,18 @@ class TextTokenizer:
             return self._encode_escaped(texts, spans, special)
         input_ids, cu_seqlens = self._ids(texts, special)
         self._seen += len(texts)
+        # Without a normalizer, only text that SpecialText escapes can become a control token.
+        if self._control and not all([self._is_unchanged(text) for text in texts]):
+            unwritten = self._control_tokens.unwritten(texts, input_ids, cu_seqlens, special=special)
+            if unwritten:
+                escaped = [EscapedText(text) if i in unwritten else text for i, text in enumerate(texts)]
+                rejects = {i: PRIVATE_USE for i in unwritten if has_private_use(texts[i])}
+                return replace(self._encode_escaped(escaped, spans, special), rejects=rejects)
         return TokenizedTexts(input_ids, self._covered(texts, spans, input_ids, cu_seqlens), cu_seqlens)
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.backend, self._control)
 
     @cached_property
     def _escaped_tokenizer(self) -> EscapedTokenizer:
@@ -167,6 +188,7 @@ class TextTokenizer:
     def _encode_escaped(self, texts: Sequence[str], spans: Sequence[Spans], special: bool) -> TokenizedTexts:
         """Tokenize strings of which some are escaped; these always use tokenizers."""
         pieces: dict[int, tuple[Int64, Bool]] = {}
+        rejects: dict[int, Reject] = {}
         others = [i for i, text in enumerate(texts) if type(text) is not EscapedText]
         for i, text in enumerate(texts):
             if type(text) is EscapedText:
@@ -176,8 +198,9 @@ class TextTokenizer:
             bounds = tokens.cu_seqlens[1:-1]
             columns = (np.split(tokens.input_ids, bounds), np.split(tokens.covered, bounds))
             pieces |= dict(zip(others, zip(*columns, strict=True), strict=True))
+            rejects = {others[i]: reject for i, reject in tokens.rejects.items()}
         ids, covered = zip(*[pieces[i] for i in range(len(texts))], strict=True)
-        return TokenizedTexts(np.concatenate(ids), np.concatenate(covered), _bounds(ids))
+        return TokenizedTexts(np.concatenate(ids), np.concatenate(covered), _bounds(ids), rejects)
 
     def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:
         """Tokenize strings by the engine in use; (input_ids, cu_seqlens) as of `Engine.encode`."""
@@ -313,8 +336,10 @@ class TextTokenizer:
         return edges, others
 
     def _is_unchanged(self, text: str) -> bool:
-        """Whether the normalizer does not change a string."""
-        return not self._form or text.isascii() or unicodedata.is_normalized(self._form, text)  # type: ignore[arg-type]
+        """Whether the normalizer certainly does not change a string."""
+        if not self._form:  # no normalizer, or a normalizer of another kind
+            return self._form is not None
+        return text.isascii() or unicodedata.is_normalized(self._form, text)  # type: ignore[arg-type]
 
     def _covered_by_offsets(self, text: str, spans: Sequence[Span], ids: Int64) -> Bool:
         encoding = self.backend.encode(text, add_special_tokens=False)
