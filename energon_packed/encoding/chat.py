@@ -339,16 +339,17 @@ class ChatEncoder(Processor):
             if before != now:
                 was, is_now = ("not set" if value is None else repr(value) for value in (before, now))
                 (folders if is_folder else named).append(f"`{setting.name}` was {was}, now {is_now}")
-        if template != self.renderer.template.fingerprint:
-            was, is_now = template[:_DIGITS] or "not recorded", self.renderer.template.fingerprint[:_DIGITS] or "none"
+        if template and template != self.renderer.template.fingerprint:  # "" also if it is not recorded
+            was, is_now = template[:_DIGITS], self.renderer.template.fingerprint[:_DIGITS] or "none"
             named.append(f"the chat template differs (`template_fingerprint` was {was}, now {is_now})")
         text_settings = packed.get("loss_on"), packed.get("allow_special_in_text", False)
         if named and fingerprint in self._digests(*text_settings):
             return named  # the tokenizer and the image settings are equal, maybe in another folder
         if not named:
+            files = "the tokenizer" if template else "the tokenizer, its chat template"
             named.append(
-                "the tokenizer or the image settings of its folder (`tokenizer_fingerprint`) differ, or an earlier "
-                "release packed it"
+                f"{files} or the image settings of its folder (`tokenizer_fingerprint`) differ, or an earlier release "
+                "packed it"
             )
         return [*named, *folders]
 
