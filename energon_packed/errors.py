@@ -20,12 +20,24 @@ EnergonPackedError(ValueError)
 Messages quote arguments in backticks (`seq_len`); the command line prints the option instead (--seq-len).
 """
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+
+# Message that torch makes of an error in a worker process: the traceback as text, which ends with the error.
+_OF_WORKER = re.compile(
+    r"Caught (\w+) in DataLoader worker process \d+\.\nOriginal Traceback.*^[\w.]*\b\1: (.*?)\n*\Z", re.S | re.M
+)
 
 
 class EnergonPackedError(ValueError):
     """Base class of all errors that a user can fix; the command line prints them in one line."""
+
+    def __init__(self, *args: object) -> None:
+        # The DataLoader of torch, under a Trainer as well, raises the error of a worker again with this message.
+        if args and isinstance(args[0], str) and (match := _OF_WORKER.match(args[0])):
+            args = (match[2], *args[1:])
+        super().__init__(*args)
 
     def at(self, place: str, remedy: str) -> "EnergonPackedError":
         """Return the same error with a place (such as a file and a pack) before its message and a remedy after it."""

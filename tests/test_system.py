@@ -6,6 +6,7 @@ import io
 import json
 import os
 import resource
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,6 +145,42 @@ with little_memory(30 << 20), pytest.raises(ResourceError, match="a.png: memory 
 assert load_image(png).size == (8_000, 8_000)
 with little_memory(30 << 20), pytest.raises(ResourceError, match="a.bmp: memory ran out"):
     bmp.read()
+""",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_decoder_without_memory_does_not_reject_the_image_and_a_damaged_size_does(tmp_path: Path) -> None:
+    """Pillow has one error for both (TIFF: error -9), or reports a lack of memory as damaged data."""
+    black = Image.new("RGB", (4_000, 4_000))
+    black.save(tmp_path / "a.tif", compression="tiff_lzw", strip_size=1 << 30)
+    black.resize((2_000, 2_000)).save(tmp_path / "a.jp2", num_resolutions=1)
+    black.save(tmp_path / "a.jpg", progressive=True)
+    # A TIFF of 40 x 50 pixels in tiles of 65536 x 32768: tags of two or four bytes, and its tile of 100 bytes.
+    tags = {256: 40, 257: 50, 258: 8, 259: 5, 262: 1, 277: 1, 322: 1 << 16, 323: 1 << 15, 324: 8, 325: 100}
+    entries = b"".join([struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()])
+    directory = struct.pack("<H", len(tags)) + entries + bytes(4)
+    (tmp_path / "damaged.tif").write_bytes(b"II*\0" + struct.pack("<I", 108) + bytes(100) + directory)
+    done = run_python(
+        """
+import sys
+from pathlib import Path
+import pytest
+from PIL import Image
+from energon_packed import MediaReference, RecordError, ResourceError
+from tests.internals import load_image
+from tests.test_system import little_memory
+
+folder = Path(sys.argv[1])
+for name in ("a.jp2", "a.tif", "a.jpg"):
+    reference = MediaReference(path=str(folder / name))
+    Image.new("RGB", (4_000, 4_000))  # Pillow keeps this memory for the next image, so that only the decoder fails
+    with little_memory(5 << 20), pytest.raises(ResourceError, match=f"{name}: memory ran out; use fewer processes"):
+        load_image(reference)
+    assert load_image(reference).size in ((4_000, 4_000), (2_000, 2_000))
+with pytest.raises(RecordError, match="error -9|out of memory"):
+    load_image(MediaReference(path=str(folder / "damaged.tif")))
 """,
         tmp_path,
     )

@@ -10,7 +10,7 @@ to the token ids, `_tokenize`, so a measured length is always the encoded length
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.engines import EngineName
-from energon_packed.encoding.pieces import is_long
-from energon_packed.encoding.pretrained import TokenizerParts, load_tokenizer
+from energon_packed.encoding.pretrained import TokenizerParts, find_pretrained, load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, targets_per_sample
@@ -35,7 +34,7 @@ from energon_packed.encoding.vision.media import MediaSize, measure_media, patch
 from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, expanded
 from energon_packed.encoding.vision.settings import load_vision
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
-from energon_packed.options import make
+from energon_packed.options import declared, make, plain_values
 from energon_packed.records import Conversation
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 
@@ -49,6 +48,7 @@ _VERSION = 7
 _DATE_NOTE = "{# energon-packed: always the same date #}"  # in the digest since version 4
 # Up to version 6, special tokens in record text were control tokens, as `allow_special_in_text` still makes them.
 _SPECIAL_IN_TEXT = 6
+_DIGITS = 12  # characters shown of a fingerprint
 
 
 class ChatEncoder(Processor):
@@ -110,6 +110,8 @@ class ChatEncoder(Processor):
                 )
                 vision.warnings = (*[line for line in vision.warnings if line != warning], warning)
         self.image_token_id = self.rules.image_token_id
+        # Settings that are known by name, for `differences`; `from_pretrained` knows all.
+        self._settings: dict[str, Any] = {"loss_on": loss_on, "allow_special_in_text": allow_special_in_text}
 
     @classmethod
     def from_pretrained(
@@ -154,13 +156,15 @@ class ChatEncoder(Processor):
         settings = make(EncoderSettings, {name: value for name, value in locals().items() if name != "cls"})
         # The tokenizer is loaded before the vision family: a wrong folder is reported as a missing tokenizer.
         loaded = load_tokenizer(tokenizer)
-        return cls(
+        encoder = cls(
             loaded,
             load_vision(settings),
             loss_on=loss_on,
             tokenizer_engine=tokenizer_engine,
             allow_special_in_text=allow_special_in_text,
         )
+        encoder._settings = dict(plain_values(settings))
+        return encoder
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Return tokens, labels, pixels and positions of a conversation.
@@ -310,24 +314,68 @@ class ChatEncoder(Processor):
         """Whether this encoder reads data with the fingerprint `recorded`; also data packed with only a `factor`."""
         return recorded in self._digests()
 
-    def _digests(self) -> Iterator[str]:
-        """Yield the hex digests of the data that this encoder reads, its own digest first.
+    def differences(self, packed: Mapping[str, Any], *, template: str, fingerprint: str) -> list[str]:
+        """Describe how this encoder differs from the encoder of a dataset, whose fingerprint it does not have.
 
-        The others are of data that was packed with the lengths of images only (`length_config`), and of data of
-        version 6. Version 6 differs only in samples with special tokens in their text, which are rare, and the loader
-        compares the length of each sample.
+        Args:
+            packed: `encoder` of packing.json: settings that differ from their default.
+            template: `template_fingerprint` of packing.json.
+            fingerprint: `tokenizer_fingerprint` of packing.json.
+        """
+        known = self._settings
+        if "processor_class" in packed:  # an encoder that was made in Python: only its fingerprint is recorded
+            names = ("loss_on", "allow_special_in_text")
+            tried = product(LOSS_ON, (False, True))
+            packed = next(
+                (dict(zip(names, values, strict=True)) for values in tried if fingerprint in self._digests(*values)),
+                {},
+            )
+            known = {name: known[name] for name in packed}
+        named: list[str] = []
+        folders: list[str] = []
+        for setting in declared(EncoderSettings):
+            if not setting.decides or setting.name not in known:
+                continue
+            before, now = packed.get(setting.name, setting.default), known[setting.name]
+            is_folder = setting.kind is Path
+            if is_folder:  # packing.json has the folder of a model name, and may have a relative path
+                before, now = (value and _folder(value) for value in (before, now))
+            if before != now:
+                was, is_now = ("not set" if value is None else repr(value) for value in (before, now))
+                (folders if is_folder else named).append(f"`{setting.name}` was {was}, now {is_now}")
+        if template and template != self.renderer.template.fingerprint:  # "" also if it is not recorded
+            was, is_now = template[:_DIGITS], self.renderer.template.fingerprint[:_DIGITS] or "none"
+            named.append(f"the chat template differs (`template_fingerprint` was {was}, now {is_now})")
+        text_settings = packed.get("loss_on"), packed.get("allow_special_in_text", False)
+        if named and fingerprint in self._digests(*text_settings):
+            return named  # the tokenizer and the image settings are equal, maybe in another folder
+        if not named:
+            files = "the tokenizer" if template else "the tokenizer, its chat template"
+            named.append(
+                f"{files} or the image settings of its folder (`tokenizer_fingerprint`) differ, or an earlier release "
+                "packed it"
+            )
+        return [*named, *folders]
+
+    def _digests(self, loss_on: str | None = None, allow_special: bool | None = None) -> Iterator[str]:
+        """Yield the hex digests of the data that this encoder reads, or would read with other settings of text.
+
+        The first is its own digest. The others are of data that was packed with the lengths of images only
+        (`length_config`), and of data of version 6. Version 6 differs only in samples with special tokens in their
+        text, which are rare, and the loader compares the length of each sample.
         """
         source, vision = self.parts.chat_template, self.vision
         parts: dict[str, Any] = {
             "tokenizer": self.text_tokenizer.serialized,
             "special": self.parts.special_tokens,
             "template": None if source is None else source + _DATE_NOTE,
-            "loss_on": self.renderer.loss_on,
+            "loss_on": loss_on or self.renderer.loss_on,
         }
         if self.renderer.template.needs_image_parts:  # earlier releases rendered images as strings
             parts["image_parts"] = True
         images = [vision.config(), vision.length_config()] if vision else [None]
-        versions = [_SPECIAL_IN_TEXT] if self.renderer.special is None else [_VERSION, _SPECIAL_IN_TEXT]
+        allow_special = self.renderer.special is None if allow_special is None else allow_special
+        versions = [_SPECIAL_IN_TEXT] if allow_special else [_VERSION, _SPECIAL_IN_TEXT]
         for version, image in product(versions, images):
             text = json.dumps({**parts, "version": version, "vision": image}, sort_keys=True, default=str)
             yield hashlib.sha256(text.encode()).hexdigest()
@@ -353,27 +401,22 @@ class ChatEncoder(Processor):
                 except RecordError as error:
                     rejects[index] = error.reject
         pieces: list[tuple[Int64, Int64, Float32 | None] | None] = [None] * len(conversations)
-        # Documents and messages are two calls, because only documents get the tokenizer's own special tokens. A long
-        # document is a call of its own, because the tokenizer may refuse it.
-        groups: dict[int, dict[int, Rendered]] = {}
-        for index, text in rendered.items():
-            is_alone = text.is_document and is_long(text.text)
-            groups.setdefault(index if is_alone else -1 - text.is_document, {})[index] = text
-        for chosen in groups.values():
+        # Documents and messages are two calls, because only documents get the tokenizer's own special tokens.
+        for is_document in (False, True):
+            chosen = {index: text for index, text in rendered.items() if text.is_document == is_document}
+            if not chosen:
+                continue
             texts, spans = [one.text for one in chosen.values()], [one.spans for one in chosen.values()]
             weights: list[Weights] = [one.weights for one in chosen.values()]
-            is_document = next(iter(chosen.values())).is_document
-            try:
-                tokens = self.text_tokenizer.encode(
-                    texts, spans, special=is_document, weights=weights if any(weights) else None
-                )
-            except RecordError as error:
-                rejects[next(iter(chosen))] = error.reject
-                continue
+            tokens = self.text_tokenizer.encode(
+                texts, spans, special=is_document, weights=weights if any(weights) else None
+            )
+            rejects |= {index: tokens.rejects[i] for i, index in enumerate(chosen) if i in tokens.rejects}
             labels = np.where(tokens.covered, tokens.input_ids, IGNORE_INDEX)
             batch = TokenBatch(tokens.input_ids, labels, tokens.cu_seqlens, tokens.weights)
             if len(chosen) == len(conversations):  # the usual case: nothing to reorder or copy
-                return self._checked(conversations, media, batch)
+                batch, unusable = self._checked(conversations, media, batch)
+                return batch, unusable | rejects
             for slot, index in enumerate(chosen):
                 pieces[index] = batch.sample(slot)
         for index, conversation in enumerate(conversations):
@@ -434,3 +477,11 @@ class ChatEncoder(Processor):
         if self.vision is None:
             raise ConfigError(_NO_VISION)
         return self.vision
+
+
+def _folder(name: str) -> str:
+    """Absolute path of a folder, or of the folder of a model name."""
+    try:
+        return str(find_pretrained(name).absolute())
+    except ConfigError:  # packing.json may name a folder of another machine
+        return name

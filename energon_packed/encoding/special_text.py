@@ -2,6 +2,7 @@
 
     SpecialText       Conversation -> the same with a private-use character in place of each special token (escaped)
     EscapedTokenizer  text rendered from an escaped conversation -> ids; only tokens of the template are control tokens
+    ControlTokens     texts and their ids -> the texts with control tokens that are not written in them
 
 The conversation is escaped before it is rendered, so that neither the template nor the search for turns mistakes its
 text for a control token:
@@ -17,10 +18,14 @@ not names of tokens any more, so they are split like other text:
 
 The ids are those of Transformers' `split_special_tokens=True`, except that a Unigram model could find a control token
 in its vocabulary there, and a BPE model could merge the text of a control token to that token.
+
+A normalizer can also make a control token from text that has none: NFKC turns the full-width `\uff1c/s\uff1e` into
+`</s>`. ControlTokens finds such texts by their ids, and EscapedTokenizer tokenizes them, too.
 """
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -35,16 +40,21 @@ from energon_packed.encoding.pieces import PieceTokenizer, is_long
 from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.vision.families import VisionFamily
-from energon_packed.errors import ConfigError, Reason, RecordError
+from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message
 
 ESCAPE_BASE = 0xF0000
 """Character that replaces the first control token; consecutive characters replace the others (Unicode, Supplementary
 Private Use Area-A)."""
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # byte fallback of a BPE model
 # Tags that conversations contain as markup for the template, in assistant turns and in tool turns.
 _MARKUP = ("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>")
 _RESULT = ("<tool_response>", "</tool_response>")
+PRIVATE_USE = Reject(
+    Reason.UNSUPPORTED_FIELD,
+    "the text has special tokens and private-use characters from U+F0000 on; remove one of the two",
+)
 _SEARCHES = ("split", "rsplit", "startswith", "endswith", "find", "rfind", "replace", "partition", "rpartition",
              "strip", "lstrip", "rstrip", "count", "index", "removeprefix", "removesuffix")  # fmt: skip
 Int64 = npt.NDArray[np.int64]
@@ -75,19 +85,16 @@ class EscapedTokenizer:
         self._pattern = token_pattern([*tokens, *(token["content"] for token in added), *escapes])
         self._names = names
         self._backend = Tokenizer.from_str(json.dumps(_renamed(settings, names)))
-        for token in added:  # new names must not change any id
+        for token in added:  # new names must not change any id, and a normalizer must not remove them
             content, ident = token["content"], token["id"]
-            if self._backend.token_to_id(names.get(content, content)) != ident:
-                raise ConfigError(
-                    f"this tokenizer cannot keep special tokens in record text as text: {content} would get another "
-                    f"id than {ident}; set `allow_special_in_text=True`"
-                )
+            name = names.get(content, content)
+            if self._backend.token_to_id(name) != ident:
+                raise _unusable(f"{content} would get another id than {ident}")
+            if name != content and ident not in self._backend.encode(name, add_special_tokens=False).ids:
+                raise _unusable(f"the normalizer would remove {content}")
         for token in tokens:  # the vocabulary of a BPE model has no other token for a single character
             if token.strip() and not self._backend.encode(token, add_special_tokens=False).ids:
-                raise ConfigError(
-                    f"this tokenizer cannot keep special tokens in record text as text: {token} would be removed; "
-                    "set `allow_special_in_text=True`"
-                )
+                raise _unusable(f"{token} would be removed")
 
     def encode(
         self, text: str, spans: Sequence[Span] | None, *, special: bool, weights: Sequence[float] | None = None
@@ -134,6 +141,53 @@ class EscapedTokenizer:
         return "".join(pieces), list(accumulate(sizes, initial=0))
 
 
+class ControlTokens:
+    """Finds texts whose tokens include a control token that is not written in the text.
+
+    Args:
+        backend: `tokenizers.Tokenizer`.
+        tokens: control tokens.
+    """
+
+    def __init__(self, backend: Any, tokens: Sequence[str]) -> None:
+        unknown = _unknown_token(backend)  # stands for any text, as do the tokens of single bytes
+        self._pattern = token_pattern([*tokens, *(t.content for t in backend.get_added_tokens_decoder().values())])
+        ids = {backend.token_to_id(token): token for token in tokens if token != unknown and not _BYTE.match(token)}
+        self._tokens = {ident: token for ident, token in ids.items() if ident is not None}
+        self._is_control = np.zeros(max(self._tokens, default=-1) + 2, dtype=bool)
+        self._is_control[list(self._tokens)] = True
+        self._around = Counter(backend.encode("").ids)  # tokens of the post-processor
+
+    def unwritten(self, texts: Sequence[str], ids: Int64, cu_seqlens: Int64, *, special: bool) -> list[int]:
+        """Indices of the texts with more control tokens than the text contains; arguments as of `TextTokenizer`."""
+        places = np.flatnonzero(self._is_control[np.minimum(ids, len(self._is_control) - 1)])
+        if not len(places):
+            return []
+        counts: dict[int, Counter[int]] = {}
+        for index, ident in zip(
+            (np.searchsorted(cu_seqlens, places, side="right") - 1).tolist(), ids[places].tolist(), strict=True
+        ):
+            counts.setdefault(index, Counter())[ident] += 1
+        return [index for index, found in counts.items() if self._has_more(texts[index], found, special=special)]
+
+    def _has_more(self, text: str, found: Counter[int], *, special: bool) -> bool:
+        if special:
+            found = found - self._around
+        # `count` is far faster than the pattern, but it also finds a token inside of a longer one.
+        if all([text.count(self._tokens[ident]) == count for ident, count in found.items()]):
+            return False
+        written = Counter(self._pattern.findall(text))
+        return any(count > written[self._tokens[ident]] for ident, count in found.items())
+
+
+def _unknown_token(backend: Any) -> str | None:
+    """The token of unknown characters; the Python class of a Unigram model does not show it."""
+    if (token := getattr(backend.model, "unk_token", None)) or type(backend.model).__name__ != "Unigram":
+        return token
+    model = json.loads(backend.to_str())["model"]
+    return None if model["unk_id"] is None else model["vocab"][model["unk_id"]][0]
+
+
 def covered_by_offsets(encoding: Any, spans: Sequence[Span], weights: Sequence[float] | None = None) -> Any:
     """Tokens of a `tokenizers.Encoding` that contain at least one character of a span, bool (L,).
 
@@ -162,6 +216,18 @@ def _renamed(settings: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
         prefix = len(model.get("continuing_subword_prefix") or "")
         model["merges"] = [(a, b) for a, b in merges if names.keys().isdisjoint((a, b, a + b[prefix:]))]
     return {**settings, "added_tokens": added, "model": model}
+
+
+def _unusable(problem: str) -> ConfigError:
+    return ConfigError(
+        f"this tokenizer cannot keep special tokens in record text as text: {problem}; set "
+        "`allow_special_in_text=True`"
+    )
+
+
+def has_private_use(text: str) -> bool:
+    """Whether a text has characters that would be mistaken for escaped tokens or their new names."""
+    return _PRIVATE.search(text) is not None
 
 
 class EscapedText(str):
@@ -203,11 +269,8 @@ class SpecialText:
         escaped = replace(conversation, messages=messages, text=text, tools=tools)
         if escaped == conversation:
             return conversation
-        if any(_PRIVATE.search(text) for _, text in _strings_by_role(conversation)):
-            raise RecordError(
-                Reason.UNSUPPORTED_FIELD,
-                "the text has special tokens and private-use characters from U+F0000 on; remove one of the two",
-            )
+        if any(has_private_use(text) for _, text in _strings_by_role(conversation)):
+            raise RecordError.of(PRIVATE_USE)
         return escaped
 
     def escaped_tokens(self, conversation: Conversation) -> list[str]:

@@ -13,8 +13,8 @@ tokenizers, the offsets of the tokenizer itself are used, which are slower by a 
 import json
 import logging
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -36,8 +36,16 @@ from energon_packed.encoding.engines import (
 )
 from energon_packed.encoding.pieces import PieceTokenizer, is_long
 from energon_packed.encoding.skeleton import Span
-from energon_packed.encoding.special_text import EscapedText, EscapedTokenizer, control_tokens, covered_by_offsets
-from energon_packed.errors import ConfigError, EngineMismatch
+from energon_packed.encoding.special_text import (
+    PRIVATE_USE,
+    ControlTokens,
+    EscapedText,
+    EscapedTokenizer,
+    control_tokens,
+    covered_by_offsets,
+    has_private_use,
+)
+from energon_packed.errors import ConfigError, EngineMismatch, RecordError, Reject
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -65,12 +73,15 @@ class TokenizedTexts:
         covered: bool (T,), tokens that contain at least one character of a span.
         cu_seqlens: int64 (S+1,), boundaries of the strings.
         weights: float32 (T,), weight of the last span that covers a token, else 0; None if no weights were passed.
+        rejects: a Reject by the index of each string that cannot be tokenized: its text cannot be kept apart from
+            control tokens, or it is too long. Its tokens have no meaning.
     """
 
     input_ids: Int64
     covered: Bool
     cu_seqlens: Int64
     weights: Float32 | None = None
+    rejects: Mapping[int, Reject] = field(default_factory=dict)
 
 
 class TextTokenizer:
@@ -167,7 +178,6 @@ class TextTokenizer:
 
         Raises:
             EngineMismatch: both engines tokenized a string to different ids.
-            RecordError: a string without spans cannot be tokenized in pieces, and is too long otherwise.
         """
         pairs = zip(texts, spans, strict=True)
         separate = [
@@ -177,10 +187,21 @@ class TextTokenizer:
             return self._encode_separately(texts, spans, special, weights, separate)
         input_ids, cu_seqlens = self._ids(texts, special)
         self._seen += len(texts)
+        # Without a normalizer, only text that SpecialText escapes can become a control token.
+        if self._control and not all([self._is_unchanged(text) for text in texts]):
+            unwritten = self._control_tokens.unwritten(texts, input_ids, cu_seqlens, special=special)
+            if unwritten:
+                escaped = [EscapedText(text) if i in unwritten else text for i, text in enumerate(texts)]
+                rejects = {i: PRIVATE_USE for i in unwritten if has_private_use(texts[i])}
+                return replace(self._encode_separately(escaped, spans, special, weights, unwritten), rejects=rejects)
         found = self._covered(texts, spans, input_ids, cu_seqlens, weights)
         if weights is None:
             return TokenizedTexts(input_ids, found, cu_seqlens)
         return TokenizedTexts(input_ids, found > 0, cu_seqlens, found)
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.backend, self._control)
 
     @cached_property
     def _escaped_tokenizer(self) -> EscapedTokenizer:
@@ -205,13 +226,17 @@ class TextTokenizer:
     ) -> TokenizedTexts:
         """Tokenize strings of which those at `separate` are escaped or long; escaped strings always use tokenizers."""
         pieces: dict[int, tuple[Int64, Any]] = {}
+        rejects: dict[int, Reject] = {}
         for i in separate:
-            if type(text := texts[i]) is EscapedText:
-                own = None if weights is None else weights[i]
-                pieces[i] = self._escaped_tokenizer.encode(text, spans[i], special=special, weights=own)
-            else:
-                tokens_of_text = self._piece_tokenizer.encode(text, special=special)
-                pieces[i] = tokens_of_text, np.ones(len(tokens_of_text), dtype=bool)
+            try:
+                if type(text := texts[i]) is EscapedText:
+                    own = None if weights is None else weights[i]
+                    pieces[i] = self._escaped_tokenizer.encode(text, spans[i], special=special, weights=own)
+                else:
+                    tokens_of_text = self._piece_tokenizer.encode(text, special=special)
+                    pieces[i] = tokens_of_text, np.ones(len(tokens_of_text), dtype=bool)
+            except RecordError as error:
+                pieces[i], rejects[i] = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)), error.reject
         others = [i for i in range(len(texts)) if i not in pieces]
         if others:
             tokens = self.encode(
@@ -224,13 +249,14 @@ class TextTokenizer:
             found = tokens.covered if tokens.weights is None else tokens.weights
             columns = (np.split(tokens.input_ids, bounds), np.split(found, bounds))
             pieces |= dict(zip(others, zip(*columns, strict=True), strict=True))
+            rejects |= {others[i]: reject for i, reject in tokens.rejects.items()}
         ids, covered = zip(*[pieces[i] for i in range(len(texts))], strict=True)
         if len(texts) == 1:  # no copy of a long document
             input_ids, joined = ids[0], covered[0]
         else:
             input_ids, joined = np.concatenate(ids), np.concatenate(covered)
         of_tokens = None if weights is None else joined.astype(np.float32)
-        return TokenizedTexts(input_ids, joined > 0, _bounds(ids), of_tokens)
+        return TokenizedTexts(input_ids, joined > 0, _bounds(ids), of_tokens, rejects)
 
     def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:
         """Tokenize strings by the engine in use; (input_ids, cu_seqlens) as of `Engine.encode`."""
@@ -378,8 +404,10 @@ class TextTokenizer:
         return edges, others
 
     def _is_unchanged(self, text: str) -> bool:
-        """Whether the normalizer does not change a string."""
-        return not self._form or text.isascii() or unicodedata.is_normalized(self._form, text)  # type: ignore[arg-type]
+        """Whether the normalizer certainly does not change a string."""
+        if not self._form:  # no normalizer, or a normalizer of another kind
+            return self._form is not None
+        return text.isascii() or unicodedata.is_normalized(self._form, text)  # type: ignore[arg-type]
 
     def _covered_by_offsets(self, text: str, spans: Sequence[Span], ids: Int64, weights: Weights) -> Any:
         encoding = self.backend.encode(text, add_special_tokens=False)

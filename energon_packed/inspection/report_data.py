@@ -335,6 +335,9 @@ def warnings(data: ReportData) -> Iterator[str]:
     yield from _about_tokens(data)
     if m.unused_fields:
         yield f"not used: {_named(list(m.unused_fields), 'field')} of the records; see Fields not used"
+    if m.ignored_entries:
+        counts = ", ".join(f"{ignored.reason} {ignored.count:,}" for ignored in m.ignored_entries)
+        yield f"entries of input folders that are not read as input: {counts}; see Sources"
     if m.truncated:
         yield f"{m.truncated:,} samples were truncated to seq_len; {m.tokens_cut:,} tokens were removed"
     if data.is_packed and not data.is_counted and m.utilization < _LOW_UTILIZATION:

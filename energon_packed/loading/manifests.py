@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding import Processor, StoredTokens
+from energon_packed.encoding import ChatEncoder, Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_for
 from energon_packed.loading.trust import check_blend_trusted
@@ -110,15 +110,15 @@ class LoadedSplit:
         if encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
             return
         packed = self.manifest.encoder
-        # A fingerprint is one digest; `loss_on` is the only setting that both sides also have as a value.
-        loss_on = getattr(getattr(encoder, "renderer", None), "loss_on", None)
-        if loss_on is not None and packed.get("loss_on", loss_on) != loss_on:
-            difference = f"`loss_on` was {packed['loss_on']!r}, now {loss_on!r}"
-        else:
-            difference = "its tokenizer, chat template or image settings differ, or an earlier release packed it"
+        differences = ["its tokenizer, chat template or settings differ"]
+        if isinstance(encoder, ChatEncoder):
+            template = self.manifest.template_fingerprint
+            differences = encoder.differences(
+                packed, template=template, fingerprint=self.manifest.tokenizer_fingerprint
+            )
         raise ConfigError(
-            f"{self.path} was packed with a different encoder: {difference}. Use the settings of packing.json "
-            f"({packed}), repack the data, or set `check_encoder=False`."
+            f"{self.path} was packed with a different encoder: {', '.join(differences)}. Use the settings of "
+            f"packing.json ({packed}), repack the data, or set `check_encoder=False`."
         )
 
 

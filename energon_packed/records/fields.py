@@ -74,6 +74,8 @@ _REMEDIES = {
     r"patch_positions": "list it in the record",
 }
 _RISKY = re.compile("|".join(f"(?:{pattern})" for pattern in _REMEDIES))
+_WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s.-]+")
+_MEDIA = re.compile(r"images?|image_urls?|videos?")  # `unlisted_media.py` decides about their other spellings
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -307,7 +309,8 @@ def unsupported(name: str, label: str = "the record", remedy: str = "") -> Recor
     """Make the RecordError for an unsupported field, with its remedy."""
     if name in RECORD_WEIGHTS and label == "the record":
         remedy = remedy or _RECORD_WEIGHT
-    remedies = (text for pattern, text in _REMEDIES.items() if re.fullmatch(pattern, name))
+    names = (name, _plain_name(name))
+    remedies = (text for pattern, text in _REMEDIES.items() if any(re.fullmatch(pattern, n) for n in names))
     remedy = remedy or next(remedies, "remove it, or convert it with an `adapter`")
     return RecordError(Reason.UNSUPPORTED_FIELD, f"the field {name} of {label} is not supported: {remedy}")
 
@@ -326,13 +329,23 @@ def check_preference(record: Record) -> None:
 @lru_cache(maxsize=4096)
 def _unknown(names: tuple[str, ...], known: frozenset[str]) -> tuple[tuple[str, bool], ...]:
     """List (unknown field, whether ignoring it would change training); cached, as the records of a file share keys."""
-    return tuple((name, _RISKY.fullmatch(str(name)) is not None) for name in names if name not in known)
+    return tuple((name, _is_risky(str(name))) for name in names if name not in known)
+
+
+def _is_risky(name: str) -> bool:
+    plain = _plain_name(name)
+    return any(_RISKY.fullmatch(n) is not None for n in ((name,) if _MEDIA.fullmatch(plain) else (name, plain)))
+
+
+def _plain_name(name: str) -> str:
+    """Spelling of a name in the patterns: `toolCalls`, `Tool-Calls` and `TOOL_CALLS` are `tool_calls`."""
+    return _WORD_STARTS.sub("_", name).lower()
 
 
 def _is_metadata(name: str, record: Record) -> bool:
     """Whether a field is harmless: `reasoning` as a flag (Nemotron), `image_url` as the origin of an image (PixMo)."""
     # A flag does not contain reasoning that would be lost.
-    if name in ("reasoning", "thinking"):
+    if _plain_name(name) in ("reasoning", "thinking"):
         return isinstance(record[name], bool) or record[name] in ("on", "off", "yes", "no")
     return name in ("image_url", "image_urls") and (is_given(record.get("image")) or is_given(record.get("images")))
 

@@ -217,7 +217,7 @@ def test_masks_and_the_last_turn(base: Any, family: str) -> None:
     assert (found.text, runs(found.text, found.spans)) == (whole.text, [three])
     found = rendered(renderer_of(base, source(family), loss_on="all"), masked)
     assert "".join(runs(found.text, found.spans)) == whole.text.replace(two, "")
-    assert rendered(renderer_of(base, source(family), loss_on="all"), PLAIN["multi"]) == (whole.text, None, False)
+    assert rendered(renderer_of(base, source(family), loss_on="all"), PLAIN["multi"])[:3] == (whole.text, None, False)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 encoding alike, and counted; everything else keeps the ids of the tokenizer."""
 
 import json
+import struct
+from collections import Counter
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +13,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
-from energon_packed import ChatEncoder, ConfigError, PackOptions, RecordError, normalize, pack
+from energon_packed import ChatEncoder, ConfigError, EncodedSample, PackOptions, RecordError, normalize, pack
 from tests.conftest import DemoDataset
 from tests.internals import (
     ESCAPE_BASE,
@@ -111,6 +125,134 @@ def test_a_held_text_between_control_tokens_is_split_with_what_is_around_it() ->
     expected = [*backend.encode("<|im_start|>").ids[1:], *middle, *backend.encode("<|im_end|>\n").ids[1:]]
     assert ids.tolist() == expected
     assert covered.tolist() == [False, *[True] * len(middle), *[False] * (len(ids) - len(middle) - 1)]
+
+
+def precompiled(characters: dict[str, str]) -> Any:
+    """A `Precompiled` normalizer that replaces characters of three bytes, as that of SentencePiece models does.
+
+    Its first part is a double array as of Darts-clone: a node of each byte at `region ^ byte`, whose value is the
+    offset of the replacement in the second part.
+    """
+    units, texts, regions = [0] * (1 << 15), b"", {b"": 1 << 8}
+    units[0] = regions[b""] << 10
+    for character, text in characters.items():
+        key = character.encode()
+        for depth, byte in enumerate(key):
+            node = regions[key[:depth]] ^ byte
+            after = regions.setdefault(key[: depth + 1], (len(regions) + 1) << 8)
+            units[node] = (node ^ after) << 10 | byte
+        units[node] |= 1 << 8  # it has a value
+        units[after] = len(texts) | 1 << 31
+        texts += text.encode() + b"\0"
+    trie = struct.pack(f"<{len(units)}I", *units)
+    return normalizers.Precompiled(struct.pack("<I", len(trie)) + trie + texts)
+
+
+WIDE = {chr(ord(letter) + 0xFEE0): letter for letter in "<>/|ks"}
+WIDE_END = "\uff1c/s\uff1e"
+# Each with the characters that it turns into those of control tokens.
+NORMALIZERS: dict[str, tuple[Any, dict[str, str]]] = {
+    "NFC": (normalizers.NFC(), {"\u212a": "K"}),  # the Kelvin sign
+    "NFD": (normalizers.NFD(), {"\u226f": ">", "\u226e": "<"}),  # not greater than: > and a combining character
+    "NFKC": (normalizers.NFKC(), WIDE),
+    "NFKD": (normalizers.NFKD(), WIDE),
+    "Lowercase": (normalizers.Lowercase(), {"S": "s", "K": "k", "\u212a": "k"}),
+    "StripAccents": (normalizers.StripAccents(), {"<\u0301": "<", "\u0301/": "/", "s\u0300": "s"}),
+    "Replace": (normalizers.Replace("[", "<"), {"[": "<"}),
+    "removed": (normalizers.Replace(Regex("[\u200b\u00ad]"), ""), {"<\u200b": "<", "s\u00ad": "s"}),
+    "Strip": (normalizers.Strip(), {}),
+    "Bert": (normalizers.BertNormalizer(), {"S": "s", "<\x00": "<"}),
+    "Precompiled": (precompiled(WIDE), WIDE),
+    "Nmt": (normalizers.Nmt(), {"<\x01": "<"}),
+    "sequence": (normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]), {**WIDE, "S": "s"}),
+}
+CONTROLS = ["<s>", "</s>", "<|k|>", "<K>"]
+
+
+@cache
+def normalizing(name: str, normalized: bool, merged: bool) -> tuple[Any, TextTokenizer]:
+    """A byte-level BPE tokenizer with a normalizer.
+
+    Args:
+        name: in NORMALIZERS.
+        normalized: control tokens are searched in the normalized text.
+        merged: the merges produce the control tokens.
+    """
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    options = {"vocab_size": 500, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    words = CONTROLS * 20 if merged else ["abc", "a b"]
+    found.train_from_iterator(words, trainers.BpeTrainer(show_progress=False, **options))
+    found.normalizer = NORMALIZERS[name][0]
+    found.add_special_tokens([AddedToken(one, normalized=normalized) for one in CONTROLS])
+    number = found.token_to_id("<s>")
+    found.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", number)])
+    return found, TextTokenizer(found, control=CONTROLS)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(sorted(NORMALIZERS)),
+    normalized=st.booleans(),
+    merged=st.booleans(),
+    special=st.booleans(),
+    pieces=st.lists(st.one_of(st.sampled_from([*CONTROLS, "abc", " ", "é"]), st.sampled_from(CONTROLS).map(list))),
+    data=st.data(),
+)
+def test_no_normalizer_makes_a_control_token_of_text(
+    name: str, normalized: bool, merged: bool, special: bool, pieces: list[Any], data: st.DataObject
+) -> None:
+    backend, tokenizer = normalizing(name, normalized, merged)
+    if name == "Bert" and normalized:  # it removes the characters that stand for the tokens of the template
+        with pytest.raises(ConfigError, match="the normalizer would remove <"):
+            tokenizer.encode(["</S>"], [None])
+        return
+    rewritten = [(target, source) for source, target in NORMALIZERS[name][1].items()]
+    text, written = "", Counter[str]({"<s>": int(special)})
+    for piece in pieces:
+        if isinstance(piece, list):  # a control token in another spelling
+            target, source = data.draw(st.sampled_from(rewritten)) if rewritten else ("", "")
+            spelled = "".join(piece).replace(target, source, 1) if target else "abc"
+            text += spelled if spelled not in CONTROLS else "abc"
+        else:
+            text += piece
+            written[piece] += piece in CONTROLS
+    spans = [None, None] if special else [[(0, 1)], [(0, len(text))]]
+    tokens = tokenizer.encode(["a", text], spans, special=special)
+    ids = tokens.input_ids[tokens.cu_seqlens[1] :].tolist()
+    assert {one: ids.count(backend.token_to_id(one)) for one in CONTROLS} == {one: written[one] for one in CONTROLS}
+    shown = backend.normalizer.normalize_str(text) if not written.total() else None
+    assert shown is None or backend.decode(ids, skip_special_tokens=False) == shown
+    if (ordinary := backend.encode(text, add_special_tokens=special).ids) != ids:
+        assert any(ordinary.count(backend.token_to_id(one)) > written[one] for one in CONTROLS)
+    assert tokens.covered.all()
+
+
+def test_text_that_a_normalizer_makes_a_control_token_is_packed_as_text(
+    text_tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    backend, _ = normalizing("NFKC", True, True)
+    wide = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    wide.chat_template = ChatEncoder.from_pretrained(text_tokenizer_dir).tokenizer.chat_template
+    encoder = ChatEncoder(wide)
+    talks = [asked("Is it?", f"No, {WIDE_END}."), asked("Is it?", f"No, {WIDE_END} \U000f0000."), asked("Is it?")]
+    split, refused, plain = encoder.encode_many(talks)
+    assert isinstance(split, EncodedSample)
+    assert isinstance(plain, EncodedSample)
+    end = wide.eos_token_id
+    assert (split.input_ids == end).sum() == (plain.input_ids == end).sum()
+    assert "No, </s>." in wide.decode(split.input_ids[split.labels != -100])
+    assert "special tokens and private-use characters from U+F0000 on; remove one of the two" in str(refused)
+    assert [one.length for one in encoder.measure(talks)] == [len(split), -1, len(plain)]
+    data = tmp_path / "data.jsonl"
+    texts = (f"an {WIDE_END} inside", f"an {WIDE_END} and \U000f0000")
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = PackOptions(inputs=(str(data),), output_dir=tmp_path / "out", seq_len=64, encoder=encoder, workers=1)
+    result = pack(replace(options, max_reject_rate=1))
+    assert (result.manifest.packed, result.manifest.rejects) == (1, {"unsupported_field": 1})
 
 
 def asked(question: str, answer: str = "A token.") -> Any:

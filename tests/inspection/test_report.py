@@ -249,6 +249,24 @@ def _report(path: Path, folder: Path, *arguments: object) -> str:
     return " ".join(" ".join(_Page((folder / "r.html").read_text()).text).split())
 
 
+def test_entries_of_input_folders_that_are_not_read_are_shown(tokenizer_dir: Path, tmp_path: Path) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(json.dumps(RECORD) + "\n")
+    texts = []
+    for names in ([], ["README.md", "b.avro", "c.avro"]):
+        for name in names:
+            (folder / name).touch()
+        pack(folder, output_dir=out, tokenizer=tokenizer_dir, seq_len=512, workers=1, overwrite=True)
+        assert run(out, "-o", tmp_path / "report.html").exit_code == 0
+        texts.append(" ".join(" ".join(_Page((tmp_path / "report.html").read_text()).text).split()))
+    alone, with_others = texts
+    assert "not read as input" not in alone
+    assert "entries of input folders that are not read as input: documentation 1, unknown type 2;" in with_others
+    assert all(str(folder / name) in with_others for name in ("README.md", "b.avro", "c.avro"))
+    assert str(folder / "c.avro") not in alone
+
+
 def test_a_metadataset_has_totals_and_shares(pack_demo: Packer, tmp_path: Path) -> None:
     a, b = pack_demo(max_packs_per_shard=3), pack_demo(max_packs_per_shard=3, seq_len=512)
     mix = tmp_path / "mix.yaml"

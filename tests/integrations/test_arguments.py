@@ -183,8 +183,11 @@ def test_packed_trainer_has_the_arguments_of_trainer() -> None:
         lambda path: DataflowLoader(MapDistributor(PackedDataset(path))),
     ],
 )
-def test_a_loader_is_not_a_train_dataset(text_packs: list[Path], tmp_path: Path, kind: Any, make: Any) -> None:
-    args = made(tmp_path, max_steps=1, remove_unused_columns=False)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_is_not_a_train_dataset(
+    text_packs: list[Path], tmp_path: Path, kind: Any, make: Any, num_workers: int
+) -> None:
+    args = made(tmp_path, max_steps=1, remove_unused_columns=False, dataloader_num_workers=num_workers)
     with pytest.raises((ConfigError, TypeError), match=r"TrainerStream\(loader\)") as raised:
         kind(tiny_qwen2(), args, train_dataset=make(text_packs[0]), data_collator=PaddingFreeCollator()).train()
     assert "\n" not in str(raised.value)

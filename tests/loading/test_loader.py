@@ -1,8 +1,11 @@
 """Packs of every flavor come out as padding-free batches, every one exactly once."""
 
 import collections
+import hashlib
 import io
 import itertools
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ from energon_packed import (
     ChatEncoder,
     ConfigError,
     FormatError,
+    PackedDataset,
     PaddingFreeCollator,
     get_packed_loader,
     normalize,
+    pack,
     steps_per_epoch,
 )
 from tests.conftest import FLAVORS, Packer
@@ -131,13 +136,67 @@ def test_a_padding_collator_pads_every_row(pack_demo: Packer, encoder: ChatEncod
 
 def test_another_encoder_is_noticed(pack_demo: Packer, tokenizer_dir: Path) -> None:
     smaller = ChatEncoder.from_pretrained(tokenizer_dir, max_pixels=28 * 28 * 16)
-    with pytest.raises(ConfigError, match="packed with a different encoder: its tokenizer, chat template or image"):
+    with pytest.raises(ConfigError, match="packed with a different encoder: `max_pixels` was not set, now 12544. Use"):
         get_packed_loader(pack_demo().shards, smaller, epochs=1)
     loader = get_packed_loader(pack_demo().shards, smaller, epochs=1, num_workers=0, check_encoder=False)
     with pytest.raises(FormatError, match=r"tokens, but \d+ were recorded: use the tokenizer"):
         list(loader)
     last = ChatEncoder.from_pretrained(tokenizer_dir, loss_on="last")
     list(get_packed_loader(pack_demo().shards, last, epochs=1, num_workers=0, check_encoder=False))
+
+
+@pytest.mark.parametrize(
+    ("settings", "differences"),
+    [
+        (
+            {"max_pixels": 12544, "loss_on": "all"},
+            "`max_pixels` was not set, now 12544, `loss_on` was 'assistant', now 'all'",
+        ),
+        ({"allow_special_in_text": True}, "`allow_special_in_text` was False, now True"),
+        ({"template": "{# #}", "loss_on": "last"},
+         "`loss_on` was 'assistant', now 'last', the chat template differs (`template_fingerprint` was {before}, now "
+         "{after}), `tokenizer` was {packed!r}, now {folder!r}"),
+        ({"token": "<new>"}, "the tokenizer or the image settings of its folder (`tokenizer_fingerprint`) differ, or "
+         "an earlier release packed it, `tokenizer` was {packed!r}, now {folder!r}"),
+        ({"token": "<new>", "min_pixels": 3136},
+         "`min_pixels` was not set, now 3136, `tokenizer` was {packed!r}, now {folder!r}"),
+    ],
+)  # fmt: skip
+def test_every_setting_and_digest_that_differs_is_named(
+    pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path, settings: dict[str, Any], differences: str
+) -> None:
+    folder = tokenizer_dir
+    result = pack_demo()
+    before = after = result.manifest.template_fingerprint
+    if {"template", "token"} & settings.keys():
+        folder = tmp_path / "tokenizer"
+        shutil.copytree(tokenizer_dir, folder)
+        loaded = ChatEncoder.from_pretrained(folder).tokenizer
+        loaded.chat_template = settings.get("template", "") + loaded.chat_template
+        loaded.add_tokens([settings.get("token", "<|im_end|>")])
+        loaded.save_pretrained(folder)
+        after = hashlib.sha256(loaded.chat_template.encode()).hexdigest()
+    named = {name: value for name, value in settings.items() if name not in ("template", "token")}
+    encoder = ChatEncoder.from_pretrained(folder, **named)
+    for name, value in {"{before}": before[:12], "{after}": after[:12]}.items():
+        differences = differences.replace(name, value)
+    differences = differences.replace("{packed!r}", repr(str(tokenizer_dir))).replace("{folder!r}", repr(str(folder)))
+    with pytest.raises(ConfigError, match=re.escape(f"with a different encoder: {differences}. Use the settings of")):
+        PackedDataset(result.shards, encoder)
+
+
+def test_an_encoder_made_in_python_is_compared_by_what_is_known(
+    pack_demo: Packer, text_tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    loaded = ChatEncoder.from_pretrained(text_tokenizer_dir).tokenizer
+    data = tmp_path / "a.jsonl"
+    data.write_text('{"text": "Hi"}\n')
+    result = pack(data, output_dir=tmp_path / "out", encoder=ChatEncoder(loaded), seq_len=64, workers=1)
+    assert result.manifest.encoder.keys() == {"processor_class"}
+    packed = pack(data, output_dir=tmp_path / "b", tokenizer=text_tokenizer_dir, seq_len=64, workers=1)
+    for shards in (result.shards, packed.shards):
+        with pytest.raises(ConfigError, match=r"encoder: `loss_on` was 'assistant', now 'all'\. Use"):
+            PackedDataset(shards, ChatEncoder(loaded, loss_on="all"))
 
 
 @pytest.mark.parametrize(

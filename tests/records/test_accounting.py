@@ -1,5 +1,6 @@
 """Nothing of a record is ignored: each field is used, counted by name, or rejected with a reason."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -171,3 +172,36 @@ def test_every_given_text_is_used_counted_or_costs_the_record(record: dict[str, 
     assert not [word for word in given_texts(record, "", unused) if word not in text]
     assert not {"chosen", "reasoning", "system", "system_prompt", "audio", "loss", "weight"} & set(unused)
     assert text.count("<image>") == len(conversation.images)
+
+
+RISKY = ["system_prompt", "tools", "tool_calls", "audio", "audio_path", "loss_mask", "weight", "chosen", "history",
+         "reasoning_content", "objects", "min_pixels", "chat_template_kwargs", "max_frames"]  # fmt: skip
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "Title": lambda name: name.title(),
+    "UPPER": str.upper,
+    "camelCase": lambda name: name[0] + name.title().replace("_", "")[1:],
+    "PascalCase": lambda name: name.title().replace("_", ""),
+    "kebab-case": lambda name: name.replace("_", "-"),
+    "with spaces": lambda name: name.replace("_", " "),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("place", ["the record", "a turn"])
+def test_fields_that_change_training_are_refused_in_every_spelling(spelling: str, place: str) -> None:
+    for name in RISKY:
+        spelled = SPELLINGS[spelling](name)
+        if spelled == name:
+            continue
+
+        def record(field: str, value: Any) -> Any:
+            return {**CHAT, field: value} if place == "the record" else turn(**{field: value})
+
+        with pytest.raises(RecordError, match=f"unsupported_field: the field {spelled} of {place} is not supported: "):
+            normalize(record(spelled, "x"))
+        assert normalize(record(spelled, None)) == normalize(CHAT)
+
+
+def test_metadata_in_other_spellings_is_counted() -> None:
+    names = ("ID", "License", "Video_ID", "attentionMask", "Category", "Thinking", "Reasoning", "pass")
+    assert normalize({**CHAT, **dict.fromkeys(names, "on")}).unused_fields == tuple(sorted(names))

@@ -36,6 +36,8 @@ MAX_PIXELS = 178_956_970
 """Pixels of the largest image: 512 MiB as RGB. Equal to Pillow's limit for decompression bombs."""
 MAX_BYTES = 1 << 30
 """Bytes of the largest image file: some decoders read the file into memory before anything else."""
+_DECODER_BYTES = 16
+"""Bytes per pixel of the buffers of a decoder: four components, which OpenJPEG decodes to 32 bits each."""
 _SIXTEEN_BITS = ("PNG", "PPM", "JPEG2000")  # formats whose integers of 32 bits in Pillow are 16 bits in the file
 _SIGNATURE_BYTES = 1024  # bytes at the start of a file that are searched for its format
 QUALITY = 95
@@ -130,6 +132,7 @@ _DECODE_ERRORS = (
 @contextmanager
 def _opened(reference: MediaReference, stream: BinaryIO) -> Iterator[Image.Image]:
     """Open an image and check its limits; errors inside the block that the data causes become a `corrupt_image`."""
+    needed = 0
     try:
         if (num_bytes := _num_bytes(stream)) > MAX_BYTES:
             raise ValueError(f"{num_bytes:,} bytes are more than the limit of {MAX_BYTES:,}; save it compressed")
@@ -140,11 +143,20 @@ def _opened(reference: MediaReference, stream: BinaryIO) -> Iterator[Image.Image
                     raise ValueError(_too_large(image.width * image.height))
                 if image.format == "EPS":
                     raise ValueError("EPS is a program, which is not run; convert it to PNG")
+                needed = num_bytes + _DECODER_BYTES * image.width * image.height
                 yield image
     except (RecordError, ResourceError):
         raise
     except _DECODE_ERRORS as error:
         raise_resource_error(error, reference.label)
+        # Decoders report a lack of memory as damage: "broken data stream" (JPEG 2000, progressive JPEG), and error -9
+        # (TIFF), which is also that of a damaged tile size. It is damage if there is enough memory for an intact file.
+        # WebP fails before its size is known, so that its files always count as damaged.
+        if isinstance(error, OSError) and "truncated" not in str(error):
+            try:
+                np.empty(needed, dtype=np.uint8)
+            except MemoryError as shortage:
+                raise_resource_error(shortage, reference.label)
         raise _corrupt(reference, error) from error
 
 
