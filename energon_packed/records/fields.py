@@ -287,7 +287,8 @@ def unused_fields(record: Record, known: frozenset[str], label: str = "the recor
     for name, is_risky in names:
         value = record[name]
         if is_risky and is_given(value) and not _is_metadata(name, record):
-            raise unsupported(name, label)
+            is_weight = name in RECORD_WEIGHTS and label == "the record" and isinstance(value, int | float)
+            raise unsupported(name, label, _RECORD_WEIGHT if is_weight else "")
         if _is_media_bytes(value):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
@@ -300,8 +301,6 @@ def unused_fields(record: Record, known: frozenset[str], label: str = "the recor
 
 def unsupported(name: str, label: str = "the record", remedy: str = "") -> RecordError:
     """Make the RecordError for an unsupported field, with its remedy."""
-    if name in RECORD_WEIGHTS and label == "the record":
-        remedy = remedy or _RECORD_WEIGHT
     remedies = (text for pattern, text in _REMEDIES.items() if re.fullmatch(pattern, name))
     remedy = remedy or next(remedies, "remove it, or convert it with an `adapter`")
     return RecordError(Reason.UNSUPPORTED_FIELD, f"the field {name} of {label} is not supported: {remedy}")

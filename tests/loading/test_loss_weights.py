@@ -281,10 +281,20 @@ def test_the_weight_of_a_record_is_refused_until_the_option_gives_its_meaning(en
             normalize(talk(1, **{name: 0.5}))
         found = mask_of(encoder, talk(1, 4, **{name: 0.5}), record_weight="loss")
         assert set(found) == {0, 0.5, 2}
+    with pytest.raises(RecordError, match="the field loss_scale of the record .*: give each turn a weight"):
+        normalize(talk(1, loss_scale="last_round"))  # a strategy of ms-swift
     with pytest.raises(RecordError, match="weight and loss_scale of the record differ"):
         normalize(talk(1, weight=1, loss_scale=2), record_weight="loss")
     with pytest.raises(RecordError, match="no token after the first is a target"):
         encoder.encode(normalize(talk(1, weight=0), record_weight="loss"))
+
+
+def test_flags_agree_with_any_weight_above_0() -> None:
+    answer = {"role": "assistant", "content": "Five.", "loss": True, "train": True, "weight": 0.5, "loss_scale": 0.5}
+    assert normalize({"messages": [USER, answer]}).messages[1].weight == 0.5
+    for wrong in ({"loss": False}, {"loss_scale": 1}, {"weight": 0}):
+        with pytest.raises(RecordError, match="which differ; keep weight alone"):
+            normalize({"messages": [USER, {**answer, **wrong}]})
 
 
 def test_loss_scale_of_a_turn_is_its_weight() -> None:
