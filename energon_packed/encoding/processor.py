@@ -313,14 +313,26 @@ class Processor(ABC):
 
     def _encode(self, conversation: Conversation) -> EncodedSample | Reject:
         try:
-            return self.encode(conversation)
+            return self._weighted(conversation, self.encode(conversation))
         except RecordError as error:
             return error.reject
+
+    def _weighted(self, conversation: Conversation, sample: EncodedSample) -> EncodedSample:
+        """Return a sample; reject a text with loss weights that a subclass does not apply."""
+        if sample.loss_weights is None and conversation.input_ids is None:
+            weights = {conversation.weight, *[message.weight for message in conversation.messages]}
+            if not weights <= {0, 1}:
+                raise RecordError(
+                    Reason.UNSUPPORTED_FIELD,
+                    f"{type(self).__name__} applies no loss weights, and the record has weights other than 0 and 1; "
+                    "return an EncodedSample with `loss_weights`",
+                )
+        return sample
 
     def _measure(self, conversation: Conversation, keep_tokens: bool) -> Measurement:
         try:
             media = sum(len(m.read()) for m in (*conversation.images, *conversation.patch_positions))
-            sample = self.encode(conversation)
+            sample = self._weighted(conversation, self.encode(conversation))
         except RecordError as error:
             return Measurement.rejected(error.reject)
         return Measurement(

@@ -619,6 +619,7 @@ class PackKeywords(TypedDict, total=False):
     use_patch_positions: bool
     map: Mapping[str, str] | str | None
     adapter: str | None
+    record_weight: RecordWeight
     trust_sample_loader: bool
     check_images: CheckImages
     sample_class: str

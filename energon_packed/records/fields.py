@@ -294,7 +294,8 @@ def unused_fields(record: Record, known: frozenset[str], label: str = "the recor
         if value is None:
             continue
         if is_risky and is_given(value) and not _is_metadata(name, record):
-            raise unsupported(name, label)
+            is_weight = name in RECORD_WEIGHTS and label == "the record" and isinstance(value, int | float)
+            raise unsupported(name, label, _RECORD_WEIGHT if is_weight else "")
         if value.__class__ not in SCALARS and _is_media_bytes(value):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
@@ -307,8 +308,6 @@ def unused_fields(record: Record, known: frozenset[str], label: str = "the recor
 
 def unsupported(name: str, label: str = "the record", remedy: str = "") -> RecordError:
     """Make the RecordError for an unsupported field, with its remedy."""
-    if name in RECORD_WEIGHTS and label == "the record":
-        remedy = remedy or _RECORD_WEIGHT
     names = (name, _plain_name(name))
     remedies = (text for pattern, text in _REMEDIES.items() if any(re.fullmatch(pattern, n) for n in names))
     remedy = remedy or next(remedies, "remove it, or convert it with an `adapter`")

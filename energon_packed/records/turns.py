@@ -380,10 +380,11 @@ def read_weight(turn: Record, role: str) -> float:
     weights = {key: _weight(key, turn[key]) for key in WEIGHT_FIELDS if turn.get(key) is not None}
     if not weights:
         return 1.0
-    # Masks that agree are accepted: a file may be written for several trainers.
-    if len(set(weights.values())) > 1:
+    # Masks that agree are accepted: a file may be written for several trainers. A flag agrees with any weight above 0.
+    numbers = {key: weight for key, weight in weights.items() if key in _NUMBERS} or weights
+    key, weight = next(iter(numbers.items()))
+    if {*numbers.values()} != {weight} or {value > 0 for value in weights.values()} != {weight > 0}:
         raise _unsupported(f"a turn has {' and '.join(weights)}, which differ; keep weight alone")
-    key, weight = next(iter(weights.items()))
     # Only assistant turns can be targets, so a positive weight elsewhere would be dropped silently.
     if role != "assistant" and weight > 0:
         raise _unsupported(

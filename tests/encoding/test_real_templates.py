@@ -218,6 +218,11 @@ def test_masks_and_the_last_turn(base: Any, family: str) -> None:
     found = rendered(renderer_of(base, source(family), loss_on="all"), masked)
     assert "".join(runs(found.text, found.spans)) == whole.text.replace(two, "")
     assert rendered(renderer_of(base, source(family), loss_on="all"), PLAIN["multi"])[:3] == (whole.text, None, False)
+    halved = [{**turn, **({"weight": 0.5} if number == 3 else {})} for number, turn in enumerate(PLAIN["multi"])]
+    found = rendered(renderer_of(base, source(family)), halved)
+    assert runs(found.text, found.spans) == [one, two, three]
+    halves = [span for span, weight in zip(found.spans, found.weights, strict=True) if weight == 0.5]
+    assert runs(found.text, halves) == [two]
 
 
 @pytest.mark.parametrize(

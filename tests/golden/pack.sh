@@ -27,3 +27,6 @@ one tokens-images images PackedTokensSample
 one stored tokens PackedTokensSample
 one special special PackedCaptioningSample
 one llava-onevision2 images PackedCaptioningSample --layout llava-onevision2
+one weights-captions weights PackedCaptioningSample --record-weight loss
+one weights-multimix weights PackedMultiMixQASample --record-weight loss
+one weights-tokens weights PackedTokensSample --record-weight loss

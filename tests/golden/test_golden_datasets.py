@@ -6,6 +6,7 @@ What is in the folders is in README.md. Nothing here writes to them, and no expe
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
 
-from energon_packed import ChatEncoder, ConfigError, FormatError, PackedDataset, get_packed_loader
+from energon_packed import ChatEncoder, ConfigError, FormatError, PackedDataset, PaddingFreeCollator, get_packed_loader
 from tests.internals import PackedFolder, cli, make_nv_meta, verify
 
 HERE = Path(__file__).parent
@@ -90,6 +91,29 @@ def test_tokens_targets_and_image_sizes(
     actual = {sample.id: as_seen(sample) for sample in read(golden / name, golden_encoder, **options)}
     assert sorted(actual) == expected_ids(name)
     assert actual == {ident: EXPECTED[ident]["seen"] for ident in actual}
+
+
+WEIGHTED = {
+    "w0": [("Hello.<|im_end|>", 0.5), ("5.<|im_end|>", 2)],
+    "w1": [("Hello.<|im_end|>", 0.25)],
+    "w2": [("wo words.<|im_end|>", 3)],
+}
+"""Supervised text of the records of `inputs/weights.jsonl`, and its loss weights."""
+
+
+@pytest.mark.parametrize("read", [by_dataset, by_loader])
+@pytest.mark.parametrize("name", ["captions", "multimix", "tokens"])
+def test_loss_weights(
+    golden: Path, golden_encoder: ChatEncoder, name: str, read: Callable[..., Iterator[Any]]
+) -> None:
+    found = {}
+    for sample in read(golden / "format-2" / f"weights-{name}", golden_encoder):
+        batch = PaddingFreeCollator().collate([sample])
+        masked = zip(batch.input_ids[0].tolist(), batch.loss_mask[0].tolist(), strict=True)
+        runs = [(weight, [token for token, _ in run]) for weight, run in groupby(masked, key=lambda pair: pair[1])]
+        backend = golden_encoder.parts.backend
+        found[sample.id] = [(backend.decode(ids, skip_special_tokens=False), w) for w, ids in runs if w]
+    assert found == WEIGHTED
 
 
 @pytest.mark.parametrize("read", [by_dataset, by_loader])

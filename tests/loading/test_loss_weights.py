@@ -17,6 +17,7 @@ from energon_packed import (
     BatchError,
     ChatEncoder,
     ConfigError,
+    Conversation,
     DataflowConfig,
     DataflowLoader,
     EncodedSample,
@@ -27,6 +28,7 @@ from energon_packed import (
     PackedIterableDataset,
     PackingManifest,
     PaddingFreeCollator,
+    Processor,
     RecordError,
     get_packed_loader,
     normalize,
@@ -176,6 +178,16 @@ def test_a_dataset_with_loss_weights_is_refused_by_releases_that_would_drop_them
         PackingManifest.load(stored)
 
 
+def test_a_dataset_that_is_packed_again_keeps_its_weights(
+    stored: Path, encoder: ChatEncoder, expected: dict[str, list[float]], tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    options: Any = {"output_dir": tmp_path / "out", "tokenizer": tokenizer_dir, "workers": 1}
+    for seq_len, reused in ((300, 0), (200, len(RECORDS))):  # the second run reads the kept tokens of the first
+        result = pack(stored, seq_len=seq_len, sample_class="PackedTokensSample", overwrite=True, **options)
+        assert result.manifest.counters["reused"] == reused
+        assert masks(get_packed_loader(result.shards, encoder, epochs=1, num_workers=0)) == expected
+
+
 @pytest.mark.parametrize("stored", ["PackedTokensSample"], indirect=True)
 def test_inspect_and_report_show_the_weights(stored: Path, expected: dict[str, list[float]], tmp_path: Path) -> None:
     found: list[list[float]] = []
@@ -281,10 +293,36 @@ def test_the_weight_of_a_record_is_refused_until_the_option_gives_its_meaning(en
             normalize(talk(1, **{name: 0.5}))
         found = mask_of(encoder, talk(1, 4, **{name: 0.5}), record_weight="loss")
         assert set(found) == {0, 0.5, 2}
+    with pytest.raises(RecordError, match="the field loss_scale of the record .*: give each turn a weight"):
+        normalize(talk(1, loss_scale="last_round"))  # a strategy of ms-swift
     with pytest.raises(RecordError, match="weight and loss_scale of the record differ"):
         normalize(talk(1, weight=1, loss_scale=2), record_weight="loss")
     with pytest.raises(RecordError, match="no token after the first is a target"):
         encoder.encode(normalize(talk(1, weight=0), record_weight="loss"))
+
+
+class Words(Processor):
+    """Applies no weights."""
+
+    def encode(self, conversation: Conversation) -> EncodedSample:
+        ids = np.arange(9)
+        return EncodedSample(id=conversation.id, input_ids=ids, labels=ids)
+
+
+def test_a_custom_processor_does_not_drop_weights_without_a_sign() -> None:
+    weighted = [normalize(talk(0.5)), normalize({"text": "A.", "weight": 2}, record_weight="loss")]
+    encoded, measured = Words().encode_many(weighted), Words().measure(weighted)
+    assert all("Words applies no loss weights" in str(reject) for reject in encoded)
+    assert all("Words applies no loss weights" in str(measurement.reject) for measurement in measured)
+    assert isinstance(Words().encode_many([normalize(talk(0, 1))])[0], EncodedSample)
+
+
+def test_flags_agree_with_any_weight_above_0() -> None:
+    answer = {"role": "assistant", "content": "Five.", "loss": True, "train": True, "weight": 0.5, "loss_scale": 0.5}
+    assert normalize({"messages": [USER, answer]}).messages[1].weight == 0.5
+    for wrong in ({"loss": False}, {"loss_scale": 1}, {"weight": 0}):
+        with pytest.raises(RecordError, match="which differ; keep weight alone"):
+            normalize({"messages": [USER, {**answer, **wrong}]})
 
 
 def test_loss_scale_of_a_turn_is_its_weight() -> None:
