@@ -65,6 +65,7 @@ class PackedBatch(Batch):
         token_type_ids: int64 (1, T), 1 at image tokens, for models that need it; or None.
         loss_weights: float32 (1, T), loss weight of each token in its record, a factor of `loss_mask`; None if all
             weights are 1.
+        has_targets: False for a row of `without_targets`. Known without reading `loss_mask`, which may be on a device.
     """
 
     input_ids: torch.Tensor
@@ -87,6 +88,7 @@ class PackedBatch(Batch):
     token_type_ids: torch.Tensor | None = None
     loss_weights: torch.Tensor | None = None
     loss_mask_scale: float = 1.0
+    has_targets: bool = True
 
     @property
     def num_samples(self) -> int:
@@ -131,6 +133,7 @@ class PackedBatch(Batch):
         # The tokens stay, so that the rank runs the same forward and backward pass as the others; its loss is 0.
         batch = copy(self)
         batch.labels, batch.loss_mask = torch.full_like(self.labels, IGNORE_INDEX), torch.zeros_like(self.loss_mask)
+        batch.has_targets = False
         batch.ids = [None] * len(self.ids)
         return batch
 
@@ -158,8 +161,9 @@ class PackedBatch(Batch):
         Some models ignore these boundaries: see `check_isolation`.
 
         The loss that Transformers computes from `labels` is the mean over the targets of this row, all with the same
-        weight. For several micro batches or ranks, add `num_items_in_batch=step_targets(batches)`; for other weights,
-        use `batch.loss(model(**batch.transformers_inputs(weighted_loss=True)).logits, targets=step_targets(batches))`.
+        weight. For several micro batches or ranks, set `num_items_in_batch` to `step_targets(batches)`. For other
+        weights, use
+        `batch.loss(model(**batch.transformers_inputs(weighted_loss=True)).logits, targets=step_targets(batches))`.
 
         Args:
             weighted_loss: the caller computes the loss from `loss_mask`, as `loss` does, and not from `labels`.
@@ -191,7 +195,7 @@ class PackedBatch(Batch):
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
         }
-        if not self.loss_mask.any():
+        if not self.has_targets:
             inputs["num_items_in_batch"] = 1  # the sum of no loss, 0, instead of its mean, NaN
         # Models without the kernel for `seq_idx` refuse the argument, and a row of 1 segment does not need it.
         if len(bounds) > 2:
