@@ -363,4 +363,6 @@ class StoredTokens(Processor):
             )
         batch = TokenBatch(ids, ids if labels is None else labels, np.array([0, len(ids)]), conversation.loss_weights)
         weights = batch.scaled([conversation.weight]).loss_weights
-        return self.encode_row([conversation.id], ids, batch.labels, batch.cu_seqlens, weights)[0]
+        # Subclasses for data without weights may not have the argument.
+        optional = () if weights is None else (weights,)
+        return self.encode_row([conversation.id], ids, batch.labels, batch.cu_seqlens, *optional)[0]

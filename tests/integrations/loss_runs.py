@@ -184,7 +184,9 @@ def trainer_error(
         collator = PaddingFreeCollator(loss_weighting=weighting)  # type: ignore[arg-type]
         batch = collator.collate([sample for number in range(len(data)) for sample in data[number]])
         with torch.no_grad():
-            found["expected"] = batch.loss(trainer.model(**batch.transformers_inputs()).logits).item()
+            found["expected"] = batch.loss(
+                trainer.model(**batch.transformers_inputs(weighted_loss=True)).logits
+            ).item()
     return found
 
 
