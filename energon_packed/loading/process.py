@@ -173,6 +173,15 @@ def _without_processor(value: Any) -> Any:
         return error
 
 
+def is_divisible(value: Any) -> bool:
+    """Return whether `overlong='split'` may split the sample of an item: a document or tokens, but not a pack."""
+    value = value.value if isinstance(value, WithSource) else value
+    if isinstance(value, EncodedSample) or is_features(value):
+        return True
+    value = normalize(dict(value)) if isinstance(value, Mapping) else value
+    return isinstance(value, Conversation) and not value.messages
+
+
 def _encode_single(value: Any, processor: Processor) -> Encoded:
     """Encode a pack or a value of an unknown type; return an error unchanged."""
     if isinstance(value, EnergonPackedError):

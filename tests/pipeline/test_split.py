@@ -17,7 +17,9 @@ from energon_packed import (
     DataflowConfig,
     DataflowLoader,
     EncodedSample,
+    IterableDistributor,
     PackedDataset,
+    PoolPacker,
     RejectLimitError,
     get_raw_loader,
     normalize,
@@ -246,3 +248,27 @@ def samples_of(batch: Any) -> list[EncodedSample]:
 def test_error_and_strict_name_the_conversation(build: Any) -> None:
     with pytest.raises(RejectLimitError, match="conversations are not split"):
         build(records(), seq_len=64, overlong="split", strict=True)
+
+
+@pytest.mark.parametrize("as_records", [True, False])
+def test_only_documents_and_token_records_of_any_distributor_are_split(encoder: ChatEncoder, as_records: bool) -> None:
+    conversation = {"id": "chat", "prompts": ["word " * 40], "captions": ["word " * 40]}
+    document = {"id": "doc", "text": "word " * 90}
+    tokens = {"id": "tokens", "input_ids": [65] * 90}
+    items = [conversation, document, tokens]
+    loader = DataflowLoader(
+        IterableDistributor(items if as_records else [normalize(item) for item in items]),
+        encoder,
+        PoolPacker(64, overlong="split"),
+        num_workers=0,
+    )
+    names = {str(name).split("#")[0] for batch in loader for name in batch.ids}
+    assert names == {"doc", "tokens"}
+    assert loader.failures.counts == {"overlong": 1}
+
+
+def test_a_pack_of_one_sample_is_not_split(encoder: ChatEncoder) -> None:
+    packs = [[encoder.encode(normalize({"id": f"{n}", "text": "word " * n}))] for n in (90, 10)]
+    loader = DataflowLoader(IterableDistributor(packs), encoder, PoolPacker(64, overlong="split"), num_workers=0)
+    assert [batch.ids for batch in loader] == [["10"]]
+    assert loader.failures.counts == {"overlong": 1}

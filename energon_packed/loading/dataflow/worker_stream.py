@@ -26,16 +26,14 @@ import orjson
 
 from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.encoding.fragments import fragment_of, split_sample
-from energon_packed.errors import REQUESTED_REJECTS, BatchError, EnergonPackedError, Reason, RecordError, Reject
+from energon_packed.errors import REQUESTED_REJECTS, BatchError, EnergonPackedError, RecordError, Reject
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.packers.base import Packer, Sizes, unfit
-from energon_packed.loading.process import RecordAt, WithSource, encode_items
+from energon_packed.loading.process import RecordAt, WithSource, encode_items, is_divisible
 from energon_packed.loading.ranks import ShardSpec
 from energon_packed.packing.balance import RowSizes
-from energon_packed.pipeline.rejects import not_split
-from energon_packed.records import Conversation
 
 
 class LoaderParts(NamedTuple):
@@ -448,9 +446,8 @@ def _fitted(
     try:
         if packer.overlong == "truncate":
             return [[sample.truncated(longest)]]
-        conversation = value.value if isinstance(value, WithSource) else value
-        if isinstance(conversation, Conversation) and conversation.messages:
-            return RecordError(Reason.OVERLONG, not_split(len(sample), packer.max_tokens or longest, packer.multiple))
+        if not is_divisible(value):
+            return [samples]  # `PackBuffer` drops it
         return [[fragment_of(sample, fragment)] for fragment in split_sample(sample, longest, packer.split_overlap)]
     except RecordError as error:
         return error

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from energon_packed.errors import BatchError, ConfigError, Reason, Reject
 from energon_packed.packing.balance import RowSizes
 from energon_packed.pipeline.options import Overlong
-from energon_packed.pipeline.rejects import images_detail, overlong_detail
+from energon_packed.pipeline.rejects import images_detail, not_split, overlong_detail
 
 Int64 = npt.NDArray[np.int64]
 # Names in loader states, which states of earlier releases have, too.
@@ -128,8 +128,9 @@ class Packer(ABC):
     def reject_reason(self, tokens: int, images: int, patches: int) -> Reject | None:
         """Return why a sample fits no row, or None if it fits."""
         if self.longest is not None and tokens > self.longest:
-            detail = overlong_detail(tokens, self.max_tokens or self.longest, self.multiple)
-            return Reject(Reason.OVERLONG, detail)
+            # What `split` may split was split before.
+            detail = not_split if self.overlong == "split" else overlong_detail
+            return Reject(Reason.OVERLONG, detail(tokens, self.max_tokens or self.longest, self.multiple))
         if self.max_images is None and self.max_patches is None:
             return None
         for name, value, limit in (("images", images, self.max_images), ("patches", patches, self.max_patches)):
