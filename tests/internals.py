@@ -108,6 +108,7 @@ PLACES = {
     "READ_ONLY": "formats:READ_ONLY",
     "TIMESTAMPS_ADDED": "formats.third_party:TIMESTAMPS_ADDED",
     "image_count": "formats.parts:image_count",
+    "complete_parts": "formats.references:complete_parts",
     # inspection: reports as values, in place of HTML and tables
     "extract_pack": "inspection.view:extract_pack",
     "PackedFolder": "inspection.folder:PackedFolder",

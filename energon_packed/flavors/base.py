@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from megatron.energon import Sample, edataclass
+from megatron.energon.errors import FatalSampleError
 
+from energon_packed.errors import DataChangedError
 from energon_packed.formats import StoredImage, StoredSample
 from energon_packed.records import Conversation
 
@@ -51,8 +53,25 @@ class PackSample(Sample):
         return None
 
 
-def flavor_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the columns of a codec to fields of a flavor: images as bytes, tuples as lists."""
+class FatalDataChangedError(DataChangedError, FatalSampleError):
+    """A DataChangedError that Energon raises; Energon skips samples with other errors."""
+
+
+def flavor_fields(codec: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the columns of a codec as fields of a flavor: images as bytes, tuples as lists.
+
+    Args:
+        codec: a codec with `fields`.
+        raw: parts of a pack.
+
+    Raises:
+        FormatError: a part is missing or damaged.
+        FatalDataChangedError: referenced media changed.
+    """
+    try:
+        fields = codec.fields(raw)
+    except DataChangedError as error:
+        raise FatalDataChangedError(str(error)) from error
     positions = fields["patch_positions"] and [list(files) for files in fields["patch_positions"]]
     images = [[image.data for image in sample] for sample in fields["images"]]
     return {**fields, "images": images, "patch_positions": positions}

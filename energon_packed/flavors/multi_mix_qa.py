@@ -38,7 +38,7 @@ class MultiMixQASample(PackSample):
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the parts of a tar key to the fields of a MultiMixQASample."""
-    fields = flavor_fields(_CODEC.fields(raw))
+    fields = flavor_fields(_CODEC, raw)
     sample = fields["samples"][0]
     images, positions = fields["images"][0], fields["patch_positions"][0]
     return {"sample": sample, "images": images, "patch_positions": positions, "length": sample.get("length")}

@@ -61,7 +61,7 @@ class PackedCaptioningSample(PackSample):
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the parts of a tar key to the fields of a PackedCaptioningSample."""
-    return flavor_fields(_CODEC.fields(raw))
+    return flavor_fields(_CODEC, raw)
 
 
 def part_filter(part: str) -> bool:

@@ -36,7 +36,7 @@ class PackedMultiMixQASample(PackSample):
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the parts of a tar key to the fields of a PackedMultiMixQASample."""
-    fields = flavor_fields(_CODEC.fields(raw))
+    fields = flavor_fields(_CODEC, raw)
     return fields | {"lengths": [sample.get("length") for sample in fields["samples"]]}
 
 

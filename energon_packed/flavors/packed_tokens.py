@@ -55,7 +55,7 @@ class PackedTokensSample(PackSample):
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the parts of a tar key to the fields of a PackedTokensSample."""
-    return flavor_fields(_CODEC.fields(raw))
+    return flavor_fields(_CODEC, raw)
 
 
 def part_filter(part: str) -> bool:

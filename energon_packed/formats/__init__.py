@@ -5,6 +5,7 @@ parts.py         JSON and media files of a pack, shared by the codecs below
 captioning.py    PackedCaptioningSample
 multi_mix_qa.py  PackedMultiMixQASample, MultiMixQASample
 tokens.py        PackedTokensSample
+references.py    media of a pack that are in other files: their location, read and checked
 third_party.py   the layout for LLaVA-OneVision-2, and LoongForge's packs, which are only read
 
 A custom flavor is one subclass of `Codec` with `@register_codec`.

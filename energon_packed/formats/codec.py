@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from energon_packed.errors import FormatError
+from energon_packed.formats.references import MEDIA_PART, Locator, complete_parts
 from energon_packed.records import Conversation, MediaReference
 
 
@@ -23,11 +24,18 @@ class StoredImage:
         extension: file extension of its format, without a dot.
         data: the bytes of the file.
         part: the member it was read from; "" before it is written.
+        locator: location of the file, to write instead of `data`; None to write `data`.
     """
 
     extension: str
     data: bytes
     part: str = field(default="", compare=False)
+    locator: Locator | None = field(default=None, compare=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return len(self.data) if self.locator is None else self.locator.size
 
 
 class StoredSample(NamedTuple):
@@ -70,10 +78,16 @@ RawPack = Mapping[str, Any]
 
 
 def _as_format_error(read: Callable[[Any, Mapping[str, Any]], T]) -> Callable[[Any, Mapping[str, Any]], T]:
-    """Decorate a method that parses a pack, so that errors such as a missing column become a FormatError."""
+    """Decorate a method that parses a pack: errors such as a missing column become a FormatError.
+
+    It resolves references to media, which no codec knows; `lengths` needs no media.
+    """
+    needs_media = read.__name__ != "lengths"
 
     @wraps(read)
     def wrapper(codec: Any, parts: Mapping[str, Any]) -> T:
+        if needs_media and MEDIA_PART in parts:
+            parts = complete_parts(parts)
         try:
             return read(codec, parts)
         except FormatError:
@@ -152,4 +166,4 @@ class Codec(ABC):
 
     def part_filter(self, part: str) -> bool:
         """Return whether a part belongs to this flavor, so that it is read from the tar."""
-        return part == "json" or _MEDIA.fullmatch(part) is not None
+        return part in ("json", MEDIA_PART) or _MEDIA.fullmatch(part) is not None

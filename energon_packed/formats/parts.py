@@ -23,6 +23,7 @@ import orjson
 
 from energon_packed.errors import FormatError
 from energon_packed.formats.codec import Part, RawPack, StoredImage, StoredSample
+from energon_packed.formats.references import MEDIA_PART
 from energon_packed.records import IMAGE_PLACEHOLDER
 
 _NO_IMAGES = ("npy", "json", "txt")  # extensions of parts that are not images; any other extension is an image
@@ -77,8 +78,12 @@ def optional(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
 
 
 def write_media(samples: Sequence[StoredSample]) -> tuple[list[Part], list[list[str]], list[list[str]]]:
-    """Return the media parts of a pack, and the image names and .npy names of each sample."""
+    """Return the media parts of a pack, and the image names and .npy names of each sample.
+
+    Images with a locator are listed in the part `media.json`, which is then the first of the parts.
+    """
     parts: list[Part] = []
+    references: dict[str, Any] = {}
     images: list[list[str]] = []
     positions: list[list[str]] = []
     for i, sample in enumerate(samples):
@@ -88,8 +93,14 @@ def write_media(samples: Sequence[StoredSample]) -> tuple[list[Part], list[list[
             continue
         images.append([f"img{i}_{j}.{image.extension}" for j, image in enumerate(sample.images)])
         positions.append([f"img{i}_{j}.npy" for j in range(len(sample.patch_positions))])
-        parts += zip(images[-1], (image.data for image in sample.images), strict=True)
+        for name, image in zip(images[-1], sample.images, strict=True):
+            references[name] = None if image.locator is None else image.locator.as_dict()
+            if image.locator is None:
+                parts.append((name, image.data))
         parts += zip(positions[-1], sample.patch_positions, strict=True)
+        references |= dict.fromkeys(positions[-1])
+    if any(references.values()):
+        parts.insert(0, (MEDIA_PART, write_json(references)))
     return parts, images, positions
 
 

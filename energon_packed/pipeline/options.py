@@ -33,6 +33,7 @@ from energon_packed.formats import CODECS, LAYOUTS, Codec, codec_for
 from energon_packed.options import declared, option, refuse_remote, short
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, PretrainedEncoder
+from energon_packed.pipeline.media import MEDIA, MEDIA_CHECKS, Media, MediaCheck
 from energon_packed.pipeline.rejects import RejectLimits
 from energon_packed.records import Adapter, FieldMap
 from energon_packed.records.normalize import RECORD_WEIGHT, RecordWeight
@@ -249,6 +250,11 @@ def check_layout_outputs(options: "PackOptions") -> None:
     Raises:
         ConfigError: the message names the option.
     """
+    if options.layout is not None and options.media == "reference":
+        raise ConfigError(
+            f"`media` must be 'copy' with `layout` {options.layout}, got 'reference'. Its reader needs the images in "
+            "the shards"
+        )
     if options.layout is None:
         for name in ("keep_bytes", "dataset_module"):
             if getattr(options, name):
@@ -511,6 +517,14 @@ class PackOptions(RejectOptions):
         None, help="With --layout: package of the PackedCaptioningSample class that dataset.yaml names; "
         "sample_loader.py then does not import energon_packed.", group=OUTPUT, metavar="NAME",
     )  # fmt: skip
+    media: Media = option(
+        "copy", help="Images: copy stores their bytes in the shards, reference only their location and digest.",
+        group=OUTPUT, choices=MEDIA,
+    )  # fmt: skip
+    media_check: MediaCheck = option(
+        "digest", help="With --media reference: what readers compare: digest of the bytes, or size and time of "
+        "change of the file, for which images are not read.", group=OUTPUT, choices=MEDIA_CHECKS,
+    )  # fmt: skip
     max_packs_per_shard: int = option(
         1000, help="Maximum packs in one shard.", group=OUTPUT, minimum=1, decides="tars"
     )
@@ -642,6 +656,8 @@ class PackKeywords(TypedDict, total=False):
     shard_prefix: str | None
     keep_bytes: bool
     dataset_module: str | None
+    media: Media
+    media_check: MediaCheck
     max_packs_per_shard: int
     max_shard_bytes: int | str
     part: tuple[int, int] | str | None

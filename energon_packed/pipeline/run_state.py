@@ -66,6 +66,9 @@ def compute_fingerprints(
         [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],
     )
     tars = digest(content, options.tar_fingerprint_options()) if isinstance(options, PackOptions) else ""
+    media: list[str] = []
+    if isinstance(options, PackOptions) and options.media == "reference":
+        media = [options.media, options.media_check]
     named: dict[str, object] = {
         "content of the input": files,
         "path or time of the input": [(str(s.path.resolve()), changed_at(s.path)) for s in sources],
@@ -78,13 +81,14 @@ def compute_fingerprints(
     if isinstance(options, PackOptions):
         tar_options = options.tar_fingerprint_options()
         tar_options["shard_prefix"] = tar_options.pop("prefix")
-        named |= {f"`{name}`": value for name, value in tar_options.items()}
+        named |= {f"`{name}`": value for name, value in tar_options.items()} | {"`media`": media}
     return Fingerprints(
         input=files,
         encoder=encoder,
         measure=measure,
         tars=tars,
-        write=digest(measure, tars),
+        # Not part of `tars`: the same packs, wherever their images are.
+        write=digest(measure, tars, *media),
         settings={name: json.dumps(value, default=str) for name, value in named.items()},
     )
 

@@ -25,12 +25,13 @@ from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, 
 from energon_packed.files import atomic_write
 from energon_packed.formats import StoredImage, StoredSample, codec_for
 from energon_packed.pipeline.chunks import WEIGHTED, MediaFiles, TokenOffsets, TokenReader
+from energon_packed.pipeline.media import MediaLocator, auxiliary_names
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan, kept_tokens
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import Fingerprints, RunState
 from energon_packed.pipeline.table import RecordRefs, RecordTable, most_common, reject_counts
-from energon_packed.records import Conversation
+from energon_packed.records import Conversation, MediaReference
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.manifest import SourceEntry
@@ -38,7 +39,7 @@ from energon_packed.shards.nv_meta import write_nv_meta
 from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at
 from energon_packed.system import raise_resource_error
-from energon_packed.version import FORMAT_VERSION, UNWEIGHTED_FORMAT_VERSION
+from energon_packed.version import FORMAT_VERSION, UNWEIGHTED_FORMAT_VERSION, WEIGHTED_FORMAT_VERSION
 
 Int64 = npt.NDArray[np.int64]
 _NO_CONTENT = np.zeros(1, dtype=np.int64)
@@ -95,11 +96,13 @@ class ShardWriter:
         truncate: length to which longer samples are truncated, or None.
         keep_bytes: for a layout whose images are named `.jpg`: do not convert images of other formats, nor images with
             an EXIF orientation; store their bytes under that name.
+        locator: stores the location of images instead of their bytes; None stores the bytes.
     """
 
     reader: RecordReader
     truncate: int | None
     keep_bytes: bool = False
+    locator: MediaLocator | None = None
 
     def __call__(self, task: ShardTask) -> ShardSummary:
         """Write the tar, its index and its state file."""
@@ -144,16 +147,17 @@ class ShardWriter:
                 split[source, row] = Conversation(id=conversation.id, input_ids=_NO_CONTENT)
             ident = self.reader.default_id(source, row) if conversation.id is None else conversation.id
             if conversation.images:
-                contents = [image.read() for image in conversation.images]
+                images = tuple([self._stored_image(image) for image in conversation.images])
                 positions = tuple([file.read() for file in conversation.patch_positions])
-                media_bytes = sum([len(data) for data in (*contents, *positions)])
+                media_bytes = sum([image.num_bytes for image in images]) + sum([len(data) for data in positions])
                 if media_bytes != record.media_bytes:
                     raise self._changed(record, f"its media has {media_bytes} bytes, not {record.media_bytes}")
                 # After the files are read, so that no change is missed. A digest of the content would have to read all
                 # media while measuring.
                 if MediaFiles().stamp((*conversation.images, *conversation.patch_positions)) != record.media_stamp:
                     raise self._changed(record, "its media was replaced by a file of the same size")
-                images = tuple([self._stored_image(data) for data in contents])
+                if self.reader.layout and not self.keep_bytes:
+                    images = tuple([StoredImage("jpg", as_jpeg(image.data)) for image in images])
             elif record.media_bytes:
                 raise self._changed(record, f"it has no media any more, but had {record.media_bytes} bytes")
             if tokens is not None:
@@ -185,11 +189,12 @@ class ShardWriter:
             patch_positions=positions,
         )
 
-    def _stored_image(self, data: bytes) -> StoredImage:
-        """Return the bytes of an image unchanged, or converted to JPEG if the layout requires it."""
-        if not self.reader.layout:
-            return StoredImage(sniff_extension(data), data)
-        return StoredImage("jpg", data if self.keep_bytes else as_jpeg(data))
+    def _stored_image(self, image: MediaReference) -> StoredImage:
+        """Return the location of an image, or its bytes, which have the name of a JPEG in a layout."""
+        if self.locator is not None:
+            return self.locator.locate(image)
+        data = image.read()
+        return StoredImage("jpg" if self.reader.layout else sniff_extension(data), data)
 
     def _changed(self, record: "_Record", change: str) -> EnergonPackedError:
         path = self.reader.sources[record.source].path
@@ -288,7 +293,12 @@ def write_shards(state: RunState, key: str, table: RecordTable, plan: Plan) -> l
     todo = [name for name in shards if name not in done]
     if todo:
         workspace.remove_index()
-    writer = ShardWriter(reader=state.reader, truncate=options.truncate, keep_bytes=options.keep_bytes)
+    locator = None
+    if options.media == "reference":
+        locator = MediaLocator(check=options.media_check, folders=auxiliary_names(state.reader.sources))
+    writer = ShardWriter(
+        reader=state.reader, truncate=options.truncate, keep_bytes=options.keep_bytes, locator=locator
+    )
     with closing(state.engine.run(writer, map(task_of, todo))) as summaries:
         for summary in summaries:
             finish(summary, "shards_written")
@@ -368,7 +378,7 @@ def _manifest(
     cut = np.maximum(entries_of.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
     fragments = entries_of.fragments
     return PackingManifest(
-        format_version=FORMAT_VERSION if table.counts["notes"][WEIGHTED] else UNWEIGHTED_FORMAT_VERSION,
+        format_version=_format_version(options, table),
         sample_class=options.sample_class,
         layout=options.layout,
         dataset_module=options.dataset_module,
@@ -398,6 +408,8 @@ def _manifest(
         split=options.split,
         pad_multiple=options.pad_multiple,
         overlong=options.overlong,
+        media=options.media,
+        media_check=options.media_check,
         template_fingerprint=_template_fingerprint(options),
         tokenizer_fingerprint=keys.encoder,
         input_fingerprint=keys.input,
@@ -408,6 +420,13 @@ def _manifest(
         sources=_sources(state, table, plan),
         shards=entries,
     )
+
+
+def _format_version(options: PackOptions, table: RecordTable) -> int:
+    """Return the oldest version of the format that has everything in the dataset."""
+    if options.media == "reference":
+        return FORMAT_VERSION
+    return WEIGHTED_FORMAT_VERSION if table.counts["notes"][WEIGHTED] else UNWEIGHTED_FORMAT_VERSION
 
 
 def _supervised(plan: Plan) -> int | None:

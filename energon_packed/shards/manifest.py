@@ -104,6 +104,8 @@ class PackingManifest:
         split: requested share of the packs by split; {} in manifests of earlier versions.
         pad_multiple: sample lengths were rounded up to a multiple of this many tokens.
         overlong: handling of samples longer than seq_len: drop, error or truncate.
+        media: `copy`, images are in the tars; or `reference`, packs have the location of their images.
+        media_check: value of each reference that readers compare: `digest` of the bytes, or `time` of change.
         template_fingerprint: SHA-256 of the chat template's Jinja source; "" without one.
         tokenizer_fingerprint: digest of tokenizer, template, image settings and loss options.
         input_fingerprint: digest of the input files.
@@ -146,6 +148,8 @@ class PackingManifest:
     split: dict[str, float] = field(default_factory=dict)
     pad_multiple: int
     overlong: str
+    media: str = "copy"
+    media_check: str = "digest"
     template_fingerprint: str = ""
     tokenizer_fingerprint: str
     input_fingerprint: str
@@ -172,6 +176,8 @@ class PackingManifest:
             "ignored_entries": self.ignored_entries,
             "records_split": self.fragments,
             "fragments": self.fragments,
+            "media": self.media != "copy",
+            "media_check": self.media != "copy",
         }
         return {name: item for name, item in asdict(self).items() if counts.get(name, True)}
 

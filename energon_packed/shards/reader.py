@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular
+from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT
 from energon_packed.shards.manifest import PackingManifest
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member, TarReader, key_faults, read_range
@@ -33,18 +34,25 @@ class ShardReader:
     and used after a fork.
     """
 
-    def __init__(self, tars: Sequence[Path], digests: Mapping[Path, str] | None = None) -> None:
+    def __init__(
+        self,
+        tars: Sequence[Path],
+        digests: Mapping[Path, str] | None = None,
+        media_root: Mapping[str, str] | None = None,
+    ) -> None:
         """Read the `.tar.idx` of each shard.
 
         Args:
             tars: shards.
             digests: as in `OpenedFiles`.
+            media_root: folders of referenced media that moved, new folder by old folder.
 
         Raises:
             FormatError: a shard or its index is missing, or the two do not match.
         """
         offsets = [_read_offsets(tar) for tar in tars]
         self.tars = list(tars)
+        self._media_root = tuple((media_root or {}).items())
         self._opened = OpenedFiles(tars, digests)
         # Flat arrays over all shards. The leading 0, cut off again, sets the dtype if there are no shards.
         self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]
@@ -58,6 +66,8 @@ class ShardReader:
 
     def __getitem__(self, pack: int) -> dict[str, Any]:
         """Return `__key__` and the bytes of each member by part name (the name after the first dot).
+
+        It also has what `complete_parts` needs to find referenced media.
 
         Raises:
             IndexError: `pack` is out of range.
@@ -74,6 +84,8 @@ class ShardReader:
                     f"{member.key} and {raw['__key__']}; run energon-packed nv-meta, or pack again"
                 )
             raw[member.part] = content
+        if MEDIA_PART in raw:
+            raw |= {FOLDER: self.tars[self.locate(pack)[0]].parent, MEDIA_ROOT: self._media_root}
         return raw
 
     def part(self, pack: int, part: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from energon_packed.errors import FormatError
 from energon_packed.formats import CODECS, READ_ONLY
+from energon_packed.formats.references import FOLDER
 from energon_packed.shards.tar import ShardRows
 from energon_packed.tarfiles import Member, NotATarError, TarError, key_faults, open_tar, read_range
 
@@ -50,7 +51,7 @@ class TarScan:
         with self.path.open("rb") as stream:
             for key, members in islice(groupby(self.members, key=_key), first, max(first, last)):
                 parts = {m.part: read_range(stream.fileno(), m.offset, m.size) for m in members if m.fault is None}
-                yield {"__key__": key, **parts}
+                yield {"__key__": key, FOLDER: self.path.parent, **parts}
 
     def rows(self) -> ShardRows:
         """Return the index rows, without a content hash.
