@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from energon_packed.errors import ConfigError, IsolationError
-from energon_packed.loading import PackedBatch
+from energon_packed.loading.batch import PackedBatch
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens
 
 _LENGTHS = (8, 6, 7, 5)  # tokens of the samples of the default row

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from energon_packed.errors import BatchError, ConfigError
-from energon_packed.loading import gather_state
 from energon_packed.loading.batch import trainer_inputs
-from energon_packed.loading.state import check_numbers, damage_named, is_left, position_of, state_at
+from energon_packed.loading.state import check_numbers, damage_named, gather_state, is_left, position_of, state_at
 
 _STEP = "iteration_step"  # key in the states of GatheredLoader
 

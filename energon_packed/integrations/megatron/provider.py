@@ -10,17 +10,13 @@ from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron.layouts import Layout, check_layout
 from energon_packed.integrations.megatron.ranks import MegatronRanks, check_parallelism
 from energon_packed.integrations.megatron.restore import MegatronIterator, restore_iterator
-from energon_packed.loading import (
-    Collator,
-    DataflowLoader,
-    LoaderConfig,
-    MapDistributor,
-    PackedDataset,
-    Packer,
-    get_packed_loader,
-)
-from energon_packed.loading.distributors.datasets import Balance
-from energon_packed.loading.energon.config import EvenRanks
+from energon_packed.loading.collator import Collator
+from energon_packed.loading.dataflow.loader import DataflowLoader
+from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.distributors.datasets import Balance, MapDistributor
+from energon_packed.loading.energon.config import EvenRanks, LoaderConfig
+from energon_packed.loading.energon.packed_loader import get_packed_loader
+from energon_packed.loading.packers.base import Packer
 from energon_packed.packing.balance import CostModel
 
 Provider = Callable[[Any], tuple[MegatronIterator | None, MegatronIterator | None, MegatronIterator | None]]

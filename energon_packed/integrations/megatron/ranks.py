@@ -6,7 +6,7 @@ from typing import Any
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron.layouts import Layout
-from energon_packed.loading import Collator, PaddingFreeCollator
+from energon_packed.loading.collator import Collator, PaddingFreeCollator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

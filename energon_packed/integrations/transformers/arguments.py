@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.transformers.stream import TrainerStream
-from energon_packed.loading import PackedDataset
+from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.ranks import all_gather_object
 from energon_packed.loading.state import refuse_as_dataset
 

@@ -19,9 +19,12 @@ from energon_packed.integrations.accelerate import prepared_loader
 from energon_packed.integrations.isolation import check_isolation, check_positions
 from energon_packed.integrations.transformers.arguments import check_training_arguments
 from energon_packed.integrations.transformers.stream import LoaderState, TrainerStream, TrainerStreamCallback
-from energon_packed.loading import Collator, DataflowLoader, MapDistributor, PackedDataset, PlannedDataset
 from energon_packed.loading.batch import target_losses, target_weights
-from energon_packed.loading.collator import with_weights
+from energon_packed.loading.collator import Collator, with_weights
+from energon_packed.loading.dataflow.loader import DataflowLoader
+from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.distributors.datasets import MapDistributor
+from energon_packed.loading.raw_records import PlannedDataset
 
 
 class PackedTrainer(Trainer):

@@ -31,7 +31,8 @@ from energon_packed.loading.distributors.base import Distributor
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.failures import FailureLog, watched
 from energon_packed.loading.order_log import OrderLog
-from energon_packed.loading.packers import Packer, PlannedPacker, SimpleBatcher
+from energon_packed.loading.packers.base import Packer
+from energon_packed.loading.packers.simple import PlannedPacker, SimpleBatcher
 from energon_packed.loading.ranks import check_not_resharded, check_rank, has_group, resolve_rank, warn_uneven
 from energon_packed.loading.state import (
     check_state,
