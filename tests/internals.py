@@ -38,7 +38,6 @@ PLACES = {
     "WorkerResultQueue": "loading.energon.faults:WorkerResultQueue",
     "Step": "loading.dataflow.worker_stream:Step",
     "transport": "loading.dataflow.transport",
-    "WorkerProgress": "loading.dataflow.transport:WorkerProgress",
     "TransportMessage": "loading.dataflow.transport:Message",
     "round_robin": "loading.dataflow.transport:round_robin",
     "messages": "loading.dataflow.transport:messages",

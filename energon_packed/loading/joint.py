@@ -17,7 +17,6 @@ from energon_packed.loading.state import (
     position_of,
     state_at,
     states_of,
-    without_weights,
 )
 
 _BLOCK = 1024  # draws that are made together; part of the order, so it must never change
@@ -132,8 +131,7 @@ class JointLoader:
         Iterating the loader itself would start the next epoch after the last batch, and its end would be missed.
         """
         loader = self.loaders[name]
-        rest = getattr(loader, "rest_of_epoch", None)
-        return iter(loader if rest is None else rest())
+        return iter(loader.rest_of_epoch() if hasattr(loader, "rest_of_epoch") else loader)
 
     def position(self) -> JointPosition:
         """The position after the last batch that was returned: small, for a later `state_dict(position)`."""
@@ -169,10 +167,7 @@ class JointLoader:
     def _restore(self, states: list[dict[str, Any]], *, is_gathered: bool) -> None:
         for state in states:
             check_state(state, _NAME)
-            saved, expected = state["identity"], self._identity()
-            if self._allow_changed_weights:
-                saved, expected = without_weights(saved), without_weights(expected)
-            check_identity(saved, expected)
+            check_identity(state["identity"], self._identity(), allow_changed_weights=self._allow_changed_weights)
         step, ended = states[0]["step"], list(states[0]["ended"])
         before = {name: loader.state_dict() for name, loader in self.loaders.items()}
         try:

@@ -17,7 +17,7 @@ Names: an *item* is an index in the dataset (of all datasets of a blend); a *pla
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,7 @@ class Segment:
 
     def continued(self, step: int, layout: "Segment") -> "Segment":
         """The segment that starts at `step` with the ranks, rows and weights of `layout`."""
-        return Segment(
-            step=step, item=self.first_item(step), ranks=layout.ranks, rows=layout.rows, weights=layout.weights
-        )
+        return replace(layout, step=step, item=self.first_item(step))
 
     def has_layout_of(self, other: "Segment") -> bool:
         """Whether ranks, rows and weights are equal."""
@@ -220,12 +218,10 @@ class Order:
         start, size = epoch * len(self), len(self)
         first = max((part for part in segments if part.item <= start), key=lambda part: part.item)
         # The first whole step of this epoch starts at the next multiple of the width after the segment's start.
-        yield Segment(
-            item=(first.item - start) % first.width, ranks=first.ranks, rows=first.rows, weights=first.weights
-        )
+        yield replace(first, step=0, item=(first.item - start) % first.width)
         for part in segments:
             if start < part.item < start + size:
-                yield Segment(item=part.item - start, ranks=part.ranks, rows=part.rows, weights=part.weights)
+                yield replace(part, step=0, item=part.item - start)
 
     def _ordered(self, epoch: int, seed: int, layout: Sequence[Segment]) -> Int64:
         """Build the order of an epoch; each segment changes only the places from its start on."""

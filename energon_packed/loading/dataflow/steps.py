@@ -35,7 +35,7 @@ from energon_packed.loading.distributors.schedule import Mark
 from energon_packed.loading.order import Segment
 from energon_packed.loading.process import encode_items
 from energon_packed.loading.ranks import ShardSpec
-from energon_packed.loading.state import check_identity, check_numbers, damaged, without_weights
+from energon_packed.loading.state import check_identity, check_numbers, damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +129,7 @@ class PlannedSteps:
         if len(states) == self.layout.ranks and segments[-1].has_layout_of(self.layout):
             state = states[self.rank]
             segments = [Segment.from_plain(plain) for plain in state["segments"]]
-        saved = state["identity"]
-        if allow_changed_weights:
-            saved, identity = without_weights(saved), without_weights(identity)
-        check_identity(saved, identity)
+        check_identity(state["identity"], identity, allow_changed_weights=allow_changed_weights)
         last = segments[-1]
         if segments[0].item or state["step"] < last.step or min(last.width, last.item + 1) < 1:
             raise damaged(f"step {state['step']} and segments {state['segments']!r}"[:200])
@@ -320,10 +317,7 @@ class StreamSteps:
         """
         for state in states:
             _check_damage(state)
-            saved, expected = state["identity"], identity
-            if allow_changed_weights:
-                saved, expected = without_weights(saved), without_weights(identity)
-            check_identity(saved, expected)
+            check_identity(state["identity"], identity, allow_changed_weights=allow_changed_weights)
         changed = states[0]["identity"] != identity  # weights, which may
         before = (states[0]["world_size"] * states[0]["num_workers"], states[0]["num_workers"])
         if before == (self.count, self.num_workers):
