@@ -303,12 +303,7 @@ class PackedBatch(Batch):
             "labels": _shifted(self.labels, IGNORE_INDEX),
             "loss_mask": _shifted(self.loss_mask, 0),
             "position_ids": self.position_ids[-3:] if self.position_ids.ndim == 3 else self.position_ids,
-            "cu_seqlens_q": self.cu_seqlens,
-            "cu_seqlens_kv": self.cu_seqlens,
-            "cu_seqlens_q_padded": self.cu_seqlens_padded,
-            "cu_seqlens_kv_padded": self.cu_seqlens_padded,
-            "max_seqlen_q": self.max_seqlen,
-            "max_seqlen_kv": self.max_seqlen,
+            **self._thd_metadata(),
             "total_tokens": self.input_ids.shape[1],
             "padding_mask": self.padding_mask,
             "pixel_values": self.pixel_values,
@@ -337,13 +332,19 @@ class PackedBatch(Batch):
         return PackedSeqParams(
             **({"total_tokens": self.input_ids.shape[1]} if "total_tokens" in known else {}),
             qkv_format="thd",
-            cu_seqlens_q=self.cu_seqlens,
-            cu_seqlens_kv=self.cu_seqlens,
-            cu_seqlens_q_padded=self.cu_seqlens_padded,
-            cu_seqlens_kv_padded=self.cu_seqlens_padded,
-            max_seqlen_q=self.max_seqlen,
-            max_seqlen_kv=self.max_seqlen,
+            **self._thd_metadata(),
         )
+
+    def _thd_metadata(self) -> dict[str, Any]:
+        """Boundaries of the samples, as Megatron names them."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens,
+            "cu_seqlens_kv": self.cu_seqlens,
+            "cu_seqlens_q_padded": self.cu_seqlens_padded,
+            "cu_seqlens_kv_padded": self.cu_seqlens_padded,
+            "max_seqlen_q": self.max_seqlen,
+            "max_seqlen_kv": self.max_seqlen,
+        }
 
 
 def step_targets(batches: Iterable[PackedBatch | Mapping[str, Any]], *, group: Any = None) -> torch.Tensor:

@@ -79,7 +79,12 @@ class Collator(ABC):
         if refused := dispatch_refusal():
             return refused
         if features and isinstance(features[0], PackedBatch):
-            return self._inputs(_single(features))
+            if len(features) > 1:
+                raise BatchError(
+                    f"A batch of finished rows must have 1 row, got {len(features)}. Set the trainer's batch size "
+                    "(`per_device_train_batch_size`) to 1, and `micro_batch_size` of the loader to the packs per step."
+                )
+            return self._inputs(features[0])
         if features and isinstance(features[0], dict) and PACK in features[0]:
             features = [feature[PACK] for feature in features]
         if features and isinstance(features[0], (list, EncodedRow)):
@@ -438,20 +443,6 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.float32:
         return torch.from_numpy(np.empty(shape, dtype=np.float32))
     return torch.empty(shape, dtype=dtype)
-
-
-def _single(batches: Sequence[PackedBatch]) -> PackedBatch:
-    """Return the finished row among the features of a batch.
-
-    Raises:
-        BatchError: there are several.
-    """
-    if len(batches) > 1:
-        raise BatchError(
-            f"A batch of finished rows must have 1 row, got {len(batches)}. Set the trainer's batch size "
-            "(`per_device_train_batch_size`) to 1, and `micro_batch_size` of the loader to the packs per step."
-        )
-    return batches[0]
 
 
 def _row(array: Any) -> torch.Tensor:

@@ -217,8 +217,7 @@ class OpenedSplits(OpenedFiles):
             digests |= {folder / tar.name: digest for tar, digest in digests_of(split).items()}
             tars |= dict.fromkeys(folder / name for name in read_split(split.path).shards(split.split))
         super().__init__(tars, digests)
-        # Resolving a path needs system calls, and every pack asks again.
-        self._tars: dict[tuple[Any, str], Path | None] = {}
+        self._tars: dict[tuple[Any, str], Path] = {}
 
     def check_sources(self, sources: Iterable[Any] | None) -> None:
         """Refuse a sample whose tar is not the file that was opened.
@@ -230,16 +229,11 @@ class OpenedSplits(OpenedFiles):
             DataChangedError: a tar was replaced, changed or removed.
         """
         for source in sources or ():
-            if (tar := self._tar(source.dataset_path, getattr(source, "shard_name", ""))) is not None:
-                self.check(tar)
-
-    def _tar(self, folder: Any, name: str) -> Path | None:
-        """The tar of a source, a name in an EPath; None for other files, such as files of auxiliary datasets."""
-        key = (folder, name)
-        if key not in self._tars:
-            tar = Path(str(folder)).resolve() / str(name)
-            self._tars[key] = tar if tar in self else None
-        return self._tars[key]
+            key = source.dataset_path, getattr(source, "shard_name", "")
+            if key not in self._tars:  # resolving a path needs system calls, and every pack asks again
+                self._tars[key] = Path(str(key[0])).resolve() / str(key[1])
+            if self._tars[key] in self:  # other files are of auxiliary datasets
+                self.check(self._tars[key])
 
 
 def epoch_pack_counts(blend: list[LoadedSplit], packs: list[int]) -> list[int]:

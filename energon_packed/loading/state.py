@@ -159,16 +159,15 @@ def damaged(reason: str) -> BatchError:
     return BatchError(f"The saved state is corrupted ({reason}). Load an earlier one, or restart the epoch.")
 
 
-def check_state(state: Any, loader: str, identity: dict[str, Any] | None = None) -> None:
+def check_state(state: Any, loader: str) -> None:
     """Refuse a state that a loader cannot continue from.
 
     Args:
         state: the saved state.
         loader: name of the class that continues.
-        identity: data and settings of the loader that continues; None checks only version and class.
 
     Raises:
-        BatchError: the message names the version, the class, or every value that differs, saved and now.
+        BatchError: the message names the version or the class, saved and now.
     """
     if not isinstance(state, dict) or "version" not in state:
         keys = ", ".join(map(str, state))[:200] if isinstance(state, dict) else type(state).__name__
@@ -181,8 +180,6 @@ def check_state(state: Any, loader: str, identity: dict[str, Any] | None = None)
     if state.get("loader") != loader:
         saved = state.get("loader")
         raise BatchError(f"The state was saved by {saved}, but this loader is a {loader}. Load it with a {saved}.")
-    if identity is not None:
-        check_identity(state["identity"], identity)
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any], *, allow_changed_weights: bool = False) -> None:

@@ -331,7 +331,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             WorkerSteps(self._plan, in_flight=of_torch.get("prefetch_factor") or 2),
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
             **of_torch,
         )
         if self._schedule is not None:
@@ -486,5 +486,6 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         self._yielded, self._steps = 0, None
 
 
-def _unchanged(step: Any) -> Any:
-    return step
+def unchanged(batch: Any) -> Any:
+    """Return the batch: the `collate_fn` of a DataLoader whose items are batches."""
+    return batch

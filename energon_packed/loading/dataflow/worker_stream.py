@@ -103,16 +103,11 @@ class BufferedItem:
         self.samples = samples
         self.ref = orjson.dumps([number, key] if fragment is None else [number, key, fragment[0]]).decode()
         self.name: int | str = number if fragment is None else f"{number}#{fragment[0]}/{fragment[1]}"
-        tokens = images = patches = squares = 0
-        for sample in samples:
-            length = len(sample.input_ids)
-            tokens += length
-            squares += length**2
-            images += sample.num_images
-            if sample.image_grid_thw is not None:
-                patches += int(sample.image_grid_thw.prod(dim=1).sum())
-        self.squares = squares
-        self.size = tokens, images, patches
+        lengths = [len(sample.input_ids) for sample in samples]
+        grids = [sample.image_grid_thw for sample in samples if sample.image_grid_thw is not None]
+        patches = sum(int(grid.prod(dim=1).sum()) for grid in grids)
+        self.squares = sum(length**2 for length in lengths)
+        self.size = sum(lengths), sum(sample.num_images for sample in samples), patches
 
 
 class PackBuffer:
