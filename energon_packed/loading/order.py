@@ -180,10 +180,8 @@ class Order:
         """
         layout = tuple(self._layout_of(epoch, segments))
         # Without alignment, ranks and rows do not change the order: a rank count that changes keeps the cached order.
-        relevant = (
-            layout if self.cost is not None else tuple((part.item, part.weights) for part in layout if part.weights)
-        )
-        key = (epoch, seed, relevant)
+        weighted = tuple((part.item, part.weights) for part in layout if part.weights)
+        key = (epoch, seed, weighted if self.cost is None else layout)
         if self._cached is None or self._cached[0] != key:
             self._cached = key, self._ordered(epoch, seed, layout)
         return self._cached[1]

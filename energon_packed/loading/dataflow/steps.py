@@ -176,9 +176,8 @@ class PlannedSteps:
                 rows.append(samples)
                 used.append(place)
         roles.failures.use(len(used))
-        samples = (
-            rows[0] if len(rows) == 1 else [sample for row in rows for sample in row]
-        )  # a single row is collated by its columns
+        # A single row is collated by its columns.
+        samples = rows[0] if len(rows) == 1 else [sample for row in rows for sample in row]
         batch = roles.collator.collate(samples) if samples else None
         return Step(turn, batch, None, used, dropped)
 
