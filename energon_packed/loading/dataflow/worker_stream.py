@@ -103,11 +103,15 @@ class BufferedItem:
         self.samples = samples
         self.ref = orjson.dumps([number, key] if fragment is None else [number, key, fragment[0]]).decode()
         self.name: int | str = number if fragment is None else f"{number}#{fragment[0]}/{fragment[1]}"
-        lengths = [len(sample.input_ids) for sample in samples]
-        grids = [sample.image_grid_thw for sample in samples if sample.image_grid_thw is not None]
-        patches = sum(int(grid.prod(dim=1).sum()) for grid in grids)
-        self.squares = sum(length**2 for length in lengths)
-        self.size = sum(lengths), sum(sample.num_images for sample in samples), patches
+        tokens = images = patches = self.squares = 0
+        for sample in samples:  # a loop takes two thirds of the time of one comprehension for each sum
+            length = len(sample.input_ids)
+            tokens += length
+            self.squares += length**2
+            images += sample.num_images
+            if sample.image_grid_thw is not None:
+                patches += int(sample.image_grid_thw.prod(dim=1).sum())
+        self.size = tokens, images, patches
 
 
 class PackBuffer:
