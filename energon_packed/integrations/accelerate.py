@@ -37,10 +37,6 @@ class PreparedLoader(DataLoaderShard):
         """
         return len(self.dataset)
 
-    def skip_on_resume(self, batches: int) -> None:
-        """Add empty batches before the next iteration, for a trainer that skips this many batches when it resumes."""
-        self.dataset.placeholders = batches
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks after the last yielded batch, in plain types; every rank must call it."""
         return gathered(self.dataset.batches.state())

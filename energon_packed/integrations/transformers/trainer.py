@@ -353,7 +353,7 @@ class _OrderState(LoaderState):
         if not args.ignore_data_skip:
             accumulated = args.gradient_accumulation_steps
             steps = max(1, ceil(len(loader) / accumulated))
-            loader.skip_on_resume(trainer_state.global_step % steps * accumulated)
+            loader.dataset.placeholders = trainer_state.global_step % steps * accumulated
 
     def state(self) -> dict[str, Any]:
         """Return the state of the loader, the same on all ranks."""

@@ -70,6 +70,7 @@ class PlannedSteps:
     ) -> None:
         assert isinstance(roles.distributor, MapDistributor)
         assert roles.packer.rows is not None
+        self.distributor = roles.distributor
         self.roles, self.rank, self.num_workers, self.seed = roles, rank, num_workers, seed
         self.order = roles.distributor.order
         self.layout = self.order.segment(world_size, roles.packer.rows)
@@ -159,10 +160,9 @@ class PlannedSteps:
 
     def _step(self, position: PlannedPosition, places: Sequence[int], turn: int) -> Step:
         """Read, encode and collate the items at these positions of the order."""
-        distributor, roles = self.roles.distributor, self.roles
-        assert isinstance(distributor, MapDistributor)
+        roles = self.roles
         indices = self.order.numbers(places, position.epoch, self.seed, position.segments)
-        values = [distributor.read_item(index) for index in indices]
+        values = [self.distributor.read_item(index) for index in indices]
         with no_collecting():
             encoded = encode_items(values, roles.processor)
         rows: list[Sequence[EncodedSample]] = []
