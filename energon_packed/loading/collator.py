@@ -27,14 +27,7 @@ from energon_packed.encoding.vision.positions import VisionInputs
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading.batch import PackedBatch, trainer_inputs
 from energon_packed.loading.features import PACK, from_features, is_features
-from energon_packed.loading.ranks import (
-    DISPATCHED,
-    dispatch_refusal,
-    group_place,
-    has_group,
-    is_dispatched,
-    launched_processes,
-)
+from energon_packed.loading.ranks import DISPATCHED, dispatch_refusal, is_dispatched, is_distributed
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
 LossWeighting = Literal["token", "sample", "sqrt"]
@@ -315,7 +308,7 @@ class DummyImages:
         self._fixed = fixed
         self._choice = choice
         self._is_warned = False
-        self._is_distributed = _is_distributed()  # asked here too: spawned workers do not know the process group
+        self._is_distributed = is_distributed()  # asked here too: spawned workers do not know the process group
 
     def candidate(self, of_row: EncodedSample | None) -> EncodedSample | None:
         """The dummy for rows of these samples, if they have no image; None if they do not get a dummy.
@@ -329,7 +322,7 @@ class DummyImages:
         if self._choice == "never":
             return None
         dummy = self._fixed or of_row
-        if dummy is not None and self._choice == "auto" and not (self._is_distributed or _is_distributed()):
+        if dummy is not None and self._choice == "auto" and not (self._is_distributed or is_distributed()):
             return None
         if dummy is None and self._choice == "always":
             raise BatchError(
@@ -362,11 +355,6 @@ class DummyImages:
             self._is_warned = True
             _log.warning("%s. Until then, ranks may wait for each other (DDP, FSDP).", reason)
         return None
-
-
-def _is_distributed() -> bool:
-    """Whether several processes train."""
-    return (group_place()[1] if has_group() else launched_processes()) > 1
 
 
 def _images(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, torch.Tensor | None]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from energon_packed.encoding import ChatEncoder, Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
@@ -23,13 +22,12 @@ from energon_packed.formats import codec_for
 from energon_packed.loading.trust import check_blend_trusted
 from energon_packed.metadatasets import read_metadataset, read_split
 from energon_packed.options import check_type, short
+from energon_packed.packing.balance import Int64
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import check_complete
 from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
 from energon_packed.shards.reader import OpenedFiles, ShardReader
 from energon_packed.shards.steps import steps_of_ranks
-
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

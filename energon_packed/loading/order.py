@@ -21,12 +21,10 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
-from energon_packed.packing.balance import CostModel, Imbalance, balanced_steps, imbalance
+from energon_packed.packing.balance import CostModel, Float64, Imbalance, Int64, balanced_steps, imbalance
 
-Int64 = npt.NDArray[np.int64]
 WINDOW = 128
 """Steps that are sorted by cost together: a larger window aligns better and shuffles less."""
 # Last entries of seeds, so that the orders of a plain shuffle, an aligned shuffle and a redraw are independent.
@@ -200,7 +198,7 @@ class Order:
         )
         return Imbalance(before=before, after=after)
 
-    def _costs(self) -> npt.NDArray[np.float64]:
+    def _costs(self) -> Float64:
         """Cost of each item, float64; of a dataset without `item_sizes`, in the epoch that is set."""
         sizes = getattr(self.dataset, "item_sizes", None) or self.dataset.row_sizes
         return (self.cost or CostModel()).costs(sizes())

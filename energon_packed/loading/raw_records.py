@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from energon_packed.encoding import EncodedSample, SampleSource
@@ -31,7 +30,7 @@ from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.packers.base import Sizes
 from energon_packed.loading.ranks import check_not_resharded, refuse_dispatch, resolve_rank
-from energon_packed.packing.balance import RowSizes
+from energon_packed.packing.balance import Int64, RowSizes
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import LocalEngine, Progress
 from energon_packed.pipeline.measure import MeasureStage
@@ -42,7 +41,6 @@ from energon_packed.pipeline.run_state import compute_fingerprints, digest
 from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import Conversation
 
-Int64 = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 
 

@@ -48,7 +48,8 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
     """
 
     def __init__(self, loader: Any) -> None:
-        super().__init__(datasets.iterable_dataset.ExamplesIterable(_no_examples, {}))
+        # The parent class requires a source of examples, which is never read.
+        super().__init__(datasets.iterable_dataset.ExamplesIterable(tuple, {}))
         self._source = loader
         self.used: int | None = None
 
@@ -200,8 +201,3 @@ class TrainerStreamCallback(LoaderState):
 
 def _is_function(loader: Any) -> bool:
     return callable(loader) and not hasattr(loader, "state_dict")
-
-
-def _no_examples() -> Iterator[Any]:
-    """Yield no examples: the parent class requires a source, which is never read."""
-    yield from ()

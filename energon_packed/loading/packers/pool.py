@@ -12,9 +12,9 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from energon_packed.errors import BatchError
-from energon_packed.loading.packers.base import Int64, Packer, check_overlong, check_positive
+from energon_packed.loading.packers.base import Packer, check_overlong, check_positive
 from energon_packed.packing import pack_lengths
-from energon_packed.packing.balance import CostModel, RowSizes
+from energon_packed.packing.balance import CostModel, Int64, RowSizes
 from energon_packed.pipeline.options import Overlong
 
 
