@@ -20,6 +20,7 @@ from energon_packed.loading.state import (
 )
 
 _BLOCK = 1024  # draws that are made together; part of the order, so it must never change
+_END = object()  # of the batches of a loader
 StopAt = Literal["first", "all", "never"]
 _NAME = "JointLoader"  # in states, of subclasses too
 
@@ -108,16 +109,12 @@ class JointLoader:
             name = self._draw()
             if name not in running:
                 running[name] = self._rest_of(name)
-            try:
-                batch = next(running[name])
-            except StopIteration:
+            if (batch := next(running[name], _END)) is _END:
                 if self._ends(name):
                     break
                 running[name] = self._rest_of(name)
-                try:
-                    batch = next(running[name])
-                except StopIteration:
-                    raise ConfigError(f"Loader {name!r} must have at least 1 batch, got 0. Remove it.") from None
+                if (batch := next(running[name], _END)) is _END:
+                    raise ConfigError(f"Loader {name!r} must have at least 1 batch, got 0. Remove it.")
             self._step += 1
             yield name, batch
             if is_left(started, (self._epoch, self._restores)):
