@@ -38,7 +38,6 @@ PLACES = {
     "WorkerResultQueue": "loading.energon.faults:WorkerResultQueue",
     "Step": "loading.dataflow.worker_stream:Step",
     "transport": "loading.dataflow.transport",
-    "WorkerProgress": "loading.dataflow.transport:WorkerProgress",
     "TransportMessage": "loading.dataflow.transport:Message",
     "round_robin": "loading.dataflow.transport:round_robin",
     "messages": "loading.dataflow.transport:messages",
@@ -239,8 +238,11 @@ PRELOADED = (
     "energon_packed.pipeline.run",
     "energon_packed.encoding",
     "energon_packed.encoding.patch_kernel",
-    "energon_packed.loading",
-    "energon_packed.loading.energon.loader",
+    "energon_packed.loading.distributors.energon",
+    "energon_packed.loading.distributors.mixture",
+    "energon_packed.loading.energon.packed_loader",
+    "energon_packed.loading.joint",
+    "energon_packed.loading.raw_records",
     "energon_packed.integrations.megatron",
 )
 """Modules that `tests/preloaded.py` imports once for all processes, because their import is slow."""

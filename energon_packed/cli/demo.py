@@ -54,7 +54,7 @@ def command(output_dir: Path, records: int, seq_len: int) -> None:
 def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:
     """Load one epoch with Energon, and print the shapes of the first batches."""
     from energon_packed.encoding import ChatEncoder
-    from energon_packed.loading import get_packed_loader
+    from energon_packed.loading.energon.packed_loader import get_packed_loader
 
     console.print("\nLoading one epoch through Energon, two packs a batch ...")
     start = time.perf_counter()

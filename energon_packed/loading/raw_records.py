@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from energon_packed.encoding import EncodedSample, SampleSource
@@ -24,14 +23,14 @@ from energon_packed.errors import ConfigError, RecordError, Reject
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.config import DataflowConfig, work_folder
-from energon_packed.loading.dataflow.loader import DataflowLoader, Position, RunOptions
+from energon_packed.loading.dataflow.loader import DataflowLoader, LoaderOptions, Position
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.distributors.records import RecordDistributor
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.packers.base import Sizes
 from energon_packed.loading.ranks import check_not_resharded, refuse_dispatch, resolve_rank
-from energon_packed.packing.balance import RowSizes
+from energon_packed.packing.balance import Int64, RowSizes
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import LocalEngine, Progress
 from energon_packed.pipeline.measure import MeasureStage
@@ -42,13 +41,14 @@ from energon_packed.pipeline.run_state import compute_fingerprints, digest
 from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import Conversation
 
-Int64 = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 
 
-class RawLoaderOptions(RunOptions, total=False):
+class RawLoaderOptions(LoaderOptions, total=False):
     """Options of a loader of raw records that a config does not decide; `seed` and `max_failures` override it."""
 
+    num_workers: int
+    collator: Collator | None
     batch_size: int | None
 
 
@@ -254,29 +254,18 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
 
     Args:
         config: the input, and how it is packed.
-        rank, world_size: rank and world size; by default from torch.distributed.
-        num_workers: worker processes.
-        collator: makes the batch; by default PaddingFreeCollator.
-        options: options of `DataflowLoader`, such as `order_log`.
+        options: `num_workers`, `collator`, `rank`, `world_size`, and the other options of `DataflowLoader`, such as
+            `order_log`; `seed` and `max_failures` override the config.
 
     Raises:
         ConfigError, SourceError: as `pack`.
     """
 
-    def __init__(
-        self,
-        config: DataflowConfig,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
-        num_workers: int = 0,
-        collator: Collator | None = None,
-        **options: Unpack[RawLoaderOptions],
-    ) -> None:
+    def __init__(self, config: DataflowConfig, **options: Unpack[RawLoaderOptions]) -> None:
         reader = open_reader(config, work_folder(config))
         config.check_format(reader)
         self.config = config
-        self._rank_arguments = (rank, world_size)
+        self._rank_arguments = (options.get("rank"), options.get("world_size"))
         # Before the loader forks its workers, which inherit the loaded encoder.
         prepare_workers(config.encoder_loader, sum(len(source.chunks()) for source in reader.sources))
         fingerprint = compute_fingerprints(config, reader.sources, None).input
@@ -284,10 +273,6 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
             RecordDistributor(reader, shuffle=config.shuffle, fingerprint=fingerprint),
             config.encoder_loader.load(),
             config.packer(),
-            collator,
-            num_workers=num_workers,
-            rank=rank,
-            world_size=world_size,
             **_with_defaults(config, options),
         )
         self.loader.failures.limits = config.limits
@@ -336,15 +321,7 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         self.loader.load_state_dict(state)
 
 
-def get_raw_loader(
-    config: DataflowConfig,
-    *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    num_workers: int = 0,
-    collator: Collator | None = None,
-    **options: Unpack[RawLoaderOptions],
-) -> DataflowLoader:
+def get_raw_loader(config: DataflowConfig, **options: Unpack[RawLoaderOptions]) -> DataflowLoader:
     """Load raw records: stream them, or measure and plan them in memory, depending on `config.streaming`.
 
         loader = get_raw_loader(DataflowConfig.from_yaml("train.yaml"), num_workers=4)
@@ -356,30 +333,21 @@ def get_raw_loader(
 
     Args:
         config: the input, and how it is packed.
-        rank, world_size: rank and world size; by default from torch.distributed.
-        num_workers: worker processes.
-        collator: makes the batch; by default PaddingFreeCollator.
-        options: options of `DataflowLoader`, such as `order_log`; `seed` and `max_failures` override the config.
+        options: as for `PackedIterableDataset`.
 
     Raises:
         ConfigError, SourceError, RejectLimitError: as `PackedIterableDataset` and `plan_in_memory`.
     """
-    common: dict[str, Any] = {
-        "rank": rank,
-        "world_size": world_size,
-        "num_workers": num_workers,
-        "collator": collator,
-        **_with_defaults(config, options),
-    }
     if config.streaming:
-        return PackedIterableDataset(config, **common).loader
+        return PackedIterableDataset(config, **options).loader
     dataset = plan_in_memory(config)
-    loader = DataflowLoader(MapDistributor(dataset, shuffle=config.shuffle), **common)
+    distributor = MapDistributor(dataset, shuffle=config.shuffle)
+    loader = DataflowLoader(distributor, **_with_defaults(config, options))
     # Planning has rejected its records before the loader exists, so its report is added to the loader's.
     loader.failures.planned = dataset.rejects
     return loader
 
 
-def _with_defaults(config: DataflowConfig, options: RawLoaderOptions) -> dict[str, Any]:
+def _with_defaults(config: DataflowConfig, options: RawLoaderOptions) -> Any:
     """Options of a loader, with `seed` and `max_failures` of the config as defaults."""
     return {"seed": config.seed, "max_failures": config.max_failures, **options}
