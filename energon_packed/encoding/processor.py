@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.pretrained import TokenizerParts
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, targets_per_sample
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, join_columns, targets_per_sample
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import Conversation
@@ -46,13 +46,11 @@ class TokenBatch:
         """Join samples, (input_ids, labels, loss_weights) each; None, a rejected sample, has no tokens then."""
         empty = np.zeros(0, dtype=np.int64)
         filled = [(empty, empty, None) if piece is None else piece for piece in pieces]
-        cu_seqlens = np.concatenate([[0], np.cumsum([len(ids) for ids, _, _ in filled])]).astype(np.int64)
-        weights = None
-        if any([own is not None for _, _, own in filled]):
-            weights = np.concatenate([np.ones(len(i), dtype=np.float32) if w is None else w for i, _, w in filled])
         # `empty` leads so that a batch without samples can be concatenated.
         ids = np.concatenate([empty, *[ids for ids, _, _ in filled]])
-        return cls(ids, np.concatenate([empty, *[labels for _, labels, _ in filled]]), cu_seqlens, weights)
+        labels = np.concatenate([empty, *[labels for _, labels, _ in filled]])
+        weights = join_columns([(own, len(ids)) for ids, _, own in filled], np.float32(1))
+        return cls(ids, labels, np.cumsum([0, *[len(ids) for ids, _, _ in filled]]), weights)
 
     def sample(self, index: int) -> tuple[Int64, Int64, Float32 | None]:
         """(input_ids, labels, loss_weights) of sample `index`, (L,) each."""

@@ -88,7 +88,7 @@ class TextTokenizer:
     """Tokenizes strings and maps spans to tokens, with the faster engine if it is proved equal.
 
     Args:
-        backend: `tokenizers.Tokenizer`; its padding and truncation are turned off.
+        backend: `tokenizers.Tokenizer`, without padding and truncation.
         engine: a member of `ENGINES`. `auto` uses fastokens for many strings, if it is installed, produces the same
             tokens with this tokenizer and is safe in this process; else tokenizers.
         control: control tokens that `SpecialText` escapes.
@@ -101,8 +101,6 @@ class TextTokenizer:
         if engine not in ENGINES:
             raise ConfigError(f"`tokenizer_engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
         self.backend = backend
-        backend.no_padding()
-        backend.no_truncation()
         self.serialized: str = backend.to_str()
         self._control = control_tokens(control)
         self._form = _normal_form(_settings(backend.normalizer))
@@ -256,7 +254,7 @@ class TextTokenizer:
         else:
             input_ids, joined = np.concatenate(ids), np.concatenate(covered)
         of_tokens = None if weights is None else joined.astype(np.float32)
-        return TokenizedTexts(input_ids, joined > 0, _bounds(ids), of_tokens, rejects)
+        return TokenizedTexts(input_ids, joined > 0, np.cumsum([0, *map(len, ids)]), of_tokens, rejects)
 
     def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:
         """Tokenize strings by the engine in use; (input_ids, cu_seqlens) as of `Engine.encode`."""
@@ -282,7 +280,7 @@ class TextTokenizer:
             fast = self._ids([texts[i] for i in others], special)
             pieces |= dict(zip(others, np.split(fast[0], fast[1][1:-1]), strict=True))
         columns = [pieces[i] for i in range(len(texts))]
-        return np.concatenate(columns), _bounds(columns)
+        return np.concatenate(columns), np.cumsum([0, *map(len, columns)])
 
     def _decide(self, texts: Sequence[str]) -> None:
         """Use fastokens if it produces the same ids as tokenizers for `proof_texts` and for these strings.
@@ -413,11 +411,6 @@ class TextTokenizer:
         encoding = self.backend.encode(text, add_special_tokens=False)
         compare(text, ids, encoding.ids, special=False)
         return covered_by_offsets(encoding, spans, weights)
-
-
-def _bounds(pieces: Sequence[Int64]) -> Int64:
-    """Boundaries of S arrays end to end, int64 (S+1,)."""
-    return np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])]).astype(np.int64)
 
 
 def _filled(size: int, first: Int64, after: Int64, values: Float32 | None) -> Any:
