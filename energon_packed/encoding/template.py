@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from energon_packed.encoding.pretrained import TokenizerParts
@@ -40,6 +41,7 @@ RENDER_MEMORY = 2 << 30
 _MEMORY = f"it needs more than {RENDER_MEMORY >> 30} GiB of memory"
 _FIX = "fix it in the tokenizer folder"
 _PLAIN = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+_MARKED = ({"role": "user", "content": marker(0)}, {"role": "assistant", "content": marker(1)})
 _GRACE = 20.0  # seconds of waiting time and of uninterruptible calls beside `RENDER_LIMIT`, before a process is killed
 _SMALL = 100_000  # characters of messages and tools that a sound template renders quickly
 # Python errors of a template that gets a message it does not expect.
@@ -205,9 +207,7 @@ class ChatTemplate:
             return text, [self._with_end_of_turn(text, span) for span in tagged if span[1] > span[0]]
         text = self.render(messages, tools)
         finder = self._finder(text, messages, tools)
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = [finder.span(turn) or self._reject(turn) for turn in turns]
-        return text, spans
+        return text, [finder.span(turn) or self._reject(turn) for turn in _answers(messages)]
 
     def _finder(self, text: str, messages: Messages, tools: Sequence[Any] | None) -> TurnFinder:
         return TurnFinder(text, messages, lambda some, ask: self.render(some, tools, prompt=ask), self._shape)
@@ -236,18 +236,16 @@ class ChatTemplate:
     @cached_property
     def _finds_plain_turns(self) -> bool:
         """Whether the answer is found in a plain question and answer."""
-        plain = [{"role": "user", "content": marker(0)}, {"role": "assistant", "content": marker(1)}]
         try:
-            return self._finder(self.render(plain), plain, None).span(1) is not None
+            return self._finder(self.render(_MARKED), _MARKED, None).span(1) is not None
         except RecordError:
             return True  # the template rejects this conversation, so it says nothing; each record has its own error
 
     @cached_property
     def tags_results(self) -> bool:
         """Whether the template itself writes `<tool_response>` around tool contents, as Qwen's and Hermes' do."""
-        question, call = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         try:
-            text = self.render([question, call, {"role": "tool", "content": marker(0)}])
+            text = self.render([*_PLAIN, {"role": "tool", "content": marker(0)}])
         except (RecordError, TemplateError):
             return False
         return text.partition(marker(0))[0].rstrip().endswith(RESULT_TAGS[0])
@@ -256,15 +254,12 @@ class ChatTemplate:
         self, text: str, spans: list[Span], messages: Messages, tools: Sequence[Any] | None
     ) -> dict[int, list[Span]]:
         """Group spans by the index of their assistant turn; a tagged template may mark several in a turn, or none."""
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = _answers(messages)
         if len(spans) == len(turns):
             return {turn: [span] for turn, span in zip(turns, spans, strict=True)}
         starts = [self.turn_start(turn, text, messages, tools) for turn in turns]
-        ends = [*starts[1:], len(text) + 1]
-        return {
-            turn: [span for span in spans if start <= span[0] < end]
-            for turn, start, end in zip(turns, starts, ends, strict=True)
-        }
+        places = zip(turns, pairwise([*starts, len(text) + 1]), strict=True)
+        return {turn: [span for span in spans if start <= span[0] < end] for turn, (start, end) in places}
 
     def turn_start(self, turn: int, text: str, messages: Messages, tools: Sequence[Any] | None) -> int:
         """First character of a turn in the text: the end of the turns before it."""
@@ -272,7 +267,7 @@ class ChatTemplate:
 
     def last_turn(self, text: str, spans: list[Span], messages: Messages, tools: Sequence[Any] | None) -> list[Span]:
         """The spans of the last assistant turn, of which a tagged template may mark several."""
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = _answers(messages)
         if len(spans) <= 1 or len(spans) == len(turns) or not turns[-1]:
             return spans[-1:]
         start = self.turn_start(turns[-1], text, messages, tools)
@@ -296,9 +291,8 @@ class ChatTemplate:
     @cached_property
     def _turn_tokens(self) -> tuple[frozenset[str], str | None]:
         """(tokens before a question, token that ends the answer to it) of a plain conversation."""
-        question, answer = {"role": "user", "content": marker(0)}, {"role": "assistant", "content": marker(1)}
         try:
-            text = self.render([question, answer])
+            text = self.render(_MARKED)
         except (RecordError, TemplateError):
             return frozenset(), None
         before, after = text.partition(marker(0))[0], text.partition(marker(1))[2].lstrip()
@@ -358,28 +352,23 @@ class ChatTemplate:
             return ""
 
     def _as_text_parts(self, message: dict[str, Any]) -> dict[str, Any]:
-        return (
-            {**message, "content": [{"type": "text", "text": message["content"]}]}
-            if self._needs_content_parts
-            else message
-        )
+        if not self._needs_content_parts:
+            return message
+        return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
     @cached_property
     def _needs_content_parts(self) -> bool:
         """Whether a content must be a list of parts, as for Idefics 3, SmolVLM and LLaVA-NeXT."""
-        question = {"role": "user", "content": marker(0)}
-        return not self._shows(question) and self._shows(
-            {**question, "content": [{"type": "text", "text": marker(0)}]}
-        )
+        question, parts = _MARKED[0], [{"type": "text", "text": marker(0)}]
+        return not self._shows(question) and self._shows({**question, "content": parts})
 
     @cached_property
     def _needs_json_arguments(self) -> bool:
         """Whether the arguments of a tool call must be a JSON string, as for DeepSeek-V3."""
         call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": {"x": marker(0)}}}
-        question, turn = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-        return not self._shows(question, {**turn, "tool_calls": [call]}) and self._shows(
-            question, {**turn, "tool_calls": [_with_json_arguments(call)]}
-        )
+        question, turn = _PLAIN
+        turns = [{**turn, "tool_calls": [written]} for written in (call, _with_json_arguments(call))]
+        return not self._shows(question, turns[0]) and self._shows(question, turns[1])
 
     def _shows(self, *messages: dict[str, Any]) -> bool:
         """Whether `marker(0)` is in the text of these messages, rendered without `_adapted`."""
@@ -421,9 +410,7 @@ class ChatTemplate:
         except OutOfTime:
             raise _out_of_time(len(str(messages)) + len(str(tools))) from None
         except TemplateSyntaxError as error:
-            raise TemplateError(
-                f"the chat template is not valid Jinja: {error}; fix it in the tokenizer folder"
-            ) from error
+            raise TemplateError(f"the chat template is not valid Jinja: {error}; {_FIX}") from error
         except (UndefinedError, *_RECORD_ERRORS) as error:
             detail = str(error) or (_MEMORY if isinstance(error, MemoryError) else type(error).__name__)
             raise RecordError(Reason.MISSING_FIELD, f"the chat template cannot render it: {detail}") from error
@@ -460,6 +447,11 @@ class ChatTemplate:
             if isinstance(error.__cause__, MemoryError):
                 return f"the chat template cannot render a question and an answer: {_MEMORY}; {_FIX}"
         return ""
+
+
+def _answers(messages: Messages) -> list[int]:
+    """Indices of the assistant turns."""
+    return [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _out_of_time(size: int) -> TemplateError | RecordError:

@@ -29,13 +29,7 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.conversation import (
-    EXTRA_FIELDS,
-    IMAGE_PLACEHOLDER,
-    LOSS_WEIGHTS,
-    Message,
-    is_loss_weight,
-)
+from energon_packed.records.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, LOSS_WEIGHTS, Message, is_loss_weight
 from energon_packed.records.fields import (
     OBJECT,
     Record,

@@ -61,9 +61,7 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
         # The first reader only finds the column names: all columns are read as strings, "007" must not become 7.
         names = csv.open_csv(path, **options).schema.names
         reader = csv.open_csv(
-            path,
-            **options,
-            convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
+            path, **options, convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
         )
         if names.count("") > 1:  # spreadsheets write trailing delimiters; values below them become unused fields
             names = [name or f"column {number}" for number, name in enumerate(names, start=1)]

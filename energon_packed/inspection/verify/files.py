@@ -9,6 +9,7 @@ import sqlite3
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,23 +117,14 @@ def indexes_match(folder: PackedFolder, scans: Sequence[TarScan], unread: str) -
         check.fail("index.sqlite is missing")
         return check
     try:
-        connection = open_sqlite_index(database)
-    except sqlite3.Error as error:
-        check.fail(f"index.sqlite cannot be read: {error}")
-        return check
-    try:
-        total = 0
-        # `tar_file_id` is the index of a shard in packing.json, including shards without an intact tar.
-        for tar_file_id, name in enumerate(folder.shards):
-            if name not in rows:
-                continue
-            _compare_rows(check, connection, tar_file_id, rows[name])
-            total += len(rows[name].keys)
-        check.summary = f"{total:,} packs"
+        with closing(open_sqlite_index(database)) as connection:
+            # `tar_file_id` is the index of a shard in packing.json, including shards without an intact tar.
+            shards = [(tar_file_id, rows[name]) for tar_file_id, name in enumerate(folder.shards) if name in rows]
+            for tar_file_id, shard in shards:
+                _compare_rows(check, connection, tar_file_id, shard)
+        check.summary = f"{sum(len(shard.keys) for _, shard in shards):,} packs"
     except (sqlite3.Error, UnicodeError) as error:
         check.fail(f"index.sqlite cannot be read: {error}")
-    finally:
-        connection.close()
     return check
 
 
