@@ -210,16 +210,11 @@ class ChatEncoder(Processor):
         if self.vision is None or self.image_token_id is None:
             return sample
         positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids)
+        sample = replace(sample, position_ids=positions, dummy=self.dummy)
         if pixels.values is None:
-            return replace(sample, position_ids=positions, dummy=self.dummy, vision_inputs=pixels.inputs)
-        return replace(
-            sample,
-            dummy=self.dummy,
-            position_ids=positions,
-            pixel_values=pixels.values,
-            image_grid_thw=pixels.grids_tensor,
-            patch_positions=patch_positions(self.vision, conversation, pixels),
-        )
+            return replace(sample, vision_inputs=pixels.inputs)
+        places = patch_positions(self.vision, conversation, pixels)
+        return replace(sample, pixel_values=pixels.values, image_grid_thw=pixels.grids_tensor, patch_positions=places)
 
     def measure(self, conversations: Sequence[Conversation], *, keep_tokens: bool = False) -> list[Measurement]:
         """Return length and media size of each conversation, without decoding pixels, in batches.

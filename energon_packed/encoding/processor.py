@@ -74,7 +74,7 @@ class TokenBatch:
         return replace(self, loss_weights=scaled.astype(np.float32))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TokenRules:
     """Conditions that the tokens of a sample must meet.
 
@@ -99,13 +99,7 @@ class TokenRules:
             return cls(vocabulary=tokenizer.vocabulary)
         image = tokenizer.backend.token_to_id(vision.image_token)
         reserved = {tokenizer.backend.token_to_id(token) for token in vision.reserved} - {None, image}
-        return cls(
-            vocabulary=tokenizer.vocabulary,
-            image_token_id=image,
-            image_token=vision.image_token,
-            reserved=tuple(sorted(reserved)),
-            reserved_strings=vision.reserved,
-        )
+        return cls(tokenizer.vocabulary, image, vision.image_token, tuple(sorted(reserved)), vision.reserved)
 
     def check(
         self, batch: TokenBatch, image_tokens: Sequence[int], *, in_vocabulary: bool = False

@@ -140,8 +140,21 @@ class TextTokenizer:
         Raises:
             ConfigError: `fastokens` was requested by name, and cannot be used.
         """
-        detail = self._load_fast()
-        if detail and self._wanted == "fastokens":
+        if self._is_decided and self._fast is None:
+            detail = "it was not chosen"
+        elif not self._is_byte_level:
+            detail = "it is used for byte-level BPE tokenizers only"
+        elif not is_safe_here():
+            detail = "the process that this process was forked from has used it already"
+        else:
+            try:
+                self._fast = self._fast or FastokensEngine(self.serialized)
+                return ""
+            except ImportError:
+                detail = "fastokens is not installed; run pip install fastokens"
+            except ValueError as error:
+                detail = f"fastokens cannot read it: {' '.join(str(error).split())[:300]}"
+        if self._wanted == "fastokens":
             raise ConfigError(f"`tokenizer_engine` fastokens cannot be used: {detail}; use auto or tokenizers")
         return detail
 
@@ -311,28 +324,24 @@ class TextTokenizer:
         self._fast, self._is_decided = None, True
         _log.info(_NOT_USED, error)
 
-    def _load_fast(self) -> str:
-        """Load fastokens; return why it cannot be used, "" if it is loaded."""
-        if self._is_decided and self._fast is None:
-            return "it was not chosen"
-        if not self._is_byte_level:
-            return "it is used for byte-level BPE tokenizers only"
-        if not is_safe_here():
-            return "the process that this process was forked from has used it already"
-        try:
-            self._fast = self._fast or FastokensEngine(self.serialized)
-        except ImportError:
-            return "fastokens is not installed; run pip install fastokens"
-        except ValueError as error:
-            return f"fastokens cannot read it: {' '.join(str(error).split())[:300]}"
-        return ""
-
     # --- spans -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def _token_bytes(self) -> Int32 | None:
-        """Bytes of each token, int32 (vocabulary,); None if tokens have no fixed number of bytes."""
-        return _token_bytes(self.backend) if self._is_byte_level else None
+        """Bytes of text that each token represents, int32 (vocabulary,); None if this number is not fixed.
+
+        A byte-level token is written with one character per byte (A. Radford et al., "Language Models are Unsupervised
+        Multitask Learners", 2019, section 2.2; `bytes_to_unicode`); an added token is written as itself.
+        """
+        if not self._is_byte_level:
+            return None
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        sizes = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.int32)
+        for token, ident in vocabulary.items():
+            sizes[ident] = len(token)
+        for ident, added in self.backend.get_added_tokens_decoder().items():
+            sizes[ident] = len(added.content.encode())
+        return sizes
 
     def _covered(
         self,
@@ -362,8 +371,9 @@ class TextTokenizer:
                 covered[cu_seqlens[i] : cu_seqlens[i + 1]] = True
         for i in others:
             tokens = slice(int(cu_seqlens[i]), int(cu_seqlens[i + 1]))
-            own = None if weights is None else weights[i]
-            covered[tokens] = self._covered_by_offsets(texts[i], spans[i] or (), ids[tokens], own)
+            encoding = self.backend.encode(texts[i], add_special_tokens=False)
+            compare(texts[i], ids[tokens], encoding.ids, special=False)
+            covered[tokens] = covered_by_offsets(encoding, spans[i] or (), None if weights is None else weights[i])
         return covered
 
     def _byte_edges(
@@ -407,11 +417,6 @@ class TextTokenizer:
             return self._form is not None
         return text.isascii() or unicodedata.is_normalized(self._form, text)  # type: ignore[arg-type]
 
-    def _covered_by_offsets(self, text: str, spans: Sequence[Span], ids: Int64, weights: Weights) -> Any:
-        encoding = self.backend.encode(text, add_special_tokens=False)
-        compare(text, ids, encoding.ids, special=False)
-        return covered_by_offsets(encoding, spans, weights)
-
 
 def _filled(size: int, first: Int64, after: Int64, values: Float32 | None) -> Any:
     """Flags that are True in [first, after) of each of K ranges, bool (size,), or the values (K,) of the ranges."""
@@ -446,18 +451,3 @@ def _normal_form(normalizer: dict[str, Any] | None) -> str | None:
     if len(steps) == 1 and steps[0].get("type") in _FORMS:
         return str(steps[0]["type"])
     return "" if not steps else None
-
-
-def _token_bytes(backend: Any) -> Int32:
-    """Bytes of text that each token represents, int32 (vocabulary,).
-
-    A byte-level token is written with one character per byte (A. Radford et al., "Language Models are Unsupervised
-    Multitask Learners", 2019, section 2.2; `bytes_to_unicode`); an added token is written as itself.
-    """
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    sizes = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.int32)
-    for token, ident in vocabulary.items():
-        sizes[ident] = len(token)
-    for ident, added in backend.get_added_tokens_decoder().items():
-        sizes[ident] = len(added.content.encode())
-    return sizes

@@ -21,7 +21,7 @@ Other fields are counted by name, or reject the record if they would change trai
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -142,7 +142,7 @@ def _message(turn: Record, media: Media) -> Message:
     if content is None and not extra:
         raise RecordError(Reason.MISSING_FIELD, f"the {role} message has no content")
     if isinstance(content, list | tuple):
-        text = read_parts(content, media)
+        text = "".join([_read_part(part, media) for part in content])
     else:
         if not isinstance(content, str):
             content = read_text("" if content is None else content, f"content of a {role} message")
@@ -236,16 +236,12 @@ def _extra(turn: Record) -> dict[str, Any]:
     return extra
 
 
-def read_parts(parts: Iterable[Any], media: Media) -> str:
-    """Join content parts to a string with placeholders; their images and unused fields are added to `media`.
+def _read_part(part: Any, media: Media) -> str:
+    """Convert a content part to text with placeholders; its images and unused fields are added to `media`.
 
     Raises:
         RecordError: a part of an unknown type, a video that is not a list of frames, or an unsupported field.
     """
-    return "".join([_read_part(part, media) for part in parts])
-
-
-def _read_part(part: Any, media: Media) -> str:
     if isinstance(part, str):
         return part
     kind = _kind_of_part(part) if isinstance(part, Mapping) else None

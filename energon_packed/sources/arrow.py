@@ -26,6 +26,7 @@ from energon_packed.sources.convert import (
 )
 from energon_packed.system import most_open
 
+_AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 _MAGIC = b"ARROW1"  # starts an Arrow file; a stream has no magic
 _ROWS_AT_A_TIME = 64  # rows may contain images
 _BATCH_BYTES = 64 << 20  # of the Arrow copy of a Parquet file
@@ -95,12 +96,6 @@ def _is_read(column: Any) -> bool:
     except _NO_VALUE:
         return False
     return True
-
-
-def _as_bytes(kind: Any) -> Any:
-    """Replace a string type by its bytes type."""
-    texts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
-    return texts.get(kind, kind)
 
 
 def _check_footer(source: Any, batches: int) -> None:
@@ -179,7 +174,7 @@ class _Batches:
                 pa.ArrowInvalid
             ):  # strings that are not UTF-8 reject only their rows; any other fault makes the file unusable
                 for column in batch.columns:
-                    column.view(nested_type(column.type, _as_bytes)).validate(full=True)
+                    column.view(nested_type(column.type, lambda kind: _AS_BYTES.get(kind, kind))).validate(full=True)
         return batch
 
     def rows_between(self, start: int, stop: int) -> Iterator[dict[str, Any] | Reject]:
@@ -220,7 +215,8 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
 
     with arrow_errors(path, "is not a readable Parquet file"), pq.ParquetFile(path) as table:
         schema = pa.schema([field.with_type(nested_type(field.type, _plain)) for field in table.schema_arrow])
-        write_batches(schema, (_without_dictionaries(batch, schema) for batch in parquet_batches(table)), out, path)
+        # An Arrow file cannot contain a dictionary that changes between batches.
+        write_batches(schema, (batch.cast(schema) for batch in parquet_batches(table)), out, path)
 
 
 def parquet_batches(table: Any) -> Iterator[Any]:
@@ -257,12 +253,3 @@ def parquet_batches(table: Any) -> Iterator[Any]:
 def _plain(kind: Any) -> Any:
     """Replace a dictionary type by the type of its values."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _without_dictionaries(batch: Any, schema: Any) -> Any:
-    """Decode dictionary columns: an Arrow file cannot contain a dictionary that changes between batches."""
-    columns = [
-        column if column.type == field.type else column.cast(field.type)
-        for column, field in zip(batch.columns, schema, strict=True)
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
