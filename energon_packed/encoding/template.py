@@ -91,6 +91,11 @@ class ChatTemplate:
     A template with `{% generation %}` tags marks the text of the assistant itself. For other templates, turn i starts
     after the generation prompt of turns 0 to i - 1 and ends at the end of turns 0 to i; `turns.py` finds both in the
     text of all turns.
+
+    Attributes:
+        source: the Jinja source, or None.
+        image_token: text that the template writes for a content part of type `image`; None without images.
+        is_tagged: the template has `{% generation %}` tags.
     """
 
     def __init__(self, tokenizer: TokenizerParts, *, image_token: str | None = None) -> None:
@@ -101,26 +106,21 @@ class ChatTemplate:
             image_token: text that the template writes for a content part of type `image`; None without images.
         """
         self.image_token = image_token
-        self._template = tokenizer.chat_template
+        self.source = tokenizer.chat_template
         self._variables = {**tokenizer.special_tokens, "date_string": TODAY.strftime("%d %b %Y")}
-        self._dated = _with_fixed_date(self._template or "")
+        self._dated = _with_fixed_date(self.source or "")
         self._added = tokenizer.added_tokens
         # In some tokenizers, </tool_call> and </think> are added but not special: they do not end a turn.
         self._special = tokenizer.special_added_tokens
-        self.is_tagged = bool(self._template and _GENERATION.search(self._template))
-        self._guard = None if self._template is None or self.is_tagged else content_guard(self._template)
+        self.is_tagged = bool(self.source and _GENERATION.search(self.source))
+        self._guard = None if self.source is None or self.is_tagged else content_guard(self.source)
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
         self._fault: str | None = None  # why the template cannot be used; "" if it can, None before it was tried
 
     @property
-    def source(self) -> str | None:
-        """The Jinja source, or None."""
-        return self._template
-
-    @property
     def fingerprint(self) -> str:
         """Hex SHA-256 of the Jinja source; "" without a template."""
-        return "" if self._template is None else hashlib.sha256(self._template.encode()).hexdigest()
+        return "" if self.source is None else hashlib.sha256(self.source.encode()).hexdigest()
 
     def join(self, roles: tuple[str, ...], contents: Sequence[str]) -> tuple[str, list[Span]] | None:
         """Render messages with only a role and a content without Jinja, as `render_with_spans`; None if Jinja must."""
@@ -318,7 +318,7 @@ class ChatTemplate:
         Gemma 3's removes white space around the text next to an image.
         """
         token = self.image_token
-        if token is None or self._template is None:
+        if token is None or self.source is None:
             return False
         contents = ("{0} a", "{0}\na", "a\n{0}", "a {0} b", "{0}{0}a", "a{0}", " {0} ")
         for content in [places.format(token) for places in contents]:
@@ -332,7 +332,7 @@ class ChatTemplate:
     def other_image_text(self) -> str:
         """Text that the template writes for a content part of type `image` if it is not `image_token`; else ""."""
         token, part = self.image_token, {"type": "image"}
-        if token is None or self._template is None:
+        if token is None or self.source is None:
             return ""
         text = [{"type": "text", "text": marker(0)}]
         before, found, _ = self._with_answer(text).partition(marker(0))
@@ -386,7 +386,7 @@ class ChatTemplate:
     def _rendered(
         self, messages: Messages, tools: Sequence[Any] | None, *, prompt: bool = False, tagged: bool = False
     ) -> tuple[str, list[Span]]:
-        if self._template is None:
+        if self.source is None:
             raise ConfigError("the tokenizer has no chat template; use one with a chat_template, or `text` records")
         from jinja2.exceptions import TemplateError as JinjaError
         from jinja2.exceptions import TemplateSyntaxError, UndefinedError
