@@ -166,7 +166,7 @@ def flatten(value: Any) -> list[Any]:
 def read_text(value: Any, label: str) -> str:
     """Return a string unchanged; `label` names it in the error."""
     if not isinstance(value, str):
-        raise RecordError(Reason.MISSING_FIELD, f"{label} must be text, not {type(value).__name__}")
+        raise missing_field(f"{label} must be text, not {type(value).__name__}")
     return value
 
 
@@ -178,7 +178,7 @@ def one_text(record: Record, names: Sequence[str]) -> str | None:
     """
     strings = {name: read_text(record[name], name) for name in names if record.get(name) not in (None, "")}
     if len(set(strings.values())) > 1:
-        raise RecordError(Reason.UNSUPPORTED_FIELD, f"{' and '.join(strings)} have different values. Keep only one.")
+        raise unsupported_field(f"{' and '.join(strings)} have different values. Keep only one.")
     return next(iter(strings.values()), None)
 
 
@@ -194,7 +194,7 @@ def joined_texts(record: Record, names: Sequence[str]) -> str:
 def read_list(value: Any, label: str) -> list[Any] | tuple[Any, ...]:
     """Return a list unchanged; `label` names it in the error."""
     if not isinstance(value, list | tuple):
-        raise RecordError(Reason.MISSING_FIELD, f"{label} must be a list, not {type(value).__name__}")
+        raise missing_field(f"{label} must be a list, not {type(value).__name__}")
     return value
 
 
@@ -204,7 +204,7 @@ def read_objects(value: Any, label: str) -> list[Record]:
         raise RecordError(Reason.EMPTY, f"{label} is an empty list")
     for entry in value:
         if not isinstance(entry, OBJECT):
-            raise RecordError(Reason.MISSING_FIELD, f"an entry of {label} is {type(entry).__name__}, not an object")
+            raise missing_field(f"an entry of {label} is {type(entry).__name__}, not an object")
     return list(value)
 
 
@@ -214,7 +214,7 @@ def read_json_list(value: Any, label: str) -> list[Any] | None:
         try:
             value = parse_json(value)
         except orjson.JSONDecodeError as error:
-            raise RecordError(Reason.MISSING_FIELD, f"{label} is not a JSON list: {error}") from error
+            raise missing_field(f"{label} is not a JSON list: {error}") from error
     return list(read_list(value, label)) if value else None
 
 
@@ -223,13 +223,13 @@ def read_tokens(value: Any, label: str) -> npt.NDArray[np.int64]:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise RecordError(Reason.MISSING_FIELD, f"{label} is not a flat list of numbers") from error
+        raise missing_field(f"{label} is not a flat list of numbers") from error
     # An empty list becomes a float64 array, so the type is checked only if there are entries.
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
-        raise RecordError(Reason.MISSING_FIELD, f"{label} must be a flat list of integers")
+        raise missing_field(f"{label} must be a flat list of integers")
     # astype(int64) would wrap values from 2**63 on to negative token ids.
     if array.size and (array.dtype.kind == "u" and array.max() >= 2**63):
-        raise RecordError(Reason.MISSING_FIELD, f"{label} holds a number over 64 bits")
+        raise missing_field(f"{label} holds a number over 64 bits")
     return array.astype(np.int64)
 
 
@@ -245,7 +245,7 @@ def read_number(value: Any, label: str, kind: type[Any]) -> Any:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or abs(number) > _LARGEST_NUMBER:
-        raise RecordError(Reason.MISSING_FIELD, f"{label} must be a number, not {repr(value)[:80]}")
+        raise missing_field(f"{label} must be a number, not {repr(value)[:80]}")
     return kind(number)
 
 
@@ -306,12 +306,22 @@ def unused_fields(record: Record, known: frozenset[str], label: str = "the recor
     return tuple(unused)
 
 
+def missing_field(detail: str) -> RecordError:
+    """Make the RecordError for a field that is missing, or whose value has another type than needed."""
+    return RecordError(Reason.MISSING_FIELD, detail)
+
+
+def unsupported_field(detail: str) -> RecordError:
+    """Make the RecordError for a field or value that is not supported."""
+    return RecordError(Reason.UNSUPPORTED_FIELD, detail)
+
+
 def unsupported(name: str, label: str = "the record", remedy: str = "") -> RecordError:
     """Make the RecordError for an unsupported field, with its remedy."""
     names = (name, _plain_name(name))
     remedies = (text for pattern, text in _REMEDIES.items() if any(re.fullmatch(pattern, n) for n in names))
     remedy = remedy or next(remedies, "remove it, or convert it with an `adapter`")
-    return RecordError(Reason.UNSUPPORTED_FIELD, f"the field {name} of {label} is not supported: {remedy}")
+    return unsupported_field(f"the field {name} of {label} is not supported: {remedy}")
 
 
 def check_preference(record: Record) -> None:

@@ -35,6 +35,7 @@ from energon_packed.records.fields import (
     read_text,
     shown,
     unsupported,
+    unsupported_field,
 )
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media, read_media, references
 from energon_packed.records.record_formats import PartialConversation, RecordFormat, find_record_format
@@ -132,13 +133,9 @@ def _record_weight(record: Record) -> float:
     values = {name: record[name] for name in RECORD_WEIGHTS if record.get(name) is not None}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not is_loss_weight(value):
-            raise RecordError(
-                Reason.UNSUPPORTED_FIELD, f"{name} of the record is {shown(value)}; use 0, or a number {LOSS_WEIGHTS}"
-            )
+            raise unsupported_field(f"{name} of the record is {shown(value)}; use 0, or a number {LOSS_WEIGHTS}")
     if len(set(values.values())) > 1:
-        raise RecordError(
-            Reason.UNSUPPORTED_FIELD, f"{' and '.join(values)} of the record differ; keep the one that is meant"
-        )
+        raise unsupported_field(f"{' and '.join(values)} of the record differ; keep the one that is meant")
     return float(next(iter(values.values()), 1.0))
 
 

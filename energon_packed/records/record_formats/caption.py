@@ -25,6 +25,7 @@ from energon_packed.records.fields import (
     Record,
     flatten,
     is_given,
+    missing_field,
     one_text,
     read_objects,
     read_text,
@@ -59,9 +60,8 @@ class Captions(RecordFormat):
             raise RecordError(Reason.EMPTY, "captions is an empty list")
         prompts = prompts or [""] * len(captions)  # a caption without a prompt: the user turn is the image alone
         if len(prompts) != len(captions):
-            raise RecordError(
-                Reason.MISSING_FIELD,
-                f"{len(prompts)} prompts for {len(captions)} captions; one prompt per caption is needed",
+            raise missing_field(
+                f"{len(prompts)} prompts for {len(captions)} captions; one prompt per caption is needed"
             )
         # Placeholders are added here, not by `place_media`: only this format can assign images to several prompts.
         if not any(IMAGE_PLACEHOLDER in text for text in (*prompts, *captions)):

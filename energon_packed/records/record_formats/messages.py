@@ -30,10 +30,12 @@ from energon_packed.records.fields import (
     Record,
     is_given,
     key_names,
+    missing_field,
     read_json_list,
     read_list,
     read_objects,
     read_text,
+    unsupported_field,
 )
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating
@@ -136,19 +138,16 @@ def _contents_message(turn: Record, media: Media) -> Message:
 def _part(part: Record, media: Media) -> str:
     for name in ("functionCall", "function_call", "functionResponse", "function_response", "thought"):
         if is_given(part.get(name)) and part[name] is not False:
-            raise RecordError(
-                Reason.UNSUPPORTED_FIELD,
+            raise unsupported_field(
                 f"{name} in a part of contents is not supported: write the conversation as messages with tool_calls "
-                "or reasoning_content",
+                "or reasoning_content"
             )
     media.add_unused(part, _PART | {"thought"}, "a part")
     if part.get("text") is not None:
         return read_text(part["text"], "a text part")
     blob = next((part[name] for name in (*_INLINE, *_FILE) if is_given(part.get(name))), None)
     if not isinstance(blob, OBJECT):
-        raise RecordError(
-            Reason.MISSING_FIELD, f"a part has the keys {key_names(part)}; use text, inline_data or file_data"
-        )
+        raise missing_field(f"a part has the keys {key_names(part)}; use text, inline_data or file_data")
     media.add_unused(blob, _BLOB, "a part")
     kind = blob.get("mime_type") or blob.get("mimeType") or "image/"  # the decoder detects the type itself
     if not str(kind).startswith("image/"):
@@ -184,9 +183,8 @@ class Transcript(RecordFormat):
             messages.append(Message("system", system.strip()))
         before, *pieces = _TURN_START.split(read_text(record[self.key], self.key))
         if before.strip() or not pieces:
-            raise RecordError(
-                Reason.MISSING_FIELD,
-                f"chat does not begin with one of {', '.join(f'{name}:' for name in _ROLES)}; convert it to messages",
+            raise missing_field(
+                f"chat does not begin with one of {', '.join(f'{name}:' for name in _ROLES)}; convert it to messages"
             )
         for name, text in zip(pieces[::2], pieces[1::2], strict=True):
             messages.append(Message(_ROLES[name], text.strip().removesuffix(_END).strip()))

@@ -66,9 +66,11 @@ from energon_packed.records.fields import (
     Record,
     is_given,
     joined_texts,
+    missing_field,
     one_text,
     read_text,
     unsupported,
+    unsupported_field,
 )
 from energon_packed.records.media import MediaReference
 from energon_packed.records.media_fields import Media
@@ -191,7 +193,7 @@ def read_choices(value: Any, field: str) -> list[str]:
     """
     if not isinstance(value, OBJECT):
         if not isinstance(value, list | tuple):
-            raise RecordError(Reason.MISSING_FIELD, f"{field} is {type(value).__name__}; use a list of texts")
+            raise missing_field(f"{field} is {type(value).__name__}; use a list of texts")
         labels, texts = _letters(len(value)), list(value)
     elif isinstance(value.get("text"), list | tuple):
         texts, letters = list(value["text"]), value.get("label")
@@ -200,7 +202,7 @@ def read_choices(value: Any, field: str) -> list[str]:
         by_label = {label: text for label, text in value.items() if text is not None}
         labels, texts = list(by_label), list(by_label.values())
     if len(labels) != len(texts):
-        raise RecordError(Reason.MISSING_FIELD, f"{field} has {len(labels)} labels for {len(texts)} texts")
+        raise missing_field(f"{field} has {len(labels)} labels for {len(texts)} texts")
     return [f"{label}. {read_text(text, f'one of {field}')}" for label, text in zip(labels, texts, strict=True)]
 
 
@@ -218,15 +220,12 @@ def right_choice(record: Record, choices: list[str]) -> str:
     names = [name for name in ("answer", *INDEX_FIELDS) if record.get(name) is not None]
     indices = {name: _find(record[name], choices) for name in names}
     if not indices:
-        raise RecordError(
-            Reason.MISSING_FIELD, f"no answer to the choices; use answer or one of {', '.join(INDEX_FIELDS)}"
-        )
+        raise missing_field(f"no answer to the choices; use answer or one of {', '.join(INDEX_FIELDS)}")
     for name, index in indices.items():
         if index is None:
-            raise RecordError(
-                Reason.MISSING_FIELD,
+            raise missing_field(
                 f"{name} {repr(record[name])[:80]} is none of {len(choices)} choices; "
-                "use an index from 0, a label or a text",
+                "use an index from 0, a label or a text"
             )
     # MedQA has the letter and the text of the answer; they must agree.
     if len(set(indices.values())) > 1:
@@ -251,10 +250,9 @@ def _find(value: Any, choices: list[str]) -> int | None:
         if len(matches) != 1:
             continue
         if column and number not in (None, matches[0]):
-            raise RecordError(
-                Reason.UNSUPPORTED_FIELD,
+            raise unsupported_field(
                 f"Ambiguous answer {value!r}: it is the text of choice {matches[0]} but could also be an index. Give "
-                "a letter, or an integer index.",
+                "a letter, or an integer index."
             )
         return matches[0]
     return number
@@ -291,7 +289,7 @@ def _texts(answers: Any) -> list[str]:
         answers = answers.get("text")
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list | tuple):
-        raise RecordError(Reason.MISSING_FIELD, f"answers is {type(answers).__name__}; use a list of texts")
+        raise missing_field(f"answers is {type(answers).__name__}; use a list of texts")
     return [
         read_text(answer.get("answer") if isinstance(answer, OBJECT) else answer, "an answer of answers")
         for answer in answers
