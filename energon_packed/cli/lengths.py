@@ -75,7 +75,21 @@ def command(
         multiple=options.pad_multiple,
     )
     best, reason = recommend(compared, survey.lengths)
-    output.result(_as_dict(survey, compared, best, reason))
+    output.result(
+        {
+            "records": survey.records,
+            "is_sample": survey.is_sample,
+            "rejects": survey.rejects,
+            "reject_summary": survey.reject_summary,
+            "unused_fields": dict(survey.unused_fields),
+            "notes": dict(survey.notes),
+            "ignored_entries": [asdict(entries) for entries in survey.ignored_entries],
+            "percentiles": {f"{percent:g}": length for percent, length in percentiles(survey.lengths).items()},
+            "candidates": [asdict(candidate) for candidate in compared],
+            "recommended": best.seq_len,
+            "reason": reason,
+        }
+    )
     console = output.console
     _show(console, survey, compared)
     if survey.rejects:
@@ -94,22 +108,6 @@ def _split(inputs: tuple[str, ...], seq_lens: tuple[str, ...]) -> tuple[tuple[st
     numbers = [name for name in inputs if _NUMBER.fullmatch(name) and not Path(name).exists()] if seq_lens else []
     candidates = parse_seq_lens(" ".join((*seq_lens, *numbers)))
     return tuple(name for name in inputs if name not in numbers), candidates
-
-
-def _as_dict(survey: Survey, compared: list[Candidate], best: Candidate, reason: str) -> dict[str, Any]:
-    return {
-        "records": survey.records,
-        "is_sample": survey.is_sample,
-        "rejects": survey.rejects,
-        "reject_summary": survey.reject_summary,
-        "unused_fields": dict(survey.unused_fields),
-        "notes": dict(survey.notes),
-        "ignored_entries": [asdict(entries) for entries in survey.ignored_entries],
-        "percentiles": {f"{percent:g}": length for percent, length in percentiles(survey.lengths).items()},
-        "candidates": [asdict(candidate) for candidate in compared],
-        "recommended": best.seq_len,
-        "reason": reason,
-    }
 
 
 def _show(console: Console, survey: Survey, compared: list[Candidate]) -> None:

@@ -178,7 +178,7 @@ class ChatTemplate:
             probes = [_PROBES[(turn + shift) % len(_PROBES)] for turn in range(len(roles))]
             contents = [probe if self.joins([probe]) else "Ab cD" for probe in probes]
             messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
-            if self.render(messages) != skeleton.join(contents):
+            if self.render(messages) != skeleton.join_with_spans(contents)[0]:
                 return False
         return True
 

@@ -1,5 +1,6 @@
 """CSV and TSV files with a header line in; records of strings and JSON cells out. Rewritten once as Arrow."""
 
+import contextlib
 import csv as python_csv
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -96,10 +97,8 @@ def _check_quotes(path: Path, delimiter: str) -> None:
 
 def _json_cell(value: Any) -> Any:
     if isinstance(value, str) and value[:1] in ("[", "{"):
-        try:
+        with contextlib.suppress(orjson.JSONDecodeError):
             return parse_json(value)
-        except orjson.JSONDecodeError:
-            return value
     return value or None
 
 
