@@ -256,21 +256,13 @@ class ChatEncoder(Processor):
         return [result for result in results if result is not None]
 
     def _as_row(self, ids: Sequence[str | None], batch: TokenBatch) -> EncodedRow:
-        positions: Int64 | None = None
+        row = super()._as_row(ids, batch)
         if self._has_mrope:
             # M-RoPE positions of text are equal in all three rows: 0, 1, 2 .. in each sample.
-            positions = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(batch.input_ids)))
-        return EncodedRow(
-            ids=ids,
-            input_ids=batch.input_ids,
-            labels=batch.labels,
-            cu_seqlens=batch.cu_seqlens,
-            position_ids=positions,
-            token_type_ids=np.zeros_like(batch.input_ids) if self.vision and self.vision.token_types else None,
-            loss_weights=batch.loss_weights,
-            image_token_id=self.image_token_id,
-            dummy=self.dummy,
-        )
+            row.position_ids = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(row.input_ids)))
+        if self.vision is not None and self.vision.token_types:
+            row.token_type_ids = np.zeros_like(row.input_ids)
+        return row
 
     @cached_property
     def rules(self) -> TokenRules:

@@ -116,10 +116,8 @@ class TokenRules:
         """
         # A sample gets its first reject only, in this order: empty, ids, image tokens, reserved tokens, targets.
         rejects: dict[int, Reject] = {}
-        is_empty = batch.cu_seqlens[1:] == batch.cu_seqlens[:-1]
-        if is_empty.any():
-            for index in np.flatnonzero(is_empty).tolist():
-                rejects[index] = Reject(Reason.EMPTY, "its text gives no token")
+        for index in np.flatnonzero(batch.cu_seqlens[1:] == batch.cu_seqlens[:-1]).tolist():
+            rejects[index] = Reject(Reason.EMPTY, "its text gives no token")
         if self.vocabulary is not None and not in_vocabulary:
             self._check_ids(batch, rejects)
         labels = batch.labels
@@ -137,10 +135,8 @@ class TokenRules:
             labels = np.where(weights == 0, IGNORE_INDEX, labels)
             if (weights[labels != IGNORE_INDEX] == 1).all():
                 weights = None
-        targets = targets_per_sample(labels, batch.cu_seqlens)
-        if not targets.all():
-            for index in np.flatnonzero(targets == 0).tolist():
-                rejects.setdefault(index, Reject(Reason.NO_SUPERVISED_TOKENS, "no token after the first is a target"))
+        for index in np.flatnonzero(targets_per_sample(labels, batch.cu_seqlens) == 0).tolist():
+            rejects.setdefault(index, Reject(Reason.NO_SUPERVISED_TOKENS, "no token after the first is a target"))
         return TokenBatch(batch.input_ids, labels, batch.cu_seqlens, weights), rejects
 
     def _check_ids(self, batch: TokenBatch, rejects: dict[int, Reject]) -> None:

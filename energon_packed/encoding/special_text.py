@@ -285,12 +285,16 @@ class SpecialText:
 
     def _may_contain(self, conversation: Conversation) -> bool:
         """Whether a special token may be in a conversation; for most conversations, this fast check is all."""
-        messages = conversation.messages
-        if conversation.text is None and not conversation.tools and not any([message.extra for message in messages]):
-            contents = "\0".join([message.content for message in messages])
-            if not any([mark in contents for mark in self._marks]):
-                return False
-        return any(self._has(text) for _, text in _strings_by_role(conversation))
+        for message in conversation.messages:
+            content = message.content
+            for mark in self._marks:
+                if mark in content and self._has(content):
+                    return True
+            if message.extra and any(self._has(text) for text in _strings(message.extra)):
+                return True
+        if conversation.text is not None and self._has(conversation.text):
+            return True
+        return bool(conversation.tools) and any(self._has(text) for text in _strings(conversation.tools))
 
     def _has(self, text: str) -> bool:
         return self._any is not None and self._any.search(text) is not None

@@ -53,7 +53,6 @@ _BOXES = (
     "write the boxes into the text in place of <ref-object> and <bbox>, in the coordinates of the model, "
     "with an `adapter`"
 )
-_PIXELS = "resize the image, or pass min_pixels and max_pixels as options"
 _TOOLS = "pass the schemas as tools beside messages, and calls as tool_calls of a turn"
 # Fields that would change training if they were ignored: pattern of the name -> remedy. Other fields are only counted.
 _REMEDIES = {
@@ -65,7 +64,7 @@ _REMEDIES = {
     r"system.*|developer.*": "pass it as system",
     r"chat_template_kwargs": "they change what a template renders; convert the record with an `adapter`",
     r"reasoning.*|thinking.*|thought.*": "move it into the assistant turn as reasoning_content",
-    r".*_pixels|resized_(height|width)": _PIXELS,
+    r".*_pixels|resized_(height|width)": "resize the image, or pass min_pixels and max_pixels as options",
     r"video(?!.*_ids?$).*|n?frames|max_frames": "pass the frames as videos, one list for each video",
     r"history": "write the earlier turns as messages",
     r"image_urls?": "nothing is fetched; download the image and give its path as image",
@@ -235,7 +234,7 @@ def read_tokens(value: Any, label: str) -> npt.NDArray[np.int64]:
 
 def read_number(value: Any, label: str, kind: type[Any]) -> Any:
     """Read a finite number as `kind`; None if it is absent. A list of length 1 is accepted (one number per video)."""
-    if isinstance(value, list | tuple) and len(value) == 1:
+    if value is not None and isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if value is None:
         return None

@@ -215,8 +215,7 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
 
     with arrow_errors(path, "is not a readable Parquet file"), pq.ParquetFile(path) as table:
         schema = pa.schema([field.with_type(nested_type(field.type, _plain)) for field in table.schema_arrow])
-        # An Arrow file cannot contain a dictionary that changes between batches.
-        write_batches(schema, (batch.cast(schema) for batch in parquet_batches(table)), out, path)
+        write_batches(schema, (_without_dictionaries(batch, schema) for batch in parquet_batches(table)), out, path)
 
 
 def parquet_batches(table: Any) -> Iterator[Any]:
@@ -253,3 +252,12 @@ def parquet_batches(table: Any) -> Iterator[Any]:
 def _plain(kind: Any) -> Any:
     """Replace a dictionary type by the type of its values."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _without_dictionaries(batch: Any, schema: Any) -> Any:
+    """Decode dictionary columns: an Arrow file cannot contain a dictionary that changes between batches."""
+    columns = [  # `RecordBatch.cast` fails for slices with nested columns, also if their type is the same
+        column if column.type == field.type else column.cast(field.type)
+        for column, field in zip(batch.columns, schema, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
