@@ -254,12 +254,11 @@ def check_writable(value: Any, label: str) -> None:
     Raises:
         RecordError: `bad_json`; the message names the limit.
     """
-    # Templates and JSON writers recurse, so the depth must be known before they run. This loop does not recurse.
+    # Templates and JSON writers recurse, so the depth must be known before they run. This loop goes level by level, so
+    # that a deep value cannot exhaust the stack here.
     level, depth = [value], 0
-    while level := [
-        item for item in level if isinstance(item, Mapping | list | tuple | int)
-    ]:  # level by level, so that
-        for number in [item for item in level if isinstance(item, int)]:  # a deep value cannot exhaust the stack here
+    while level := [item for item in level if isinstance(item, Mapping | list | tuple | int)]:
+        for number in [item for item in level if isinstance(item, int)]:
             if not -(2**63) <= number < 2**64:
                 raise RecordError(
                     Reason.BAD_JSON, f"{label} holds the number {number}, over 64 bits; write it as text"

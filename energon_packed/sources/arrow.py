@@ -170,9 +170,8 @@ class _Batches:
             batch = read(index)
             try:
                 batch.validate(full=True)
-            except (
-                pa.ArrowInvalid
-            ):  # strings that are not UTF-8 reject only their rows; any other fault makes the file unusable
+            # Strings that are not UTF-8 reject only their rows; any other fault makes the file unusable.
+            except pa.ArrowInvalid:
                 for column in batch.columns:
                     column.view(nested_type(column.type, lambda kind: _AS_BYTES.get(kind, kind))).validate(full=True)
         return batch
