@@ -37,13 +37,7 @@ _ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yel
               help="Write the members of the shown packs to DIR/KEY/.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per tar, pack or dataset.")
 def command(
-    path: Path,
-    key: str | None,
-    limit: int,
-    tokens: bool,
-    tokenizer: Path | None,
-    extract: Path | None,
-    as_json: bool,
+    path: Path, key: str | None, limit: int, tokens: bool, tokenizer: Path | None, extract: Path | None, as_json: bool
 ) -> None:
     """Show the contents of a tar, a dataset folder or a Metadataset YAML.
 

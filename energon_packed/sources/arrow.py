@@ -26,6 +26,7 @@ from energon_packed.sources.convert import (
 )
 from energon_packed.system import most_open
 
+_AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 _MAGIC = b"ARROW1"  # starts an Arrow file; a stream has no magic
 _ROWS_AT_A_TIME = 64  # rows may contain images
 _BATCH_BYTES = 64 << 20  # of the Arrow copy of a Parquet file
@@ -95,12 +96,6 @@ def _is_read(column: Any) -> bool:
     except _NO_VALUE:
         return False
     return True
-
-
-def _as_bytes(kind: Any) -> Any:
-    """Replace a string type by its bytes type."""
-    texts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
-    return texts.get(kind, kind)
 
 
 def _check_footer(source: Any, batches: int) -> None:
@@ -175,11 +170,10 @@ class _Batches:
             batch = read(index)
             try:
                 batch.validate(full=True)
-            except (
-                pa.ArrowInvalid
-            ):  # strings that are not UTF-8 reject only their rows; any other fault makes the file unusable
+            # Strings that are not UTF-8 reject only their rows; any other fault makes the file unusable.
+            except pa.ArrowInvalid:
                 for column in batch.columns:
-                    column.view(nested_type(column.type, _as_bytes)).validate(full=True)
+                    column.view(nested_type(column.type, lambda kind: _AS_BYTES.get(kind, kind))).validate(full=True)
         return batch
 
     def rows_between(self, start: int, stop: int) -> Iterator[dict[str, Any] | Reject]:
@@ -261,7 +255,7 @@ def _plain(kind: Any) -> Any:
 
 def _without_dictionaries(batch: Any, schema: Any) -> Any:
     """Decode dictionary columns: an Arrow file cannot contain a dictionary that changes between batches."""
-    columns = [
+    columns = [  # `RecordBatch.cast` fails for slices with nested columns, also if their type is the same
         column if column.type == field.type else column.cast(field.type)
         for column, field in zip(batch.columns, schema, strict=True)
     ]

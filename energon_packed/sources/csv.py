@@ -1,5 +1,6 @@
 """CSV and TSV files with a header line in; records of strings and JSON cells out. Rewritten once as Arrow."""
 
+import contextlib
 import csv as python_csv
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -61,9 +62,7 @@ def _to_arrow(path: Path, out: BinaryIO) -> None:
         # The first reader only finds the column names: all columns are read as strings, "007" must not become 7.
         names = csv.open_csv(path, **options).schema.names
         reader = csv.open_csv(
-            path,
-            **options,
-            convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
+            path, **options, convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
         )
         if names.count("") > 1:  # spreadsheets write trailing delimiters; values below them become unused fields
             names = [name or f"column {number}" for number, name in enumerate(names, start=1)]
@@ -98,10 +97,8 @@ def _check_quotes(path: Path, delimiter: str) -> None:
 
 def _json_cell(value: Any) -> Any:
     if isinstance(value, str) and value[:1] in ("[", "{"):
-        try:
+        with contextlib.suppress(orjson.JSONDecodeError):
             return parse_json(value)
-        except orjson.JSONDecodeError:
-            return value
     return value or None
 
 

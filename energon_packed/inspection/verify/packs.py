@@ -296,11 +296,7 @@ def _sums(
             if tar.counts[name] != recorded:
                 check.fail(f"{tar.name} has {tar.counts[name]} {name}, packing.json has {recorded}")
     # Totals are compared as well: a shard that is missing changes only them.
-    totals = {
-        "packs": manifest.packs,
-        "samples": manifest.packed,
-        "images": manifest.images,
-    }
+    totals = {"packs": manifest.packs, "samples": manifest.packed, "images": manifest.images}
     if not unknown:
         totals["tokens"] = manifest.tokens
     if not not_encoded and manifest.supervised_tokens is not None:
