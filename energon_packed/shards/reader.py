@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import DataChangedError, FormatError
-from energon_packed.files import IrregularFile, Streams, open_regular
+from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
 from energon_packed.shards.manifest import PackingManifest
 from energon_packed.system import raise_resource_error
-from energon_packed.tarfiles import Member, TarReader, key_faults, read_range
+from energon_packed.tarfiles import Member, TarReader, key_faults
 
 _REMEDY = "open the dataset again; states that were saved before belong to the old content"
 _Stamp = tuple[int, int]  # (size, time of the last change in ns)
@@ -118,9 +118,9 @@ class ShardReader:
         tar = self.tars[shard]
         stream = self._stream(tar)
         try:
-            # Before every read: the open file itself can be overwritten in place. `fstat` needs no path lookup.
-            self._opened.check(tar, os.fstat(stream.fileno()))
-            data = read_range(stream.fileno(), start, size)
+            # Before every read: the open file itself can be overwritten in place. Its status needs no path lookup.
+            self._opened.check(tar, status(stream))
+            data = read_range(stream, start, size)
         except (OSError, MemoryError) as error:
             raise_resource_error(error, tar)
             raise FormatError(
@@ -161,7 +161,7 @@ class OpenedFiles:
         self._stamps: dict[Path, _Stamp] = {}
         for file in files:
             try:
-                self._stamps[file] = _stamp(os.stat(file))
+                self._stamps[file] = _stamp(file.stat())
             except OSError as error:
                 raise_resource_error(error, file)
                 raise FormatError(f"{file}: {error.strerror}; copy the complete folder, or pack it again") from error
@@ -180,7 +180,7 @@ class OpenedFiles:
             DataChangedError: it was replaced, changed or removed.
         """
         try:
-            stamp = _stamp(os.stat(file) if status is None else status)
+            stamp = _stamp(file.stat() if status is None else status)
         except OSError as error:
             raise_resource_error(error, file)
             raise DataChangedError(
