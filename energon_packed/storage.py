@@ -22,7 +22,8 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Generator, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath, PurePosixPath
@@ -38,11 +39,13 @@ READ_AHEAD = 1 << 20
 _SCHEMES = ("s3:/", "gs:/", "msc:/")  # with one slash, as Path collapses `//`
 _MAGIC = re.compile(r"[*?\[]")
 _FRESH = 60.0  # seconds for which an open stream trusts the status of its object: a request for each read costs more
+_MOST_RECENT = 4096
 _CHECK = "check the endpoint and the network, then run the same command again: completed work is reused"
 _PACKAGES = {
     "boto3": "energon-packed[s3]", "botocore": "energon-packed[s3]", "awscrt": "energon-packed[s3]",
     "google": "multi-storage-client[google-cloud-storage]", "azure": "multi-storage-client[azure-storage-blob]",
 }  # fmt: skip
+_recent: OrderedDict[str, tuple[float, os.stat_result]] = OrderedDict()  # of `recent_status`, by URL
 # Without a handler, Python prints the errors of the client next to the error message. Handlers of users get them.
 logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
 
@@ -96,13 +99,22 @@ class RemotePath(PosixPath):
         """Return the path itself."""
         return self
 
+    @property
+    def parents(self) -> Sequence["RemotePath"]:
+        """The folders above, up to the bucket."""
+        return [type(self)(*self.parts[:count]) for count in range(len(self.parts) - 1, 1, -1)]
+
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Request size, kind and time of the object.
 
         `st_mtime_ns` has the seconds of the object's time, and a hash of its ETag as the nanoseconds: stores record
         seconds, and the stamp of a replaced object must differ.
         """
-        return self._request(strict=True)
+        status = self._request(strict=True)
+        _recent[str(self)] = time.monotonic(), status
+        while len(_recent) > _MOST_RECENT:
+            _recent.popitem(last=False)
+        return status
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
         """Return whether there is an object or folder of this name."""
@@ -162,6 +174,10 @@ class RemotePath(PosixPath):
         """List matches in this folder and all folders below."""
         return self._matches(("**", *PurePosixPath(pattern).parts))
 
+    def objects(self) -> Iterator["RemotePath"]:
+        """List all objects below."""
+        return (path for path, _ in self._entries(below=True))
+
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing: object stores have no folders without objects."""
 
@@ -218,7 +234,7 @@ class RemotePath(PosixPath):
                 yield folder
         elif "**" in parts:
             seen: set[tuple[str, ...]] = set()
-            for path, _ in folder._entries(below=True):
+            for path in folder.objects():
                 names = path.parts[len(folder.parts) :]
                 # Folders match, too; they are not in the list of the objects below.
                 for inner in (names[:count] for count in range(1, len(names) + 1)):
@@ -314,6 +330,15 @@ def as_path(value: str | Path) -> Path:
 def is_remote(path: str | Path) -> bool:
     """Return whether a path is in an object store."""
     return isinstance(path, RemotePath) or str(path).startswith(_SCHEMES)
+
+
+def recent_status(path: Path) -> os.stat_result:
+    """Return the status of a file; of an object, the result of a `stat` that is at most a minute old.
+
+    For checks before every read, which would otherwise send a request for each record.
+    """
+    since, status = _recent.get(str(path), (0.0, None)) if isinstance(path, RemotePath) else (0.0, None)
+    return status if status is not None and time.monotonic() - since < _FRESH else path.stat()
 
 
 def energon_url(path: Path) -> str:

@@ -38,7 +38,7 @@ from typing import BinaryIO, NamedTuple
 
 from energon_packed.errors import FormatError, SourceError
 from energon_packed.files import IrregularFile, open_regular, read_range, status
-from energon_packed.storage import READ_AHEAD, RemoteReader
+from energon_packed.storage import READ_AHEAD, is_remote
 from energon_packed.system import raise_resource_error
 
 BLOCK = 512
@@ -315,7 +315,7 @@ def open_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Ta
     """
     with _opened(path) as stream:
         size = status(stream).st_size if stop is None else stop
-        yield TarReader(path, _reading(path, stream, size), start, size, is_whole=stop is None)
+        yield TarReader(path, reading(path, stream, size), start, size, is_whole=stop is None)
 
 
 def read_content(path: Path, member: Member) -> bytes:
@@ -327,7 +327,7 @@ def read_content(path: Path, member: Member) -> bytes:
     if member.fault is not None:
         raise TarError(f"{path}: {member.fault}", member.fault)
     with _opened(path) as stream:
-        content = _reading(path, stream, member.offset + member.size)(member.offset, member.size)
+        content = reading(path, stream, member.offset + member.size)(member.offset, member.size)
     if len(content) < member.size:
         problem = f"truncated inside {member.name} at byte {member.offset + len(content)}; {_REMEDY}"
         raise TarError(f"{path}: {problem}", problem)
@@ -357,10 +357,11 @@ def _opened(path: Path) -> BinaryIO:
         raise TarError(f"{path} cannot be opened: {error.strerror}; check its name and permissions") from error
 
 
-def _reading(path: Path, stream: BinaryIO, stop: int) -> Read:
-    """Return the function that reads a tar up to byte `stop`."""
+def reading(path: Path, stream: BinaryIO, stop: int) -> Read:
+    """Return the function that reads a tar up to byte `stop`; its errors are those of `TarReader`."""
     # Local files without a buffer, which would also read the first bytes of each content.
-    source = _blocks(stream, stop) if isinstance(stream, RemoteReader) else partial(read_range, stream)
+    source: Read = partial(read_range, stream)
+    source = in_blocks(source, stop) if is_remote(path) else source
 
     def read(at: int, size: int) -> bytes:
         try:
@@ -374,10 +375,14 @@ def _reading(path: Path, stream: BinaryIO, stop: int) -> Read:
     return read
 
 
-def _blocks(stream: BinaryIO, stop: int) -> Read:
+def in_blocks(source: Read, stop: int) -> Read:
     """Return a function that reads a remote tar in blocks: a request for each header would take longer.
 
     A tar of small members is read completely, in growing blocks. Long contents are skipped, and blocks shrink.
+
+    Args:
+        source: requests bytes.
+        stop: byte offset of the end of the range that is read.
     """
     start, length, data = 0, READ_AHEAD, b""
 
@@ -388,7 +393,7 @@ def _blocks(stream: BinaryIO, stop: int) -> Read:
             if data:
                 is_near = start <= at <= end + READ_AHEAD
                 length = min(2 * length, _LARGEST_BLOCK) if is_near else max(length // 4, _SMALLEST_BLOCK)
-            start, data = at, read_range(stream, at, max(size, min(length, stop - at)))
+            start, data = at, source(at, max(size, min(length, stop - at)))
         return data[at - start : at - start + size]
 
     return read

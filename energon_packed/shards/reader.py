@@ -10,6 +10,7 @@ again in the meantime, it has other packs at the same offsets, and a run would r
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,8 +20,9 @@ import numpy.typing as npt
 from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
 from energon_packed.shards.manifest import PackingManifest
+from energon_packed.storage import is_remote
 from energon_packed.system import raise_resource_error
-from energon_packed.tarfiles import Member, TarReader, key_faults
+from energon_packed.tarfiles import Member, TarReader, in_blocks, key_faults
 
 _REMEDY = "open the dataset again; states that were saved before belong to the old content"
 _Stamp = tuple[int, int]  # (size, time of the last change in ns)
@@ -109,7 +111,8 @@ class ShardReader:
     def _window(self, shard: int, start: int, end: int, *, whole: bool) -> Callable[[int, int], bytes]:
         """Return a function (start, size) for bytes of a pack, from one read of the whole pack or a read per call."""
         if not whole:
-            return lambda at, size: self._read(shard, at, size)
+            read = partial(self._read, shard)
+            return in_blocks(read, end) if is_remote(self.tars[shard]) else read
         # The parts of a pack are adjacent, so one read is faster than a read per header and content.
         data = self._read(shard, start, end - start)
         return lambda at, size: data[at - start : at - start + size]
