@@ -160,7 +160,7 @@ def _refuse_twice(files: list[_File]) -> None:
     # The real path, so that two globs or a symbolic link to the same file are noticed.
     seen: set[tuple[str, FieldMap | None, Adapter | None]] = set()
     for file in files:
-        key = (str(file.match[1].resolve()), file.reading.field_map, file.reading.adapter)
+        key = (os.path.realpath(file.match[1]), file.reading.field_map, file.reading.adapter)
         # Further copies of a weight repeat the same key on purpose.
         if file.reading.copy == 0 and key in seen:
             raise SourceError(
