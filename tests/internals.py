@@ -202,6 +202,9 @@ PLACES = {
     "ShardReader": "shards.reader:ShardReader",
     "TarShardWriter": "shards.tar:TarShardWriter",
     "atomic_path": "files:atomic_path",
+    "open_regular": "files:open_regular",
+    "read_range": "files:read_range",
+    "status": "files:status",
     "packs_per_worker": "shards.steps:packs_per_worker",
     "ShardRows": "shards.tar:ShardRows",
     # sources: readers of files on their own, for damages and limits
@@ -221,6 +224,11 @@ PLACES = {
     # metadatasets: the reader itself, against Energon's
     "read_split": "metadatasets:read_split",
     "read_metadataset": "metadatasets:read_metadataset",
+    # storage: paths of object stores, which users write as strings
+    "RemotePath": "storage:RemotePath",
+    "as_path": "storage:as_path",
+    "energon_url": "storage:energon_url",
+    "storage": "storage",
     # tarfiles: the reader itself, against Python's tarfile and GNU tar
     "TarError": "tarfiles:TarError",
     "open_tar": "tarfiles:open_tar",

@@ -17,6 +17,7 @@ import click
 from energon_packed.errors import ConfigError
 from energon_packed.options import Declaration, declared
 from energon_packed.pipeline.config_file import read_config
+from energon_packed.storage import as_path
 
 MESSAGES = "Messages"
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
@@ -41,6 +42,14 @@ class GroupedCommand(click.Command):
         for name in sorted(groups, key=lambda name: order.get(name, len(_GROUPS) - 2)):
             with formatter.section(name):
                 formatter.write_dl(groups[name])
+
+
+class InputPath(click.Path):
+    """A path that is only read, which may be in an object store."""
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Path:
+        """Return a Path, or a RemotePath."""
+        return as_path(str(super().convert(value, param, context)))
 
 
 class DeclaredOption(click.Option):

@@ -28,6 +28,7 @@ from energon_packed.shards.counts import check_complete
 from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
 from energon_packed.shards.reader import OpenedFiles, ShardReader
 from energon_packed.shards.steps import steps_of_ranks
+from energon_packed.storage import as_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def path_of_dataset(path: str | Path) -> Path:
     """
     if not isinstance(path, str | Path):
         raise ConfigError(f"`path` must be the path of a dataset or a Metadataset, got {short(path)}. Pass one path.")
-    return Path(path)
+    return as_path(path)
 
 
 def loaded_splits(path: str | Path, split: str, *, trusted: bool = False) -> list[LoadedSplit]:
@@ -322,7 +323,7 @@ def steps_per_epoch(
         return steps_of_ranks([(path.packs_in(split), 1)], **layout, drop_last=drop_last)
     # Counting opens no dataset with Energon, but parsing a Metadataset must not create its objects.
     check_blend_trusted(path)
-    blend = loaded_splits(Path(path), split)
+    blend = loaded_splits(path, split)
     counts = []
     for dataset in blend:
         if (packs := dataset.packs) is None:

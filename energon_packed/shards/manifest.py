@@ -18,6 +18,7 @@ from energon_packed.errors import FormatError, IgnoredEntries
 from energon_packed.files import atomic_write, check_inner, visible
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, prepared_folder
+from energon_packed.storage import as_path
 from energon_packed.version import FORMAT_VERSION, UNWEIGHTED_FORMAT_VERSION, __version__
 
 FILE_NAME = "packing.json"
@@ -193,7 +194,7 @@ class PackingManifest:
         Raises:
             FormatError: the manifest is missing, invalid or from a newer version.
         """
-        root = Path(path)
+        root = as_path(path)
         if root.is_file():
             raise FormatError(f"{root} is a file; pass a single dataset folder")
         if (manifest := cls.load_if_there(prepared_folder(root) or root)) is None:

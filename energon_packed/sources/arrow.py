@@ -14,16 +14,19 @@ from typing import Any, BinaryIO, ClassVar
 import pyarrow as pa
 
 from energon_packed.errors import Reason, Reject
+from energon_packed.files import open_regular
 from energon_packed.sources.base import Source, SourceRecord, changed_at
 from energon_packed.sources.convert import (
     BATCH_ROWS,
     arrow_errors,
     converted,
+    local_copy,
     nested_type,
     one_line,
     refuse_repeated,
     write_batches,
 )
+from energon_packed.storage import is_remote
 from energon_packed.system import most_open
 
 _AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
@@ -37,6 +40,11 @@ class ArrowSource(Source):
     """An Arrow IPC file (.arrow, .feather) or stream (as Hugging Face datasets writes)."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".arrow", ".feather")
+
+    @classmethod
+    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
+        """Open the file in place; copy an object to `work_dir`."""
+        return cls(path, data=local_copy(path, work_dir), image_root=image_root)
 
     def extent(self) -> int:
         """Number of table rows."""
@@ -212,9 +220,14 @@ class ParquetSource(ArrowSource):
 def _to_arrow(path: Path, out: BinaryIO) -> None:
     import pyarrow.parquet as pq
 
-    with arrow_errors(path, "is not a readable Parquet file"), pq.ParquetFile(path) as table:
+    with arrow_errors(path, "is not a readable Parquet file"), pq.ParquetFile(_opened(path)) as table:
         schema = pa.schema([field.with_type(nested_type(field.type, _plain)) for field in table.schema_arrow])
         write_batches(schema, (_without_dictionaries(batch, schema) for batch in parquet_batches(table)), out, path)
+
+
+def _opened(path: Path) -> Any:
+    """Return what pyarrow opens: byte ranges of an object, or the path, which it reads without Python."""
+    return open_regular(path) if is_remote(path) else path
 
 
 def parquet_batches(table: Any) -> Iterator[Any]:

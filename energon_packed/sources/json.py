@@ -20,7 +20,6 @@ import io
 import logging
 import lzma
 import mmap
-import os
 import re
 import shutil
 import zlib
@@ -32,11 +31,11 @@ from typing import Any, BinaryIO, ClassVar
 import orjson
 
 from energon_packed.errors import Reason, Reject, SourceError
-from energon_packed.files import Streams
+from energon_packed.files import Streams, read_range
 from energon_packed.records.fields import ARRAY_REMEDY, parse_json
 from energon_packed.records.turns import is_turn
 from energon_packed.sources.base import Source, SourceRecord, indices_of
-from energon_packed.sources.convert import converted
+from energon_packed.sources.convert import converted, local_copy
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import MAGICS
 
@@ -148,7 +147,7 @@ class JsonlSource(Source):
 
     def read(self, address: int, size: int) -> SourceRecord:
         """Read the record in bytes [address, address + size)."""
-        return self.row((address, os.pread(self._streams.get(self.data).fileno(), size, address)))
+        return self.row((address, read_range(self._streams.get(self.data), address, size)))
 
 
 class JsonSource(JsonlSource):
@@ -163,7 +162,7 @@ class JsonSource(JsonlSource):
         Raises:
             SourceError: the file is a single object, or an array that cannot be read.
         """
-        data = super()._in_lines(path, work_dir)
+        data = local_copy(super()._in_lines(path, work_dir), work_dir)
         lines = partial(converted, data, work_dir, ".lines.jsonl")
         with data.open("rb") as stream:
             head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -205,7 +204,8 @@ def check_text(path: Path, data: Path) -> None:
         head = stream.read(_HEAD)
     for magic, name in MAGICS.items():
         if head.startswith(magic):
-            suffix = next((end for end, kind in COMPRESSIONS.items() if kind == name and data == path), None)
+            is_input = data.suffix == path.suffix  # or its copy, if the input is in an object store
+            suffix = next((end for end, kind in COMPRESSIONS.items() if kind == name and is_input), None)
             rename = f"rename it to {path.name}{suffix}, or " if suffix else ""
             raise SourceError(f"the content of {path} is compressed ({name}); {rename}decompress it")
     if encoding := next((name for name, pattern in _ENCODINGS.items() if pattern.match(head)), None):
@@ -249,7 +249,7 @@ def _decompress(path: Path, out: BinaryIO) -> None:
         raise SourceError(f"{path} is empty (0 bytes), so it is not a compressed file. Copy it again.")
     try:
         if path.suffix.lower() == ".gz":
-            with gzip.open(path, "rb") as stream:
+            with path.open("rb") as source, gzip.open(source) as stream:
                 shutil.copyfileobj(stream, out, 1 << 20)
         else:
             _decompress_frames(path, out)

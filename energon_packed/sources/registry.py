@@ -22,6 +22,7 @@ from energon_packed.sources.folders import Skipped, folder_files, hub_folder, lo
 from energon_packed.sources.imagefolder import HuggingFaceSource, ImageFolderCsvSource, ImageFolderSource
 from energon_packed.sources.json import JsonlSource, JsonSource
 from energon_packed.sources.webdataset import WebDatasetSource
+from energon_packed.storage import RemotePath, as_path, is_remote
 
 SOURCES: list[type[Source]] = [
     ImageFolderSource,
@@ -31,9 +32,9 @@ SOURCES: list[type[Source]] = [
     ParquetSource,
     ArrowSource,
     CsvSource,
+    WebDatasetSource,  # formats by suffix come first, as the others look for files inside the path
     HuggingFaceSource,
     EnergonSource,
-    WebDatasetSource,
 ]
 _IMAGE_FOLDERS = (ImageFolderSource, ImageFolderCsvSource)  # their paths start from the folder of the metadata
 _FILE_FORMATS = frozenset(kind for kind in SOURCES if not kind.has_splits)  # a folder data.parquet is not one file
@@ -258,17 +259,34 @@ def _shares(paths: list[Path], part: tuple[int, int] | None) -> Iterator[tuple[i
 def _expand(pattern: str) -> list[Path]:
     if pattern.startswith("~/") and not Path(pattern).exists():  # in a config file no shell expands it
         pattern = os.path.expanduser(pattern)
+    path = as_path(pattern)
     # Before glob: a name may contain brackets.
-    if Path(pattern).exists():
-        return [Path(pattern)]
+    if path.exists():
+        return [path]
     _check_listable(pattern)
-    matches = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+    found = _remote_matches(path) if isinstance(path, RemotePath) else map(Path, glob.glob(pattern, recursive=True))
+    matches = sorted(found)
     # A local path always wins over a name of the Hub.
     if not matches and (folder := hub_folder(pattern)) is not None:
         return [folder]
     if not matches:
         raise SourceError(f"nothing matches {pattern}" if glob.has_magic(pattern) else f"{pattern}: no such file")
     return matches
+
+
+def _remote_matches(pattern: RemotePath) -> Iterator[Path]:
+    """List the objects and folders that match; as in `glob.glob`, wildcards match no hidden names.
+
+    Raises:
+        StorageError: the bucket does not exist, or cannot be listed.
+    """
+    bucket, names = RemotePath(*pattern.parts[:2]), pattern.parts[2:]
+    if not glob.has_magic(str(pattern)):
+        next(pattern.parent.iterdir(), None)  # a request for a missing object does not report a missing bucket
+        return
+    for match in bucket.glob("/".join(names)):
+        if not any(name.startswith(".") and name not in names for name in match.parts):
+            yield match
 
 
 def _check_listable(pattern: str) -> None:
@@ -278,6 +296,8 @@ def _check_listable(pattern: str) -> None:
         SourceError: a folder cannot be listed; the message names it.
     """
     parent, name = os.path.split(pattern)
+    if is_remote(pattern):  # the listing of a store is complete, or raises
+        return
     if not glob.has_magic(pattern) or parent == pattern:
         return
     _check_listable(parent)

@@ -28,6 +28,7 @@ from energon_packed.shards.manifest import ShardEntry
 from energon_packed.shards.nv_meta import CRUDE, loader_files
 from energon_packed.shards.scan import TarScan, scan_tar
 from energon_packed.shards.tar import ShardRows
+from energon_packed.storage import energon_url
 
 NO_MANIFEST = "there is no packing.json"  # why a check of its counts did not run
 
@@ -250,7 +251,7 @@ def energon_loads(folder: PackedFolder) -> Check:
         config = WorkerConfig(rank=0, world_size=1, num_workers=0, global_error_handler=reraise)
         try:
             dataset = get_val_dataset(
-                folder.path,
+                energon_url(folder.path),
                 split_part=split,
                 worker_config=config,
                 batch_size=None,
