@@ -83,7 +83,7 @@ def test_quiet_prints_nothing_and_verbose_more(
     both = run("pack", demo.jsonl, *options, "-q", "-v")
     assert (both.returncode, "contradict each other" in both.stderr) == (2, True)
     for command in (("verify", packed[1], "--fast"), ("nv-meta", packed[1]), ("metadataset", "m.yaml", packed[1])):
-        done = run_installed(*command, "--quiet", cwd=tmp_path)
+        done = run(*command, "--quiet", cwd=tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -9,6 +9,7 @@ import sqlite3
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,17 +19,25 @@ from click.testing import Result
 from energon_packed import ConfigError, PackOptions, pack
 from tests.conftest import FLAVORS, Packer
 from tests.inspection.datasets import copied_output, edit_manifest
-from tests.internals import FolderLock, make_nv_meta
+from tests.internals import DemoDataset, FolderLock, make_nv_meta
 from tests.printed import invoke
 
 Change = Callable[[Path], None]
 
 
+@pytest.fixture(scope="module")
+def few(demo: DemoDataset, pack_demo: Packer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three packs per shard, of 40 records: `verify` encodes all of them."""
+    data = tmp_path_factory.mktemp("few") / "few.jsonl"
+    data.write_bytes(b"".join(demo.jsonl.read_bytes().splitlines(keepends=True)[:40]))
+    options: dict[str, Any] = {"image_root": demo.jsonl.parent, "max_packs_per_shard": 3, "seq_len": 512}
+    return pack_demo(inputs=(str(data),), **options).shards
+
+
 @pytest.fixture
-def copy(pack_demo: Packer, tmp_path: Path) -> Path:
-    """A dataset with three packs per shard, which a test may damage."""
-    shards = pack_demo(max_packs_per_shard=3, seq_len=512).shards
-    return copied_output(shards, tmp_path / "out")
+def copy(few: Path, tmp_path: Path) -> Path:
+    """A dataset that a test may damage."""
+    return copied_output(few, tmp_path / "out")
 
 
 def run(folder: Path, *arguments: str) -> Result:

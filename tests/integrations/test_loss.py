@@ -26,7 +26,7 @@ from energon_packed import (
     prepare_loader,
 )
 from tests.conftest import Packer
-from tests.integrations.launched import launch, tiny_qwen2
+from tests.integrations.launched import run_script, tiny_qwen2
 from tests.integrations.trainer_runs import QUIET
 from tests.internals import DemoDataset
 from tests.loading.models import tiny_model
@@ -60,7 +60,7 @@ def ranks(
         jobs[f"{model} {weighting}"] = ("trainer", out | data)
     jobs["Trainer"] = ("trainer", jobs["qwen2 token"][1] | {"kind": "Trainer"})
     jobs["Trainer of a vision model"] = ("trainer", jobs["qwen2_5_vl token"][1] | {"kind": "Trainer"})
-    return launch("loss_runs", json.dumps(jobs), port=29531, out=folder)
+    return run_script("tests.integrations.loss_runs", json.dumps(jobs), out=folder)
 
 
 @pytest.mark.parametrize("name", [*BLOCKS, "Trainer"])
