@@ -386,6 +386,7 @@ def _manifest(
         packs=packs.num_packs,
         tokens=packs.tokens,
         supervised_tokens=_supervised(plan),
+        weight_checksum=int(entries_of.weight_checksum[packs.indices].sum()) % 2**63,
         images=int(entries_of.num_images[packs.indices].sum(dtype=np.int64)),
         images_decoded=int(entries_of.num_decoded[packs.indices].sum(dtype=np.int64)),
         check_images=options.check_images,

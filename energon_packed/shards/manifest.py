@@ -99,6 +99,8 @@ class PackingManifest:
         check_images: `header`, or `full`, which decodes all images.
         supervised_tokens: tokens that are targets; None if the encoder does not count them, or in manifests of earlier
             versions.
+        weight_checksum: sum of the `weight_checksums` of the packed records, modulo 2**63; the file has no such key if
+            all loss weights are 1.
         seq_len: tokens per row.
         utilization: tokens / (packs * seq_len).
         split: requested share of the packs by split; {} in manifests of earlier versions.
@@ -134,6 +136,7 @@ class PackingManifest:
     packs: int
     tokens: int
     supervised_tokens: int | None = None
+    weight_checksum: int | None = None
     images: int
     images_decoded: int | None = None
     check_images: str = "header"
@@ -172,6 +175,7 @@ class PackingManifest:
             "ignored_entries": self.ignored_entries,
             "records_split": self.fragments,
             "fragments": self.fragments,
+            "weight_checksum": self.format_version > UNWEIGHTED_FORMAT_VERSION,
         }
         return {name: item for name, item in asdict(self).items() if counts.get(name, True)}
 
