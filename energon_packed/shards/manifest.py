@@ -99,8 +99,8 @@ class PackingManifest:
         check_images: `header`, or `full`, which decodes all images.
         supervised_tokens: tokens that are targets; None if the encoder does not count them, or in manifests of earlier
             versions.
-        weight_checksum: sum of the `weight_checksums` of the packed records, modulo 2**63; the file has no such key if
-            all loss weights are 1.
+        weight_checksum: sum of the `weight_checksums` of the packed records, modulo 2**63; None, and no such key in
+            the file, if all loss weights are 1.
         seq_len: tokens per row.
         utilization: tokens / (packs * seq_len).
         split: requested share of the packs by split; {} in manifests of earlier versions.
@@ -175,7 +175,7 @@ class PackingManifest:
             "ignored_entries": self.ignored_entries,
             "records_split": self.fragments,
             "fragments": self.fragments,
-            "weight_checksum": self.format_version > UNWEIGHTED_FORMAT_VERSION,
+            "weight_checksum": self.weight_checksum is not None,
         }
         return {name: item for name, item in asdict(self).items() if counts.get(name, True)}
 
