@@ -35,7 +35,7 @@ from tests.loading.models import tiny_model
 
 BLOCKS = {"accelerate": "trainers.md", "ddp": "trainers.md", "fsdp": "train-torch.md"}
 TRAINED = [("qwen2", "token", ""), ("qwen2", "sample", ""), ("qwen2_5_vl", "token", "")]
-WEIGHTED = [("qwen2", "token", "weighted"), ("llama", "sample", "weighted"), ("qwen2_5_vl", "token", "weighted")]
+WEIGHTED = [("qwen2", "token", "weighted"), ("llama", "sample", "weighted"), ("qwen2_5_vl", "sample", "weighted")]
 
 
 def weighted_records(images: list[str]) -> list[dict[str, Any]]:
