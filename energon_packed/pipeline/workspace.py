@@ -110,15 +110,16 @@ class FolderLock:
             atomic_write(file, secrets.token_hex(16).encode())
         owner = {**orjson.loads(self._owner), "token": file.read_text()}
         content, target = orjson.dumps(owner), folder / ".work" / _OWNER
+        self._claimed = content  # before the request: its answer may be lost
         if not target.create(content):
             other = _read_owner(target)
             if not self._overwrite and other and other.get("token") != owner["token"]:
+                self._claimed = None
                 raise ConfigError(
                     f"{folder} belongs to {_named(other)}, which writes there or was killed; wait for it to end, run "
                     "its command again on that host, or set `overwrite` if it was killed"
                 )
             target.write_bytes(content)
-        self._claimed = content
         folder.abort_uploads()
 
     def _is_claimed(self) -> bool:
@@ -174,11 +175,11 @@ class FolderLock:
             raise
 
     def _free(self) -> None:
-        own = {_LOCK, _TOKEN} if self._lock.is_locked else set()
-        if self._claimed is not None:
-            with contextlib.suppress(OSError):  # a later run with the same token takes it over
-                if self._is_claimed():
-                    (self.folder / ".work" / _OWNER).unlink()
+        own = {_LOCK} if self._lock.is_locked else set()
+        with contextlib.suppress(OSError):  # the object stays if the store fails, and the token, by which it is reused
+            if self._claimed is not None and self._is_claimed():
+                (self.folder / ".work" / _OWNER).unlink()
+            own |= {_TOKEN} if own else set()
         if own:
             with contextlib.suppress(OSError):
                 (self._work / _OWNER).unlink()  # before the release: the next run writes its own file
@@ -323,8 +324,8 @@ class Workspace:
         free = self.free_bytes(key)
         if is_remote(self.root) and min(needed, unfinished) > free:
             raise ConfigError(
-                f"unfinished shards need about {_gib(min(needed, unfinished))}, but the file system of {self.work} has "
-                f"{_gib(free)} free; use another `work_dir`, fewer `workers` or a smaller "
+                f"unfinished shards need about {_gib(min(needed, unfinished))}, but the file system of {self.work} "
+                f"has {_gib(free)} free; use another `work_dir`, fewer `workers` or a smaller "
                 "`max_shard_bytes`"
             )
         if not is_remote(self.root) and needed > free:
