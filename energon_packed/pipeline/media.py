@@ -3,31 +3,26 @@
 | image of the record | located in |
 |---|---|
 | a file | that file, auxiliary dataset `files` |
-| a member of a tar | the tar, auxiliary dataset of its folder |
+| a member of a tar | the tar, auxiliary dataset `tars` |
 | bytes: cells of tables, base64 in JSON, images of a sample_loader | not yet |
 
 `MediaLocator.locate` runs in the write stage, which reads each image once for its digest, as a copy would.
 """
 
 import os
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 from energon_packed.encoding.vision.images import read_header, sniff_extension
 from energon_packed.errors import ConfigError
 from energon_packed.formats import StoredImage
-from energon_packed.formats.references import Locator, media_digest
+from energon_packed.formats.references import FILES, TARS, Locator, media_digest
 from energon_packed.records import MediaReference
-from energon_packed.sources import Source
 
 Media = Literal["copy", "reference"]
 MEDIA: tuple[Media, ...] = get_args(Media)
 MediaCheck = Literal["digest", "time"]
 MEDIA_CHECKS: tuple[MediaCheck, ...] = get_args(MediaCheck)
-FILES = "files"
-"""Auxiliary dataset of files that are not members of a tar: the root folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +31,9 @@ class MediaLocator:
 
     Attributes:
         check: value that readers compare: `digest` of the bytes, or size and `time` of change of the file.
-        folders: name of the auxiliary dataset of each folder with tars.
     """
 
     check: MediaCheck
-    folders: Mapping[str, str]
 
     def locate(self, reference: MediaReference) -> StoredImage:
         """Return the location of an image, with the value that readers compare.
@@ -55,9 +48,6 @@ class MediaLocator:
                 "images to files, or omit `media`"
             )
         file = os.path.abspath(reference.file or "")
-        is_member = reference.member is not None
-        source = self.folders[os.path.dirname(file)] if is_member else FILES
-        member = reference.member if is_member else file.lstrip("/")
         if self.check == "digest":
             data = reference.read()
             extension, size, digest, changed = sniff_extension(data), len(data), media_digest(data), None
@@ -65,12 +55,8 @@ class MediaLocator:
             header, status = read_header(reference), os.stat(file)
             extension, size, digest = header.extension, header.num_bytes, None
             changed = (status.st_size, status.st_mtime_ns)
-        locator = Locator(file, reference.offset or 0, size, digest, changed, source, member)
+        path, offset = file.lstrip("/"), reference.offset or 0
+        # Not by the name of the member: names repeat in a tar, and Energon needs an extension to decode an image.
+        source, member = (FILES, path) if reference.member is None else (TARS, f"{path}/{offset}.{extension}")
+        locator = Locator(file, offset, size, digest, changed, source, member)
         return StoredImage(extension, b"", locator=locator)
-
-
-def auxiliary_names(sources: Iterable[Source]) -> dict[str, str]:
-    """Return a name for each folder with a tar of the input: `tars0`, `tars1`, ... in the order of the paths."""
-    tars = (Path(os.path.abspath(source.path)) for source in sources if source.path.suffix == ".tar")
-    folders = sorted({str(tar.parent) for tar in tars})
-    return {folder: f"tars{index}" for index, folder in enumerate(folders)}

@@ -18,6 +18,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from energon_packed.errors import ConfigError
 from energon_packed.files import atomic_write, error_of_path, open_regular, remove_if_possible
+from energon_packed.shards.media_yaml import MEDIA_INDEX, MEDIA_YAML
 
 _LOCK = "lock"
 _OWNER = "owner.json"
@@ -147,6 +148,7 @@ class Workspace:
     out/webdataset/                the dataset
     out/lengths.parquet            one row per record
     out/rejects.jsonl              every rejected record
+    out/media.yaml, media-index/   the dataset for Energon's own loaders, if it references media
     out/.work/measure-{digest}/    lengths of chunks of the input
     out/.work/write-{digest}/      index rows of finished shards
     out/.work/run.json             which run the shards belong to
@@ -252,8 +254,10 @@ class Workspace:
         atomic_write(self.work / "run.json", orjson.dumps({"key": key, "settings": self.settings}))
 
     def remove_index(self) -> None:
-        """Remove `.nv-meta` before a shard is written, so that no reader opens an incomplete dataset."""
+        """Remove `.nv-meta` and media.yaml before a shard is written: no reader may open an incomplete dataset."""
         shutil.rmtree(self.shards / ".nv-meta", ignore_errors=True)
+        shutil.rmtree(self.root / MEDIA_INDEX, ignore_errors=True)
+        (self.root / MEDIA_YAML).unlink(missing_ok=True)
 
     def remove_strays(self, names: set[str]) -> None:
         """Remove shards that are not in the plan, and temporary files of lost workers."""

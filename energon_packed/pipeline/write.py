@@ -25,7 +25,7 @@ from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, 
 from energon_packed.files import atomic_write
 from energon_packed.formats import StoredImage, StoredSample, codec_for
 from energon_packed.pipeline.chunks import WEIGHTED, MediaFiles, TokenOffsets, TokenReader
-from energon_packed.pipeline.media import MediaLocator, auxiliary_names
+from energon_packed.pipeline.media import MediaLocator
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan, kept_tokens
 from energon_packed.pipeline.reader import RecordReader
@@ -35,6 +35,7 @@ from energon_packed.records import Conversation, MediaReference
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.manifest import SourceEntry
+from energon_packed.shards.media_yaml import write_media_yaml
 from energon_packed.shards.nv_meta import write_nv_meta
 from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at
@@ -295,7 +296,7 @@ def write_shards(state: RunState, key: str, table: RecordTable, plan: Plan) -> l
         workspace.remove_index()
     locator = None
     if options.media == "reference":
-        locator = MediaLocator(check=options.media_check, folders=auxiliary_names(state.reader.sources))
+        locator = MediaLocator(check=options.media_check)
     writer = ShardWriter(
         reader=state.reader, truncate=options.truncate, keep_bytes=options.keep_bytes, locator=locator
     )
@@ -329,6 +330,8 @@ def write_index(
         splits={name: [e.name for e in entries if e.split == name] for name in state.options.split},
         dataset_module=state.options.dataset_module,
     )
+    if state.options.media == "reference":
+        write_media_yaml(state.workspace.shards)
     manifest = _manifest(state, keys, table, plan, entries)
     manifest.save(state.workspace.shards)
     state.progress.advance(len(shards))

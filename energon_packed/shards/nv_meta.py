@@ -23,6 +23,7 @@ from energon_packed.shards.index import write_sqlite_index
 from energon_packed.shards.tar import ShardRows, ShardSummary
 
 CRUDE = "crude.yaml"
+INFO = ".info.json"
 OLD_INFO = ".info.yaml"  # of Energon before version 7
 SPLITS = ("train", "val", "test")  # the names that Energon knows
 # Fixed, so that index.uuid depends on the hashes of the shards alone.
@@ -92,13 +93,13 @@ def write_nv_meta(
     meta = folder / NV_META
     parts = {name: list(splits.get(name, [])) for name in SPLITS}
     split = {"split_parts": parts, "exclude": list(exclude)}
-    info = {"energon_version": _energon_version(), "shard_counts": {shard.name: shard.packs for shard in shards}}
+    info = info_file({shard.name: shard.packs for shard in shards})
     for name, content in loader_files(codec, dataset_module).items():
         atomic_write(meta / name, content)
     atomic_write(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
-    atomic_write(meta / ".info.json", json.dumps(info, indent=2).encode())
+    atomic_write(meta / INFO, info)
     if codec.layout or dataset_module or (meta / OLD_INFO).is_file():
-        atomic_write(meta / OLD_INFO, yaml.safe_dump(info, sort_keys=False).encode())
+        atomic_write(meta / OLD_INFO, yaml.safe_dump(json.loads(info), sort_keys=False).encode())
     atomic_write(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode())
     write_sqlite_index(meta / "index.sqlite", rows)
 
@@ -117,12 +118,12 @@ def loader_files(codec: Codec, dataset_module: str | None = None) -> dict[str, b
         "__class__": "CrudeWebdataset",
         "subflavors": {"sample_class": codec.sample_class},
     }
-    files = {CRUDE: _yaml(crude)}
+    files = {CRUDE: yaml_file(crude)}
     if dataset_module is not None:
         sample_type = {"__module__": dataset_module, "__class__": codec.sample_class}
         return files | {
             "sample_loader.py": Path(standalone_loader.__file__).read_bytes(),
-            "dataset.yaml": _yaml({"sample_type": sample_type, **_LOADER}),
+            "dataset.yaml": yaml_file({"sample_type": sample_type, **_LOADER}),
         }
     loader = "".join(f"from {codec.flavor_module} import {name} as {name}\n" for name in _LOADER)
     dataset = {
@@ -133,11 +134,17 @@ def loader_files(codec: Codec, dataset_module: str | None = None) -> dict[str, b
     }
     return files | {
         "sample_loader.py": (_HEADER + loader).encode(),
-        "dataset.yaml": _yaml(dataset),
+        "dataset.yaml": yaml_file(dataset),
     }
 
 
-def _yaml(value: dict[str, Any]) -> bytes:
+def info_file(packs: Mapping[str, int]) -> bytes:
+    """Return the content of `.info.json`, with the number of packs by shard name."""
+    return json.dumps({"energon_version": _energon_version(), "shard_counts": dict(packs)}, indent=2).encode()
+
+
+def yaml_file(value: dict[str, Any]) -> bytes:
+    """Return a mapping as YAML."""
     return (_HEADER + yaml.safe_dump(value, sort_keys=False)).encode()
 
 
