@@ -10,6 +10,7 @@
 """
 
 import os
+import time
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -25,15 +26,17 @@ MediaCheck = Literal["digest", "time"]
 MEDIA_CHECKS: tuple[MediaCheck, ...] = get_args(MediaCheck)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class MediaLocator:
     """Function of the write stage: makes the stored form of an image without its bytes.
 
     Attributes:
         check: value that readers compare: `digest` of the bytes, or size and `time` of change of the file.
+        seconds: time for reading and hashing images so far.
     """
 
     check: MediaCheck
+    seconds: float = 0.0
 
     def locate(self, reference: MediaReference) -> StoredImage:
         """Return the location of an image, with the value that readers compare.
@@ -49,8 +52,10 @@ class MediaLocator:
             )
         file = os.path.abspath(reference.file or "")
         if self.check == "digest":
+            start = time.perf_counter()
             data = reference.read()
             extension, size, digest, changed = sniff_extension(data), len(data), media_digest(data), None
+            self.seconds += time.perf_counter() - start
         else:
             header, status = read_header(reference), os.stat(file)
             extension, size, digest = header.extension, header.num_bytes, None

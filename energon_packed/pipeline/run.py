@@ -131,7 +131,8 @@ class PackResult:
         rejects: rejects.jsonl, with the rejected records.
         bytes: size of all tars.
         splits: requested splits, including splits without a pack.
-        seconds: wall time of each stage.
+        seconds: wall time of each stage. With references, also `digest`: the time that the write stage read and hashed
+            images, summed over the processes.
         utilization_ungrouped: utilization with `group_by='none'`, if the run groups; else None.
     """
 
@@ -231,6 +232,8 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     _log.info("plans %d packs in %d shards, %d bytes", plan.packs.num_packs, len(plan.shards), plan.num_bytes)
     with clock.stage("write"), _watched(inputs, workspace, keys):
         shards = write_shards(state, keys.write, table, plan)
+    if options.media == "reference" and options.media_check == "digest":
+        clock.seconds["digest"] = sum(shard.digest_seconds for shard in shards)
     _log.info("shards written and reused: %(shards_written)d and %(shards_reused)d", state.counters)
     lock.check()
     with clock.stage("index"):

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,6 +109,7 @@ class ShardWriter:
         """Write the tar, its index and its state file."""
         codec = codec_for(self.reader.sample_class, self.reader.layout)
         bounds = task.offsets.tolist()
+        seconds_before = self.locator.seconds if self.locator else 0.0
         with ExitStack() as open_files:
             shard = open_files.enter_context(TarShardWriter(task.tar))
             tokens = open_files.enter_context(TokenReader(task.tokens)) if task.tokens is not None else None
@@ -122,7 +123,8 @@ class ShardWriter:
         write_tar_index(task.tar, shard.rows)
         state = {"task": task.digest(), "mtime_ns": changed_at(task.tar), "rows": shard.rows.as_dict()}
         atomic_write(task.state, orjson.dumps(state))
-        return shard.rows.summary
+        seconds = self.locator.seconds - seconds_before if self.locator else 0.0
+        return replace(shard.rows.summary, digest_seconds=seconds)
 
     def stored_sample(
         self, record: "_Record", tokens: TokenReader | None, split: dict[tuple[int, int], Conversation]
