@@ -28,6 +28,7 @@ from energon_packed.options import refuse_remote
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
 from energon_packed.shards.reader import ShardReader
+from energon_packed.storage import as_path
 
 Subflavor = str | int | float | bool
 WeightBy = Literal["samples", "packs", "tokens", "records", "equal"]
@@ -166,7 +167,7 @@ def has_split(path: str | Path, split: str) -> bool:
     Raises:
         FormatError: `path` is not a dataset.
     """
-    if Path(path).is_file():
+    if as_path(path).is_file():
         return (
             split in read_metadataset(path, trusted=True).splits
         )  # trusted, as only the names of the splits are used

@@ -1,6 +1,7 @@
 """File access that is safe with untrusted files, crashes and power failures. Input: paths. Output: content or files.
 
 open_regular, check_regular_files   open regular files only: a FIFO would block, and a device may act on `open`
+read_range, status                  bytes and status of an open file, local or in an object store
 read_yaml                           YAML of plain types, within limits, optionally as Energon's parser reads it
 inner_names, check_inner            file names that cannot leave their folder
 visible                             strings that cannot control the terminal
@@ -26,6 +27,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from energon_packed.errors import FormatError
+from energon_packed.storage import RemotePath, RemoteReader
 from energon_packed.system import most_open
 
 _MOST_BYTES = 64 << 20  # of a YAML file
@@ -69,6 +71,11 @@ def open_regular(path: str | Path) -> BinaryIO:
         OSError: it cannot be opened.
         IrregularFile: it is a folder, device, socket or FIFO.
     """
+    if isinstance(path, RemotePath):
+        try:
+            return RemoteReader(path)
+        except IsADirectoryError:
+            raise IrregularFile("is a folder, not a regular file") from None
     _refuse(os.stat(path).st_mode)  # before opening: opening some devices acts on them
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
@@ -77,6 +84,34 @@ def open_regular(path: str | Path) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def read_range(stream: BinaryIO, at: int, size: int) -> bytes:
+    """Read bytes [at, at + size) of a stream of `open_regular`; fewer at its end. Its position stays.
+
+    Raises:
+        OSError: the disk or the object store fails.
+    """
+    if isinstance(stream, RemoteReader):
+        return stream.read_range(at, size)
+    descriptor = stream.fileno()
+    data = os.pread(descriptor, size, at)
+    if len(data) == size or not data:
+        return data
+    parts, missing = [data], size - len(data)
+    while missing and (data := os.pread(descriptor, missing, at + size - missing)):
+        parts.append(data)  # `pread` may return fewer bytes than requested
+        missing -= len(data)
+    return b"".join(parts)
+
+
+def status(stream: BinaryIO) -> os.stat_result:
+    """Return the status of a stream of `open_regular`.
+
+    Raises:
+        OSError: the disk or the object store fails.
+    """
+    return stream.status() if isinstance(stream, RemoteReader) else os.fstat(stream.fileno())
 
 
 def _refuse(mode: int) -> None:
@@ -92,6 +127,8 @@ def check_regular_files(folder: Path) -> None:
     Raises:
         FormatError: there is a FIFO, device or socket; the message names it.
     """
+    if isinstance(folder, RemotePath):  # an object store has regular files only
+        return
     try:
         entries = list(os.scandir(folder))
     except PermissionError:  # files of a folder that cannot be listed may still be read

@@ -33,6 +33,7 @@ import yaml
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import inner_names, read_yaml
 from energon_packed.options import short
+from energon_packed.storage import as_path, is_remote
 from energon_packed.system import raise_resource_error
 
 NV_META = ".nv-meta"
@@ -343,7 +344,7 @@ def read_metadataset(path: str | Path, *, trusted: bool = False) -> Metadataset:
         FormatError: the file, or a nested file, is not a Metadataset that Energon can read, or contains itself.
         ConfigError: it names an object of another package, and `trusted` is False.
     """
-    path = Path(path)
+    path = as_path(path)
     if path.suffix.lower() not in (".yaml", ".yml"):
         remedy = "Pack it with energon-packed pack, or load its records with get_raw_loader."
         raise FormatError(
@@ -359,7 +360,8 @@ def read_metadataset(path: str | Path, *, trusted: bool = False) -> Metadataset:
 
 def energon_join(folder: Path, name: str) -> Path:
     """Join a path as Energon does: `..` is removed from the string, before links are followed."""
-    return Path(os.path.normpath(folder.absolute() / name))
+    joined = as_path(folder.absolute() / name)
+    return joined.resolve() if is_remote(joined) else Path(os.path.normpath(joined))
 
 
 def iter_mappings(value: Any) -> Iterator[dict[str, Any]]:

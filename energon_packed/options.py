@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
+from energon_packed import storage
 from energon_packed.errors import ConfigError
 
 _KEY = "option"  # of the declaration in the metadata of a dataclass field
 _LARGEST = 2**63 - 1  # files and kernels store integers as int64
-# Without this check, Path("s3://x") would become a local folder named `s3:`. Path collapses `//` to `/`.
+# Without this check, Path("hf://x") would become a local folder named `hf:`. Path collapses `//` to `/`.
 _REMOTE = re.compile(r"(s3|s3a|gs|gcs|hf|az|abfs|abfss|hdfs|https?|msc):/", re.IGNORECASE)
 T = TypeVar("T")
 _shortened = reprlib.Repr()
@@ -226,7 +227,7 @@ def as_path(value: str | Path, name: str) -> Path:
         raise ConfigError(f"`{name}` must not contain a NUL character, got {text!r}")
     try:
         text.encode()
-        return Path(text).expanduser() if text == "~" or text.startswith("~/") else Path(text)
+        return Path(text).expanduser() if text == "~" or text.startswith("~/") else storage.as_path(text)
     except UnicodeEncodeError as error:
         # packing.json and lengths.parquet store the path, and both are UTF-8
         raise ConfigError(f"`{name}` must be valid UTF-8, got {text!r}. Rename the path") from error
@@ -239,16 +240,19 @@ def short(value: Any) -> str:
     return _shortened.repr(value)
 
 
-def refuse_remote(value: str | Path, name: str = "") -> None:
+def refuse_remote(value: str | Path, name: str = "", *, is_read: bool = False) -> None:
     """Refuse the address of an object store for an argument that must be a local path.
 
     Args:
         value: a path, whose `//` `Path` has already collapsed to `/`.
         name: name of the argument, for the message.
+        is_read: the argument is only read, so that a RemotePath is valid.
 
     Raises:
         ConfigError: the path starts with `s3://`, `gs://`, `hf://` or the like.
     """
+    if is_read and isinstance(value, str | Path) and storage.is_remote(value):
+        return
     if isinstance(value, str | Path) and (scheme := _REMOTE.match(str(value))):
         path = f"`{name}` {value}" if name else str(value)
         raise ConfigError(

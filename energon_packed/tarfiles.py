@@ -28,16 +28,17 @@ The rules, and how GNU tar and Python's `tarfile` (which WebDataset 1 and Megatr
                 block of zeros and at the end of the file, all without a message. Here each of these is an error.
 """
 
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from energon_packed.errors import FormatError, SourceError
-from energon_packed.files import IrregularFile, open_regular
+from energon_packed.files import IrregularFile, open_regular, read_range, status
+from energon_packed.storage import READ_AHEAD, is_remote
 from energon_packed.system import raise_resource_error
 
 BLOCK = 512
@@ -63,6 +64,7 @@ _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
 MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK": "zip"}
 """Compressed formats by their first bytes."""
 _REMEDY = "copy or write it again"
+_LARGEST_BLOCK, _SMALLEST_BLOCK = 8 << 20, 1 << 16  # bytes of a remote tar that are requested at once
 
 
 class TarError(FormatError, SourceError):
@@ -312,8 +314,8 @@ def open_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Ta
         TarError: it is not a regular file, or cannot be read; also as `TarReader` when iterated.
     """
     with _opened(path) as stream:
-        size = os.fstat(stream.fileno()).st_size if stop is None else stop
-        yield TarReader(path, _reading(path, stream), start, size, is_whole=stop is None)
+        size = status(stream).st_size if stop is None else stop
+        yield TarReader(path, reading(path, stream, size), start, size, is_whole=stop is None)
 
 
 def read_content(path: Path, member: Member) -> bytes:
@@ -325,27 +327,11 @@ def read_content(path: Path, member: Member) -> bytes:
     if member.fault is not None:
         raise TarError(f"{path}: {member.fault}", member.fault)
     with _opened(path) as stream:
-        content = _reading(path, stream)(member.offset, member.size)
+        content = reading(path, stream, member.offset + member.size)(member.offset, member.size)
     if len(content) < member.size:
         problem = f"truncated inside {member.name} at byte {member.offset + len(content)}; {_REMEDY}"
         raise TarError(f"{path}: {problem}", problem)
     return content
-
-
-def read_range(descriptor: int, at: int, size: int) -> bytes:
-    """Read bytes [at, at + size) of an open file; fewer at its end.
-
-    Raises:
-        OSError: the disk fails.
-    """
-    data = os.pread(descriptor, size, at)
-    if len(data) == size or not data:
-        return data
-    parts, missing = [data], size - len(data)
-    while missing and (data := os.pread(descriptor, missing, at + size - missing)):
-        parts.append(data)  # `pread` may return fewer bytes than requested
-        missing -= len(data)
-    return b"".join(parts)
 
 
 def key_faults(members: Iterable[Member]) -> list[tuple[Member, str]]:
@@ -371,17 +357,44 @@ def _opened(path: Path) -> BinaryIO:
         raise TarError(f"{path} cannot be opened: {error.strerror}; check its name and permissions") from error
 
 
-def _reading(path: Path, stream: BinaryIO) -> Read:
-    descriptor = stream.fileno()  # unbuffered: a buffer would also read the first bytes of each content
+def reading(path: Path, stream: BinaryIO, stop: int) -> Read:
+    """Return the function that reads a tar up to byte `stop`; its errors are those of `TarReader`."""
+    # Local files without a buffer, which would also read the first bytes of each content.
+    source: Read = partial(read_range, stream)
+    source = in_blocks(source, stop) if is_remote(path) else source
 
     def read(at: int, size: int) -> bytes:
         try:
-            return read_range(descriptor, at, size)
+            return source(at, size)
         except (OSError, MemoryError) as error:
             raise_resource_error(error, path)
             raise TarError(
                 f"{path} cannot be read at byte {at}: {error}; check the file system, or copy it again"
             ) from error
+
+    return read
+
+
+def in_blocks(source: Read, stop: int) -> Read:
+    """Return a function that reads a remote tar in blocks: a request for each header would take longer.
+
+    A tar of small members is read completely, in growing blocks. Long contents are skipped, and blocks shrink.
+
+    Args:
+        source: requests bytes.
+        stop: byte offset of the end of the range that is read.
+    """
+    start, length, data = 0, READ_AHEAD, b""
+
+    def read(at: int, size: int) -> bytes:
+        nonlocal start, length, data
+        end = start + len(data)
+        if not start <= at <= at + size <= end:
+            if data:
+                is_near = start <= at <= end + READ_AHEAD
+                length = min(2 * length, _LARGEST_BLOCK) if is_near else max(length // 4, _SMALLEST_BLOCK)
+            start, data = at, source(at, max(size, min(length, stop - at)))
+        return data[at - start : at - start + size]
 
     return read
 

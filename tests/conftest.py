@@ -12,6 +12,7 @@ from hypothesis import settings
 from energon_packed import ChatEncoder, PackOptions, PackResult, pack
 from tests.frozen import freeze
 from tests.internals import DemoDataset, write_dataset, write_tokenizer
+from tests.storage import BUCKET, Store, start_store
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # tests run side by side
@@ -70,3 +71,18 @@ def pack_demo(demo: DemoDataset, tokenizer_dir: Path, tmp_path_factory: pytest.T
         return done[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def store_server(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Started once per process: importing and starting moto takes a second."""
+    return start_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture
+def store(store_server: Store) -> Store:
+    """An object store with one empty bucket."""
+    keys = store_server.client.list_objects_v2(Bucket=BUCKET).get("Contents", [])
+    for key in keys:
+        store_server.client.delete_object(Bucket=BUCKET, Key=key["Key"])
+    return store_server

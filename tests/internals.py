@@ -38,7 +38,6 @@ PLACES = {
     "WorkerResultQueue": "loading.energon.faults:WorkerResultQueue",
     "Step": "loading.dataflow.worker_stream:Step",
     "transport": "loading.dataflow.transport",
-    "WorkerProgress": "loading.dataflow.transport:WorkerProgress",
     "TransportMessage": "loading.dataflow.transport:Message",
     "round_robin": "loading.dataflow.transport:round_robin",
     "messages": "loading.dataflow.transport:messages",
@@ -184,6 +183,7 @@ PLACES = {
     "engine": "pipeline.engine",
     "advice": "pipeline.rejects:advice",
     "main_reason": "pipeline.rejects:main_reason",
+    "raw_records": "loading.raw_records",
     # records: shapes and media on their own, for records that no run would accept
     "check_patch_positions": "encoding.vision.media:check_patch_positions",
     "media": "records.media",
@@ -203,6 +203,9 @@ PLACES = {
     "ShardReader": "shards.reader:ShardReader",
     "TarShardWriter": "shards.tar:TarShardWriter",
     "atomic_path": "files:atomic_path",
+    "open_regular": "files:open_regular",
+    "read_range": "files:read_range",
+    "status": "files:status",
     "packs_per_worker": "shards.steps:packs_per_worker",
     "ShardRows": "shards.tar:ShardRows",
     # sources: readers of files on their own, for damages and limits
@@ -222,6 +225,11 @@ PLACES = {
     # metadatasets: the reader itself, against Energon's
     "read_split": "metadatasets:read_split",
     "read_metadataset": "metadatasets:read_metadataset",
+    # storage: paths of object stores, which users write as strings
+    "RemotePath": "storage:RemotePath",
+    "as_path": "storage:as_path",
+    "energon_url": "storage:energon_url",
+    "storage": "storage",
     # tarfiles: the reader itself, against Python's tarfile and GNU tar
     "TarError": "tarfiles:TarError",
     "open_tar": "tarfiles:open_tar",
@@ -239,8 +247,11 @@ PRELOADED = (
     "energon_packed.pipeline.run",
     "energon_packed.encoding",
     "energon_packed.encoding.patch_kernel",
-    "energon_packed.loading",
-    "energon_packed.loading.energon.loader",
+    "energon_packed.loading.distributors.energon",
+    "energon_packed.loading.distributors.mixture",
+    "energon_packed.loading.energon.packed_loader",
+    "energon_packed.loading.joint",
+    "energon_packed.loading.raw_records",
     "energon_packed.integrations.megatron",
 )
 """Modules that `tests/preloaded.py` imports once for all processes, because their import is slow."""

@@ -9,27 +9,33 @@ from typing import Any
 import pytest
 from megatron.energon import TaskEncoder, WorkerConfig, get_loader, get_train_dataset
 
-from energon_packed import ChatEncoder, ConfigError, PackedDataset, get_packed_loader
+from energon_packed import ConfigError, PackedDataset, get_packed_loader
 from tests.conftest import Packer
+from tests.internals import DemoDataset
 
 RECIPES = Path(__file__).parents[1] / "metadatasets"
 
 
 @pytest.fixture(scope="module")
-def recipes(pack_demo: Packer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the recipes, with out/node_a, node_b and node_c beside it."""
+def recipes(
+    demo: DemoDataset, pack_demo: Packer, text_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A copy of the recipes, with out/node_a, node_b and node_c beside it: texts, as the tests draw 2,000 packs."""
     root = tmp_path_factory.mktemp("recipes")
     shutil.copytree(RECIPES, root / "metadatasets")
+    texts = root / "texts.jsonl"
+    texts.write_bytes(b"\n".join(line for line in demo.jsonl.read_bytes().splitlines() if b"image" not in line))
+    options: dict[str, Any] = {"split": {"train": 0.7, "val": 0.3}, "max_packs_per_shard": 2, "seq_len": 256}
+    options |= {"inputs": (str(texts),), "tokenizer": text_tokenizer_dir, "sample_class": "PackedTokensSample"}
     for name in ("node_a", "node_b", "node_c"):
-        options = {"split": {"train": 0.7, "val": 0.3}, "max_packs_per_shard": 4, "shard_prefix": name}
-        shards = pack_demo(sample_class="PackedTokensSample", **options).shards
+        shards = pack_demo(shard_prefix=name, **options).shards
         shutil.copytree(shards, root / "out" / name / "webdataset")
     return root / "metadatasets"
 
 
-def drawn(recipe: Path, encoder: ChatEncoder, count: int, **options: Any) -> collections.Counter[str]:
+def drawn(recipe: Path, count: int, **options: Any) -> collections.Counter[str]:
     """How many packs come from each node."""
-    loader = get_packed_loader(recipe, encoder, num_workers=0, **options)
+    loader = get_packed_loader(recipe, num_workers=0, **options)
     return collections.Counter(b.__key__[0].rpartition("_")[0] for b in itertools.islice(loader, count))
 
 
@@ -39,27 +45,27 @@ def test_every_recipe_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", ["two_outputs.yaml", "two_outputs_v1.yaml"])
-def test_two_outputs(recipes: Path, encoder: ChatEncoder, name: str) -> None:
-    assert 265 < drawn(recipes / name, encoder, 400)["node_a"] < 335  # three in four, within 4 standard deviations
-    val = drawn(recipes / name, encoder, 10_000, split="val", epochs=1, shuffle=False)
+def test_two_outputs(recipes: Path, name: str) -> None:
+    assert 265 < drawn(recipes / name, 400)["node_a"] < 335  # three in four, within 4 standard deviations
+    val = drawn(recipes / name, 10_000, split="val", epochs=1, shuffle=False)
     assert set(val) == {"node_a"}
-    packs = PackedDataset(recipes.parent / "out" / "node_a", encoder, split="val")
+    packs = PackedDataset(recipes.parent / "out" / "node_a", split="val")
     assert val["node_a"] == len(packs)
 
 
-def test_epochized(recipes: Path, encoder: ChatEncoder) -> None:
-    packs = len(PackedDataset(recipes.parent / "out" / "node_a", encoder))
-    seen = drawn(recipes / "epochized.yaml", encoder, 10_000, epochs=1)
+def test_epochized(recipes: Path) -> None:
+    packs = len(PackedDataset(recipes.parent / "out" / "node_a"))
+    seen = drawn(recipes / "epochized.yaml", 10_000, epochs=1)
     assert seen == {"node_a": packs, "node_b": 2 * packs}
 
 
-def test_a_weighted_blend_has_no_epoch(recipes: Path, encoder: ChatEncoder) -> None:
+def test_a_weighted_blend_has_no_epoch(recipes: Path) -> None:
     with pytest.raises(ConfigError, match=r"nested.yaml draws by weight indefinitely, .*--epochized"):
-        get_packed_loader(recipes / "nested.yaml", encoder, num_workers=0, epochs=1)
+        get_packed_loader(recipes / "nested.yaml", num_workers=0, epochs=1)
 
 
-def test_nested(recipes: Path, encoder: ChatEncoder) -> None:
-    seen = drawn(recipes / "nested.yaml", encoder, 1000)
+def test_nested(recipes: Path) -> None:
+    seen = drawn(recipes / "nested.yaml", 1000)
     for name, share in (("node_a", 0.675), ("node_b", 0.225), ("node_c", 0.1)):
         assert abs(seen[name] - 1000 * share) < 4 * (1000 * share * (1 - share)) ** 0.5
 

@@ -11,6 +11,7 @@ from energon_packed.cli.pack import show_run
 from energon_packed.cli.terminal import SafeConsole
 from energon_packed.demo import write_dataset, write_tokenizer
 from energon_packed.errors import ConfigError
+from energon_packed.options import make
 from energon_packed.pipeline import PackOptions
 
 _MAX_REJECT_RATE = 0.5  # some generated records are invalid on purpose
@@ -38,23 +39,15 @@ def command(output_dir: Path, records: int, seq_len: int) -> None:
     arguments = ["pack", data.jsonl, "-o", output_dir, "--seq-len", seq_len, "--tokenizer", tokenizer]
     arguments += ["--max-reject-rate", _MAX_REJECT_RATE]
     console.print(f"\n$ energon-packed {shlex.join(map(str, arguments))}\n", soft_wrap=True)
-    show_run(
-        PackOptions(
-            inputs=(str(data.jsonl),),
-            output_dir=output_dir,
-            tokenizer=tokenizer,
-            seq_len=seq_len,
-            max_reject_rate=_MAX_REJECT_RATE,
-            overwrite=True,
-        )
-    )
+    settings = {"tokenizer": tokenizer, "seq_len": seq_len, "max_reject_rate": _MAX_REJECT_RATE, "overwrite": True}
+    show_run(make(PackOptions, {"inputs": (str(data.jsonl),), "output_dir": output_dir, **settings}))
     _load(console, output_dir, tokenizer)
 
 
 def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:
     """Load one epoch with Energon, and print the shapes of the first batches."""
     from energon_packed.encoding import ChatEncoder
-    from energon_packed.loading import get_packed_loader
+    from energon_packed.loading.energon.packed_loader import get_packed_loader
 
     console.print("\nLoading one epoch through Energon, two packs a batch ...")
     start = time.perf_counter()

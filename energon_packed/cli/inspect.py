@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from energon_packed.cli.display import format_bytes, turn_text
-from energon_packed.cli.options import as_options
+from energon_packed.cli.options import InputPath, as_options
 from energon_packed.cli.terminal import SafeConsole, echo_json
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import visible
@@ -27,7 +27,7 @@ _ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yel
 
 
 @click.command(name="inspect")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=InputPath())
 @click.option("--pack", "key", metavar="KEY", help="Show only this pack.")
 @click.option("--limit", type=click.IntRange(min=0), default=1, show_default=True, help="Number of packs to show.")
 @click.option("--tokens", is_flag=True, help="Show packs token by token, with label, position and sample.")
@@ -37,13 +37,7 @@ _ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yel
               help="Write the members of the shown packs to DIR/KEY/.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per tar, pack or dataset.")
 def command(
-    path: Path,
-    key: str | None,
-    limit: int,
-    tokens: bool,
-    tokenizer: Path | None,
-    extract: Path | None,
-    as_json: bool,
+    path: Path, key: str | None, limit: int, tokens: bool, tokenizer: Path | None, extract: Path | None, as_json: bool
 ) -> None:
     """Show the contents of a tar, a dataset folder or a Metadataset YAML.
 

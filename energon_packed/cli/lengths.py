@@ -24,6 +24,15 @@ from energon_packed.inspection.lengths import Candidate, compare, histogram, per
 from energon_packed.options import make
 from energon_packed.pipeline.survey import LengthsOptions, Survey, parse_seq_lens, survey_lengths
 
+_COLUMNS = {  # attribute of a Candidate and its format, by title
+    "seq_len": ("seq_len", ","),
+    "records\ndropped": ("dropped_records", ".2%"),
+    "tokens\ndropped": ("dropped_tokens", ".2%"),
+    "packs": ("packs", ","),
+    "utilization": ("utilization", ".2%"),
+    "samples\nper pack": ("samples_per_pack", ".2f"),
+    "mean attention\nspan (tokens)": ("attention", ",.0f"),
+}
 _NUMBER = re.compile(r"[0-9.]+k?", re.IGNORECASE)
 
 
@@ -35,11 +44,7 @@ _NUMBER = re.compile(r"[0-9.]+k?", re.IGNORECASE)
 @options_of(LengthsOptions, without=["inputs", "seq_lens"])
 @click.option("--json", "as_json", is_flag=True, cls=DeclaredOption, group=MESSAGES, help="Print JSON.")
 def command(
-    inputs: tuple[str, ...],
-    jsonl: tuple[str, ...],
-    seq_lens: tuple[str, ...],
-    as_json: bool,
-    values: dict[str, Any],
+    inputs: tuple[str, ...], jsonl: tuple[str, ...], seq_lens: tuple[str, ...], as_json: bool, values: dict[str, Any]
 ) -> None:
     """Show sample lengths, and the dropped tokens, utilization and attention span of each --seq-len.
 
@@ -70,7 +75,21 @@ def command(
         multiple=options.pad_multiple,
     )
     best, reason = recommend(compared, survey.lengths)
-    output.result(_as_dict(survey, compared, best, reason))
+    output.result(
+        {
+            "records": survey.records,
+            "is_sample": survey.is_sample,
+            "rejects": survey.rejects,
+            "reject_summary": survey.reject_summary,
+            "unused_fields": dict(survey.unused_fields),
+            "notes": dict(survey.notes),
+            "ignored_entries": [asdict(entries) for entries in survey.ignored_entries],
+            "percentiles": {f"{percent:g}": length for percent, length in percentiles(survey.lengths).items()},
+            "candidates": [asdict(candidate) for candidate in compared],
+            "recommended": best.seq_len,
+            "reason": reason,
+        }
+    )
     console = output.console
     _show(console, survey, compared)
     if survey.rejects:
@@ -91,22 +110,6 @@ def _split(inputs: tuple[str, ...], seq_lens: tuple[str, ...]) -> tuple[tuple[st
     return tuple(name for name in inputs if name not in numbers), candidates
 
 
-def _as_dict(survey: Survey, compared: list[Candidate], best: Candidate, reason: str) -> dict[str, Any]:
-    return {
-        "records": survey.records,
-        "is_sample": survey.is_sample,
-        "rejects": survey.rejects,
-        "reject_summary": survey.reject_summary,
-        "unused_fields": dict(survey.unused_fields),
-        "notes": dict(survey.notes),
-        "ignored_entries": [asdict(entries) for entries in survey.ignored_entries],
-        "percentiles": {f"{percent:g}": length for percent, length in percentiles(survey.lengths).items()},
-        "candidates": [asdict(candidate) for candidate in compared],
-        "recommended": best.seq_len,
-        "reason": reason,
-    }
-
-
 def _show(console: Console, survey: Survey, compared: list[Candidate]) -> None:
     rejected = sum(survey.rejects.values())
     scope = "a sample of the records" if survey.is_sample else "all records"
@@ -125,23 +128,8 @@ def _show(console: Console, survey: Survey, compared: list[Candidate]) -> None:
     line = "  ".join(f"{percent:g}%: {length:,}" for percent, length in percentiles(survey.lengths).items())
     console.print(f"\nlength percentiles  {line}\n", soft_wrap=True)
     table = Table("seq_len")
-    for name in (
-        "records\ndropped",
-        "tokens\ndropped",
-        "packs",
-        "utilization",
-        "samples\nper pack",
-        "mean attention\nspan (tokens)",
-    ):
-        table.add_column(name, justify="right")
+    for title in list(_COLUMNS)[1:]:
+        table.add_column(title, justify="right")
     for candidate in compared:
-        table.add_row(
-            f"{candidate.seq_len:,}",
-            f"{candidate.dropped_records:.2%}",
-            f"{candidate.dropped_tokens:.2%}",
-            f"{candidate.packs:,}",
-            f"{candidate.utilization:.2%}",
-            f"{candidate.samples_per_pack:.2f}",
-            f"{candidate.attention:,.0f}",
-        )
+        table.add_row(*(format(getattr(candidate, name), spec) for name, spec in _COLUMNS.values()))
     console.print(table)

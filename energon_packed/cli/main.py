@@ -158,9 +158,8 @@ def _run() -> None:
         cli(standalone_mode=False)
         gc.freeze()  # the process ends now: without this, the last collection of torch's objects lasts half a second
     except click.UsageError as error:
-        if (
-            error.ctx is None or type(error).__name__ == "NoArgsIsHelpError"
-        ):  # click 8.2: no arguments, prints the help
+        # Without arguments, click 8.2 raises an error that prints the help.
+        if error.ctx is None or type(error).__name__ == "NoArgsIsHelpError":
             error.show()
             sys.exit(error.exit_code)
         message = error.format_message().rstrip(".")

@@ -28,11 +28,7 @@ _MAX_DIGITS = 300  # Python refuses to print integers of more than 4,300 digits
 _DECIMAL = re.compile(r"[+-]?[0-9]+\.[0-9]*([eE][+-]?[0-9]+)?|[+-]?[0-9]+[eE][+-]?[0-9]+")
 
 
-@click.command(
-    name="metadataset",
-    cls=GroupedCommand,
-    short_help="Blend several datasets into one Metadataset.",
-)
+@click.command(name="metadataset", cls=GroupedCommand, short_help="Blend several datasets into one Metadataset.")
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
 @click.argument("inputs", nargs=-1, required=True, metavar="DIR[=WEIGHT]...")
 @click.option("--weight-by", type=click.Choice(WEIGHT_BY), default="samples", show_default=True,

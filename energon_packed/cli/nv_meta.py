@@ -26,13 +26,13 @@ def command(folder: Path, sample_class: str | None, output: Output) -> None:
     """
     repaired = make_nv_meta(folder, sample_class)
     packs = sum(shard.packs for shard in repaired.shards)
+    splits = {name: shards for name, shards in repaired.splits.items() if shards}
     lines = [f"{repaired.sample_class} in {repaired.folder}: {len(repaired.shards):,} shards, {packs:,} packs indexed"]
     if repaired.dropped_manifest:
         # A manifest of other shards would make loaders refuse the dataset.
         lines.append("  packing.json did not describe these shards and is kept as packing.json.stale")
-    for name, shards in repaired.splits.items():
-        if shards:
-            lines.append(f"  {name}: {len(shards):,} shards" + (" (split.yaml kept)" if repaired.kept_split else ""))
+    kept = " (split.yaml kept)" if repaired.kept_split else ""
+    lines += [f"  {name}: {len(shards):,} shards{kept}" for name, shards in splits.items()]
     for line in lines:
         output.console.print(line, soft_wrap=True)
     output.result(
@@ -41,7 +41,7 @@ def command(folder: Path, sample_class: str | None, output: Output) -> None:
             "sample_class": repaired.sample_class,
             "shards": len(repaired.shards),
             "packs": packs,
-            "splits": {name: shards for name, shards in repaired.splits.items() if shards},
+            "splits": splits,
             "kept_split": repaired.kept_split,
             "dropped_manifest": repaired.dropped_manifest,
         }

@@ -17,6 +17,7 @@ import click
 from energon_packed.errors import ConfigError
 from energon_packed.options import Declaration, declared
 from energon_packed.pipeline.config_file import read_config
+from energon_packed.storage import as_path
 
 MESSAGES = "Messages"
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
@@ -36,14 +37,19 @@ class GroupedCommand(click.Command):
             if (record := parameter.get_help_record(context)) is not None:
                 group = MESSAGES if "--help" in parameter.opts else "Options"
                 groups[getattr(parameter, "group", None) or group].append(record)
-        for name, records in sorted(groups.items(), key=lambda item: _group_order(item[0])):
+        # Groups of other packages are before `Table`.
+        order = {name: place for place, name in enumerate(_GROUPS)}
+        for name in sorted(groups, key=lambda name: order.get(name, len(_GROUPS) - 2)):
             with formatter.section(name):
-                formatter.write_dl(records)
+                formatter.write_dl(groups[name])
 
 
-def _group_order(group: str) -> int:
-    """Position of a group in the help text; groups of other packages are before `Table`."""
-    return _GROUPS.index(group) if group in _GROUPS else len(_GROUPS) - 2
+class InputPath(click.Path):
+    """A path that is only read, which may be in an object store."""
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Path:
+        """Return a Path, or a RemotePath."""
+        return as_path(str(super().convert(value, param, context)))
 
 
 class DeclaredOption(click.Option):
@@ -159,31 +165,25 @@ def _flags() -> dict[str, str]:
 
 
 def _click_option(declaration: Declaration, *, defaults: bool) -> Decorator:
-    settings: dict[str, Any] = {
-        "help": _help(declaration) if defaults else declaration.help,
-        "metavar": declaration.metavar,
-        "default": None,
-    }
-    if declaration.is_flag and len(declaration.flags) == 1 and "/" not in declaration.flags[0]:
-        # A flag with one form, such as --no-npy, sets the value that is not the default.
-        settings |= {"is_flag": True, "flag_value": not declaration.default}
-    elif declaration.is_flag:
-        settings |= {"is_flag": True}
-    elif declaration.parse is not None:
-        settings |= {"type": str}
-    elif declaration.valid is not None:
+    shown = _help(declaration) if defaults else declaration.help
+    settings: dict[str, Any] = {"help": shown, "metavar": declaration.metavar, "default": None}
+    if declaration.is_flag:
+        settings["is_flag"] = True
+        if len(declaration.flags) == 1 and "/" not in declaration.flags[0]:
+            # A flag with one form, such as --no-npy, sets the value that is not the default.
+            settings["flag_value"] = not declaration.default
+    elif declaration.valid is not None and declaration.parse is None:
         settings |= {"type": click.Choice(declaration.valid), "metavar": None}
-    elif declaration.kind is Path:
-        settings |= {"type": click.Path()}
     else:
-        settings |= {"type": declaration.kind}
+        kind = str if declaration.parse is not None else declaration.kind
+        settings["type"] = click.Path() if kind is Path else kind
     return click.option(*declaration.flags, declaration.name, cls=DeclaredOption, group=declaration.group, **settings)
 
 
 def _help(declaration: Declaration) -> str:
-    default = declaration.shown_default
-    if default is None and not declaration.is_required and declaration.default is not None and not declaration.is_flag:
-        default = str(declaration.default)
     if declaration.is_required or declaration.needed:
         return f"{declaration.help} [required]"
+    default = declaration.shown_default
+    if default is None and declaration.default is not None and not declaration.is_flag:
+        default = str(declaration.default)
     return f"{declaration.help} [default: {default}]" if default else declaration.help

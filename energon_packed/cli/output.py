@@ -5,7 +5,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any
@@ -51,9 +51,19 @@ class Output:
         if self.as_json:
             echo_json(value, indented=True)
 
-    def logs(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def logs(self) -> Iterator[None]:
         """Context manager that prints warnings of the library on stderr; with `verbose`, also INFO messages."""
-        return _shown_logs(logging.INFO if self.verbose else logging.WARNING)
+        logger, handler = logging.getLogger("energon_packed"), _ToStderr()
+        before = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO if self.verbose else logging.WARNING)
+        try:
+            yield
+        finally:
+            # Tests and Python programs run several commands in one process.
+            logger.setLevel(before)
+            logger.removeHandler(handler)
 
 
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,20 +85,6 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(*arguments, output=output, **options)
 
     return with_output
-
-
-@contextmanager
-def _shown_logs(level: int) -> Iterator[None]:
-    logger, handler = logging.getLogger("energon_packed"), _ToStderr()
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    try:
-        yield
-    finally:
-        # Tests and Python programs run several commands in one process.
-        logger.setLevel(before)
-        logger.removeHandler(handler)
 
 
 class _ToStderr(logging.Handler):

@@ -86,17 +86,11 @@ class TerminalProgress(Progress):
 
     def _print_lines(self) -> None:
         while not self._done.wait(self._interval):
-            self._print_line()
-
-    def _print_line(self) -> None:
-        share = self._units / max(self._total, 1)
-        elapsed = time.perf_counter() - self._started
-        left = f", about {duration(elapsed * (1 - share) / share)} left" if 0 < share <= 1 else ""
-        self._console.print(
-            f"{self._stage:8} {share:>4.0%} {self._count():,} {self._unit}{self._rate()}, {duration(elapsed)}{left}",
-            highlight=False,
-            soft_wrap=True,
-        )
+            share = self._units / max(self._total, 1)
+            elapsed = time.perf_counter() - self._started
+            left = f", about {duration(elapsed * (1 - share) / share)} left" if 0 < share <= 1 else ""
+            done = f"{self._stage:8} {share:>4.0%} {self._count():,} {self._unit}{self._rate()}"
+            self._console.print(f"{done}, {duration(elapsed)}{left}", highlight=False, soft_wrap=True)
 
     def _rate(self) -> str:
         elapsed = time.perf_counter() - self._started

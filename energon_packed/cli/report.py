@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from energon_packed.cli.display import format_bytes
-from energon_packed.cli.options import as_options
+from energon_packed.cli.options import InputPath, as_options
 from energon_packed.cli.terminal import echo
 from energon_packed.errors import ConfigError
 from energon_packed.files import atomic_write
@@ -17,7 +17,7 @@ from energon_packed.metadatasets import read_metadataset
 
 
 @click.command(name="report")
-@click.argument("path", type=click.Path(path_type=Path), metavar="DIR|METADATASET")
+@click.argument("path", type=InputPath(), metavar="DIR|METADATASET")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("report.html"),
               show_default=True, help="Output HTML file.")  # fmt: skip
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from energon_packed.cli.options import GroupedCommand, as_options, options_of
+from energon_packed.cli.options import GroupedCommand, InputPath, as_options, options_of
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import SafeConsole, echo
 from energon_packed.encoding import EncoderSettings
@@ -26,7 +26,7 @@ _FAST = "--fast"  # why samples are not encoded
 
 @click.command(name="verify", cls=GroupedCommand)
 @output_options
-@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR|METADATASET.yaml")
+@click.argument("folder", type=InputPath(), metavar="DIR|METADATASET.yaml")
 @click.option("--fast", is_flag=True, help="Do not encode the samples again.")
 @click.option("--workers", type=click.IntRange(min=0), default=0, help="Number of processes. [default: all cores]")
 @click.option("--min-utilization", type=click.FloatRange(0, 1), metavar="SHARE",

@@ -24,7 +24,13 @@ from energon_packed.encoding.engines import EngineName
 from energon_packed.encoding.pretrained import TokenizerParts, find_pretrained, load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, targets_per_sample
+from energon_packed.encoding.sample import (
+    IGNORE_INDEX,
+    EncodedRow,
+    EncodedSample,
+    targets_per_sample,
+    weight_checksums,
+)
 from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
@@ -210,16 +216,11 @@ class ChatEncoder(Processor):
         if self.vision is None or self.image_token_id is None:
             return sample
         positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids)
+        sample = replace(sample, position_ids=positions, dummy=self.dummy)
         if pixels.values is None:
-            return replace(sample, position_ids=positions, dummy=self.dummy, vision_inputs=pixels.inputs)
-        return replace(
-            sample,
-            dummy=self.dummy,
-            position_ids=positions,
-            pixel_values=pixels.values,
-            image_grid_thw=pixels.grids_tensor,
-            patch_positions=patch_positions(self.vision, conversation, pixels),
-        )
+            return replace(sample, vision_inputs=pixels.inputs)
+        places = patch_positions(self.vision, conversation, pixels)
+        return replace(sample, pixel_values=pixels.values, image_grid_thw=pixels.grids_tensor, patch_positions=places)
 
     def measure(self, conversations: Sequence[Conversation], *, keep_tokens: bool = False) -> list[Measurement]:
         """Return length and media size of each conversation, without decoding pixels, in batches.
@@ -242,7 +243,7 @@ class ChatEncoder(Processor):
             lengths = np.diff(batch.cu_seqlens).tolist()
             # Image tokens are never targets, so the counts are those of the expanded sample.
             targets = targets_per_sample(batch.labels, batch.cu_seqlens).tolist()
-            weighted = batch.weighted()
+            checksums = weight_checksums(batch.labels, batch.loss_weights, batch.cu_seqlens).tolist()
             for slot, (index, size) in enumerate(zip(indices, sizes, strict=True)):
                 if slot in rejects:
                     results[index] = Measurement.rejected(rejects[slot])
@@ -256,26 +257,19 @@ class ChatEncoder(Processor):
                     sample=self._expanded(conversation, size.runs, batch, slot) if keep_tokens else None,
                     supervised=targets[slot],
                     decoded=size.decoded,
-                    weighted=weighted[slot],
+                    weighted=checksums[slot] != 0,
+                    weight_checksum=checksums[slot],
                 )
         return [result for result in results if result is not None]
 
     def _as_row(self, ids: Sequence[str | None], batch: TokenBatch) -> EncodedRow:
-        positions: Int64 | None = None
+        row = super()._as_row(ids, batch)
         if self._has_mrope:
             # M-RoPE positions of text are equal in all three rows: 0, 1, 2 .. in each sample.
-            positions = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(batch.input_ids)))
-        return EncodedRow(
-            ids=ids,
-            input_ids=batch.input_ids,
-            labels=batch.labels,
-            cu_seqlens=batch.cu_seqlens,
-            position_ids=positions,
-            token_type_ids=np.zeros_like(batch.input_ids) if self.vision and self.vision.token_types else None,
-            loss_weights=batch.loss_weights,
-            image_token_id=self.image_token_id,
-            dummy=self.dummy,
-        )
+            row.position_ids = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(row.input_ids)))
+        if self.vision is not None and self.vision.token_types:
+            row.token_type_ids = np.zeros_like(row.input_ids)
+        return row
 
     @cached_property
     def rules(self) -> TokenRules:

@@ -18,16 +18,13 @@ from energon_packed.encoding.skeleton import Span
 from energon_packed.errors import Reason, RecordError
 
 Messages = Sequence[dict[str, Any]]
+Render = Callable[[Messages, Any], str]
 _REASONING = "reasoning_content"
 _SHORT = 12  # characters: a shorter content is not searched for, but marked
 
 
 def check_rendered(
-    text: str,
-    messages: Messages,
-    tools: Sequence[Any] | None,
-    render: Callable[[Messages, Any], str],
-    image: str | None = None,
+    text: str, messages: Messages, tools: Sequence[Any] | None, render: Render, image: str | None = None
 ) -> None:
     """Raise an error if the template drops a field of a conversation.
 
@@ -41,17 +38,22 @@ def check_rendered(
     Raises:
         RecordError: `not_rendered`; the detail names the field.
     """
+
+    def is_kept(turns: Messages) -> bool:
+        """Whether the last of these turns is rendered completely; earlier turns are not considered."""
+        try:
+            dropped = _dropped_field(render(turns, tools), turns, tools, render, image)
+        except RecordError:
+            return False
+        return dropped is None or not _names(dropped, len(turns) - 1)
+
     field = _dropped_field(text, messages, tools, render, image)
     if field is None:
         return
     remedy = "has no place for it; remove it from the record, or use the `tokenizer` of a model whose template has one"
     # Templates of reasoning models drop the reasoning of all turns but the last; then another remedy helps.
     for turn, message in enumerate(messages[:-1]):
-        if (
-            message["role"] == "assistant"
-            and _names(field, turn)
-            and _kept_last(messages[: turn + 1], tools, render, image)
-        ):
+        if message["role"] == "assistant" and _names(field, turn) and is_kept(messages[: turn + 1]):
             remedy = (
                 "drops it once later turns follow, as at inference; make a record that ends with this turn, and "
                 "remove the reasoning from this one"
@@ -63,27 +65,11 @@ def _names(field: str, turn: int) -> bool:
     return re.search(rf"\bturn {turn}\b", field) is not None
 
 
-def _kept_last(
-    messages: Messages, tools: Sequence[Any] | None, render: Callable[[Messages, Any], str], image: str | None
-) -> bool:
-    """Whether the last turn is rendered completely; earlier turns are not considered."""
-    try:
-        field = _dropped_field(render(messages, tools), messages, tools, render, image)
-    except RecordError:
-        return False
-    return field is None or not _names(field, len(messages) - 1)
-
-
 def _dropped_field(
-    text: str,
-    messages: Messages,
-    tools: Sequence[Any] | None,
-    render: Callable[[Messages, Any], str],
-    image: str | None,
+    text: str, messages: Messages, tools: Sequence[Any] | None, render: Render, image: str | None
 ) -> str | None:
     """The first field that is not in the text; None if all are there."""
-    content = _dropped_content(text, messages, image)
-    if content is not None:
+    if (content := _dropped_content(text, messages, image)) is not None:
         return content
     marks = _Marks(text)
     marked = [marks.message(turn, message) for turn, message in enumerate(messages)]
@@ -213,9 +199,5 @@ class _Marks:
 
 def _forms(value: Any) -> tuple[str, ...]:
     """Ways in which a template may write a value: unchanged, or as JSON."""
-    plain = str(value).strip()
-    return (
-        plain,
-        json.dumps(value, ensure_ascii=False, default=str).strip('"'),
-        json.dumps(value, default=str).strip('"'),
-    )
+    as_json = [json.dumps(value, ensure_ascii=is_ascii, default=str).strip('"') for is_ascii in (False, True)]
+    return str(value).strip(), *as_json

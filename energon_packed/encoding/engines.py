@@ -12,7 +12,7 @@ import os
 import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,14 +35,11 @@ part of a pattern, such as `(?i:'s)` of Qwen's tokenizers, matches them in token
 _used_in: int | None = None  # id of the process that tokenized with fastokens: this process, or one it was forked from
 
 
-class Engine(Protocol):
-    """Interface of a tokenizer engine.
+class HuggingFaceEngine:
+    """A `tokenizers.Tokenizer`."""
 
-    Attributes:
-        name: a member of `ENGINES`.
-    """
-
-    name: EngineName
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
 
     def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
         """Tokenize S strings; `special` adds the tokenizer's own special tokens, such as BOS.
@@ -50,19 +47,7 @@ class Engine(Protocol):
         Returns:
             (input_ids int64 (T,) end to end, cu_seqlens int64 (S+1,)).
         """
-
-
-class HuggingFaceEngine:
-    """A `tokenizers.Tokenizer`."""
-
-    name: EngineName = "tokenizers"
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
-        """Tokenize S strings; see `Engine.encode`."""
-        parts: list[Int64] = []
+        parts = [np.zeros(0, dtype=np.int64)]
         lengths: list[int] = []
         for start in range(0, len(texts), _BATCH):
             encodings = self._backend.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=special)
@@ -70,9 +55,7 @@ class HuggingFaceEngine:
             sizes = list(map(len, columns))
             parts.append(np.fromiter(chain.from_iterable(columns), dtype=np.int64, count=sum(sizes)))
             lengths += sizes
-        cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=cu_seqlens[1:])
-        return (np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)), cu_seqlens
+        return np.concatenate(parts), np.cumsum([0, *lengths])
 
 
 class FastokensEngine:
@@ -86,15 +69,13 @@ class FastokensEngine:
         ValueError: it cannot read this tokenizer.
     """
 
-    name: EngineName = "fastokens"
-
     def __init__(self, serialized: str) -> None:
         from fastokens import Tokenizer
 
         self._tokenizer = Tokenizer.from_json_str(serialized)
 
     def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
-        """Tokenize S strings; see `Engine.encode`."""
+        """Tokenize S strings, as `HuggingFaceEngine.encode`."""
         global _used_in
         _used_in = os.getpid()
         ids, bounds = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=special)
@@ -111,7 +92,7 @@ def is_compared(text: str) -> bool:
     return len(text) <= LONGEST and not any([letter in text for letter in FOLDED])
 
 
-def prove(backend: Any, fast: Engine) -> None:
+def prove(backend: Any, fast: FastokensEngine) -> None:
     """Compare the engines on `proof_texts`, in some tenths of a second.
 
     Args:
@@ -126,7 +107,7 @@ def prove(backend: Any, fast: Engine) -> None:
     compare_engines(backend, fast, texts[::_SPECIAL_STEP], special=True)
 
 
-def prove_in_child(backend: Any, fast: Engine) -> str:
+def prove_in_child(backend: Any, fast: FastokensEngine) -> str:
     """Run `prove` in a forked process, so that other children of this process may use fastokens.
 
     The memory of the comparison (35 MiB) is then not copied into every worker process either.
@@ -140,7 +121,7 @@ def prove_in_child(backend: Any, fast: Engine) -> str:
         return f"the process that compared them {error}"
 
 
-def _difference(backend: Any, fast: Engine) -> str:
+def _difference(backend: Any, fast: FastokensEngine) -> str:
     try:
         prove(backend, fast)
     except EngineMismatch as error:
@@ -148,7 +129,7 @@ def _difference(backend: Any, fast: Engine) -> str:
     return ""
 
 
-def compare_engines(backend: Any, fast: Engine, texts: Sequence[str], *, special: bool = False) -> None:
+def compare_engines(backend: Any, fast: FastokensEngine, texts: Sequence[str], *, special: bool = False) -> None:
     """Compare the ids of two engines for several strings.
 
     Raises:

@@ -131,18 +131,11 @@ def fragment_of(sample: EncodedSample, fragment: np.void) -> EncodedSample:
     """
     tokens = slice(int(fragment["start"]), int(fragment["stop"]))
     images = slice(int(fragment["first_image"]), int(fragment["last_image"]))
-    positions, types = sample.position_ids, sample.token_type_ids
-    return replace(
-        sample,
-        id=fragment_id(str(sample.id), int(fragment["number"])),
-        input_ids=sample.input_ids[tokens],
-        labels=fragment_labels(sample.labels, fragment),
-        # A fragment starts with text, whose position is equal in t, h and w.
-        position_ids=None if positions is None else positions[:, tokens] - positions[:, tokens.start, None],
-        token_type_ids=None if types is None else types[tokens],
-        loss_weights=None if sample.loss_weights is None else sample.loss_weights[tokens],
-        **_media_of(sample, images),
-    )
+    columns = sample.token_columns(tokens) | {"labels": fragment_labels(sample.labels, fragment)}
+    if "position_ids" in columns:  # a fragment starts with text, whose position is equal in t, h and w
+        columns["position_ids"] = columns["position_ids"] - columns["position_ids"][:, :1]
+    ident = fragment_id(str(sample.id), int(fragment["number"]))
+    return replace(sample, id=ident, **columns, **_media_of(sample, images))
 
 
 def _media_of(sample: EncodedSample, images: slice) -> dict[str, Any]:

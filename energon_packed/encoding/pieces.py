@@ -201,16 +201,14 @@ class PieceTokenizer:
 
     def _is_place(self, text: str, place: int) -> bool:
         """Whether a word starts or ends at a character, which is normalized apart from the text before it."""
-        if {_kind(text[place - 1]), _kind(text[place])} != {"w", "o"} or text.startswith(self._added, place):
-            return False
-        return _is_stable(text[place])
+        is_edge = {_kind(text[place - 1]), _kind(text[place])} == {"w", "o"}
+        return is_edge and not text.startswith(self._added, place) and _is_stable(text[place])
 
     @staticmethod
     def _overlaps(encoding: Any, token: int) -> bool:
         """Whether the next token starts before the end of a token."""
-        if token + 1 >= len(encoding):
-            return True
-        return bool(encoding.token_to_chars(token + 1)[0] < encoding.token_to_chars(token)[1])
+        is_last = token + 1 >= len(encoding)
+        return is_last or bool(encoding.token_to_chars(token + 1)[0] < encoding.token_to_chars(token)[1])
 
     # --- proof -----------------------------------------------------------------------------------------------------
 

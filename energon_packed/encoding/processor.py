@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.pretrained import TokenizerParts
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, targets_per_sample
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, join_columns, targets_per_sample
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import Conversation
@@ -46,26 +46,17 @@ class TokenBatch:
         """Join samples, (input_ids, labels, loss_weights) each; None, a rejected sample, has no tokens then."""
         empty = np.zeros(0, dtype=np.int64)
         filled = [(empty, empty, None) if piece is None else piece for piece in pieces]
-        cu_seqlens = np.concatenate([[0], np.cumsum([len(ids) for ids, _, _ in filled])]).astype(np.int64)
-        weights = None
-        if any([own is not None for _, _, own in filled]):
-            weights = np.concatenate([np.ones(len(i), dtype=np.float32) if w is None else w for i, _, w in filled])
         # `empty` leads so that a batch without samples can be concatenated.
         ids = np.concatenate([empty, *[ids for ids, _, _ in filled]])
-        return cls(ids, np.concatenate([empty, *[labels for _, labels, _ in filled]]), cu_seqlens, weights)
+        labels = np.concatenate([empty, *[labels for _, labels, _ in filled]])
+        weights = join_columns([(own, len(ids)) for ids, _, own in filled], np.float32(1))
+        return cls(ids, labels, np.cumsum([0, *[len(ids) for ids, _, _ in filled]]), weights)
 
     def sample(self, index: int) -> tuple[Int64, Int64, Float32 | None]:
         """(input_ids, labels, loss_weights) of sample `index`, (L,) each."""
         tokens = slice(int(self.cu_seqlens[index]), int(self.cu_seqlens[index + 1]))
         weights = None if self.loss_weights is None else self.loss_weights[tokens]
         return self.input_ids[tokens], self.labels[tokens], weights
-
-    def weighted(self) -> list[bool]:
-        """Whether each sample has a target whose loss weight is not 1, S flags."""
-        if self.loss_weights is None:
-            return [False] * (len(self.cu_seqlens) - 1)
-        flags = (self.labels != IGNORE_INDEX) & (self.loss_weights != 1)
-        return [bool(count) for count in _per_sample(flags, self.cu_seqlens)]
 
     def scaled(self, weights: Sequence[float]) -> "TokenBatch":
         """Multiply the loss weights of each sample by a number, S numbers."""
@@ -76,7 +67,7 @@ class TokenBatch:
         return replace(self, loss_weights=scaled.astype(np.float32))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TokenRules:
     """Conditions that the tokens of a sample must meet.
 
@@ -101,13 +92,7 @@ class TokenRules:
             return cls(vocabulary=tokenizer.vocabulary)
         image = tokenizer.backend.token_to_id(vision.image_token)
         reserved = {tokenizer.backend.token_to_id(token) for token in vision.reserved} - {None, image}
-        return cls(
-            vocabulary=tokenizer.vocabulary,
-            image_token_id=image,
-            image_token=vision.image_token,
-            reserved=tuple(sorted(reserved)),
-            reserved_strings=vision.reserved,
-        )
+        return cls(tokenizer.vocabulary, image, vision.image_token, tuple(sorted(reserved)), vision.reserved)
 
     def check(
         self, batch: TokenBatch, image_tokens: Sequence[int], *, in_vocabulary: bool = False
@@ -124,10 +109,8 @@ class TokenRules:
         """
         # A sample gets its first reject only, in this order: empty, ids, image tokens, reserved tokens, targets.
         rejects: dict[int, Reject] = {}
-        is_empty = batch.cu_seqlens[1:] == batch.cu_seqlens[:-1]
-        if is_empty.any():
-            for index in np.flatnonzero(is_empty).tolist():
-                rejects[index] = Reject(Reason.EMPTY, "its text gives no token")
+        for index in np.flatnonzero(batch.cu_seqlens[1:] == batch.cu_seqlens[:-1]).tolist():
+            rejects[index] = Reject(Reason.EMPTY, "its text gives no token")
         if self.vocabulary is not None and not in_vocabulary:
             self._check_ids(batch, rejects)
         labels = batch.labels
@@ -145,10 +128,8 @@ class TokenRules:
             labels = np.where(weights == 0, IGNORE_INDEX, labels)
             if (weights[labels != IGNORE_INDEX] == 1).all():
                 weights = None
-        targets = targets_per_sample(labels, batch.cu_seqlens)
-        if not targets.all():
-            for index in np.flatnonzero(targets == 0).tolist():
-                rejects.setdefault(index, Reject(Reason.NO_SUPERVISED_TOKENS, "no token after the first is a target"))
+        for index in np.flatnonzero(targets_per_sample(labels, batch.cu_seqlens) == 0).tolist():
+            rejects.setdefault(index, Reject(Reason.NO_SUPERVISED_TOKENS, "no token after the first is a target"))
         return TokenBatch(batch.input_ids, labels, batch.cu_seqlens, weights), rejects
 
     def _check_ids(self, batch: TokenBatch, rejects: dict[int, Reject]) -> None:
@@ -198,6 +179,7 @@ class Measurement:
         supervised: targets among the tokens, as `targets_per_sample` counts them; -1 when unknown.
         decoded: images whose pixels were decoded; the others were checked by header and structure.
         weighted: its targets have loss weights other than 1.
+        weight_checksum: checksum of these weights, as `EncodedSample.weight_checksum`.
     """
 
     length: int
@@ -207,6 +189,7 @@ class Measurement:
     supervised: int = -1
     decoded: int = 0
     weighted: bool = False
+    weight_checksum: int = 0
 
     @classmethod
     def rejected(cls, reject: Reject) -> "Measurement":
@@ -342,6 +325,7 @@ class Processor(ABC):
             supervised=sample.num_supervised,
             decoded=0 if sample.pixel_values is None and sample.vision_inputs is None else len(conversation.images),
             weighted=sample.loss_weights is not None,
+            weight_checksum=sample.weight_checksum,
         )
 
 

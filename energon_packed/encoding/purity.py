@@ -145,9 +145,8 @@ class _Purity:
 
     def _targets(self, loop: Any) -> set[str]:
         """Names of the variables of a loop."""
-        target = loop.target
-        names = [target] if isinstance(target, self._nodes.Name) else target.find_all(self._nodes.Name)
-        return {node.name for node in names}
+        inner = loop.target.find_all(self._nodes.Name)
+        return {node.name for node in (loop.target, *inner) if isinstance(node, self._nodes.Name)}
 
     def _assigns(self, node: Any) -> bool:
         if isinstance(node.target, self._nodes.NSRef):

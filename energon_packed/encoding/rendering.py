@@ -7,7 +7,7 @@ text. Documents get their end-of-text token. `loss_on` and the weights of turns 
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from energon_packed.encoding.completeness import Messages, check_rendered, turn_places
@@ -38,6 +38,7 @@ class Rendered(NamedTuple):
     weights: Sequence[float] | None = None
 
 
+@dataclass(eq=False)
 class Renderer:
     """Renders conversations by a chat template.
 
@@ -49,20 +50,12 @@ class Renderer:
         special: escapes special tokens that conversations contain; None makes them control tokens.
     """
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        *,
-        placeholder: str | None,
-        end: str | None,
-        loss_on: LossOn,
-        special: SpecialText | None = None,
-    ) -> None:
-        self.template = template
-        self.placeholder = placeholder
-        self.end = end
-        self.loss_on = loss_on
-        self.special = special
+    template: ChatTemplate
+    _: KW_ONLY
+    placeholder: str | None
+    end: str | None
+    loss_on: LossOn
+    special: SpecialText | None = None
 
     def render(self, conversation: Conversation) -> Rendered:
         """Render messages or a document.

@@ -23,6 +23,9 @@ IGNORE_INDEX = -100
 """Label of a token that is not a target; default `ignore_index` of torch.nn.CrossEntropyLoss."""
 
 
+_TOKEN_COLUMNS = ("input_ids", "labels", "position_ids", "token_type_ids", "loss_weights")
+
+
 class SampleSource(NamedTuple):
     """Origin of a sample.
 
@@ -49,6 +52,43 @@ def targets_per_sample(labels: npt.NDArray[np.int64], cu_seqlens: npt.NDArray[np
     # The minimum is for empty samples: their second token would belong to the next sample.
     after_first = np.minimum(bounds[:-1] + 1, bounds[1:])
     return np.asarray(targets.searchsorted(bounds[1:]) - targets.searchsorted(after_first))
+
+
+def join_columns(columns: Sequence[tuple[npt.NDArray[Any] | None, int]], default: np.generic) -> Any:
+    """Join the columns of samples, (column or None, number of tokens) each; None if no sample has the column.
+
+    Tokens of samples without the column get the value `default`.
+    """
+    if all([column is None for column, _ in columns]):
+        return None
+    return np.concatenate([np.full(size, default) if column is None else column for column, size in columns])
+
+
+def weight_checksums(
+    labels: npt.NDArray[np.int64], loss_weights: npt.NDArray[np.float32] | None, cu_seqlens: npt.NDArray[np.integer]
+) -> npt.NDArray[np.int64]:
+    """Checksum of the loss weights of each sample, int64 (S,); 0 if all its targets have the weight 1.
+
+    It is the sum, modulo 2**63, of a hash of label and weight of every other target. The checksums of the fragments of
+    a sample therefore sum to the checksum of the sample.
+
+    Args:
+        labels: int64 (T,), of samples end to end.
+        loss_weights: float32 (T,), loss weight of each token; None if all weights are 1.
+        cu_seqlens: (S+1,), their boundaries.
+    """
+    bounds = np.asarray(cu_seqlens)
+    if loss_weights is None:
+        return np.zeros(len(bounds) - 1, dtype=np.int64)
+    is_other = (labels != IGNORE_INDEX) & (loss_weights != 1)
+    is_other[bounds[:-1][np.diff(bounds) > 0]] = False  # first tokens are never targets
+    # The output function of SplitMix64 (Steele, Lea and Flood, 2014), so that no change of weights cancels another.
+    keys = labels.astype(np.uint64) << np.uint64(32) | loss_weights.astype(np.float32).view(np.uint32)
+    keys = (keys ^ keys >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ keys >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    sums = np.zeros(len(keys) + 1, dtype=np.uint64)
+    np.cumsum((keys ^ keys >> np.uint64(31)) * is_other, out=sums[1:])
+    return (np.diff(sums[bounds]) & np.uint64(2**63 - 1)).view(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,6 +141,11 @@ class EncodedSample:
         """Number of targets, as `targets_per_sample` counts them."""
         return int(targets_per_sample(self.labels, np.array([0, len(self)]))[0])
 
+    @property
+    def weight_checksum(self) -> int:
+        """Checksum of its loss weights, as `weight_checksums` computes it."""
+        return int(weight_checksums(self.labels, self.loss_weights, np.array([0, len(self)]))[0])
+
     def of(self, source: SampleSource | None) -> "EncodedSample":
         """Return the same sample with this `source`; arrays and pixels are shared, not copied."""
         if source is None:
@@ -108,6 +153,11 @@ class EncodedSample:
         made = object.__new__(type(self))  # `replace` would call __init__ for each sample of each batch
         vars(made).update(vars(self), source=source)
         return made
+
+    def token_columns(self, tokens: slice) -> dict[str, Any]:
+        """The columns with an entry for each token, by name, of some tokens; columns that are None are left out."""
+        columns = {name: getattr(self, name) for name in _TOKEN_COLUMNS}
+        return {name: column[..., tokens] for name, column in columns.items() if column is not None}
 
     def truncated(self, max_length: int) -> "EncodedSample":
         """Truncate to the first `max_length` tokens; return the sample itself if it is short enough.
@@ -123,14 +173,7 @@ class EncodedSample:
             raise RecordError(
                 Reason.OVERLONG, f"{len(self)} tokens; truncation to {max_length} would remove part of an image"
             )
-        cut = replace(
-            self,
-            input_ids=self.input_ids[:max_length],
-            labels=self.labels[:max_length],
-            position_ids=None if self.position_ids is None else self.position_ids[:, :max_length],
-            token_type_ids=None if self.token_type_ids is None else self.token_type_ids[:max_length],
-            loss_weights=None if self.loss_weights is None else self.loss_weights[:max_length],
-        )
+        cut = replace(self, **self.token_columns(slice(max_length)))
         if cut.num_supervised == 0:
             raise RecordError(
                 Reason.NO_SUPERVISED_TOKENS, f"{len(self)} tokens; the first {max_length} contain no target"
@@ -181,27 +224,15 @@ class EncodedRow(Sequence[EncodedSample]):
         positions = [sample.position_ids for sample in samples if sample.position_ids is not None]
         if positions and len(positions) < len(samples):
             raise BatchError("some samples have M-RoPE positions and some do not; use one encoder for all")
-        columns = [sample.token_type_ids for sample in samples]
-        types = None
-        if any([column is not None for column in columns]):
-            # A sample without the column has only text, which has type 0.
-            filled = zip(samples, columns, strict=True)
-            types = np.concatenate([np.zeros(len(s), dtype=np.int64) if c is None else c for s, c in filled])
-        weights = None
-        if any([sample.loss_weights is not None for sample in samples]):
-            weights = np.concatenate(
-                [np.ones(len(s), dtype=np.float32) if s.loss_weights is None else s.loss_weights for s in samples]
-            )
-        cu_seqlens = np.zeros(len(samples) + 1, dtype=np.int64)
-        np.cumsum([len(sample) for sample in samples], out=cu_seqlens[1:])
         return cls(
             ids=[sample.id for sample in samples],
             input_ids=np.concatenate([sample.input_ids for sample in samples], dtype=np.int64),
             labels=np.concatenate([sample.labels for sample in samples], dtype=np.int64),
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=np.cumsum([0, *map(len, samples)]),
             position_ids=np.concatenate(positions, axis=1) if positions else None,
-            token_type_ids=types,
-            loss_weights=weights,
+            # A sample without types has only text, which has type 0.
+            token_type_ids=join_columns([(sample.token_type_ids, len(sample)) for sample in samples], np.int64(0)),
+            loss_weights=join_columns([(sample.loss_weights, len(sample)) for sample in samples], np.float32(1)),
             dummy=next((sample.dummy for sample in samples if sample.dummy is not None), None),
             _joined=samples,
         )

@@ -7,6 +7,7 @@ type checkers; a test compares them with this class.
 """
 
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from energon_packed.encoding.engines import ENGINES, EngineName
@@ -15,6 +16,8 @@ from energon_packed.encoding.vision.families import PATCH_ORDERS, PatchOrder
 from energon_packed.options import check, option
 
 TOKENS, IMAGES = "Tokens", "Images"
+_token_option = partial(option, group=TOKENS, decides="lengths")
+_image_option = partial(option, group=IMAGES, decides="lengths")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,53 +30,40 @@ class EncoderSettings:
         ConfigError: when made with an invalid value.
     """
 
-    tokenizer: Path | None = option(
+    tokenizer: Path | None = _token_option(
         None, help="Folder with tokenizer.json and a chat template, or a model in the Hugging Face cache.",
-        group=TOKENS, metavar="DIR|NAME", needed=True, decides="lengths",
+        metavar="DIR|NAME", needed=True,
     )  # fmt: skip
-    processor: Path | None = option(
-        None, help="Folder with preprocessor_config.json.", group=IMAGES, shown_default="--tokenizer", metavar="DIR",
-        decides="lengths",
-    )  # fmt: skip
-    image_processor: str | None = option(
-        None, help="Image processor by name, such as Qwen2_5_VLProcessor.", group=IMAGES, metavar="NAME",
-        decides="lengths",
-    )  # fmt: skip
-    vision_family: str | None = option(
+    processor: Path | None = _image_option(
+        None, help="Folder with preprocessor_config.json.", shown_default="--tokenizer", metavar="DIR"
+    )
+    image_processor: str | None = _image_option(
+        None, help="Image processor by name, such as Qwen2_5_VLProcessor.", metavar="NAME"
+    )
+    vision_family: str | None = _image_option(
         None, help="Model family by name, such as llava_onevision2, if several families share an image processor.",
-        group=IMAGES, metavar="NAME", decides="lengths",
+        metavar="NAME",
     )  # fmt: skip
-    factor: int | None = option(
-        None, help="Pixels per token side: patch size times merge size.", group=IMAGES, minimum=1, decides="lengths"
-    )
-    patch_size: int | None = option(
-        None, help="Pixels per patch side.", group=IMAGES, minimum=1, decides="lengths"
-    )  # fmt: skip
-    merge_size: int | None = option(
-        None, help="Patches merged along each side into one token.", group=IMAGES, minimum=1, decides="lengths"
-    )
-    min_pixels: int | None = option(
-        None, help="Minimum pixels of a resized image.", group=IMAGES, minimum=1, decides="lengths"
-    )
-    max_pixels: int | None = option(
-        None, help="Maximum pixels of a resized image.", group=IMAGES, minimum=1, decides="lengths"
-    )
-    patch_order: PatchOrder = option(
+    factor: int | None = _image_option(None, help="Pixels per token side: patch size times merge size.", minimum=1)
+    patch_size: int | None = _image_option(None, help="Pixels per patch side.", minimum=1)
+    merge_size: int | None = _image_option(None, help="Patches merged along each side into one token.", minimum=1)
+    min_pixels: int | None = _image_option(None, help="Minimum pixels of a resized image.", minimum=1)
+    max_pixels: int | None = _image_option(None, help="Maximum pixels of a resized image.", minimum=1)
+    patch_order: PatchOrder = _image_option(
         "auto", help="Order of patches in the .npy files of patch_positions; auto: detected from their content.",
-        group=IMAGES, choices=PATCH_ORDERS, decides="lengths",
+        choices=PATCH_ORDERS,
     )  # fmt: skip
-    loss_on: LossOn = option(
+    loss_on: LossOn = _token_option(
         "assistant", help="Supervised text: every assistant turn, only the last assistant turn, or all text.",
-        group=TOKENS, choices=LOSS_ON, decides="lengths",
+        choices=LOSS_ON,
     )  # fmt: skip
     tokenizer_engine: EngineName = option(
         "auto", help="Tokenizer implementation; the token ids are identical. auto uses fastokens if it passes the "
         "equivalence test, else tokenizers.", group=TOKENS, choices=ENGINES,
     )  # fmt: skip
-    allow_special_in_text: bool = option(
-        False, help="Parse special tokens in record text (such as </s>) as control tokens instead of plain text.",
-        group=TOKENS, decides="lengths",
-    )  # fmt: skip
+    allow_special_in_text: bool = _token_option(
+        False, help="Parse special tokens in record text (such as </s>) as control tokens instead of plain text."
+    )
 
     def __post_init__(self) -> None:
         check(self)

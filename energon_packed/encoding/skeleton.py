@@ -70,19 +70,10 @@ class Skeleton:
             places.append((first, last))
         return cls(tuple(pieces), tuple(int(index) for index in order), tuple(places))
 
-    def join(self, contents: Sequence[str]) -> str:
-        """Render the text with these contents."""
-        return "".join(self._parts(contents))
-
     def join_with_spans(self, contents: Sequence[str]) -> tuple[str, list[Span]]:
         """Render the text with these contents, and the character span of each assistant turn in it."""
-        parts = self._parts(contents)
-        starts = list(accumulate(map(len, parts), initial=0))
-        return "".join(parts), [(starts[2 * a] + i, starts[2 * b] + j) for (a, i), (b, j) in self.places]
-
-    def _parts(self, contents: Sequence[str]) -> list[str]:
-        """Pieces and contents in turn."""
-        parts = [""] * (2 * len(self.pieces) - 1)
+        parts = [""] * (2 * len(self.pieces) - 1)  # pieces and contents in turn
         parts[0::2] = self.pieces
         parts[1::2] = [contents[index] for index in self.order]
-        return parts
+        starts = list(accumulate(map(len, parts), initial=0))
+        return "".join(parts), [(starts[2 * a] + i, starts[2 * b] + j) for (a, i), (b, j) in self.places]

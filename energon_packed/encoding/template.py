@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from energon_packed.encoding.pretrained import TokenizerParts
@@ -40,6 +41,7 @@ RENDER_MEMORY = 2 << 30
 _MEMORY = f"it needs more than {RENDER_MEMORY >> 30} GiB of memory"
 _FIX = "fix it in the tokenizer folder"
 _PLAIN = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+_MARKED = ({"role": "user", "content": marker(0)}, {"role": "assistant", "content": marker(1)})
 _GRACE = 20.0  # seconds of waiting time and of uninterruptible calls beside `RENDER_LIMIT`, before a process is killed
 _SMALL = 100_000  # characters of messages and tools that a sound template renders quickly
 # Python errors of a template that gets a message it does not expect.
@@ -89,6 +91,11 @@ class ChatTemplate:
     A template with `{% generation %}` tags marks the text of the assistant itself. For other templates, turn i starts
     after the generation prompt of turns 0 to i - 1 and ends at the end of turns 0 to i; `turns.py` finds both in the
     text of all turns.
+
+    Attributes:
+        source: the Jinja source, or None.
+        image_token: text that the template writes for a content part of type `image`; None without images.
+        is_tagged: the template has `{% generation %}` tags.
     """
 
     def __init__(self, tokenizer: TokenizerParts, *, image_token: str | None = None) -> None:
@@ -99,26 +106,21 @@ class ChatTemplate:
             image_token: text that the template writes for a content part of type `image`; None without images.
         """
         self.image_token = image_token
-        self._template = tokenizer.chat_template
+        self.source = tokenizer.chat_template
         self._variables = {**tokenizer.special_tokens, "date_string": TODAY.strftime("%d %b %Y")}
-        self._dated = _with_fixed_date(self._template or "")
+        self._dated = _with_fixed_date(self.source or "")
         self._added = tokenizer.added_tokens
         # In some tokenizers, </tool_call> and </think> are added but not special: they do not end a turn.
         self._special = tokenizer.special_added_tokens
-        self.is_tagged = bool(self._template and _GENERATION.search(self._template))
-        self._guard = None if self._template is None or self.is_tagged else content_guard(self._template)
+        self.is_tagged = bool(self.source and _GENERATION.search(self.source))
+        self._guard = None if self.source is None or self.is_tagged else content_guard(self.source)
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
         self._fault: str | None = None  # why the template cannot be used; "" if it can, None before it was tried
 
     @property
-    def source(self) -> str | None:
-        """The Jinja source, or None."""
-        return self._template
-
-    @property
     def fingerprint(self) -> str:
         """Hex SHA-256 of the Jinja source; "" without a template."""
-        return "" if self._template is None else hashlib.sha256(self._template.encode()).hexdigest()
+        return "" if self.source is None else hashlib.sha256(self.source.encode()).hexdigest()
 
     def join(self, roles: tuple[str, ...], contents: Sequence[str]) -> tuple[str, list[Span]] | None:
         """Render messages with only a role and a content without Jinja, as `render_with_spans`; None if Jinja must."""
@@ -176,7 +178,7 @@ class ChatTemplate:
             probes = [_PROBES[(turn + shift) % len(_PROBES)] for turn in range(len(roles))]
             contents = [probe if self.joins([probe]) else "Ab cD" for probe in probes]
             messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
-            if self.render(messages) != skeleton.join(contents):
+            if self.render(messages) != skeleton.join_with_spans(contents)[0]:
                 return False
         return True
 
@@ -205,9 +207,7 @@ class ChatTemplate:
             return text, [self._with_end_of_turn(text, span) for span in tagged if span[1] > span[0]]
         text = self.render(messages, tools)
         finder = self._finder(text, messages, tools)
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = [finder.span(turn) or self._reject(turn) for turn in turns]
-        return text, spans
+        return text, [finder.span(turn) or self._reject(turn) for turn in _answers(messages)]
 
     def _finder(self, text: str, messages: Messages, tools: Sequence[Any] | None) -> TurnFinder:
         return TurnFinder(text, messages, lambda some, ask: self.render(some, tools, prompt=ask), self._shape)
@@ -236,18 +236,16 @@ class ChatTemplate:
     @cached_property
     def _finds_plain_turns(self) -> bool:
         """Whether the answer is found in a plain question and answer."""
-        plain = [{"role": "user", "content": marker(0)}, {"role": "assistant", "content": marker(1)}]
         try:
-            return self._finder(self.render(plain), plain, None).span(1) is not None
+            return self._finder(self.render(_MARKED), _MARKED, None).span(1) is not None
         except RecordError:
             return True  # the template rejects this conversation, so it says nothing; each record has its own error
 
     @cached_property
     def tags_results(self) -> bool:
         """Whether the template itself writes `<tool_response>` around tool contents, as Qwen's and Hermes' do."""
-        question, call = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         try:
-            text = self.render([question, call, {"role": "tool", "content": marker(0)}])
+            text = self.render([*_PLAIN, {"role": "tool", "content": marker(0)}])
         except (RecordError, TemplateError):
             return False
         return text.partition(marker(0))[0].rstrip().endswith(RESULT_TAGS[0])
@@ -256,15 +254,12 @@ class ChatTemplate:
         self, text: str, spans: list[Span], messages: Messages, tools: Sequence[Any] | None
     ) -> dict[int, list[Span]]:
         """Group spans by the index of their assistant turn; a tagged template may mark several in a turn, or none."""
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = _answers(messages)
         if len(spans) == len(turns):
             return {turn: [span] for turn, span in zip(turns, spans, strict=True)}
         starts = [self.turn_start(turn, text, messages, tools) for turn in turns]
-        ends = [*starts[1:], len(text) + 1]
-        return {
-            turn: [span for span in spans if start <= span[0] < end]
-            for turn, start, end in zip(turns, starts, ends, strict=True)
-        }
+        places = zip(turns, pairwise([*starts, len(text) + 1]), strict=True)
+        return {turn: [span for span in spans if start <= span[0] < end] for turn, (start, end) in places}
 
     def turn_start(self, turn: int, text: str, messages: Messages, tools: Sequence[Any] | None) -> int:
         """First character of a turn in the text: the end of the turns before it."""
@@ -272,7 +267,7 @@ class ChatTemplate:
 
     def last_turn(self, text: str, spans: list[Span], messages: Messages, tools: Sequence[Any] | None) -> list[Span]:
         """The spans of the last assistant turn, of which a tagged template may mark several."""
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = _answers(messages)
         if len(spans) <= 1 or len(spans) == len(turns) or not turns[-1]:
             return spans[-1:]
         start = self.turn_start(turns[-1], text, messages, tools)
@@ -296,9 +291,8 @@ class ChatTemplate:
     @cached_property
     def _turn_tokens(self) -> tuple[frozenset[str], str | None]:
         """(tokens before a question, token that ends the answer to it) of a plain conversation."""
-        question, answer = {"role": "user", "content": marker(0)}, {"role": "assistant", "content": marker(1)}
         try:
-            text = self.render([question, answer])
+            text = self.render(_MARKED)
         except (RecordError, TemplateError):
             return frozenset(), None
         before, after = text.partition(marker(0))[0], text.partition(marker(1))[2].lstrip()
@@ -324,7 +318,7 @@ class ChatTemplate:
         Gemma 3's removes white space around the text next to an image.
         """
         token = self.image_token
-        if token is None or self._template is None:
+        if token is None or self.source is None:
             return False
         contents = ("{0} a", "{0}\na", "a\n{0}", "a {0} b", "{0}{0}a", "a{0}", " {0} ")
         for content in [places.format(token) for places in contents]:
@@ -338,7 +332,7 @@ class ChatTemplate:
     def other_image_text(self) -> str:
         """Text that the template writes for a content part of type `image` if it is not `image_token`; else ""."""
         token, part = self.image_token, {"type": "image"}
-        if token is None or self._template is None:
+        if token is None or self.source is None:
             return ""
         text = [{"type": "text", "text": marker(0)}]
         before, found, _ = self._with_answer(text).partition(marker(0))
@@ -358,28 +352,23 @@ class ChatTemplate:
             return ""
 
     def _as_text_parts(self, message: dict[str, Any]) -> dict[str, Any]:
-        return (
-            {**message, "content": [{"type": "text", "text": message["content"]}]}
-            if self._needs_content_parts
-            else message
-        )
+        if not self._needs_content_parts:
+            return message
+        return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
     @cached_property
     def _needs_content_parts(self) -> bool:
         """Whether a content must be a list of parts, as for Idefics 3, SmolVLM and LLaVA-NeXT."""
-        question = {"role": "user", "content": marker(0)}
-        return not self._shows(question) and self._shows(
-            {**question, "content": [{"type": "text", "text": marker(0)}]}
-        )
+        question, parts = _MARKED[0], [{"type": "text", "text": marker(0)}]
+        return not self._shows(question) and self._shows({**question, "content": parts})
 
     @cached_property
     def _needs_json_arguments(self) -> bool:
         """Whether the arguments of a tool call must be a JSON string, as for DeepSeek-V3."""
         call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": {"x": marker(0)}}}
-        question, turn = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-        return not self._shows(question, {**turn, "tool_calls": [call]}) and self._shows(
-            question, {**turn, "tool_calls": [_with_json_arguments(call)]}
-        )
+        question, turn = _PLAIN
+        turns = [{**turn, "tool_calls": [written]} for written in (call, _with_json_arguments(call))]
+        return not self._shows(question, turns[0]) and self._shows(question, turns[1])
 
     def _shows(self, *messages: dict[str, Any]) -> bool:
         """Whether `marker(0)` is in the text of these messages, rendered without `_adapted`."""
@@ -397,7 +386,7 @@ class ChatTemplate:
     def _rendered(
         self, messages: Messages, tools: Sequence[Any] | None, *, prompt: bool = False, tagged: bool = False
     ) -> tuple[str, list[Span]]:
-        if self._template is None:
+        if self.source is None:
             raise ConfigError("the tokenizer has no chat template; use one with a chat_template, or `text` records")
         from jinja2.exceptions import TemplateError as JinjaError
         from jinja2.exceptions import TemplateSyntaxError, UndefinedError
@@ -421,9 +410,7 @@ class ChatTemplate:
         except OutOfTime:
             raise _out_of_time(len(str(messages)) + len(str(tools))) from None
         except TemplateSyntaxError as error:
-            raise TemplateError(
-                f"the chat template is not valid Jinja: {error}; fix it in the tokenizer folder"
-            ) from error
+            raise TemplateError(f"the chat template is not valid Jinja: {error}; {_FIX}") from error
         except (UndefinedError, *_RECORD_ERRORS) as error:
             detail = str(error) or (_MEMORY if isinstance(error, MemoryError) else type(error).__name__)
             raise RecordError(Reason.MISSING_FIELD, f"the chat template cannot render it: {detail}") from error
@@ -460,6 +447,11 @@ class ChatTemplate:
             if isinstance(error.__cause__, MemoryError):
                 return f"the chat template cannot render a question and an answer: {_MEMORY}; {_FIX}"
         return ""
+
+
+def _answers(messages: Messages) -> list[int]:
+    """Indices of the assistant turns."""
+    return [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _out_of_time(size: int) -> TemplateError | RecordError:

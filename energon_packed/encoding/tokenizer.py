@@ -88,7 +88,7 @@ class TextTokenizer:
     """Tokenizes strings and maps spans to tokens, with the faster engine if it is proved equal.
 
     Args:
-        backend: `tokenizers.Tokenizer`; its padding and truncation are turned off.
+        backend: `tokenizers.Tokenizer`, without padding and truncation.
         engine: a member of `ENGINES`. `auto` uses fastokens for many strings, if it is installed, produces the same
             tokens with this tokenizer and is safe in this process; else tokenizers.
         control: control tokens that `SpecialText` escapes.
@@ -101,8 +101,6 @@ class TextTokenizer:
         if engine not in ENGINES:
             raise ConfigError(f"`tokenizer_engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
         self.backend = backend
-        backend.no_padding()
-        backend.no_truncation()
         self.serialized: str = backend.to_str()
         self._control = control_tokens(control)
         self._form = _normal_form(_settings(backend.normalizer))
@@ -142,8 +140,21 @@ class TextTokenizer:
         Raises:
             ConfigError: `fastokens` was requested by name, and cannot be used.
         """
-        detail = self._load_fast()
-        if detail and self._wanted == "fastokens":
+        if self._is_decided and self._fast is None:
+            detail = "it was not chosen"
+        elif not self._is_byte_level:
+            detail = "it is used for byte-level BPE tokenizers only"
+        elif not is_safe_here():
+            detail = "the process that this process was forked from has used it already"
+        else:
+            try:
+                self._fast = self._fast or FastokensEngine(self.serialized)
+                return ""
+            except ImportError:
+                detail = "fastokens is not installed; run pip install fastokens"
+            except ValueError as error:
+                detail = f"fastokens cannot read it: {' '.join(str(error).split())[:300]}"
+        if self._wanted == "fastokens":
             raise ConfigError(f"`tokenizer_engine` fastokens cannot be used: {detail}; use auto or tokenizers")
         return detail
 
@@ -256,7 +267,7 @@ class TextTokenizer:
         else:
             input_ids, joined = np.concatenate(ids), np.concatenate(covered)
         of_tokens = None if weights is None else joined.astype(np.float32)
-        return TokenizedTexts(input_ids, joined > 0, _bounds(ids), of_tokens, rejects)
+        return TokenizedTexts(input_ids, joined > 0, np.cumsum([0, *map(len, ids)]), of_tokens, rejects)
 
     def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:
         """Tokenize strings by the engine in use; (input_ids, cu_seqlens) as of `Engine.encode`."""
@@ -282,7 +293,7 @@ class TextTokenizer:
             fast = self._ids([texts[i] for i in others], special)
             pieces |= dict(zip(others, np.split(fast[0], fast[1][1:-1]), strict=True))
         columns = [pieces[i] for i in range(len(texts))]
-        return np.concatenate(columns), _bounds(columns)
+        return np.concatenate(columns), np.cumsum([0, *map(len, columns)])
 
     def _decide(self, texts: Sequence[str]) -> None:
         """Use fastokens if it produces the same ids as tokenizers for `proof_texts` and for these strings.
@@ -313,28 +324,24 @@ class TextTokenizer:
         self._fast, self._is_decided = None, True
         _log.info(_NOT_USED, error)
 
-    def _load_fast(self) -> str:
-        """Load fastokens; return why it cannot be used, "" if it is loaded."""
-        if self._is_decided and self._fast is None:
-            return "it was not chosen"
-        if not self._is_byte_level:
-            return "it is used for byte-level BPE tokenizers only"
-        if not is_safe_here():
-            return "the process that this process was forked from has used it already"
-        try:
-            self._fast = self._fast or FastokensEngine(self.serialized)
-        except ImportError:
-            return "fastokens is not installed; run pip install fastokens"
-        except ValueError as error:
-            return f"fastokens cannot read it: {' '.join(str(error).split())[:300]}"
-        return ""
-
     # --- spans -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def _token_bytes(self) -> Int32 | None:
-        """Bytes of each token, int32 (vocabulary,); None if tokens have no fixed number of bytes."""
-        return _token_bytes(self.backend) if self._is_byte_level else None
+        """Bytes of text that each token represents, int32 (vocabulary,); None if this number is not fixed.
+
+        A byte-level token is written with one character per byte (A. Radford et al., "Language Models are Unsupervised
+        Multitask Learners", 2019, section 2.2; `bytes_to_unicode`); an added token is written as itself.
+        """
+        if not self._is_byte_level:
+            return None
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        sizes = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.int32)
+        for token, ident in vocabulary.items():
+            sizes[ident] = len(token)
+        for ident, added in self.backend.get_added_tokens_decoder().items():
+            sizes[ident] = len(added.content.encode())
+        return sizes
 
     def _covered(
         self,
@@ -364,8 +371,9 @@ class TextTokenizer:
                 covered[cu_seqlens[i] : cu_seqlens[i + 1]] = True
         for i in others:
             tokens = slice(int(cu_seqlens[i]), int(cu_seqlens[i + 1]))
-            own = None if weights is None else weights[i]
-            covered[tokens] = self._covered_by_offsets(texts[i], spans[i] or (), ids[tokens], own)
+            encoding = self.backend.encode(texts[i], add_special_tokens=False)
+            compare(texts[i], ids[tokens], encoding.ids, special=False)
+            covered[tokens] = covered_by_offsets(encoding, spans[i] or (), None if weights is None else weights[i])
         return covered
 
     def _byte_edges(
@@ -409,16 +417,6 @@ class TextTokenizer:
             return self._form is not None
         return text.isascii() or unicodedata.is_normalized(self._form, text)  # type: ignore[arg-type]
 
-    def _covered_by_offsets(self, text: str, spans: Sequence[Span], ids: Int64, weights: Weights) -> Any:
-        encoding = self.backend.encode(text, add_special_tokens=False)
-        compare(text, ids, encoding.ids, special=False)
-        return covered_by_offsets(encoding, spans, weights)
-
-
-def _bounds(pieces: Sequence[Int64]) -> Int64:
-    """Boundaries of S arrays end to end, int64 (S+1,)."""
-    return np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])]).astype(np.int64)
-
 
 def _filled(size: int, first: Int64, after: Int64, values: Float32 | None) -> Any:
     """Flags that are True in [first, after) of each of K ranges, bool (size,), or the values (K,) of the ranges."""
@@ -453,18 +451,3 @@ def _normal_form(normalizer: dict[str, Any] | None) -> str | None:
     if len(steps) == 1 and steps[0].get("type") in _FORMS:
         return str(steps[0]["type"])
     return "" if not steps else None
-
-
-def _token_bytes(backend: Any) -> Int32:
-    """Bytes of text that each token represents, int32 (vocabulary,).
-
-    A byte-level token is written with one character per byte (A. Radford et al., "Language Models are Unsupervised
-    Multitask Learners", 2019, section 2.2; `bytes_to_unicode`); an added token is written as itself.
-    """
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    sizes = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.int32)
-    for token, ident in vocabulary.items():
-        sizes[ident] = len(token)
-    for ident, added in backend.get_added_tokens_decoder().items():
-        sizes[ident] = len(added.content.encode())
-    return sizes

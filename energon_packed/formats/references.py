@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from energon_packed.errors import DataChangedError, FormatError
-from energon_packed.files import IrregularFile, Streams
+from energon_packed.files import IrregularFile, Streams, read_range, status
+from energon_packed.storage import as_path, is_remote
 from energon_packed.system import ABSENT, raise_resource_error
-from energon_packed.tarfiles import read_range
 
 MEDIA_PART = "media.json"
 FOLDER, MEDIA_ROOT = "__folder__", "__media_root__"
@@ -127,7 +127,7 @@ def _reader_of(raw: Mapping[str, Any]) -> "_MediaReader":
 
 @lru_cache(maxsize=256)
 def _cached_reader(folder: str, moved: tuple[tuple[str, str], ...]) -> "_MediaReader":
-    return _MediaReader(Path(folder), moved)
+    return _MediaReader(as_path(folder), moved)
 
 
 class _MediaReader:
@@ -148,8 +148,8 @@ class _MediaReader:
         path = self._path(locator.file)
         try:
             stream = self._streams.get(path)
-            data = read_range(stream.fileno(), locator.offset, locator.size)
-            status = os.fstat(stream.fileno()) if locator.changed is not None else None
+            data = read_range(stream, locator.offset, locator.size)
+            now = status(stream) if locator.changed is not None else None
         except IrregularFile as error:
             raise _changed(raw, part, path, str(error)) from error
         except (OSError, MemoryError) as error:
@@ -162,16 +162,17 @@ class _MediaReader:
             raise _changed(raw, part, path, f"it ends before byte {end}")
         if locator.digest is not None and media_digest(data) != locator.digest:
             raise _changed(raw, part, path, "it has other bytes")
-        if status is not None and [status.st_size, status.st_mtime_ns] != list(locator.changed or ()):
+        if now is not None and [now.st_size, now.st_mtime_ns] != list(locator.changed or ()):
             raise _changed(raw, part, path, "by its size or time of change")
         return data
 
     def _path(self, file: str) -> Path:
-        path = os.path.normpath(os.path.join(self._folder, file))
+        target = self._folder / as_path(file) if not is_remote(file) else as_path(file)
+        path = str(target.resolve()) if is_remote(target) else os.path.normpath(target)
         for old, new in self._moved:
             if path == old or path.startswith(old.rstrip("/") + "/"):
-                return Path(new + path[len(old.rstrip("/")) :])
-        return Path(path)
+                return as_path(new + path[len(old.rstrip("/")) :])
+        return as_path(path)
 
 
 def _changed(raw: Mapping[str, Any], part: str, path: Path, change: str) -> DataChangedError:

@@ -34,8 +34,8 @@ class BlendEntry:
     path: Path
     mode: str
     number: float
-    packs: int | None
-    samples: int | None
+    packs: int | None = None
+    samples: int | None = None
     tokens: int | None = None
     share: float | None = None
     token_share: float | None = None
@@ -87,25 +87,16 @@ def read_blend(metadataset: Metadataset) -> list[BlendSplit]:
 
 
 def _entry(split: str, mode: str, entry: Entry) -> BlendEntry:
-    packs = samples = tokens = None
+    made = BlendEntry(split=split, path=entry.path, mode=mode, number=entry.number)
     # `fault` is an invalid entry, `unsupported` a valid entry that this package cannot read.
     problem = entry.fault or entry.unsupported
     if problem is None:
         try:
             dataset = read_input(entry.path, entry.split_part or split)
-            packs, samples, tokens = dataset.packs, dataset.samples, dataset.tokens
+            return replace(made, packs=dataset.packs, samples=dataset.samples, tokens=dataset.tokens)
         except EnergonPackedError as error:
             problem = str(error)
-    return BlendEntry(
-        split=split,
-        path=entry.path,
-        mode=mode,
-        number=entry.number,
-        packs=packs,
-        samples=samples,
-        tokens=tokens,
-        problem=problem,
-    )
+    return replace(made, problem=problem)
 
 
 def _counted(entries: list[BlendEntry]) -> list[BlendEntry]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,8 @@ class PackedFolder:
             flavor = None
         if flavor in CODECS:
             return CODECS[flavor]
-        for tar in self.tars:
-            # The first pack of any tar is enough: a dataset has one flavor.
-            for raw in scan_tar(tar).packs(limit=1):
-                return codec_of(raw)
+        for raw in self.first(1):  # the first pack of any tar is enough: a dataset has one flavor
+            return codec_of(raw)
         raise FormatError(f"{self.path} contains no pack. Pass a folder of packed shards.")
 
     @cached_property
@@ -133,13 +132,8 @@ class PackedFolder:
                     raise FormatError(f"{tar}: {member.fault}")
 
     def first(self, limit: int) -> Iterator[dict[str, Any]]:
-        """Yield the raw parts of the first packs; of a damaged tar, the packs before the damage."""
-        for tar in self.tars:
-            if limit <= 0:
-                return
-            for raw in scan_tar(tar).packs(limit=limit):
-                yield raw
-                limit -= 1
+        """Iterate over the raw parts of the first packs; of a damaged tar, the packs before the damage."""
+        return islice(chain.from_iterable(scan_tar(tar).packs(limit=limit) for tar in self.tars), limit)
 
     def pack(self, key: str) -> dict[str, Any]:
         """Return the raw parts of the pack with this key.

@@ -65,8 +65,10 @@ def render_report(title: str, data: ReportData | None, blend: Sequence[BlendSpli
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    require_matplotlib()
-
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("reports require matplotlib. Run pip install 'energon-packed[report]'.") from error
     environment = Environment(
         loader=PackageLoader("energon_packed.inspection"),
         autoescape=True,
@@ -193,14 +195,26 @@ def histogram_svg(values: Sequence[float], edges: Edges, xlabel: str, ylabel: st
         xlabel, ylabel: axis labels.
         log: use a logarithmic x axis if the edges span more than a factor of 4.
     """
+    import matplotlib
+    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
     counts, _ = np.histogram(values, edges)
     # A logarithmic axis over a small range would have hardly any labels.
     log = log and edges[-1] > 4 * edges[0]
     is_integer = all(float(value).is_integer() for value in values)
-
-    def draw(axes: Any) -> None:
+    settings = {
+        "svg.fonttype": "none",  # text stays text, in the font of the page
+        "svg.hashsalt": "energon-packed",  # ids that do not change between runs
+        "font.family": "sans-serif",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    } | {name: _TEXT for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(4.4, 2.4), layout="constrained")
+        figure.patch.set_alpha(0)
+        axes = figure.subplots()
+        axes.patch.set_alpha(0)
         axes.stairs(counts, edges, fill=True, color=_BAR)
         axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if log else "linear")
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -214,35 +228,6 @@ def histogram_svg(values: Sequence[float], edges: Edges, xlabel: str, ylabel: st
             axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}" if is_integer else "{x:g}"))
         else:
             axes.ticklabel_format(axis="x", useOffset=False)
-
-    return _svg(draw)
-
-
-def require_matplotlib() -> None:
-    """Raise ConfigError with the install command if matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("reports require matplotlib. Run pip install 'energon-packed[report]'.") from error
-
-
-def _svg(draw: Any) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    settings = {
-        "svg.fonttype": "none",  # text stays text, in the font of the page
-        "svg.hashsalt": "energon-packed",  # ids that do not change between runs
-        "font.family": "sans-serif",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    } | {name: _TEXT for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(4.4, 2.4), layout="constrained")
-        figure.patch.set_alpha(0)
-        axes = figure.subplots()
-        axes.patch.set_alpha(0)
-        draw(axes)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     text = out.getvalue()

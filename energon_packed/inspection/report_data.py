@@ -306,16 +306,8 @@ def splits(manifest: PackingManifest) -> list[SplitRow]:
     rows = []
     for name in dict.fromkeys([*manifest.split, *(shard.split for shard in manifest.shards)]):
         shards = [shard for shard in manifest.shards if shard.split == name]
-        rows.append(
-            SplitRow(
-                name=name,
-                requested=manifest.split.get(name),
-                shards=len(shards),
-                packs=sum(shard.packs for shard in shards),
-                samples=sum(shard.samples for shard in shards),
-                tokens=sum(shard.tokens for shard in shards),
-            )
-        )
+        counts = [sum(getattr(shard, count) for shard in shards) for count in ("packs", "samples", "tokens")]
+        rows.append(SplitRow(name, manifest.split.get(name), len(shards), *counts))
     return rows
 
 

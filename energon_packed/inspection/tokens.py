@@ -6,7 +6,7 @@ other), for the packing map of a report. `token_rows` returns every token with t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -111,18 +111,15 @@ def _checked(sample: StoredSample, measured: Measurement) -> EncodedSample | str
 
 def _segment(sample: StoredSample, encoded: EncodedSample | str | None, start: int) -> Segment:
     conversation = sample.conversation
+    segment = Segment(id=conversation.id, start=start, length=sample.length or 0, media=conversation.kind)
     if not isinstance(encoded, EncodedSample):
-        return Segment(
-            id=conversation.id, start=start, length=sample.length or 0, media=conversation.kind, problem=encoded
-        )
+        return replace(segment, problem=encoded)
     kinds = token_kinds(encoded)
     # The sentinels -1 at both ends make the first and the last run end at an edge.
     edges = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))
     runs = [(KINDS[kinds[a]], start + int(a), int(b - a)) for a, b in pairwise(edges)]
     tokens = dict(zip(KINDS, np.bincount(kinds, minlength=len(KINDS)).tolist(), strict=True))
-    return Segment(
-        id=conversation.id, start=start, length=len(encoded), media=conversation.kind, runs=runs, tokens=tokens
-    )
+    return replace(segment, length=len(encoded), runs=runs, tokens=tokens)
 
 
 def token_kinds(sample: EncodedSample) -> npt.NDArray[np.int8]:

@@ -19,6 +19,7 @@ from accelerate.data_loader import DataLoaderShard
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.trainer_state import ConsumedBatches, exact_steps
 from energon_packed.loading.batch import trainer_inputs
+from energon_packed.loading.dataflow.loader import unchanged
 from energon_packed.loading.state import gathered
 
 
@@ -36,13 +37,9 @@ class PreparedLoader(DataLoaderShard):
         """
         return len(self.dataset)
 
-    def skip_on_resume(self, batches: int) -> None:
-        """Add empty batches before the next iteration, for a trainer that skips this many batches when it resumes."""
-        self.dataset.placeholders = batches
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks after the last yielded batch, in plain types; every rank must call it."""
-        return gathered(self.dataset.state())
+        return gathered(self.dataset.batches.state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue after the batch at which the state was saved; call it before iterating.
@@ -83,7 +80,7 @@ def prepared_loader(accelerator: Any, loader: Any, to_inputs: Callable[[Any], An
         _ConsumedDataset(loader, to_inputs),
         device=accelerator.device if accelerator.device_placement else None,
         batch_size=None,
-        collate_fn=_unchanged,
+        collate_fn=unchanged,
     )
     # With this mark, accelerator.prepare only registers the loader, and does not wrap it again.
     prepared._is_accelerate_prepared = True
@@ -110,6 +107,7 @@ class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
     """Dataset of the batches of one epoch for accelerate, which yields a batch only after it has read the next batch.
 
     Attributes:
+        batches: the batches of the loader, with the state after each yielded batch.
         placeholders: empty batches at the start of the next iteration, for a Trainer that skips this many: the loader
             continues after the batches that they replace.
     """
@@ -117,7 +115,7 @@ class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
     def __init__(self, loader: Any, to_inputs: Callable[[Any], Any]) -> None:
         self._loader = loader
         self._to_inputs = to_inputs
-        self._batches = ConsumedBatches(loader)
+        self.batches = ConsumedBatches(loader)
         self.placeholders = 0
         self._waiting: dict[str, Any] | None = None  # read, and perhaps not yielded
         self._iterators = 0
@@ -143,21 +141,14 @@ class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         self.placeholders = 0
         if self._waiting is not None:  # an interrupted iteration had read this batch in advance
             yield self._waiting
-        for batch in self._batches.epoch():
-            self._batches.use(self._batches.read - 1)  # the previous batch was yielded
+        for batch in self.batches.epoch():
+            self.batches.use(self.batches.read - 1)  # the previous batch was yielded
             self._waiting = self._to_inputs(batch)
             yield self._waiting
-        self._batches.use(self._batches.read)
+        self.batches.use(self.batches.read)
         self._waiting = None
-
-    def state(self) -> dict[str, Any]:
-        """Return the state after the last yielded batch."""
-        return self._batches.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._batches.restore(state)
+        """Move the loader to a saved state."""
+        self.batches.restore(state)
         self._waiting = None
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch

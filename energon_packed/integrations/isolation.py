@@ -17,11 +17,13 @@ from importlib.resources import files
 from math import isfinite
 from typing import Any
 
+import numpy as np
 import torch
 
+from energon_packed.encoding import EncodedSample
 from energon_packed.errors import ConfigError, IsolationError
-from energon_packed.loading import PackedBatch
-from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens
+from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.collator import PaddingFreeCollator
 
 _LENGTHS = (8, 6, 7, 5)  # tokens of the samples of the default row
 # Fractions of the change in the changed sample itself. A leak changes later logits by far more than rounding does.
@@ -193,23 +195,13 @@ def _inputs(model: Any, batch: PackedBatch | None) -> tuple[dict[str, Any], list
 
 def short_row(model: Any) -> PackedBatch:
     """Return a row of 26 random text tokens in 4 samples, with the positions that the model needs."""
-    config = _transformer(model).config
-    bounds = cu_seqlens_from_lengths(torch.tensor(_LENGTHS).numpy())
-    allowed = _text_tokens(config)
-    chosen = torch.randint(len(allowed), (1, int(bounds[-1])), generator=torch.Generator().manual_seed(0))
-    ids = allowed[chosen]
-    positions = torch.from_numpy(position_ids_from_cu_seqlens(bounds))[None]
-    return PackedBatch(
-        __key__=["row"],
-        __restore_key__=(),
-        input_ids=ids,
-        labels=ids,
-        loss_mask=torch.ones_like(ids, dtype=torch.float32),
-        position_ids=positions.expand(4, 1, -1) if _has_mrope(model) else positions,
-        cu_seqlens=torch.from_numpy(bounds),
-        max_seqlen=max(_LENGTHS),
-        ids=[str(number) for number in range(len(_LENGTHS))],
-    )
+    allowed = _text_tokens(_transformer(model).config)
+    chosen = torch.randint(len(allowed), (1, sum(_LENGTHS)), generator=torch.Generator().manual_seed(0))
+    samples = []
+    for i, ids in enumerate(np.split(allowed[chosen][0].numpy(), np.cumsum(_LENGTHS)[:-1])):
+        positions = np.tile(np.arange(len(ids)), (3, 1)) if _has_mrope(model) else None
+        samples.append(EncodedSample(id=str(i), input_ids=ids, labels=ids, position_ids=positions))
+    return PaddingFreeCollator(dummy_images="never").collate(samples)
 
 
 def _text_tokens(config: Any) -> torch.Tensor:

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from energon_packed.errors import BatchError, ConfigError
-from energon_packed.loading import gather_state
 from energon_packed.loading.batch import trainer_inputs
-from energon_packed.loading.state import check_numbers, damage_named, is_left, position_of, state_at
+from energon_packed.loading.state import check_numbers, damage_named, gather_state, is_left, position_of, state_at
 
 _STEP = "iteration_step"  # key in the states of GatheredLoader
 
@@ -41,11 +40,7 @@ class ConsumedBatches:
     """
 
     def __init__(self, loader: Any) -> None:
-        if missing := [name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(loader, name)]:
-            raise ConfigError(
-                f"`loader` must have {missing[0]} to resume, got a {type(loader).__name__}. Pass the loader of "
-                "get_packed_loader, a DataflowLoader or a PackedIterableDataset."
-            )
+        _check_has(loader, "__iter__", "state_dict", "load_state_dict")
         self.loader = loader
         self.read = 0
         self._resumed = False
@@ -122,11 +117,7 @@ class GatheredLoader:
     ) -> None:
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
-        if not hasattr(loader, "state_dict"):
-            raise ConfigError(
-                f"`loader` must have state_dict to resume, got a {type(loader).__name__}. Pass the loader of "
-                "get_packed_loader, a DataflowLoader or a PackedIterableDataset."
-            )
+        _check_has(loader, "state_dict")
         self.loader = loader
         self._to_inputs = to_inputs
         self._steps = exact_steps(loader) if steps is None else steps
@@ -178,6 +169,14 @@ class GatheredLoader:
         self.loader.load_state_dict(state)
         self._used = int(state.get(_STEP, 0))
         self._restores += 1
+
+
+def _check_has(loader: Any, *names: str) -> None:
+    if missing := [name for name in names if not hasattr(loader, name)]:
+        raise ConfigError(
+            f"`loader` must have {missing[0]} to resume, got a {type(loader).__name__}. Pass the loader of "
+            "get_packed_loader, a DataflowLoader or a PackedIterableDataset."
+        )
 
 
 def exact_steps(loader: Any) -> int | None:

@@ -9,69 +9,13 @@ ranks.py, manifests.py and trust.py (what a dataset contains, and that it runs n
 metrics.py, order_log.py (past order), replay.py (future order).
 """
 
-from energon_packed.loading.batch import PackedBatch, step_targets
-from energon_packed.loading.collator import Collator, PaddingFreeCollator
-from energon_packed.loading.config import DataflowConfig
-from energon_packed.loading.dataflow.loader import DataflowLoader
-from energon_packed.loading.dataset import BalancedSampler, PackedDataset
-from energon_packed.loading.distributors import (
-    Distributor,
-    EnergonDistributor,
-    FileShardDistributor,
-    Item,
-    IterableDistributor,
-    MapDistributor,
-    MixtureDistributor,
-)
-from energon_packed.loading.energon import LoaderConfig, PackedLoader, PackedTaskEncoder, get_packed_loader
-from energon_packed.loading.joint import JointLoader
-from energon_packed.loading.manifests import steps_per_epoch
-from energon_packed.loading.metrics import ThroughputMetrics
-from energon_packed.loading.packers import (
-    BalancedPoolPacker,
-    Packer,
-    PlannedPacker,
-    PoolPacker,
-    SequentialPacker,
-    SimpleBatcher,
-)
-from energon_packed.loading.ranks import ShardSpec
-from energon_packed.loading.raw_records import PackedIterableDataset, PlannedDataset, get_raw_loader, plan_in_memory
-from energon_packed.loading.state import gather_state
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "BalancedPoolPacker",
-    "BalancedSampler",
-    "Collator",
-    "DataflowConfig",
-    "DataflowLoader",
-    "Distributor",
-    "EnergonDistributor",
-    "FileShardDistributor",
-    "Item",
-    "IterableDistributor",
-    "JointLoader",
-    "LoaderConfig",
-    "MapDistributor",
-    "MixtureDistributor",
-    "PackedBatch",
-    "PackedDataset",
-    "PackedIterableDataset",
-    "PackedLoader",
-    "PackedTaskEncoder",
-    "Packer",
-    "PaddingFreeCollator",
-    "PlannedDataset",
-    "PlannedPacker",
-    "PoolPacker",
-    "SequentialPacker",
-    "ShardSpec",
-    "SimpleBatcher",
-    "ThroughputMetrics",
-    "gather_state",
-    "get_packed_loader",
-    "get_raw_loader",
-    "plan_in_memory",
-    "step_targets",
-    "steps_per_epoch",
-]
+
+def __getattr__(name: str) -> Any:
+    # The public names have one list, `energon_packed`, which loads the module of a name when it is first used.
+    public = import_module("energon_packed")
+    if name not in public.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(public, name)

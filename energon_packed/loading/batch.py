@@ -202,11 +202,7 @@ class PackedBatch(Batch):
             segments = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
             tokens = self.input_ids.shape[1]  # known, so that the host need not wait for a GPU
             inputs["seq_idx"] = torch.repeat_interleave(segments, bounds.diff(), output_size=tokens)[None]
-        optional = {"pixel_values": self.pixel_values, "image_grid_thw": self.image_grid_thw}
-        optional |= {"token_type_ids": self.token_type_ids, **(self.vision_inputs or {})}
-        if self.patch_positions is not None:
-            optional["patch_positions"] = self.patch_positions
-        return inputs | {name: value for name, value in optional.items() if value is not None}
+        return inputs | {name: value for name, value in self._vision_arguments().items() if value is not None}
 
     def loss(self, logits: torch.Tensor, *, targets: torch.Tensor | float | None = None) -> torch.Tensor:
         """Cross entropy weighted by `loss_mask`: sum(loss * loss_mask) / sum(loss_mask), a scalar.
@@ -303,19 +299,10 @@ class PackedBatch(Batch):
             "labels": _shifted(self.labels, IGNORE_INDEX),
             "loss_mask": _shifted(self.loss_mask, 0),
             "position_ids": self.position_ids[-3:] if self.position_ids.ndim == 3 else self.position_ids,
-            "cu_seqlens_q": self.cu_seqlens,
-            "cu_seqlens_kv": self.cu_seqlens,
-            "cu_seqlens_q_padded": self.cu_seqlens_padded,
-            "cu_seqlens_kv_padded": self.cu_seqlens_padded,
-            "max_seqlen_q": self.max_seqlen,
-            "max_seqlen_kv": self.max_seqlen,
+            **self._thd_metadata(),
             "total_tokens": self.input_ids.shape[1],
             "padding_mask": self.padding_mask,
-            "pixel_values": self.pixel_values,
-            "image_grid_thw": self.image_grid_thw,
-            "patch_positions": self.patch_positions,
-            "token_type_ids": self.token_type_ids,
-            **(self.vision_inputs or {}),
+            **self._vision_arguments(),
         }
         return {name: value for name, value in inputs.items() if value is not None}
 
@@ -337,13 +324,24 @@ class PackedBatch(Batch):
         return PackedSeqParams(
             **({"total_tokens": self.input_ids.shape[1]} if "total_tokens" in known else {}),
             qkv_format="thd",
-            cu_seqlens_q=self.cu_seqlens,
-            cu_seqlens_kv=self.cu_seqlens,
-            cu_seqlens_q_padded=self.cu_seqlens_padded,
-            cu_seqlens_kv_padded=self.cu_seqlens_padded,
-            max_seqlen_q=self.max_seqlen,
-            max_seqlen_kv=self.max_seqlen,
+            **self._thd_metadata(),
         )
+
+    def _vision_arguments(self) -> dict[str, torch.Tensor | None]:
+        """Arguments of vision-language models, None for those that this row does not have."""
+        names = ("pixel_values", "image_grid_thw", "patch_positions", "token_type_ids")
+        return {name: getattr(self, name) for name in names} | (self.vision_inputs or {})
+
+    def _thd_metadata(self) -> dict[str, Any]:
+        """Boundaries of the samples, as Megatron names them."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens,
+            "cu_seqlens_kv": self.cu_seqlens,
+            "cu_seqlens_q_padded": self.cu_seqlens_padded,
+            "cu_seqlens_kv_padded": self.cu_seqlens_padded,
+            "max_seqlen_q": self.max_seqlen,
+            "max_seqlen_kv": self.max_seqlen,
+        }
 
 
 def step_targets(batches: Iterable[PackedBatch | Mapping[str, Any]], *, group: Any = None) -> torch.Tensor:

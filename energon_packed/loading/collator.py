@@ -27,14 +27,7 @@ from energon_packed.encoding.vision.positions import VisionInputs
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading.batch import PackedBatch, trainer_inputs
 from energon_packed.loading.features import PACK, from_features, is_features
-from energon_packed.loading.ranks import (
-    DISPATCHED,
-    dispatch_refusal,
-    group_place,
-    has_group,
-    is_dispatched,
-    launched_processes,
-)
+from energon_packed.loading.ranks import DISPATCHED, dispatch_refusal, is_dispatched, is_distributed
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
 LossWeighting = Literal["token", "sample", "sqrt"]
@@ -79,7 +72,12 @@ class Collator(ABC):
         if refused := dispatch_refusal():
             return refused
         if features and isinstance(features[0], PackedBatch):
-            return self._inputs(_single(features))
+            if len(features) > 1:
+                raise BatchError(
+                    f"A batch of finished rows must have 1 row, got {len(features)}. Set the trainer's batch size "
+                    "(`per_device_train_batch_size`) to 1, and `micro_batch_size` of the loader to the packs per step."
+                )
+            return self._inputs(features[0])
         if features and isinstance(features[0], dict) and PACK in features[0]:
             features = [feature[PACK] for feature in features]
         if features and isinstance(features[0], (list, EncodedRow)):
@@ -310,7 +308,7 @@ class DummyImages:
         self._fixed = fixed
         self._choice = choice
         self._is_warned = False
-        self._is_distributed = _is_distributed()  # asked here too: spawned workers do not know the process group
+        self._is_distributed = is_distributed()  # asked here too: spawned workers do not know the process group
 
     def candidate(self, of_row: EncodedSample | None) -> EncodedSample | None:
         """The dummy for rows of these samples, if they have no image; None if they do not get a dummy.
@@ -324,7 +322,7 @@ class DummyImages:
         if self._choice == "never":
             return None
         dummy = self._fixed or of_row
-        if dummy is not None and self._choice == "auto" and not (self._is_distributed or _is_distributed()):
+        if dummy is not None and self._choice == "auto" and not (self._is_distributed or is_distributed()):
             return None
         if dummy is None and self._choice == "always":
             raise BatchError(
@@ -357,11 +355,6 @@ class DummyImages:
             self._is_warned = True
             _log.warning("%s. Until then, ranks may wait for each other (DDP, FSDP).", reason)
         return None
-
-
-def _is_distributed() -> bool:
-    """Whether several processes train."""
-    return (group_place()[1] if has_group() else launched_processes()) > 1
 
 
 def _images(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, torch.Tensor | None]:
@@ -438,20 +431,6 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.float32:
         return torch.from_numpy(np.empty(shape, dtype=np.float32))
     return torch.empty(shape, dtype=dtype)
-
-
-def _single(batches: Sequence[PackedBatch]) -> PackedBatch:
-    """Return the finished row among the features of a batch.
-
-    Raises:
-        BatchError: there are several.
-    """
-    if len(batches) > 1:
-        raise BatchError(
-            f"A batch of finished rows must have 1 row, got {len(batches)}. Set the trainer's batch size "
-            "(`per_device_train_batch_size`) to 1, and `micro_batch_size` of the loader to the packs per step."
-        )
-    return batches[0]
 
 
 def _row(array: Any) -> torch.Tensor:

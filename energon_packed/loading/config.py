@@ -14,7 +14,9 @@ from energon_packed.encoding import StoredTokens
 from energon_packed.encoding.settings import IMAGES
 from energon_packed.errors import ConfigError, SourceError
 from energon_packed.files import read_yaml
-from energon_packed.loading.packers import Packer, PoolPacker, SequentialPacker
+from energon_packed.loading.packers.base import Packer
+from energon_packed.loading.packers.pool import PoolPacker
+from energon_packed.loading.packers.simple import SequentialPacker
 from energon_packed.options import declared_again, make, option, short
 from energon_packed.pipeline.config_file import read_config, translated
 from energon_packed.pipeline.options import INPUT, PACKING, RUN, PackOptions, RejectOptions, parse_seq_len

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
@@ -42,12 +41,10 @@ from energon_packed.loading.order import Order, check_sizes
 from energon_packed.loading.process import encode_pack
 from energon_packed.loading.ranks import refuse_dispatch, resolve_rank
 from energon_packed.loading.trust import check_blend_trusted
-from energon_packed.packing.balance import CostModel, Imbalance, RowSizes
+from energon_packed.packing.balance import CostModel, Imbalance, Int64, RowSizes
 from energon_packed.pipeline.run_state import digest
 from energon_packed.shards.nv_meta import shards_in_split
 from energon_packed.shards.reader import ShardReader
-
-Int64 = npt.NDArray[np.int64]
 
 
 class BalancedSampler(torch.utils.data.Sampler[int]):

@@ -133,9 +133,7 @@ class FailureLog:
         counts the rows of JSONL files and tars, which reads these files.
         """
         others: list[Rejected] = []
-        records: dict[
-            tuple[int, int], list[tuple[int, str | None, str, str]]
-        ] = {}  # by index of the reader, and of the source in it
+        records: dict[tuple[int, int], list[Any]] = {}  # by index of the reader, and of the source in it
         for line in map(orjson.loads, self._rows.read()):
             source, path, address, ident, reason, detail = line  # as `_SharedLines.add` was called
             reader = self._reader_of(source, path)

@@ -17,10 +17,10 @@ from energon_packed.loading.state import (
     position_of,
     state_at,
     states_of,
-    without_weights,
 )
 
 _BLOCK = 1024  # draws that are made together; part of the order, so it must never change
+_END = object()  # of the batches of a loader
 StopAt = Literal["first", "all", "never"]
 _NAME = "JointLoader"  # in states, of subclasses too
 
@@ -109,16 +109,12 @@ class JointLoader:
             name = self._draw()
             if name not in running:
                 running[name] = self._rest_of(name)
-            try:
-                batch = next(running[name])
-            except StopIteration:
+            if (batch := next(running[name], _END)) is _END:
                 if self._ends(name):
                     break
                 running[name] = self._rest_of(name)
-                try:
-                    batch = next(running[name])
-                except StopIteration:
-                    raise ConfigError(f"Loader {name!r} must have at least 1 batch, got 0. Remove it.") from None
+                if (batch := next(running[name], _END)) is _END:
+                    raise ConfigError(f"Loader {name!r} must have at least 1 batch, got 0. Remove it.")
             self._step += 1
             yield name, batch
             if is_left(started, (self._epoch, self._restores)):
@@ -132,8 +128,7 @@ class JointLoader:
         Iterating the loader itself would start the next epoch after the last batch, and its end would be missed.
         """
         loader = self.loaders[name]
-        rest = getattr(loader, "rest_of_epoch", None)
-        return iter(loader if rest is None else rest())
+        return iter(loader.rest_of_epoch() if hasattr(loader, "rest_of_epoch") else loader)
 
     def position(self) -> JointPosition:
         """The position after the last batch that was returned: small, for a later `state_dict(position)`."""
@@ -169,10 +164,7 @@ class JointLoader:
     def _restore(self, states: list[dict[str, Any]], *, is_gathered: bool) -> None:
         for state in states:
             check_state(state, _NAME)
-            saved, expected = state["identity"], self._identity()
-            if self._allow_changed_weights:
-                saved, expected = without_weights(saved), without_weights(expected)
-            check_identity(saved, expected)
+            check_identity(state["identity"], self._identity(), allow_changed_weights=self._allow_changed_weights)
         step, ended = states[0]["step"], list(states[0]["ended"])
         before = {name: loader.state_dict() for name, loader in self.loaders.items()}
         try:

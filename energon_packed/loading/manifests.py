@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from energon_packed.encoding import ChatEncoder, Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
@@ -23,13 +22,13 @@ from energon_packed.formats import codec_for
 from energon_packed.loading.trust import check_blend_trusted
 from energon_packed.metadatasets import read_metadataset, read_split
 from energon_packed.options import check_type, short
+from energon_packed.packing.balance import Int64
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import check_complete
 from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
 from energon_packed.shards.reader import OpenedFiles, ShardReader
 from energon_packed.shards.steps import steps_of_ranks
-
-Int64 = npt.NDArray[np.int64]
+from energon_packed.storage import as_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +144,7 @@ def path_of_dataset(path: str | Path) -> Path:
     """
     if not isinstance(path, str | Path):
         raise ConfigError(f"`path` must be the path of a dataset or a Metadataset, got {short(path)}. Pass one path.")
-    return Path(path)
+    return as_path(path)
 
 
 def loaded_splits(path: str | Path, split: str, *, trusted: bool = False) -> list[LoadedSplit]:
@@ -217,8 +216,7 @@ class OpenedSplits(OpenedFiles):
             digests |= {folder / tar.name: digest for tar, digest in digests_of(split).items()}
             tars |= dict.fromkeys(folder / name for name in read_split(split.path).shards(split.split))
         super().__init__(tars, digests)
-        # Resolving a path needs system calls, and every pack asks again.
-        self._tars: dict[tuple[Any, str], Path | None] = {}
+        self._tars: dict[tuple[Any, str], Path] = {}
 
     def check_sources(self, sources: Iterable[Any] | None) -> None:
         """Refuse a sample whose tar is not the file that was opened.
@@ -230,16 +228,11 @@ class OpenedSplits(OpenedFiles):
             DataChangedError: a tar was replaced, changed or removed.
         """
         for source in sources or ():
-            if (tar := self._tar(source.dataset_path, getattr(source, "shard_name", ""))) is not None:
-                self.check(tar)
-
-    def _tar(self, folder: Any, name: str) -> Path | None:
-        """The tar of a source, a name in an EPath; None for other files, such as files of auxiliary datasets."""
-        key = (folder, name)
-        if key not in self._tars:
-            tar = Path(str(folder)).resolve() / str(name)
-            self._tars[key] = tar if tar in self else None
-        return self._tars[key]
+            key = source.dataset_path, getattr(source, "shard_name", "")
+            if key not in self._tars:  # resolving a path needs system calls, and every pack asks again
+                self._tars[key] = Path(str(key[0])).resolve() / str(key[1])
+            if self._tars[key] in self:  # other files are of auxiliary datasets
+                self.check(self._tars[key])
 
 
 def epoch_pack_counts(blend: list[LoadedSplit], packs: list[int]) -> list[int]:
@@ -330,7 +323,7 @@ def steps_per_epoch(
         return steps_of_ranks([(path.packs_in(split), 1)], **layout, drop_last=drop_last)
     # Counting opens no dataset with Energon, but parsing a Metadataset must not create its objects.
     check_blend_trusted(path)
-    blend = loaded_splits(Path(path), split)
+    blend = loaded_splits(path, split)
     counts = []
     for dataset in blend:
         if (packs := dataset.packs) is None:

@@ -17,16 +17,14 @@ Names: an *item* is an index in the dataset (of all datasets of a blend); a *pla
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
-from energon_packed.packing.balance import CostModel, Imbalance, balanced_steps, imbalance
+from energon_packed.packing.balance import CostModel, Float64, Imbalance, Int64, balanced_steps, imbalance
 
-Int64 = npt.NDArray[np.int64]
 WINDOW = 128
 """Steps that are sorted by cost together: a larger window aligns better and shuffles less."""
 # Last entries of seeds, so that the orders of a plain shuffle, an aligned shuffle and a redraw are independent.
@@ -62,9 +60,7 @@ class Segment:
 
     def continued(self, step: int, layout: "Segment") -> "Segment":
         """The segment that starts at `step` with the ranks, rows and weights of `layout`."""
-        return Segment(
-            step=step, item=self.first_item(step), ranks=layout.ranks, rows=layout.rows, weights=layout.weights
-        )
+        return replace(layout, step=step, item=self.first_item(step))
 
     def has_layout_of(self, other: "Segment") -> bool:
         """Whether ranks, rows and weights are equal."""
@@ -182,10 +178,8 @@ class Order:
         """
         layout = tuple(self._layout_of(epoch, segments))
         # Without alignment, ranks and rows do not change the order: a rank count that changes keeps the cached order.
-        relevant = (
-            layout if self.cost is not None else tuple((part.item, part.weights) for part in layout if part.weights)
-        )
-        key = (epoch, seed, relevant)
+        weighted = tuple((part.item, part.weights) for part in layout if part.weights)
+        key = (epoch, seed, weighted if self.cost is None else layout)
         if self._cached is None or self._cached[0] != key:
             self._cached = key, self._ordered(epoch, seed, layout)
         return self._cached[1]
@@ -204,7 +198,7 @@ class Order:
         )
         return Imbalance(before=before, after=after)
 
-    def _costs(self) -> npt.NDArray[np.float64]:
+    def _costs(self) -> Float64:
         """Cost of each item, float64; of a dataset without `item_sizes`, in the epoch that is set."""
         sizes = getattr(self.dataset, "item_sizes", None) or self.dataset.row_sizes
         return (self.cost or CostModel()).costs(sizes())
@@ -220,12 +214,10 @@ class Order:
         start, size = epoch * len(self), len(self)
         first = max((part for part in segments if part.item <= start), key=lambda part: part.item)
         # The first whole step of this epoch starts at the next multiple of the width after the segment's start.
-        yield Segment(
-            item=(first.item - start) % first.width, ranks=first.ranks, rows=first.rows, weights=first.weights
-        )
+        yield replace(first, step=0, item=(first.item - start) % first.width)
         for part in segments:
             if start < part.item < start + size:
-                yield Segment(item=part.item - start, ranks=part.ranks, rows=part.rows, weights=part.weights)
+                yield replace(part, step=0, item=part.item - start)
 
     def _ordered(self, epoch: int, seed: int, layout: Sequence[Segment]) -> Int64:
         """Build the order of an epoch; each segment changes only the places from its start on."""

@@ -2,7 +2,8 @@
 
 | part | purpose |
 |---|---|
-| `has_group`, `group_place`, `launched_processes` | the process group, or the processes that a launcher started |
+| `has_group`, `group_place` | the process group |
+| `launched_processes`, `is_distributed` | the processes that a launcher started, also without a process group |
 | `all_gather_object`, `broadcast_object`, `all_reduce_mean` | collective operations, also without a process group |
 | `ShardSpec`, `shuffled` | the items of an epoch that a worker of a rank reads |
 | `resolve_rank`, `check_rank`, `warn_uneven` | rank and world size of a loader |
@@ -57,6 +58,11 @@ def launched_processes() -> int:
     """Number of processes that a launcher (torchrun, accelerate, Lightning) started: WORLD_SIZE, or 1."""
     launched = os.environ.get("WORLD_SIZE", "")
     return int(launched) if launched.isdecimal() else 1
+
+
+def is_distributed() -> bool:
+    """Whether several processes train."""
+    return (group_place()[1] if has_group() else launched_processes()) > 1
 
 
 def all_gather_object(value: Any, group: Any = None) -> list[Any]:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from energon_packed.encoding import EncodedSample, SampleSource
@@ -24,14 +23,14 @@ from energon_packed.errors import ConfigError, RecordError, Reject
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.config import DataflowConfig, work_folder
-from energon_packed.loading.dataflow.loader import DataflowLoader, Position, RunOptions
+from energon_packed.loading.dataflow.loader import DataflowLoader, LoaderOptions, Position
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.distributors.records import RecordDistributor
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.packers.base import Sizes
 from energon_packed.loading.ranks import check_not_resharded, refuse_dispatch, resolve_rank
-from energon_packed.packing.balance import RowSizes
+from energon_packed.packing.balance import Int64, RowSizes
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import LocalEngine, Progress
 from energon_packed.pipeline.measure import MeasureStage
@@ -42,20 +41,23 @@ from energon_packed.pipeline.run_state import compute_fingerprints, digest
 from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import Conversation
 
-Int64 = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
+_KEPT_BYTES = 1 << 26  # of encoded documents; the last document is kept whatever its size
 
 
-class RawLoaderOptions(RunOptions, total=False):
+class RawLoaderOptions(LoaderOptions, total=False):
     """Options of a loader of raw records that a config does not decide; `seed` and `max_failures` override it."""
 
+    num_workers: int
+    collator: Collator | None
     batch_size: int | None
 
 
 class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     """Map-style dataset returned by `plan_in_memory`: `dataset[i]` returns the EncodedSamples of row i.
 
-    Records are read and encoded when their row is. It works with samplers and stock trainers, as PackedDataset.
+    Records are read and encoded when their row is; long documents are kept for their other fragments, up to 64 MiB of
+    them in a process. It works with samplers and stock trainers, as PackedDataset.
 
     Attributes:
         lengths: int64 (P,), tokens of each row.
@@ -89,6 +91,8 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         self.rejects, self.seq_len = rejects, seq_len
         self._truncate, self._fingerprint = truncate, fingerprint
         self._reader, self._encoder, self._refs = reader, encoder, refs
+        self._kept: dict[int, EncodedSample] = {}  # split documents, the last used last
+        self._kept_bytes = 0
         # One array and its offsets instead of a list of arrays: forked workers share it, as no reference is counted.
         self._groups = np.concatenate(groups) if groups else np.zeros(0, dtype=np.int64)
         self._offsets = np.cumsum([0, *map(len, groups)])
@@ -126,11 +130,12 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
     def ids(self, index: int) -> list[str | None]:
         """Ids of the samples of one row, without encoding them."""
-        fragments, read = self._refs.fragments, self._read(index)
+        fragments, records = self._refs.fragments, self._records(index)
+        names = [self._read(record).id for record in records]
         if fragments is None:
-            return [conversation.id for conversation, _ in read]
-        numbers = [int(fragments[record]["number"]) for _, record in read]
-        return [c.id if k < 0 else fragment_id(str(c.id), k) for k, (c, _) in zip(numbers, read, strict=True)]
+            return names
+        numbers = [int(fragments[record]["number"]) for record in records]
+        return [name if k < 0 else fragment_id(str(name), k) for k, name in zip(numbers, names, strict=True)]
 
     def to_hf(self) -> Any:
         """Return the rows as a `datasets.Dataset`, for trainers that accept nothing else; see `hf_dataset`."""
@@ -144,15 +149,20 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             RecordError: a record cannot be encoded, because it changed since it was measured.
             ConfigError: the length of a sample changed since it was measured.
         """
-        read = self._read(index)
-        samples = []
-        encoded = self._encoder.load().encode_many([conversation for conversation, _ in read])
-        fragments = self._refs.fragments
-        for sample, (_, record) in zip(encoded, read, strict=True):
+        records, fragments, samples = self._records(index), self._refs.fragments, []
+        # A long document has thousands of fragments, so it is not read and encoded again for each.
+        documents = [self._document(record) for record in records]
+        encoded: dict[int, EncodedSample | Reject] = {key: self._kept[key] for key in documents if key in self._kept}
+        missing = {key: record for key, record in zip(documents, records, strict=True) if key not in encoded}
+        conversations = [self._read(record) for record in missing.values()]
+        encoded |= zip(missing, self._encoder.load().encode_many(conversations), strict=True)
+        for key, record in zip(documents, records, strict=True):
+            sample = encoded[key]
             if isinstance(sample, Reject):
                 raise RecordError.of(sample)
             sample = sample if self._truncate is None else sample.truncated(self._truncate)
-            if fragments is not None and fragments[record]["number"] >= 0:
+            if fragments is not None and key >= 0:
+                self._keep(key, sample)
                 sample = fragment_of(sample, fragments[record])
             # A longer sample would not fit the planned row, so a changed file is an error instead of a longer row.
             if len(sample) != self._refs.length[record]:
@@ -164,20 +174,43 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             samples.append(sample.of(SampleSource(str(path), {})))
         return samples
 
-    def _read(self, index: int) -> list[tuple[Conversation, int]]:
-        """(conversation, index of its record in `refs`) of the samples of one row."""
+    def _records(self, index: int) -> list[int]:
+        """Indices in `refs` of the samples of one row."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"Row index {index} is out of range for a plan of {len(self)} rows.")
         index %= len(self)
-        refs, read = self._refs, []
-        for record in self._groups[self._offsets[index] : self._offsets[index + 1]].tolist():
-            # By address: a record of a large file is read without the records before it.
-            source = int(refs.source[record])
-            conversation = self._reader.read(source, int(refs.address[record]), int(refs.size[record]))
-            if conversation.id is None:
-                conversation = replace(conversation, id=self._reader.default_id(source, int(refs.row[record])))
-            read.append((conversation, record))
-        return read
+        records: list[int] = self._groups[self._offsets[index] : self._offsets[index + 1]].tolist()
+        return records
+
+    def _document(self, record: int) -> int:
+        """Key of a record: the same for all fragments of a document, and negative for complete records."""
+        fragments = self._refs.fragments
+        if fragments is None or fragments[record]["number"] < 0:
+            return ~record
+        return int(fragments[record]["record"])
+
+    def _keep(self, key: int, document: EncodedSample) -> None:
+        """Keep a document for its other fragments, in place of the documents that were not used for the longest."""
+        if self._kept.pop(key, None) is None:
+            self._kept_bytes += _num_bytes(document)
+        self._kept[key] = document
+        while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+            self._kept_bytes -= _num_bytes(self._kept.pop(next(iter(self._kept))))
+
+    def _read(self, record: int) -> Conversation:
+        """Read a record of `refs`."""
+        # By address: a record of a large file is read without the records before it.
+        refs, source = self._refs, int(self._refs.source[record])
+        conversation = self._reader.read(source, int(refs.address[record]), int(refs.size[record]))
+        if conversation.id is None:
+            conversation = replace(conversation, id=self._reader.default_id(source, int(refs.row[record])))
+        return conversation
+
+
+def _num_bytes(sample: EncodedSample) -> int:
+    """Bytes of the arrays and tensors of a sample."""
+    values = [*vars(sample).values(), *(sample.vision_inputs.values.values() if sample.vision_inputs else ())]
+    return sum([getattr(value, "nbytes", 0) for value in values])
 
 
 def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> PlannedDataset:
@@ -254,29 +287,18 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
 
     Args:
         config: the input, and how it is packed.
-        rank, world_size: rank and world size; by default from torch.distributed.
-        num_workers: worker processes.
-        collator: makes the batch; by default PaddingFreeCollator.
-        options: options of `DataflowLoader`, such as `order_log`.
+        options: `num_workers`, `collator`, `rank`, `world_size`, and the other options of `DataflowLoader`, such as
+            `order_log`; `seed` and `max_failures` override the config.
 
     Raises:
         ConfigError, SourceError: as `pack`.
     """
 
-    def __init__(
-        self,
-        config: DataflowConfig,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
-        num_workers: int = 0,
-        collator: Collator | None = None,
-        **options: Unpack[RawLoaderOptions],
-    ) -> None:
+    def __init__(self, config: DataflowConfig, **options: Unpack[RawLoaderOptions]) -> None:
         reader = open_reader(config, work_folder(config))
         config.check_format(reader)
         self.config = config
-        self._rank_arguments = (rank, world_size)
+        self._rank_arguments = (options.get("rank"), options.get("world_size"))
         # Before the loader forks its workers, which inherit the loaded encoder.
         prepare_workers(config.encoder_loader, sum(len(source.chunks()) for source in reader.sources))
         fingerprint = compute_fingerprints(config, reader.sources, None).input
@@ -284,10 +306,6 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
             RecordDistributor(reader, shuffle=config.shuffle, fingerprint=fingerprint),
             config.encoder_loader.load(),
             config.packer(),
-            collator,
-            num_workers=num_workers,
-            rank=rank,
-            world_size=world_size,
             **_with_defaults(config, options),
         )
         self.loader.failures.limits = config.limits
@@ -336,15 +354,7 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
         self.loader.load_state_dict(state)
 
 
-def get_raw_loader(
-    config: DataflowConfig,
-    *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    num_workers: int = 0,
-    collator: Collator | None = None,
-    **options: Unpack[RawLoaderOptions],
-) -> DataflowLoader:
+def get_raw_loader(config: DataflowConfig, **options: Unpack[RawLoaderOptions]) -> DataflowLoader:
     """Load raw records: stream them, or measure and plan them in memory, depending on `config.streaming`.
 
         loader = get_raw_loader(DataflowConfig.from_yaml("train.yaml"), num_workers=4)
@@ -356,30 +366,21 @@ def get_raw_loader(
 
     Args:
         config: the input, and how it is packed.
-        rank, world_size: rank and world size; by default from torch.distributed.
-        num_workers: worker processes.
-        collator: makes the batch; by default PaddingFreeCollator.
-        options: options of `DataflowLoader`, such as `order_log`; `seed` and `max_failures` override the config.
+        options: as for `PackedIterableDataset`.
 
     Raises:
         ConfigError, SourceError, RejectLimitError: as `PackedIterableDataset` and `plan_in_memory`.
     """
-    common: dict[str, Any] = {
-        "rank": rank,
-        "world_size": world_size,
-        "num_workers": num_workers,
-        "collator": collator,
-        **_with_defaults(config, options),
-    }
     if config.streaming:
-        return PackedIterableDataset(config, **common).loader
+        return PackedIterableDataset(config, **options).loader
     dataset = plan_in_memory(config)
-    loader = DataflowLoader(MapDistributor(dataset, shuffle=config.shuffle), **common)
+    distributor = MapDistributor(dataset, shuffle=config.shuffle)
+    loader = DataflowLoader(distributor, **_with_defaults(config, options))
     # Planning has rejected its records before the loader exists, so its report is added to the loader's.
     loader.failures.planned = dataset.rejects
     return loader
 
 
-def _with_defaults(config: DataflowConfig, options: RawLoaderOptions) -> dict[str, Any]:
+def _with_defaults(config: DataflowConfig, options: RawLoaderOptions) -> Any:
     """Options of a loader, with `seed` and `max_failures` of the config as defaults."""
     return {"seed": config.seed, "max_failures": config.max_failures, **options}

@@ -159,16 +159,15 @@ def damaged(reason: str) -> BatchError:
     return BatchError(f"The saved state is corrupted ({reason}). Load an earlier one, or restart the epoch.")
 
 
-def check_state(state: Any, loader: str, identity: dict[str, Any] | None = None) -> None:
+def check_state(state: Any, loader: str) -> None:
     """Refuse a state that a loader cannot continue from.
 
     Args:
         state: the saved state.
         loader: name of the class that continues.
-        identity: data and settings of the loader that continues; None checks only version and class.
 
     Raises:
-        BatchError: the message names the version, the class, or every value that differs, saved and now.
+        BatchError: the message names the version or the class, saved and now.
     """
     if not isinstance(state, dict) or "version" not in state:
         keys = ", ".join(map(str, state))[:200] if isinstance(state, dict) else type(state).__name__
@@ -181,16 +180,16 @@ def check_state(state: Any, loader: str, identity: dict[str, Any] | None = None)
     if state.get("loader") != loader:
         saved = state.get("loader")
         raise BatchError(f"The state was saved by {saved}, but this loader is a {loader}. Load it with a {saved}.")
-    if identity is not None:
-        check_identity(state["identity"], identity)
 
 
-def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse a state of other data or settings.
+def check_identity(saved: dict[str, Any], now: dict[str, Any], *, allow_changed_weights: bool = False) -> None:
+    """Refuse a state of other data or settings; `allow_changed_weights` compares no weights of mixtures and blends.
 
     Raises:
         BatchError: the message names every value that differs, saved and now.
     """
+    if allow_changed_weights:
+        saved, now = _without_weights(saved), _without_weights(now)
     names = [name for name, value in now.items() if saved.get(name) != value]
     if len(names) > 1 and "dataset" in names:
         names.remove("dataset")  # its fingerprint contains the settings, so it differs as well and explains nothing
@@ -213,11 +212,11 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
     )
 
 
-def without_weights(value: Any) -> Any:
+def _without_weights(value: Any) -> Any:
     """An identity without the weights of mixtures and blends, at any depth."""
     if isinstance(value, dict):
-        return {name: without_weights(entry) for name, entry in value.items() if name not in _WEIGHT_KEYS}
-    return [without_weights(entry) for entry in value] if isinstance(value, list) else value
+        return {name: _without_weights(entry) for name, entry in value.items() if name not in _WEIGHT_KEYS}
+    return [_without_weights(entry) for entry in value] if isinstance(value, list) else value
 
 
 def ratio(weights: Any) -> str:

@@ -25,6 +25,7 @@ from energon_packed.metadatasets import (
     untrusted_object,
 )
 from energon_packed.shards.nv_meta import OLD_INFO, loader_files
+from energon_packed.storage import as_path
 
 _ENERGON = "megatron.energon"
 _KEYS = frozenset(("__module__", "__class__", "sample_type", "field_map", "part_filter", "decoder", "subflavors"))
@@ -43,7 +44,7 @@ def check_trusted(path: str | Path, *, dataset_config: str | None = None) -> Non
         ConfigError: the message names the file and the remedy.
         FormatError: a Metadataset cannot be read, or Energon reads other values from it than `read_metadataset`.
     """
-    path = Path(path)
+    path = as_path(path)
     for folder, config in _folders_of(path) if path.is_file() else [(path, dataset_config or "dataset.yaml")]:
         _check_folder(folder, config)
 
@@ -54,7 +55,7 @@ def check_blend_trusted(path: str | Path) -> None:
     Raises:
         ConfigError, FormatError: as `check_trusted`.
     """
-    if Path(path).is_file():
+    if as_path(path).is_file():
         check_trusted(path)
 
 

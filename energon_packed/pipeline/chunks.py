@@ -31,6 +31,7 @@ from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.errors import Reason
 from energon_packed.files import atomic_path
 from energon_packed.records import MediaReference
+from energon_packed.storage import as_path, is_remote
 from energon_packed.system import most_open
 
 Int64 = npt.NDArray[np.int64]
@@ -54,6 +55,7 @@ SCHEMA = pa.schema(
         "size": pa.int32(),
         "length": pa.int32(),
         "supervised": pa.int32(),
+        "weight_checksum": pa.int64(),
         "text_bytes": pa.int32(),
         "media_bytes": pa.int64(),
         "media_stamp": pa.int64(),
@@ -139,7 +141,7 @@ class MediaFiles:
         if (known := self._stamps.get(path)) is not None:
             return known
         try:
-            status = os.stat(path)
+            status = as_path(path).stat() if is_remote(path) else os.stat(path)
             change = f"{status.st_size} {status.st_mtime_ns}"
         except (OSError, ValueError):  # a missing file, or an impossible name: its record is rejected when it is read
             change = ""

@@ -377,10 +377,11 @@ class InputOptions(EncoderSettings):
 
     def _refuse_remote(self) -> None:
         for path in self.inputs:
-            refuse_remote(path)
+            refuse_remote(path, is_read=True)
         for declaration in declared(type(self)):
             if declaration.kind is Path and getattr(self, declaration.name) is not None:
-                refuse_remote(getattr(self, declaration.name), declaration.name)
+                is_read = declaration.name == "image_root"
+                refuse_remote(getattr(self, declaration.name), declaration.name, is_read=is_read)
 
     @property
     def source_configs(self) -> list[SourceConfig]:

@@ -8,13 +8,7 @@ fields. media_fields.py: images and videos that a record lists; unlisted_media.p
 media.py: MediaReference, the address of the bytes of an image, and the only code that reads them.
 """
 
-from energon_packed.records.conversation import (
-    EXTRA_FIELDS,
-    IMAGE_PLACEHOLDER,
-    ROLES,
-    Conversation,
-    Message,
-)
+from energon_packed.records.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, ROLES, Conversation, Message
 from energon_packed.records.mapping import Adapter, FieldMap
 from energon_packed.records.media import MediaReference
 from energon_packed.records.normalize import normalize

@@ -95,11 +95,11 @@ class Conversation:
             self._check_messages()
         elif self.text is not None and self.text.count(IMAGE_PLACEHOLDER) != len(self.images):
             raise _count_mismatch(self.text.count(IMAGE_PLACEHOLDER), len(self.images))
-        if self.labels is not None and (self.input_ids is None or len(self.labels) != len(self.input_ids)):
+        tokens = 0 if self.input_ids is None else len(self.input_ids)
+        if self.labels is not None and (self.input_ids is None or len(self.labels) != tokens):
             raise RecordError(
                 Reason.MISSING_FIELD,
-                f"labels has {len(self.labels)} entries for "
-                f"{0 if self.input_ids is None else len(self.input_ids)} input_ids; one label per token is needed",
+                f"labels has {len(self.labels)} entries for {tokens} input_ids; one label per token is needed",
             )
         if not is_loss_weight(self.weight):
             raise RecordError(
@@ -107,7 +107,7 @@ class Conversation:
                 f"the record has the loss weight {self.weight!r}; use 0, or a number {LOSS_WEIGHTS}",
             )
         if self.loss_weights is not None:
-            _check_loss_weights(self.loss_weights, 0 if self.input_ids is None else len(self.input_ids))
+            _check_loss_weights(self.loss_weights, tokens)
         # Fewer files than images are valid: the frames of a video may share a file.
         if len(self.patch_positions) > len(self.images):
             raise RecordError(

@@ -53,7 +53,6 @@ _BOXES = (
     "write the boxes into the text in place of <ref-object> and <bbox>, in the coordinates of the model, "
     "with an `adapter`"
 )
-_PIXELS = "resize the image, or pass min_pixels and max_pixels as options"
 _TOOLS = "pass the schemas as tools beside messages, and calls as tool_calls of a turn"
 # Fields that would change training if they were ignored: pattern of the name -> remedy. Other fields are only counted.
 _REMEDIES = {
@@ -65,7 +64,7 @@ _REMEDIES = {
     r"system.*|developer.*": "pass it as system",
     r"chat_template_kwargs": "they change what a template renders; convert the record with an `adapter`",
     r"reasoning.*|thinking.*|thought.*": "move it into the assistant turn as reasoning_content",
-    r".*_pixels|resized_(height|width)": _PIXELS,
+    r".*_pixels|resized_(height|width)": "resize the image, or pass min_pixels and max_pixels as options",
     r"video(?!.*_ids?$).*|n?frames|max_frames": "pass the frames as videos, one list for each video",
     r"history": "write the earlier turns as messages",
     r"image_urls?": "nothing is fetched; download the image and give its path as image",
@@ -166,7 +165,7 @@ def flatten(value: Any) -> list[Any]:
 def read_text(value: Any, label: str) -> str:
     """Return a string unchanged; `label` names it in the error."""
     if not isinstance(value, str):
-        raise RecordError(Reason.MISSING_FIELD, f"{label} must be text, not {type(value).__name__}")
+        raise missing_field(f"{label} must be text, not {type(value).__name__}")
     return value
 
 
@@ -178,7 +177,7 @@ def one_text(record: Record, names: Sequence[str]) -> str | None:
     """
     strings = {name: read_text(record[name], name) for name in names if record.get(name) not in (None, "")}
     if len(set(strings.values())) > 1:
-        raise RecordError(Reason.UNSUPPORTED_FIELD, f"{' and '.join(strings)} have different values. Keep only one.")
+        raise unsupported_field(f"{' and '.join(strings)} have different values. Keep only one.")
     return next(iter(strings.values()), None)
 
 
@@ -194,7 +193,7 @@ def joined_texts(record: Record, names: Sequence[str]) -> str:
 def read_list(value: Any, label: str) -> list[Any] | tuple[Any, ...]:
     """Return a list unchanged; `label` names it in the error."""
     if not isinstance(value, list | tuple):
-        raise RecordError(Reason.MISSING_FIELD, f"{label} must be a list, not {type(value).__name__}")
+        raise missing_field(f"{label} must be a list, not {type(value).__name__}")
     return value
 
 
@@ -204,7 +203,7 @@ def read_objects(value: Any, label: str) -> list[Record]:
         raise RecordError(Reason.EMPTY, f"{label} is an empty list")
     for entry in value:
         if not isinstance(entry, OBJECT):
-            raise RecordError(Reason.MISSING_FIELD, f"an entry of {label} is {type(entry).__name__}, not an object")
+            raise missing_field(f"an entry of {label} is {type(entry).__name__}, not an object")
     return list(value)
 
 
@@ -214,7 +213,7 @@ def read_json_list(value: Any, label: str) -> list[Any] | None:
         try:
             value = parse_json(value)
         except orjson.JSONDecodeError as error:
-            raise RecordError(Reason.MISSING_FIELD, f"{label} is not a JSON list: {error}") from error
+            raise missing_field(f"{label} is not a JSON list: {error}") from error
     return list(read_list(value, label)) if value else None
 
 
@@ -223,19 +222,19 @@ def read_tokens(value: Any, label: str) -> npt.NDArray[np.int64]:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise RecordError(Reason.MISSING_FIELD, f"{label} is not a flat list of numbers") from error
+        raise missing_field(f"{label} is not a flat list of numbers") from error
     # An empty list becomes a float64 array, so the type is checked only if there are entries.
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
-        raise RecordError(Reason.MISSING_FIELD, f"{label} must be a flat list of integers")
+        raise missing_field(f"{label} must be a flat list of integers")
     # astype(int64) would wrap values from 2**63 on to negative token ids.
     if array.size and (array.dtype.kind == "u" and array.max() >= 2**63):
-        raise RecordError(Reason.MISSING_FIELD, f"{label} holds a number over 64 bits")
+        raise missing_field(f"{label} holds a number over 64 bits")
     return array.astype(np.int64)
 
 
 def read_number(value: Any, label: str, kind: type[Any]) -> Any:
     """Read a finite number as `kind`; None if it is absent. A list of length 1 is accepted (one number per video)."""
-    if isinstance(value, list | tuple) and len(value) == 1:
+    if value is not None and isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if value is None:
         return None
@@ -245,7 +244,7 @@ def read_number(value: Any, label: str, kind: type[Any]) -> Any:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or abs(number) > _LARGEST_NUMBER:
-        raise RecordError(Reason.MISSING_FIELD, f"{label} must be a number, not {repr(value)[:80]}")
+        raise missing_field(f"{label} must be a number, not {repr(value)[:80]}")
     return kind(number)
 
 
@@ -255,12 +254,11 @@ def check_writable(value: Any, label: str) -> None:
     Raises:
         RecordError: `bad_json`; the message names the limit.
     """
-    # Templates and JSON writers recurse, so the depth must be known before they run. This loop does not recurse.
+    # Templates and JSON writers recurse, so the depth must be known before they run. This loop goes level by level, so
+    # that a deep value cannot exhaust the stack here.
     level, depth = [value], 0
-    while level := [
-        item for item in level if isinstance(item, Mapping | list | tuple | int)
-    ]:  # level by level, so that
-        for number in [item for item in level if isinstance(item, int)]:  # a deep value cannot exhaust the stack here
+    while level := [item for item in level if isinstance(item, Mapping | list | tuple | int)]:
+        for number in [item for item in level if isinstance(item, int)]:
             if not -(2**63) <= number < 2**64:
                 raise RecordError(
                     Reason.BAD_JSON, f"{label} holds the number {number}, over 64 bits; write it as text"
@@ -306,12 +304,22 @@ def unused_fields(record: Record, known: frozenset[str], label: str = "the recor
     return tuple(unused)
 
 
+def missing_field(detail: str) -> RecordError:
+    """Make the RecordError for a field that is missing, or whose value has another type than needed."""
+    return RecordError(Reason.MISSING_FIELD, detail)
+
+
+def unsupported_field(detail: str) -> RecordError:
+    """Make the RecordError for a field or value that is not supported."""
+    return RecordError(Reason.UNSUPPORTED_FIELD, detail)
+
+
 def unsupported(name: str, label: str = "the record", remedy: str = "") -> RecordError:
     """Make the RecordError for an unsupported field, with its remedy."""
     names = (name, _plain_name(name))
     remedies = (text for pattern, text in _REMEDIES.items() if any(re.fullmatch(pattern, n) for n in names))
     remedy = remedy or next(remedies, "remove it, or convert it with an `adapter`")
-    return RecordError(Reason.UNSUPPORTED_FIELD, f"the field {name} of {label} is not supported: {remedy}")
+    return unsupported_field(f"the field {name} of {label} is not supported: {remedy}")
 
 
 def check_preference(record: Record) -> None:

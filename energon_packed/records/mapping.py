@@ -19,7 +19,7 @@ from typing import Any
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.options import short
 from energon_packed.records.conversation import Conversation
-from energon_packed.records.fields import OBJECT, Record, key_names
+from energon_packed.records.fields import OBJECT, Record, key_names, missing_field, unsupported_field
 from energon_packed.system import raise_resource_error
 
 TURNS = ("system", "user", "assistant")
@@ -76,10 +76,7 @@ class FieldMap:
             return record  # `normalize` rejects it
         used = {field for _, field in self.fields}
         if missing := [field for _, field in self.fields if field not in record]:
-            raise RecordError(
-                Reason.MISSING_FIELD,
-                f"`map` names {missing[0]}, but the record has {key_names(record) or 'no fields'}",
-            )
+            raise missing_field(f"`map` names {missing[0]}, but the record has {key_names(record) or 'no fields'}")
         # A field that the map uses is removed, or it would be read again under its old name.
         mapped = {key: value for key, value in record.items() if key not in used}
         values = {target: record[field] for target, field in self.fields}
@@ -89,9 +86,8 @@ class FieldMap:
         for name in values:
             # Neither value is preferred silently: the record has both a mapped field and a field of the target's name.
             if name != "id" and mapped.get(name) is not None:
-                raise RecordError(
-                    Reason.UNSUPPORTED_FIELD,
-                    f"the record has a field {name} beside those of `map`; name it in the map, or use an `adapter`",
+                raise unsupported_field(
+                    f"the record has a field {name} beside those of `map`; name it in the map, or use an `adapter`"
                 )
         return {**mapped, **values}
 
@@ -102,7 +98,7 @@ def _messages(turns: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(user, list | tuple) or isinstance(answer, list | tuple):
         users, answers = ([side] if isinstance(side, str) else list(side or ()) for side in (user, answer))
         if len(users) != len(answers):
-            raise RecordError(Reason.MISSING_FIELD, f"`map` gives {len(users)} user turns for {len(answers)} answers")
+            raise missing_field(f"`map` gives {len(users)} user turns for {len(answers)} answers")
     else:
         users, answers = [user], [answer]
     system = turns.get("system")

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import unquote, urlparse
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.files import IrregularFile, open_regular
+from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
 from energon_packed.records.fields import shown
+from energon_packed.storage import RemotePath, RemoteReader, as_path, is_remote
 from energon_packed.system import ABSENT, raise_resource_error
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _BLOCK = 1024  # bytes per read of a byte range, so that reading a header does not read the whole image
+_REMOTE_BLOCK = 1 << 16  # the same of an object: a request takes longer than the transfer of more bytes
+_tars = Streams()  # tars in object stores stay open: opening one takes a request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,15 @@ class MediaReference:
         if value.startswith("file://"):
             return cls(path=_file_url(value), root=root)
         # Nothing is fetched: a run must not depend on the network, nor contact hosts that a data file names.
-        if value.startswith(("http://", "https://", "s3://", "gs://")):
+        is_object = is_remote(value)
+        if is_object and root is not None and is_remote(root):
+            return cls(path=value, root=root)
+        if is_object:
+            raise RecordError(
+                Reason.UNSUPPORTED_MEDIA,
+                f"{shown(value)} is remote, and `image_root` is not; download it, or set `image_root` to its folder",
+            )
+        if value.startswith(("http://", "https://")):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
                 f"{shown(value)} is remote; download it and pass a path, nothing is fetched",
@@ -86,16 +97,30 @@ class MediaReference:
         # os.path.realpath raises ValueError for a null byte.
         if "\0" in self.path:
             raise RecordError(Reason.MISSING_IMAGE, f"{shown(self.path)} holds a null byte")
+        if is_remote(self.root):
+            return self._in_store()
         root = os.path.realpath(self.root)
         real = os.path.realpath(os.path.join(root, self.path))
         # The separator keeps /data/images2 outside the root /data/images.
         if real != root and not real.startswith(root.rstrip("/") + "/"):
-            raise RecordError(
-                Reason.IMAGE_OUTSIDE_ROOT,
-                f"{self.path} resolves to {real}, outside `image_root` {self.root}; "
-                "pass the folder that holds all images",
-            )
+            raise self._outside(real)
         return real
+
+    def _in_store(self) -> str:
+        """Resolve the URL of the object."""
+        assert self.path is not None
+        assert self.root is not None
+        root = as_path(self.root).resolve()
+        real = (as_path(self.path) if is_remote(self.path) else root / self.path).resolve()
+        if real.parts[: len(root.parts)] != root.parts:
+            raise self._outside(real)
+        return str(real)
+
+    def _outside(self, real: object) -> RecordError:
+        return RecordError(
+            Reason.IMAGE_OUTSIDE_ROOT,
+            f"{self.path} resolves to {real}, outside `image_root` {self.root}; pass the folder that holds all images",
+        )
 
     def open(self) -> BinaryIO:
         """Open a readable, seekable binary stream over the bytes.
@@ -107,9 +132,15 @@ class MediaReference:
         if self.data is not None:
             return io.BytesIO(self.data)
         path = self.resolved()
+        is_object = is_remote(path)
         try:
-            stream = open_regular(path)
-        except IrregularFile as error:
+            if not is_object:
+                stream = open_regular(path)
+            elif self.offset is None:
+                stream = RemoteReader(RemotePath(path), _REMOTE_BLOCK)
+            else:
+                stream = _tars.get(RemotePath(path))
+        except (IrregularFile, IsADirectoryError) as error:
             raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {error}; pass the path of an image file") from None
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno not in ABSENT:
@@ -118,15 +149,18 @@ class MediaReference:
             raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {_reason(error)}") from error
         if self.offset is None:
             return stream
-        size = os.fstat(stream.fileno()).st_size - self.offset if self.size is None else self.size
+        end = status(stream).st_size
+        size = end - self.offset if self.size is None else self.size
         # A shorter range would decode as a truncated image with a misleading message.
-        if self.offset + size > os.fstat(stream.fileno()).st_size:
-            stream.close()
+        if self.offset + size > end:
+            if not is_object:
+                stream.close()
             raise RecordError(
                 Reason.MISSING_IMAGE,
                 f"{self.path} ends inside bytes {self.offset}..{self.offset + size}",
             )
-        return io.BufferedReader(_Window(stream, self.offset, size), buffer_size=_BLOCK)
+        block = _REMOTE_BLOCK if is_object else _BLOCK
+        return io.BufferedReader(_Window(stream, self.offset, size, is_owner=not is_object), buffer_size=block)
 
     def read(self) -> bytes:
         """Read all bytes, as many as the file has when it is opened. Raises the errors of `open`, too.
@@ -153,7 +187,9 @@ class MediaReference:
     @property
     def file(self) -> str | None:
         """Path of the file, with `root` and with symbolic links; None for bytes in memory."""
-        return None if self.path is None else os.path.join(self.root or "", self.path)
+        if self.path is None or is_remote(self.path):
+            return self.path
+        return os.path.join(self.root or "", self.path)
 
     @property
     def label(self) -> str:
@@ -162,10 +198,11 @@ class MediaReference:
 
 
 class _Window(io.RawIOBase):
-    """A byte range of an open file as a file object; closing it closes the file."""
+    """A byte range of an open file as a file object; closing it closes the file if it is the owner."""
 
-    def __init__(self, stream: BinaryIO, offset: int, size: int) -> None:
+    def __init__(self, stream: BinaryIO, offset: int, size: int, *, is_owner: bool) -> None:
         self._stream, self._offset, self._size, self._at = stream, offset, size, 0
+        self._is_owner = is_owner
 
     def readable(self) -> bool:
         return True
@@ -186,19 +223,20 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: "Buffer") -> int:
         view = memoryview(buffer)
         count = max(0, min(len(view), self._size - self._at))
-        # pread leaves the position of the descriptor alone, which other readers may share.
-        data = os.pread(self._stream.fileno(), count, self._offset + self._at)
+        # The position of the stream, which other readers may share, stays as it is.
+        data = read_range(self._stream, self._offset + self._at, count)
         view[: len(data)] = data
         self._at += len(data)
         return len(data)
 
     def readall(self) -> bytes:
-        data = os.pread(self._stream.fileno(), max(0, self._size - self._at), self._offset + self._at)
+        data = read_range(self._stream, self._offset + self._at, max(0, self._size - self._at))
         self._at += len(data)
         return data
 
     def close(self) -> None:
-        self._stream.close()
+        if self._is_owner:
+            self._stream.close()
         super().close()
 
 

@@ -35,6 +35,7 @@ from energon_packed.records.fields import (
     read_text,
     shown,
     unsupported,
+    unsupported_field,
 )
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media, read_media, references
 from energon_packed.records.record_formats import PartialConversation, RecordFormat, find_record_format
@@ -100,7 +101,7 @@ def normalize(record: Any, *, image_root: str | None = None, record_weight: Reco
         if message.extra:
             check_writable(message.extra, f"the {message.role} turn")
     ident = record.get("id")
-    fps = read_number(record["fps"], "fps", float) if "fps" in record else None
+    fps = read_number(record.get("fps"), "fps", float)
     images = tuple(media.inline or media.images)
     if fps and images:
         media.notes.append(FPS_STORED)
@@ -117,11 +118,7 @@ def normalize(record: Any, *, image_root: str | None = None, record_weight: Reco
         tools=tools,
         video=media.is_video,
         fps=fps,
-        timestamp_decimal=(
-            read_number(record["timestamp_decimal"], "timestamp_decimal", int)
-            if "timestamp_decimal" in record
-            else None
-        ),
+        timestamp_decimal=read_number(record.get("timestamp_decimal"), "timestamp_decimal", int),
         unused_fields=tuple(sorted(media.unused_fields)),
         notes=tuple(media.notes),
     )
@@ -136,13 +133,9 @@ def _record_weight(record: Record) -> float:
     values = {name: record[name] for name in RECORD_WEIGHTS if record.get(name) is not None}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not is_loss_weight(value):
-            raise RecordError(
-                Reason.UNSUPPORTED_FIELD, f"{name} of the record is {shown(value)}; use 0, or a number {LOSS_WEIGHTS}"
-            )
+            raise unsupported_field(f"{name} of the record is {shown(value)}; use 0, or a number {LOSS_WEIGHTS}")
     if len(set(values.values())) > 1:
-        raise RecordError(
-            Reason.UNSUPPORTED_FIELD, f"{' and '.join(values)} of the record differ; keep the one that is meant"
-        )
+        raise unsupported_field(f"{' and '.join(values)} of the record differ; keep the one that is meant")
     return float(next(iter(values.values()), 1.0))
 
 
@@ -289,11 +282,8 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
 
 def _leading_placeholders(texts: list[str], media: Media) -> str:
     """Build the placeholders of the images and videos for which the strings have none."""
-    placeholders = ""
-    for placeholder, size in ((IMAGE_PLACEHOLDER, len(media.images)), (VIDEO_PLACEHOLDER, len(media.videos))):
-        if not any(placeholder in text for text in texts):
-            placeholders += placeholder * size
-    return placeholders
+    sizes = {IMAGE_PLACEHOLDER: len(media.images), VIDEO_PLACEHOLDER: len(media.videos)}
+    return "".join([name * size for name, size in sizes.items() if not any(name in text for text in texts)])
 
 
 def _mark_videos(texts: list[str], media: Media) -> list[str]:

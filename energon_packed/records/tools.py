@@ -11,7 +11,16 @@ import orjson
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import Message
-from energon_packed.records.fields import OBJECT, Record, is_given, parse_json, read_json_list, unsupported
+from energon_packed.records.fields import (
+    OBJECT,
+    Record,
+    is_given,
+    missing_field,
+    parse_json,
+    read_json_list,
+    unsupported,
+    unsupported_field,
+)
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats import PartialConversation
 
@@ -33,7 +42,7 @@ def read_tools(record: Record, draft: PartialConversation, media: Media) -> list
     if is_given(record.get("functions")):
         # `functions` is the older name of OpenAI; the two may list different functions.
         if tools is not None:
-            raise RecordError(Reason.UNSUPPORTED_FIELD, "the record has both tools and functions; keep tools")
+            raise unsupported_field("the record has both tools and functions; keep tools")
         functions = read_json_list(record["functions"], "functions") or ()
         tools = [{"type": "function", "function": _schema(schema, field)} for schema in functions]
     if not tools:
@@ -79,9 +88,7 @@ def without_written_calls(message: Message, media: Media) -> Message:
     except orjson.JSONDecodeError:
         same = False
     if not same:
-        raise RecordError(
-            Reason.UNSUPPORTED_FIELD, "a turn has tool_calls and other calls as <tool_call> in its text; keep one"
-        )
+        raise unsupported_field("a turn has tool_calls and other calls as <tool_call> in its text; keep one")
     media.notes.append(CALLS_IN_TEXT)
     extra = {key: value for key, value in message.extra.items() if key != "tool_calls"}
     return Message(message.role, message.content, extra, message.weight)
@@ -99,7 +106,7 @@ def _schema(tool: Any, field: str) -> Any:
         except orjson.JSONDecodeError as error:
             raise RecordError(Reason.BAD_JSON, f"an entry of {field} is not JSON: {error}") from error
     if not isinstance(tool, OBJECT):
-        raise RecordError(Reason.MISSING_FIELD, f"an entry of {field} is {type(tool).__name__}; use a JSON schema")
+        raise missing_field(f"an entry of {field} is {type(tool).__name__}; use a JSON schema")
     return tool
 
 
@@ -107,7 +114,5 @@ def _name(tool: Record, field: str) -> str:
     inner = tool.get("function")
     name = inner.get("name") if isinstance(inner, OBJECT) else tool.get("name")
     if not isinstance(name, str) or not name:
-        raise RecordError(
-            Reason.MISSING_FIELD, f"a tool of {field} has no name; use a JSON schema with name and parameters"
-        )
+        raise missing_field(f"a tool of {field} has no name; use a JSON schema with name and parameters")
     return name

@@ -21,7 +21,7 @@ Other fields are counted by name, or reject the record if they would change trai
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,13 +29,7 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.conversation import (
-    EXTRA_FIELDS,
-    IMAGE_PLACEHOLDER,
-    LOSS_WEIGHTS,
-    Message,
-    is_loss_weight,
-)
+from energon_packed.records.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, LOSS_WEIGHTS, Message, is_loss_weight
 from energon_packed.records.fields import (
     OBJECT,
     Record,
@@ -43,10 +37,12 @@ from energon_packed.records.fields import (
     flatten,
     is_given,
     key_names,
+    missing_field,
     parse_json,
     read_objects,
     read_text,
     shown,
+    unsupported_field,
 )
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
 
@@ -132,7 +128,7 @@ def _message(turn: Record, media: Media) -> Message:
     keys = keys_of(tuple(turn))
     field, name = _one_of(turn, keys.role)
     if name is None:
-        raise RecordError(Reason.MISSING_FIELD, f"a message has no role; its keys are {key_names(turn)}")
+        raise missing_field(f"a message has no role; its keys are {key_names(turn)}")
     role = read_role(name, field)
     _, content = _one_of(turn, keys.content)
     extra = {} if keys.is_plain else _extra(turn)
@@ -146,9 +142,9 @@ def _message(turn: Record, media: Media) -> Message:
         )
     # An assistant turn with calls alone has no content.
     if content is None and not extra:
-        raise RecordError(Reason.MISSING_FIELD, f"the {role} message has no content")
+        raise missing_field(f"the {role} message has no content")
     if isinstance(content, list | tuple):
-        text = read_parts(content, media)
+        text = "".join([_read_part(part, media) for part in content])
     else:
         if not isinstance(content, str):
             content = read_text("" if content is None else content, f"content of a {role} message")
@@ -222,9 +218,7 @@ def _one_of(turn: Record, fields: tuple[str, ...]) -> tuple[str, Any]:
         return "", None
     # Equal copies are harmless: some exports write both `content` and `value`.
     if any(turn[field] != turn[filled[0]] for field in filled[1:]):
-        raise RecordError(
-            Reason.UNSUPPORTED_FIELD, f"a turn has {' and '.join(filled)}, which differ; keep the one that is meant"
-        )
+        raise unsupported_field(f"a turn has {' and '.join(filled)}, which differ; keep the one that is meant")
     return filled[0], turn[filled[0]]
 
 
@@ -236,36 +230,28 @@ def _extra(turn: Record) -> dict[str, Any]:
         extra["reasoning_content"] = read_text(reasoning, "reasoning of a turn")
     calls = [key for key in CALL_FIELDS if is_given(turn.get(key))]
     if len(calls) > 1:
-        raise RecordError(Reason.UNSUPPORTED_FIELD, "a turn has both tool_calls and function_call; keep tool_calls")
+        raise unsupported_field("a turn has both tool_calls and function_call; keep tool_calls")
     if calls:
         extra["tool_calls"] = read_tool_calls(turn[calls[0]], calls[0])
     return extra
 
 
-def read_parts(parts: Iterable[Any], media: Media) -> str:
-    """Join content parts to a string with placeholders; their images and unused fields are added to `media`.
+def _read_part(part: Any, media: Media) -> str:
+    """Convert a content part to text with placeholders; its images and unused fields are added to `media`.
 
     Raises:
         RecordError: a part of an unknown type, a video that is not a list of frames, or an unsupported field.
     """
-    return "".join([_read_part(part, media) for part in parts])
-
-
-def _read_part(part: Any, media: Media) -> str:
     if isinstance(part, str):
         return part
     kind = _kind_of_part(part) if isinstance(part, Mapping) else None
     part_type = part.get("type") if isinstance(part, Mapping) else None
     if kind is None and isinstance(part_type, str) and part_type in _HINTS:
-        raise RecordError(
-            Reason.UNSUPPORTED_FIELD, f"a content part of type {part_type!r} is not supported; {_HINTS[part_type]}"
-        )
+        raise unsupported_field(f"a content part of type {part_type!r} is not supported; {_HINTS[part_type]}")
     if kind is None:
         name = repr(part_type)[:80] if isinstance(part, Mapping) else type(part).__name__
         keys = f" with the keys {key_names(part)}" if isinstance(part, Mapping) and part_type is None else ""
-        raise RecordError(
-            Reason.MISSING_FIELD, f"a content part of type {name}{keys}; use text, image, image_url or video"
-        )
+        raise missing_field(f"a content part of type {name}{keys}; use text, image, image_url or video")
     media.add_unused(part, _FIELDS[kind], f"a content part of type {kind}")
     if kind == "text":
         text = read_text(part.get("text"), "a text part")
@@ -312,15 +298,13 @@ def read_tool_calls(value: Any, label: str) -> list[dict[str, Any]]:
     calls = _parsed_json(value, label) if isinstance(value, str) else value
     calls = [calls] if isinstance(calls, OBJECT) else calls
     if not isinstance(calls, list | tuple) or not calls:
-        raise RecordError(
-            Reason.MISSING_FIELD, f"{label} is {shown(value)}; use a list of calls with a name and arguments"
-        )
+        raise missing_field(f"{label} is {shown(value)}; use a list of calls with a name and arguments")
     return [_call(call, label) for call in calls]
 
 
 def _call(call: Any, label: str) -> dict[str, Any]:
     if not isinstance(call, OBJECT):
-        raise RecordError(Reason.MISSING_FIELD, f"a call of {label} is {shown(call)}, not an object")
+        raise missing_field(f"a call of {label} is {shown(call)}, not an object")
     function = call.get("function")
     if isinstance(function, OBJECT):
         _check_keys(call, _CALL)
@@ -334,20 +318,19 @@ def _call(call: Any, label: str) -> dict[str, Any]:
 def _check_keys(call: Record, known: frozenset[str]) -> None:
     for name in call:
         if name not in known and is_given(call[name]):
-            raise RecordError(
-                Reason.UNSUPPORTED_FIELD,
-                f"the field {name} of a tool call is not supported: a call has a name and arguments",
+            raise unsupported_field(
+                f"the field {name} of a tool call is not supported: a call has a name and arguments"
             )
 
 
 def _function(function: Record, label: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise RecordError(Reason.MISSING_FIELD, f"a call of {label} has no name: {shown(function)}")
+        raise missing_field(f"a call of {label} has no name: {shown(function)}")
     # A table has both columns, so an empty value counts as absent.
     filled = [key for key in ("arguments", "parameters") if function.get(key) not in (None, "", {}, [])]
     if len(filled) > 1:
-        raise RecordError(Reason.UNSUPPORTED_FIELD, f"a call of {name} has arguments and parameters; keep arguments")
+        raise unsupported_field(f"a call of {name} has arguments and parameters; keep arguments")
     arguments = function[filled[0]] if filled else {}
     if isinstance(arguments, str):
         arguments = _parsed_json(arguments, f"arguments of {name}")
@@ -384,10 +367,10 @@ def read_weight(turn: Record, role: str) -> float:
     numbers = {key: weight for key, weight in weights.items() if key in _NUMBERS} or weights
     key, weight = next(iter(numbers.items()))
     if {*numbers.values()} != {weight} or {value > 0 for value in weights.values()} != {weight > 0}:
-        raise _unsupported(f"a turn has {' and '.join(weights)}, which differ; keep weight alone")
+        raise unsupported_field(f"a turn has {' and '.join(weights)}, which differ; keep weight alone")
     # Only assistant turns can be targets, so a positive weight elsewhere would be dropped silently.
     if role != "assistant" and weight > 0:
-        raise _unsupported(
+        raise unsupported_field(
             f"{key} is {turn[key]!r} for a {role} turn; only assistant turns are trained, write 0 or remove the field"
         )
     return weight
@@ -395,22 +378,18 @@ def read_weight(turn: Record, role: str) -> float:
 
 def _weight(key: str, value: Any) -> float:
     if key == _AMBIGUOUS:
-        raise _unsupported(
+        raise unsupported_field(
             "`mask` is ambiguous (true means trained in some datasets, masked in others). Use weight: 1 or weight: 0."
         )
     weight = float(value) if isinstance(value, bool | int | float) else math.nan
     if key in _NUMBERS:
         if not is_loss_weight(weight):
-            raise _unsupported(f"{key} of a turn is {value!r}; use 0, or a number {LOSS_WEIGHTS}")
+            raise unsupported_field(f"{key} of a turn is {value!r}; use 0, or a number {LOSS_WEIGHTS}")
         return weight
     if weight not in (0.0, 1.0):
-        raise _unsupported(f"{key} of a turn is {value!r}; use true or false, or weight for a number")
+        raise unsupported_field(f"{key} of a turn is {value!r}; use true or false, or weight for a number")
     # torchtune's `masked` has the opposite meaning.
     return 1.0 - weight if key == _NEGATED else weight
-
-
-def _unsupported(detail: str) -> RecordError:
-    return RecordError(Reason.UNSUPPORTED_FIELD, detail)
 
 
 def read_history(record: Record) -> list[Message]:
@@ -423,11 +402,11 @@ def read_history(record: Record) -> list[Message]:
     if not is_given(history):
         return []
     if not isinstance(history, list | tuple):
-        raise RecordError(Reason.MISSING_FIELD, f"history must be a list of pairs, not {type(history).__name__}")
+        raise missing_field(f"history must be a list of pairs, not {type(history).__name__}")
     messages = []
     for pair in history:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise RecordError(Reason.MISSING_FIELD, "an entry of history is not a pair of question and answer")
+            raise missing_field("an entry of history is not a pair of question and answer")
         messages += [
             Message("user", read_text(pair[0], "a question of history")),
             Message("assistant", read_text(pair[1], "an answer of history")),

@@ -13,9 +13,10 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from energon_packed.errors import Reason, RecordError
+from energon_packed.errors import Reason, RecordError, ResourceError
 from energon_packed.records.fields import OBJECT, SCALARS, Record, is_given, shown
 from energon_packed.records.media import MediaReference
+from energon_packed.storage import as_path
 
 IMAGE_URL = "not fetched: URL of an image in the field"
 """Start of the note of a record without an image; the name of the field follows."""
@@ -191,7 +192,9 @@ def _has_extension(text: str) -> bool:
 
 def _exists(path: str, root: str | None) -> bool:
     try:
-        return root is not None and os.path.isfile(MediaReference(path=path, root=root).resolved())
+        return root is not None and as_path(MediaReference(path=path, root=root).resolved()).is_file()
+    except ResourceError:
+        raise
     except (RecordError, OSError, ValueError):  # outside the root, or not a path
         return False
 

@@ -6,17 +6,21 @@
 Source of the format: `TarIndexWriter` and `SqliteIndexWriter` of megatron-energon 7; tests compare with them.
 """
 
+import contextlib
 import errno
 import os
+import shutil
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 
-from energon_packed.files import atomic_path, atomic_write
+from energon_packed.files import atomic_path, atomic_write, open_regular
 from energon_packed.shards.tar import ShardRows
+from energon_packed.storage import READ_AHEAD, RemotePath
 
 _TABLES = """
 CREATE TABLE samples (
@@ -48,6 +52,17 @@ def open_sqlite_index(path: Path) -> sqlite3.Connection:
     Raises:
         sqlite3.Error: it is not a database, or `samples` or `sample_parts` is a view or other code, not a table.
     """
+    with contextlib.ExitStack() as stack:
+        if isinstance(path, RemotePath):  # SQLite reads files: its connection keeps the deleted copy open
+            copy = stack.enter_context(NamedTemporaryFile(suffix=path.suffix))
+            with open_regular(path) as stream:
+                shutil.copyfileobj(stream, copy, READ_AHEAD)
+            copy.flush()
+            path = Path(copy.name)
+        return _opened_index(path)
+
+
+def _opened_index(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     try:
         database.execute("PRAGMA trusted_schema = OFF")

@@ -18,6 +18,7 @@ from energon_packed.errors import FormatError, IgnoredEntries
 from energon_packed.files import atomic_write, check_inner, visible
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, prepared_folder
+from energon_packed.storage import as_path
 from energon_packed.version import FORMAT_VERSION, UNWEIGHTED_FORMAT_VERSION, __version__
 
 FILE_NAME = "packing.json"
@@ -99,6 +100,8 @@ class PackingManifest:
         check_images: `header`, or `full`, which decodes all images.
         supervised_tokens: tokens that are targets; None if the encoder does not count them, or in manifests of earlier
             versions.
+        weight_checksum: sum of the `weight_checksums` of the packed records, modulo 2**63; None, and no such key in
+            the file, if all loss weights are 1.
         seq_len: tokens per row.
         utilization: tokens / (packs * seq_len).
         split: requested share of the packs by split; {} in manifests of earlier versions.
@@ -136,6 +139,7 @@ class PackingManifest:
     packs: int
     tokens: int
     supervised_tokens: int | None = None
+    weight_checksum: int | None = None
     images: int
     images_decoded: int | None = None
     check_images: str = "header"
@@ -178,6 +182,7 @@ class PackingManifest:
             "fragments": self.fragments,
             "media": self.media != "copy",
             "media_check": self.media != "copy",
+            "weight_checksum": self.weight_checksum is not None,
         }
         return {name: item for name, item in asdict(self).items() if counts.get(name, True)}
 
@@ -193,7 +198,7 @@ class PackingManifest:
         Raises:
             FormatError: the manifest is missing, invalid or from a newer version.
         """
-        root = Path(path)
+        root = as_path(path)
         if root.is_file():
             raise FormatError(f"{root} is a file; pass a single dataset folder")
         if (manifest := cls.load_if_there(prepared_folder(root) or root)) is None:

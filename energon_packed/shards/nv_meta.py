@@ -21,6 +21,7 @@ from energon_packed.metadatasets import NV_META, prepared_folder, read_split
 from energon_packed.shards import standalone_loader
 from energon_packed.shards.index import write_sqlite_index
 from energon_packed.shards.tar import ShardRows, ShardSummary
+from energon_packed.storage import as_path
 
 CRUDE = "crude.yaml"
 INFO = ".info.json"
@@ -38,7 +39,7 @@ def dataset_folder(path: str | Path) -> Path:
     Raises:
         FormatError: neither folder contains it, or it contains a FIFO or device, which would block.
     """
-    root = Path(path)
+    root = as_path(path)
     if root.is_file():
         raise FormatError(
             f"{root} is a file; pass a single dataset folder (get_packed_loader, PackedDataset, inspect, "

@@ -10,6 +10,7 @@ again in the meantime, it has other packs at the same offsets, and a run would r
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import DataChangedError, FormatError
-from energon_packed.files import IrregularFile, Streams, open_regular
+from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
 from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT
 from energon_packed.shards.manifest import PackingManifest
+from energon_packed.storage import is_remote
 from energon_packed.system import raise_resource_error
-from energon_packed.tarfiles import Member, TarReader, key_faults, read_range
+from energon_packed.tarfiles import Member, TarReader, in_blocks, key_faults
 
 _REMEDY = "open the dataset again; states that were saved before belong to the old content"
 _Stamp = tuple[int, int]  # (size, time of the last change in ns)
@@ -121,7 +123,8 @@ class ShardReader:
     def _window(self, shard: int, start: int, end: int, *, whole: bool) -> Callable[[int, int], bytes]:
         """Return a function (start, size) for bytes of a pack, from one read of the whole pack or a read per call."""
         if not whole:
-            return lambda at, size: self._read(shard, at, size)
+            read = partial(self._read, shard)
+            return in_blocks(read, end) if is_remote(self.tars[shard]) else read
         # The parts of a pack are adjacent, so one read is faster than a read per header and content.
         data = self._read(shard, start, end - start)
         return lambda at, size: data[at - start : at - start + size]
@@ -130,9 +133,9 @@ class ShardReader:
         tar = self.tars[shard]
         stream = self._stream(tar)
         try:
-            # Before every read: the open file itself can be overwritten in place. `fstat` needs no path lookup.
-            self._opened.check(tar, os.fstat(stream.fileno()))
-            data = read_range(stream.fileno(), start, size)
+            # Before every read: the open file itself can be overwritten in place. Its status needs no path lookup.
+            self._opened.check(tar, status(stream))
+            data = read_range(stream, start, size)
         except (OSError, MemoryError) as error:
             raise_resource_error(error, tar)
             raise FormatError(
@@ -173,7 +176,7 @@ class OpenedFiles:
         self._stamps: dict[Path, _Stamp] = {}
         for file in files:
             try:
-                self._stamps[file] = _stamp(os.stat(file))
+                self._stamps[file] = _stamp(file.stat())
             except OSError as error:
                 raise_resource_error(error, file)
                 raise FormatError(f"{file}: {error.strerror}; copy the complete folder, or pack it again") from error
@@ -192,7 +195,7 @@ class OpenedFiles:
             DataChangedError: it was replaced, changed or removed.
         """
         try:
-            stamp = _stamp(os.stat(file) if status is None else status)
+            stamp = _stamp(file.stat() if status is None else status)
         except OSError as error:
             raise_resource_error(error, file)
             raise DataChangedError(

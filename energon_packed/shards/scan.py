@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import FormatError
+from energon_packed.files import open_regular
 from energon_packed.formats import CODECS, READ_ONLY
 from energon_packed.formats.references import FOLDER
 from energon_packed.shards.tar import ShardRows
-from energon_packed.tarfiles import Member, NotATarError, TarError, key_faults, open_tar, read_range
+from energon_packed.tarfiles import Member, NotATarError, TarError, key_faults, open_tar, reading
 
 _MOST_PROBLEMS = 20  # per tar; a wrong name usually repeats in every member
 
@@ -48,9 +49,10 @@ class TarScan:
         """
         count = len(self.keys()) - self.is_cut  # the last pack of a cut tar may lack members
         last = count if limit is None else min(count, first + limit)
-        with self.path.open("rb") as stream:
+        with open_regular(self.path) as stream:
+            read = reading(self.path, stream, self.end)
             for key, members in islice(groupby(self.members, key=_key), first, max(first, last)):
-                parts = {m.part: read_range(stream.fileno(), m.offset, m.size) for m in members if m.fault is None}
+                parts = {m.part: read(m.offset, m.size) for m in members if m.fault is None}
                 yield {"__key__": key, FOLDER: self.path.parent, **parts}
 
     def rows(self) -> ShardRows:

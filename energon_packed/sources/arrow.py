@@ -14,18 +14,22 @@ from typing import Any, BinaryIO, ClassVar
 import pyarrow as pa
 
 from energon_packed.errors import Reason, Reject
+from energon_packed.files import open_regular
 from energon_packed.sources.base import Source, SourceRecord, changed_at
 from energon_packed.sources.convert import (
     BATCH_ROWS,
     arrow_errors,
     converted,
+    local_copy,
     nested_type,
     one_line,
     refuse_repeated,
     write_batches,
 )
+from energon_packed.storage import is_remote
 from energon_packed.system import most_open
 
+_AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 _MAGIC = b"ARROW1"  # starts an Arrow file; a stream has no magic
 _ROWS_AT_A_TIME = 64  # rows may contain images
 _BATCH_BYTES = 64 << 20  # of the Arrow copy of a Parquet file
@@ -36,6 +40,11 @@ class ArrowSource(Source):
     """An Arrow IPC file (.arrow, .feather) or stream (as Hugging Face datasets writes)."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".arrow", ".feather")
+
+    @classmethod
+    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
+        """Open the file in place; copy an object to `work_dir`."""
+        return cls(path, data=local_copy(path, work_dir), image_root=image_root)
 
     def extent(self) -> int:
         """Number of table rows."""
@@ -95,12 +104,6 @@ def _is_read(column: Any) -> bool:
     except _NO_VALUE:
         return False
     return True
-
-
-def _as_bytes(kind: Any) -> Any:
-    """Replace a string type by its bytes type."""
-    texts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
-    return texts.get(kind, kind)
 
 
 def _check_footer(source: Any, batches: int) -> None:
@@ -175,11 +178,10 @@ class _Batches:
             batch = read(index)
             try:
                 batch.validate(full=True)
-            except (
-                pa.ArrowInvalid
-            ):  # strings that are not UTF-8 reject only their rows; any other fault makes the file unusable
+            # Strings that are not UTF-8 reject only their rows; any other fault makes the file unusable.
+            except pa.ArrowInvalid:
                 for column in batch.columns:
-                    column.view(nested_type(column.type, _as_bytes)).validate(full=True)
+                    column.view(nested_type(column.type, lambda kind: _AS_BYTES.get(kind, kind))).validate(full=True)
         return batch
 
     def rows_between(self, start: int, stop: int) -> Iterator[dict[str, Any] | Reject]:
@@ -218,9 +220,14 @@ class ParquetSource(ArrowSource):
 def _to_arrow(path: Path, out: BinaryIO) -> None:
     import pyarrow.parquet as pq
 
-    with arrow_errors(path, "is not a readable Parquet file"), pq.ParquetFile(path) as table:
+    with arrow_errors(path, "is not a readable Parquet file"), pq.ParquetFile(_opened(path)) as table:
         schema = pa.schema([field.with_type(nested_type(field.type, _plain)) for field in table.schema_arrow])
         write_batches(schema, (_without_dictionaries(batch, schema) for batch in parquet_batches(table)), out, path)
+
+
+def _opened(path: Path) -> Any:
+    """Return what pyarrow opens: byte ranges of an object, or the path, which it reads without Python."""
+    return open_regular(path) if is_remote(path) else path
 
 
 def parquet_batches(table: Any) -> Iterator[Any]:
@@ -261,7 +268,7 @@ def _plain(kind: Any) -> Any:
 
 def _without_dictionaries(batch: Any, schema: Any) -> Any:
     """Decode dictionary columns: an Arrow file cannot contain a dictionary that changes between batches."""
-    columns = [
+    columns = [  # `RecordBatch.cast` fails for slices with nested columns, also if their type is the same
         column if column.type == field.type else column.cast(field.type)
         for column, field in zip(batch.columns, schema, strict=True)
     ]

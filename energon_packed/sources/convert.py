@@ -4,6 +4,7 @@ The copy is named after the content of the input, so an unchanged input is not c
 """
 
 import io
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,14 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from energon_packed.errors import EnergonPackedError, ResourceError, SourceError
-from energon_packed.files import atomic_path
+from energon_packed.files import atomic_path, open_regular
 from energon_packed.records.fields import shown
 from energon_packed.sources.base import changed_at, file_fingerprint
+from energon_packed.storage import is_remote
 from energon_packed.system import raise_resource_error
 
 BATCH_ROWS = 256  # small, because a random read loads a whole batch
+_COPY_BLOCK = 8 << 20
 _ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, LookupError, TypeError)  # for damaged files
 
 
@@ -52,6 +55,20 @@ def converted(
                 raise
             raise copy.failed from error
     return target
+
+
+def local_copy(path: Path, folder: Path) -> Path:
+    """Return a file for random access without requests: the input itself, or a copy in `folder` of an object.
+
+    Raises:
+        StorageError: the object cannot be read.
+    """
+    return converted(path, folder, path.suffix.lower(), _copy) if is_remote(path) else path
+
+
+def _copy(path: Path, out: BinaryIO) -> None:
+    with open_regular(path) as stream:
+        shutil.copyfileobj(stream, out, _COPY_BLOCK)
 
 
 class _Copy(io.BufferedWriter):

@@ -1,5 +1,6 @@
 """CSV and TSV files with a header line in; records of strings and JSON cells out. Rewritten once as Arrow."""
 
+import contextlib
 import csv as python_csv
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -10,7 +11,7 @@ import pyarrow as pa
 from energon_packed.records.fields import parse_json
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source
-from energon_packed.sources.convert import arrow_errors, converted, write_batches
+from energon_packed.sources.convert import arrow_errors, converted, local_copy, write_batches
 
 _BLOCK = 64 << 20  # bytes; a row must fit
 _LARGEST_CELL = 2**31 - 1
@@ -33,7 +34,11 @@ class CsvSource(ArrowSource):
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
         """Rewrite the file in `work_dir`."""
-        return cls(path, data=converted(path, work_dir, ".arrow", _to_arrow), image_root=image_root)
+
+        def convert(source: Path, out: BinaryIO) -> None:
+            _to_arrow(source, local_copy(source, work_dir), out)
+
+        return cls(path, data=converted(path, work_dir, ".arrow", convert), image_root=image_root)
 
     def record(self, values: dict[str, Any]) -> dict[str, Any]:
         """Parse JSON cells. Prompts and captions become lists only if all of them are JSON lists of strings."""
@@ -47,23 +52,22 @@ class CsvSource(ArrowSource):
         return out
 
 
-def _to_arrow(path: Path, out: BinaryIO) -> None:
+def _to_arrow(path: Path, data: Path, out: BinaryIO) -> None:
+    """Write the rows of `data`, which is `path` or its local copy."""
     from pyarrow import csv
 
     with arrow_errors(path, "cannot be read as CSV in UTF-8 with a header line"):
         delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-        _check_quotes(path, delimiter)
+        _check_quotes(data, delimiter)
         options = {
             "read_options": csv.ReadOptions(block_size=_BLOCK),
             # Quoted cells may contain line breaks.
             "parse_options": csv.ParseOptions(newlines_in_values=True, delimiter=delimiter),
         }
         # The first reader only finds the column names: all columns are read as strings, "007" must not become 7.
-        names = csv.open_csv(path, **options).schema.names
+        names = csv.open_csv(data, **options).schema.names
         reader = csv.open_csv(
-            path,
-            **options,
-            convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
+            data, **options, convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
         )
         if names.count("") > 1:  # spreadsheets write trailing delimiters; values below them become unused fields
             names = [name or f"column {number}" for number, name in enumerate(names, start=1)]
@@ -98,10 +102,8 @@ def _check_quotes(path: Path, delimiter: str) -> None:
 
 def _json_cell(value: Any) -> Any:
     if isinstance(value, str) and value[:1] in ("[", "{"):
-        try:
+        with contextlib.suppress(orjson.JSONDecodeError):
             return parse_json(value)
-        except orjson.JSONDecodeError:
-            return value
     return value or None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from energon_packed.errors import SourceError
 from energon_packed.files import visible
+from energon_packed.storage import RemotePath
 
 _DATASETS_CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")
 _METADATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
@@ -61,6 +62,9 @@ def walk(folder: Path) -> Iterator[tuple[str, int]]:
         SourceError: a folder cannot be listed, a link cannot be followed or leads to a folder that contains it, or the
             folder belongs to a format that its files alone do not define.
     """
+    if isinstance(folder, RemotePath):
+        yield from _walk_objects(folder)
+        return
     root = _identity(os.stat(folder))
     pending: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", (root,))]
     seen, repeats = {root}, 0
@@ -104,6 +108,22 @@ def walk(folder: Path) -> Iterator[tuple[str, int]]:
                 )
             seen.add(identity)
             pending.append((name, (*parents, identity)))
+
+
+def _walk_objects(folder: RemotePath) -> Iterator[tuple[str, int]]:
+    hidden: set[tuple[str, ...]] = set()
+    for path in folder.objects():
+        names = path.parts[len(folder.parts) :]
+        for count, name in enumerate(names[:-1], start=1):
+            if name in _WITHOUT_DATA:
+                raise SourceError(f"{visible(str(folder.joinpath(*names[:count])), keep='')} is {_WITHOUT_DATA[name]}")
+            if name.startswith("."):
+                names = names[:count]
+                break
+        if names not in hidden:
+            if len(names) < len(path.parts) - len(folder.parts):
+                hidden.add(names)
+            yield "/".join(names), stat.S_IFREG
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

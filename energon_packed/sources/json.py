@@ -20,22 +20,22 @@ import io
 import logging
 import lzma
 import mmap
-import os
 import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 import orjson
 
 from energon_packed.errors import Reason, Reject, SourceError
-from energon_packed.files import Streams
+from energon_packed.files import Streams, read_range
 from energon_packed.records.fields import ARRAY_REMEDY, parse_json
 from energon_packed.records.turns import is_turn
 from energon_packed.sources.base import Source, SourceRecord, indices_of
-from energon_packed.sources.convert import converted
+from energon_packed.sources.convert import converted, local_copy
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import MAGICS
 
@@ -75,13 +75,17 @@ _ABOUT_DATA = frozenset(
 _ENDS = {b"[": b"]", b"{": b"}"}
 
 
+def _with_compressed(*suffixes: str) -> tuple[str, ...]:
+    return (*suffixes, *(f"{suffix}{end}" for suffix in suffixes for end in COMPRESSIONS))
+
+
 class JsonlSource(Source):
-    """A JSONL file. Blank lines are skipped.
+    """A JSONL file, which may be compressed. Blank lines are skipped.
 
     A range [start, stop) contains the lines that start in it, so different processes can read adjacent ranges.
     """
 
-    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
+    suffixes: ClassVar[tuple[str, ...]] = _with_compressed(".jsonl", ".ndjson")
     chunk_limits: ClassVar[tuple[int, int]] = (256 << 10, 4 << 20)  # bytes
 
     def __init__(self, path: Path, *, data: Path | None = None, image_root: Path | None = None) -> None:
@@ -90,9 +94,17 @@ class JsonlSource(Source):
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Open the file in place."""
-        check_text(path, path)
-        return cls(path, image_root=image_root)
+        """Open the file in place, or a converted copy in `work_dir`."""
+        return cls(path, data=cls._in_lines(path, work_dir), image_root=image_root)
+
+    @classmethod
+    def _in_lines(cls, path: Path, work_dir: Path) -> Path:
+        """Return a file with a record per line: the file itself, or its decompressed copy."""
+        data = path
+        if path.suffix.lower() in COMPRESSIONS:
+            data = converted(path, work_dir, ".jsonl", _decompress)
+        check_text(path, data)
+        return data
 
     def extent(self) -> int:
         """Size of the file in bytes."""
@@ -135,45 +147,45 @@ class JsonlSource(Source):
 
     def read(self, address: int, size: int) -> SourceRecord:
         """Read the record in bytes [address, address + size)."""
-        return self.row((address, os.pread(self._streams.get(self.data).fileno(), size, address)))
-
-
-class CompressedJsonlSource(JsonlSource):
-    """A compressed file of JSONL, decompressed once."""
-
-    suffixes: ClassVar[tuple[str, ...]] = tuple(
-        f"{kind}{end}" for kind in JsonlSource.suffixes for end in COMPRESSIONS
-    )
-
-    @classmethod
-    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> "Source":
-        """Decompress into `work_dir`."""
-        data = decompressed(path, work_dir)
-        check_text(path, data)
-        return cls(path, data=data, image_root=image_root)
+        return self.row((address, read_range(self._streams.get(self.data), address, size)))
 
 
 class JsonSource(JsonlSource):
-    """A .json file."""
+    """A .json file, which may be compressed: an array, lines, or an object of records."""
 
-    suffixes: ClassVar[tuple[str, ...]] = (".json",)
-
-    @classmethod
-    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Rewrite an array as JSONL in `work_dir`."""
-        return cls(path, data=_in_lines(path, path, work_dir), image_root=image_root)
-
-
-class CompressedJsonSource(JsonlSource):
-    """A compressed .json file: an array or lines, decompressed once."""
-
-    suffixes: ClassVar[tuple[str, ...]] = tuple(f".json{end}" for end in COMPRESSIONS)
+    suffixes: ClassVar[tuple[str, ...]] = _with_compressed(".json")
 
     @classmethod
-    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Decompress into `work_dir`, and rewrite an array as JSONL."""
-        data = decompressed(path, work_dir)
-        return cls(path, data=_in_lines(path, data, work_dir), image_root=image_root)
+    def _in_lines(cls, path: Path, work_dir: Path) -> Path:
+        """Return a file with a record per line: the file itself, or a converted copy if it is an array.
+
+        Raises:
+            SourceError: the file is a single object, or an array that cannot be read.
+        """
+        data = local_copy(super()._in_lines(path, work_dir), work_dir)
+        lines = partial(converted, data, work_dir, ".lines.jsonl")
+        with data.open("rb") as stream:
+            head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+        if head[:1] == b"[":
+            return lines(lambda array, out: _to_jsonl(array, out, path, _elements))
+        # JSON lines never break after the brace.
+        is_wrapped = head[:1] == b"{" and head[1:].lstrip(b" \t\r")[:1] == b"\n"
+        if head[:1] == b"{" and (is_wrapped or _is_one_line(data)):
+            # The form is found while the copy is written, so that an existing copy is used without reading the file.
+            with contextlib.suppress(_NoListError):
+                return lines(lambda file, out: _to_jsonl(file, out, path, _reader_of(path, file)))
+        if is_wrapped:
+            raise SourceError(
+                f"{path} is one JSON object over several lines; write the list of records in it alone to a file, such "
+                f"as jq .annotations {path.name}"
+            )
+        # A first line with such a field is a record if more lines follow.
+        if (match := _OBJECT_OF_RECORDS.match(head)) and _is_one_line(data):
+            name = match[1].decode(errors="replace")
+            raise SourceError(
+                f"{path} is one JSON object; write its list {name} alone to a file: jq .{name} {path.name}"
+            )
+        return data
 
 
 def check_text(path: Path, data: Path) -> None:
@@ -192,7 +204,8 @@ def check_text(path: Path, data: Path) -> None:
         head = stream.read(_HEAD)
     for magic, name in MAGICS.items():
         if head.startswith(magic):
-            suffix = next((end for end, kind in COMPRESSIONS.items() if kind == name and data == path), None)
+            is_input = data.suffix == path.suffix  # or its copy, if the input is in an object store
+            suffix = next((end for end, kind in COMPRESSIONS.items() if kind == name and is_input), None)
             rename = f"rename it to {path.name}{suffix}, or " if suffix else ""
             raise SourceError(f"the content of {path} is compressed ({name}); {rename}decompress it")
     if encoding := next((name for name, pattern in _ENCODINGS.items() if pattern.match(head)), None):
@@ -229,15 +242,6 @@ def _fault_of_long(line: bytes) -> str:
     return "" if is_turn(first) else f"{size} and looks like a JSON array of records; {ARRAY_REMEDY}"
 
 
-def decompressed(path: Path, work_dir: Path) -> Path:
-    """Return the decompressed copy of a file whose suffix is in `COMPRESSIONS`.
-
-    Raises:
-        SourceError: the file is empty, truncated or damaged.
-    """
-    return converted(path, work_dir, ".jsonl", _decompress)
-
-
 def _decompress(path: Path, out: BinaryIO) -> None:
     import zstandard
 
@@ -245,7 +249,7 @@ def _decompress(path: Path, out: BinaryIO) -> None:
         raise SourceError(f"{path} is empty (0 bytes), so it is not a compressed file. Copy it again.")
     try:
         if path.suffix.lower() == ".gz":
-            with gzip.open(path, "rb") as stream:
+            with path.open("rb") as source, gzip.open(source) as stream:
                 shutil.copyfileobj(stream, out, 1 << 20)
         else:
             _decompress_frames(path, out)
@@ -281,41 +285,6 @@ def _decompress_frames(path: Path, out: BinaryIO) -> None:
                     frame = None
     if frame is not None:
         raise EOFError("the last frame is truncated")
-
-
-def _in_lines(path: Path, data: Path, work_dir: Path) -> Path:
-    """Return a file with a record per line: the file itself, or a converted copy if it is an array.
-
-    Args:
-        path: the input, for messages.
-        data: the decompressed file.
-        work_dir: folder of the copy.
-
-    Raises:
-        SourceError: the file is a single object, or an array that cannot be read.
-    """
-    check_text(path, data)
-    with data.open("rb") as stream:
-        head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
-    if head[:1] == b"[":
-        return converted(data, work_dir, ".lines.jsonl", lambda array, out: _to_jsonl(array, out, path, _elements))
-    is_wrapped = head[:1] == b"{" and head[1:].lstrip(b" \t\r")[:1] == b"\n"  # JSON lines never break after the brace
-    if head[:1] == b"{" and (is_wrapped or _is_one_line(data)):
-        # The form is found while the copy is written, so that an existing copy is used without reading the file.
-        with contextlib.suppress(_NoListError):
-            return converted(
-                data, work_dir, ".lines.jsonl", lambda file, out: _to_jsonl(file, out, path, _reader_of(path, file))
-            )
-    if is_wrapped:
-        raise SourceError(
-            f"{path} is one JSON object over several lines; write the list of records in it alone to a file, such "
-            f"as jq .annotations {path.name}"
-        )
-    # A first line with such a field is a record if more lines follow.
-    if (match := _OBJECT_OF_RECORDS.match(head)) and _is_one_line(data):
-        name = match[1].decode(errors="replace")
-        raise SourceError(f"{path} is one JSON object; write its list {name} alone to a file: jq .{name} {path.name}")
-    return data
 
 
 def _is_one_line(file: Path) -> bool:

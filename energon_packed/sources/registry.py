@@ -4,7 +4,7 @@ import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,21 @@ from energon_packed.sources.energon import EnergonSource, metadataset_members
 from energon_packed.sources.folder_entries import conversion_command
 from energon_packed.sources.folders import Skipped, folder_files, hub_folder, log_skipped
 from energon_packed.sources.imagefolder import HuggingFaceSource, ImageFolderCsvSource, ImageFolderSource
-from energon_packed.sources.json import CompressedJsonlSource, CompressedJsonSource, JsonlSource, JsonSource
+from energon_packed.sources.json import JsonlSource, JsonSource
 from energon_packed.sources.webdataset import WebDatasetSource
+from energon_packed.storage import RemotePath, as_path, is_remote
 
 SOURCES: list[type[Source]] = [
     ImageFolderSource,
     ImageFolderCsvSource,
     JsonlSource,
-    CompressedJsonlSource,
     JsonSource,
-    CompressedJsonSource,
     ParquetSource,
     ArrowSource,
     CsvSource,
+    WebDatasetSource,  # formats by suffix come first, as the others look for files inside the path
     HuggingFaceSource,
     EnergonSource,
-    WebDatasetSource,
 ]
 _IMAGE_FOLDERS = (ImageFolderSource, ImageFolderCsvSource)  # their paths start from the folder of the metadata
 _FILE_FORMATS = frozenset(kind for kind in SOURCES if not kind.has_splits)  # a folder data.parquet is not one file
@@ -86,7 +85,7 @@ def open_sources(
         SourceError: no file matches, a format is unknown, a file is damaged or listed twice, or a part is empty.
     """
     configs = [entry if isinstance(entry, SourceConfig) else SourceConfig(path=(str(entry),)) for entry in inputs]
-    files: list[_File] = []
+    files: list[tuple[Match, Reading]] = []
     skipped: dict[Path, Skipped] = {}
     for index, config in enumerate(configs):
         with _naming(config):
@@ -96,74 +95,58 @@ def open_sources(
     _refuse_twice(files)
     if not files:
         raise SourceError(f"no input file. Pass one or more of {known_formats()}.")
-    if split is not None and not any(_has_splits(file.match) for file in files):
+    if split is not None and not any(_has_splits(match) for match, _ in files):
         raise SourceError(
             f"`source_split` is {split!r}, but no input has splits. Remove it, or pass a folder that has."
         )
     sources = []
-    for file, share in zip(files, _shares([file.match[1] for file in files], part), strict=True):
+    for ((kind, path, folder), reading), share in zip(files, _shares([m[1] for m, _ in files], part), strict=True):
         if share is None:
             continue
-        config = configs[file.reading.config]
-        kind, path, folder = file.match
+        config = configs[reading.config]
         root = next((entry for entry in (config.image_root, image_root, folder) if entry is not None), None)
         options: dict[str, Any] = {"work_dir": work_dir / "converted", "image_root": root}
         if kind.has_sample_loader:
-            options |= {"trust_sample_loader": trust_sample_loader, "for_adapter": file.reading.adapter is not None}
+            options |= {"trust_sample_loader": trust_sample_loader, "for_adapter": reading.adapter is not None}
         with _naming(config):
             _refuse_irregular(path)
             # Only after the check: opening a FIFO would block.
             source = kind.open(path, **options)
-        source.share, source.reading = share, file.reading
+        source.share, source.reading = share, reading
         sources.append(source)
     if not sources:
         raise SourceError(f"part {part[0]}/{part[1]} of the input is empty; use fewer parts" if part else "no input")
     return sources
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A file to open, and the settings for its records."""
-
-    match: Match
-    reading: Reading
-
-
 def _files_of(
     index: int, config: SourceConfig, split: str | None, seed: int, skipped: dict[Path, Skipped]
-) -> Iterator[_File]:
-    """List the files of a config, all of them again for each repetition."""
+) -> Iterator[tuple[Match, Reading]]:
+    """List the files of a config, all of them again for each repetition, and the settings for their records."""
     wanted = config.source_split or split
     matches = [match for pattern in config.path for match in _matches(pattern, wanted, skipped)]
     if config.source_split is not None and not any(map(_has_splits, matches)):
         raise SourceError(
             f"`source_split` is {wanted!r}, but {config.path[0]} has no splits. Remove it, or pass a folder that has."
         )
+    field_map = None if config.map is None else FieldMap.parse(config.map)
+    adapter = None if config.adapter is None else Adapter(config.adapter)
     for copy, fraction in enumerate(config.repetitions):
         for position, match in enumerate(matches):
-            yield _File(
-                match,
-                Reading(
-                    config=index,
-                    field_map=None if config.map is None else FieldMap.parse(config.map),
-                    adapter=None if config.adapter is None else Adapter(config.adapter),
-                    copy=copy,
-                    fraction=fraction,
-                    salt="" if fraction == 1 else f"{seed} {index} {position}",
-                ),
-            )
+            salt = "" if fraction == 1 else f"{seed} {index} {position}"
+            yield match, Reading(index, field_map, adapter, copy, fraction, salt)
 
 
-def _refuse_twice(files: list[_File]) -> None:
+def _refuse_twice(files: list[tuple[Match, Reading]]) -> None:
     """Refuse a file that is listed twice, unless its records are read with different maps or adapters."""
     # The real path, so that two globs or a symbolic link to the same file are noticed.
     seen: set[tuple[str, FieldMap | None, Adapter | None]] = set()
-    for file in files:
-        key = (os.path.realpath(file.match[1]), file.reading.field_map, file.reading.adapter)
+    for (_, path, _), reading in files:
+        key = (os.path.realpath(path), reading.field_map, reading.adapter)
         # Further copies of a weight repeat the same key on purpose.
-        if file.reading.copy == 0 and key in seen:
+        if reading.copy == 0 and key in seen:
             raise SourceError(
-                f"{file.match[1]} is listed twice, so every record would be packed twice. List it once; to repeat it "
+                f"{path} is listed twice, so every record would be packed twice. List it once; to repeat it "
                 "on purpose, set its weight in sources."
             )
         seen.add(key)
@@ -276,17 +259,34 @@ def _shares(paths: list[Path], part: tuple[int, int] | None) -> Iterator[tuple[i
 def _expand(pattern: str) -> list[Path]:
     if pattern.startswith("~/") and not Path(pattern).exists():  # in a config file no shell expands it
         pattern = os.path.expanduser(pattern)
+    path = as_path(pattern)
     # Before glob: a name may contain brackets.
-    if Path(pattern).exists():
-        return [Path(pattern)]
+    if path.exists():
+        return [path]
     _check_listable(pattern)
-    matches = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+    found = _remote_matches(path) if isinstance(path, RemotePath) else map(Path, glob.glob(pattern, recursive=True))
+    matches = sorted(found)
     # A local path always wins over a name of the Hub.
     if not matches and (folder := hub_folder(pattern)) is not None:
         return [folder]
     if not matches:
         raise SourceError(f"nothing matches {pattern}" if glob.has_magic(pattern) else f"{pattern}: no such file")
     return matches
+
+
+def _remote_matches(pattern: RemotePath) -> Iterator[Path]:
+    """List the objects and folders that match; as in `glob.glob`, wildcards match no hidden names.
+
+    Raises:
+        StorageError: the bucket does not exist, or cannot be listed.
+    """
+    bucket, names = RemotePath(*pattern.parts[:2]), pattern.parts[2:]
+    if not glob.has_magic(str(pattern)):
+        next(pattern.parent.iterdir(), None)  # a request for a missing object does not report a missing bucket
+        return
+    for match in bucket.glob("/".join(names)):
+        if not any(name.startswith(".") and name not in names for name in match.parts):
+            yield match
 
 
 def _check_listable(pattern: str) -> None:
@@ -296,6 +296,8 @@ def _check_listable(pattern: str) -> None:
         SourceError: a folder cannot be listed; the message names it.
     """
     parent, name = os.path.split(pattern)
+    if is_remote(pattern):  # the listing of a store is complete, or raises
+        return
     if not glob.has_magic(pattern) or parent == pattern:
         return
     _check_listable(parent)

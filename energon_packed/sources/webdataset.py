@@ -25,6 +25,7 @@ from energon_packed.sources.base import Source, SourceRecord, changed_at, indice
 from energon_packed.sources.convert import converted
 from energon_packed.sources.energon_layout import Layout, layout_of
 from energon_packed.sources.tar_records import KeyMembers
+from energon_packed.storage import recent_status
 from energon_packed.tarfiles import open_tar
 
 Int64 = npt.NDArray[np.int64]
@@ -111,7 +112,8 @@ def tar_index(path: Path, kept: Path | None = None) -> TarIndex:
     Raises:
         TarError: as `TarIndex.scan`.
     """
-    return _tar_index(path, path.stat().st_size, changed_at(path), kept)
+    status = recent_status(path)
+    return _tar_index(path, status.st_size, status.st_mtime_ns, kept)
 
 
 def keep_index(path: Path, folder: Path) -> Path:

@@ -49,7 +49,7 @@ def test_the_runbook_line_works_as_written(demo: DemoDataset, tokenizer_dir: Pat
         "--min-pixels 3136 --max-pixels 4000000 --image-root / --sample-class PackedCaptioningSample "
         "--shard-prefix name_a --output-dir out/node_a --seq-len 4096 --no-npy"
     )
-    done = run_installed(*shlex.split(line), cwd=tmp_path)
+    done = run(*shlex.split(line), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     manifest = PackingManifest.load(tmp_path / "out" / "node_a")
     assert (manifest.packed, manifest.rejects) == (len(good), {})

@@ -83,7 +83,7 @@ def test_quiet_prints_nothing_and_verbose_more(
     both = run("pack", demo.jsonl, *options, "-q", "-v")
     assert (both.returncode, "contradict each other" in both.stderr) == (2, True)
     for command in (("verify", packed[1], "--fast"), ("nv-meta", packed[1]), ("metadataset", "m.yaml", packed[1])):
-        done = run_installed(*command, "--quiet", cwd=tmp_path)
+        done = run(*command, "--quiet", cwd=tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -109,7 +109,7 @@ def test_without_a_terminal_a_line_shows_progress_rate_and_remaining_time() -> N
             ["pack", "d.jsonl", "-o", "s3://bucket/out"],
             "--output-dir s3://bucket/out is remote; s3:// is not supported",
         ),
-        (["pack", "gs://bucket/d.jsonl", "-o", "out"], "gs://bucket/d.jsonl is remote; gs:// is not supported yet"),
+        (["pack", "az://bucket/d.jsonl", "-o", "out"], "az://bucket/d.jsonl is remote; az:// is not supported yet"),
         (["pack", "d.jsonl", "-o", "out", "--image-root", "hf://x"], "--image-root hf://x is remote"),
         (["lengths", "d.jsonl", "-o", "s3://bucket/out"], "--output-dir s3://bucket/out is remote"),
         (["metadataset", "s3://bucket/mix.yaml", "OUT"], "s3:/bucket/mix.yaml is remote"),

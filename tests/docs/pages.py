@@ -35,7 +35,7 @@ _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n?", re.MULTILINE)
 _TITLE = re.compile(r'title="([^"]+)"')
 _PRINTS = re.compile(r"\bprints[:.]?\s*\Z")
-_OWN_COMMAND = re.compile(r"energon-packed ([^|<>&;*$`]*)((?<= )[|>][^&;$`]*)?")
+_OWN_COMMAND = re.compile(r"energon-packed ([^|<>&;*$`]*?)(2>&1 )?((?<= )[|>][^&;$`]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +200,8 @@ def _run(command: str, folder: Path) -> str:
         done = _bash(command, folder)
     else:  # without starting an interpreter
         done = energon_packed(*shlex.split(own[1]), cwd=folder, env=_environment())
-        if own[2] and done.returncode == 0:
-            done = _bash(f"cat {own[2]}", folder, stdin=done.stdout)
+        if own[3] and done.returncode == 0:
+            done = _bash(f"cat {own[3]}", folder, stdin=(done.stderr if own[2] else "") + done.stdout)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 

@@ -87,8 +87,7 @@ def test_contents_may_be_left_out_and_repeated() -> None:
     text = f"<{marker(1)}|{marker(0)}|{marker(1)}>."
     skeleton = Skeleton.from_marked(text, [(1, len(text))], (">.",))
     assert skeleton is not None
-    assert skeleton.join(["a", "bb", "unused"]) == "<bb|a|bb>."
-    assert skeleton.join_with_spans(["a", "bb", "unused"])[1] == [(1, 10)]
+    assert skeleton.join_with_spans(["a", "bb", "unused"]) == ("<bb|a|bb>.", [(1, 10)])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,9 @@ from energon_packed import (
 )
 from tests.internals import READ_ONLY, PackedFolder, codec_of, gather, make_nv_meta, open_sources, render_report
 from tests.outside import write_llava_onevision2
+from tests.processes import energon
 from tests.sources.tars import conversations, picture, write_tar
 
-ENERGON = Path(sys.executable).with_name("energon")
 Samples = dict[tuple[Any, ...], Any]
 
 
@@ -106,7 +104,7 @@ def test_third_party_packs_encode_like_the_source_records(
     assert steps_per_epoch(theirs, world_size=2) == [packs // 2, packs // 2]
     assert packs % 2 == 0
     for command in ("info", "lint"):
-        done = subprocess.run([ENERGON, command, theirs], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = energon(command, theirs)
         assert done.returncode == 0, done.stderr
 
 

@@ -9,6 +9,7 @@ import sqlite3
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,17 +19,25 @@ from click.testing import Result
 from energon_packed import ConfigError, PackOptions, pack
 from tests.conftest import FLAVORS, Packer
 from tests.inspection.datasets import copied_output, edit_manifest
-from tests.internals import FolderLock, make_nv_meta
+from tests.internals import DemoDataset, FolderLock, make_nv_meta
 from tests.printed import invoke
 
 Change = Callable[[Path], None]
 
 
+@pytest.fixture(scope="module")
+def few(demo: DemoDataset, pack_demo: Packer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three packs per shard, of 40 records: `verify` encodes all of them."""
+    data = tmp_path_factory.mktemp("few") / "few.jsonl"
+    data.write_bytes(b"".join(demo.jsonl.read_bytes().splitlines(keepends=True)[:40]))
+    options: dict[str, Any] = {"image_root": demo.jsonl.parent, "max_packs_per_shard": 3, "seq_len": 512}
+    return pack_demo(inputs=(str(data),), **options).shards
+
+
 @pytest.fixture
-def copy(pack_demo: Packer, tmp_path: Path) -> Path:
-    """A dataset with three packs per shard, which a test may damage."""
-    shards = pack_demo(max_packs_per_shard=3, seq_len=512).shards
-    return copied_output(shards, tmp_path / "out")
+def copy(few: Path, tmp_path: Path) -> Path:
+    """A dataset that a test may damage."""
+    return copied_output(few, tmp_path / "out")
 
 
 def run(folder: Path, *arguments: str) -> Result:
@@ -305,6 +314,54 @@ def test_supervised_tokens_are_counted_in_the_packs(copy: Path) -> None:
     edit_manifest(copy, lambda value: value.update(supervised_tokens=value["supervised_tokens"] + 1))
     assert re.search(r"the tars have [\d,]+ supervised tokens, packing.json has", " ".join(run(copy).output.split()))
     assert run(copy, "--fast").exit_code == 0
+
+
+def weighted(first: float, second: float, flavor: str, words: int) -> list[dict[str, Any]]:
+    """Records whose two parts have these loss weights."""
+    turns = [
+        message
+        for number, weight in enumerate((first, second))
+        for message in (
+            {"role": "user", "content": "Next?"},
+            {"role": "assistant", "content": f"a red square {number}" + " word" * words, "weight": weight},
+        )
+    ]
+    documents = [{"text": "blue square" + " word" * 30, "weight": weight} for weight in (first, second)]
+    ids = list(range(65, 105))
+    tokens = {"input_ids": ids, "loss_weights": [first] * 20 + [second] * 20}
+    return [{"messages": turns}, *documents, *([] if flavor == "PackedCaptioningSample" else [tokens])]
+
+
+@pytest.mark.parametrize(
+    ("flavor", "overlong"),
+    [
+        *((flavor, "drop") for flavor in FLAVORS),
+        ("PackedTokensSample", "split"),
+        ("PackedCaptioningSample", "truncate"),
+    ],
+)
+def test_loss_weights_are_compared_with_the_records(
+    tokenizer_dir: Path, tmp_path: Path, flavor: str, overlong: str
+) -> None:
+    outputs = []
+    for name, weights in (("a", (0.5, 2.0)), ("b", (2.0, 0.5))):
+        data = tmp_path / f"{name}.jsonl"
+        records = weighted(*weights, flavor, words=40 if overlong == "truncate" else 3)
+        data.write_text("\n".join(json.dumps({"id": f"r{n}", **record}) for n, record in enumerate(records)))
+        result = pack(
+            data, output_dir=tmp_path / name, seq_len=128 if overlong == "drop" else 38, tokenizer=tokenizer_dir,
+            sample_class=flavor, unpacked=flavor == "MultiMixQASample", overlong=overlong, record_weight="loss",
+            workers=1, max_reject_rate=0.5,
+        )  # fmt: skip
+        outputs.append(result.shards)
+        assert result.manifest.truncated + result.manifest.records_split > 0 or overlong == "drop"
+    assert run(outputs[1]).exit_code == 0
+    before, after = [json.loads((shards / ".nv-meta" / "packing.json").read_text()) for shards in outputs]
+    edit_manifest(outputs[1], lambda value: value.update(weight_checksum=before["weight_checksum"]))
+    output = " ".join(run(outputs[1]).output.split())
+    assert f"the loss weights in the tars have the checksum {after['weight_checksum']}, and" in output
+    edit_manifest(outputs[1], lambda value: value.update(format_version=1))
+    assert run(outputs[1]).exit_code == 1, "packs of format version 1 have no weights"
 
 
 def test_utilization_is_computed_from_the_counts(copy: Path) -> None:

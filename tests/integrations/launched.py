@@ -1,4 +1,4 @@
-"""Scripts that tests run with torchrun or accelerate launch: a tiny model, and where the results go."""
+"""Scripts that tests run as two ranks, or with torchrun or accelerate launch: a tiny model, and where results go."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tests.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
@@ -44,6 +46,23 @@ def launch(
     )
     told = done.stderr[max(0, done.stderr.find("Traceback")) :]
     assert done.returncode == 0, told if len(told) < 6000 else f"{told[:2000]}\n...\n{told[-4000:]}"
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+# What torchrun sets; the group exists, so that no port is used.
+_RANK = """
+import os
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+from {module} import main
+del sys.argv[1:4]
+main()
+"""
+
+
+def run_script(module: str, *arguments: object, out: Path) -> list[Any]:
+    """What each of 2 ranks of `main()` of a module wrote with `report`, without the imports of `launch`."""
+    run_ranks(_RANK.format(module=module), 2, out / "store", out, *arguments)
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -1,4 +1,4 @@
-"""transformers.Trainer in two processes, in one launch: epochs, resume, streams, blends, evaluation, refusals."""
+"""transformers.Trainer in two processes of one group: epochs, resume, streams, blends, evaluation, refusals."""
 
 from collections import Counter
 from pathlib import Path
@@ -19,7 +19,7 @@ from energon_packed import (
     steps_per_epoch,
 )
 from tests import oldest
-from tests.integrations.launched import launch, tiny_qwen2
+from tests.integrations.launched import run_script, tiny_qwen2
 from tests.integrations.trainer_runs import QUIET, Recording
 
 
@@ -30,7 +30,7 @@ def ranks(
     out = tmp_path_factory.mktemp("runs")
     data = (text_packs[0], text_packs[2], text_tokenizer_dir, image_packs, tokenizer_dir)
     try:
-        return launch("trainer_runs", *data, port=29521, out=out)
+        return run_script("tests.integrations.trainer_runs", *data, out=out)
     except AssertionError as error:
         if oldest.TRANSFORMERS and "don't know how to restore data location" in str(error):
             pytest.skip("Transformers 5.16 cannot resume on several CPUs with torch 2.13")

@@ -1,6 +1,6 @@
-"""What users of transformers.Trainer write, in one launch: run by torchrun in test_trainer_runs.py.
+"""What users of transformers.Trainer write, in one process group: run by 2 ranks in test_trainer_runs.py.
 
-python -m tests.integrations.trainer_runs OUT PACKS BLEND TOKENIZER IMAGES IMAGE_TOKENIZER
+ARGUMENTS: OUT PACKS BLEND TOKENIZER IMAGES IMAGE_TOKENIZER
 """
 
 import sys
@@ -265,7 +265,3 @@ def main() -> None:
         "refusals": refusals(folder / "refusals", packs),
     }
     report(out, result)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,12 @@
-"""Two ranks train tiny vision models on rows with and without images: run by `torchrun` in test_dummy_images.py.
+"""Two ranks train tiny vision models on rows with and without images: run in test_dummy_images.py.
 
-python dummy_script.py TOKENIZER OUT STEPS
+ARGUMENTS: OUT TOKENIZER STEPS
 
 The row of rank r in step s has an image where bit r of s is set, so that every combination comes.
 """
 
 import io
-import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from PIL import Image
 from torch.distributed.fsdp import fully_shard
 
 from energon_packed import ChatEncoder, EncodedSample, PaddingFreeCollator, normalize
+from tests.integrations.launched import report
 from tests.loading.models import tiny_model
 
 MODELS = {"qwen2_5_vl": 14, "qwen3_vl": 16}  # and the pixels of a patch side
@@ -70,9 +69,8 @@ def losses(wrapped: Any, encoder: ChatEncoder, collator: PaddingFreeCollator, st
 
 
 def main() -> None:
-    tokenizer, out, steps = sys.argv[1:]
+    out, tokenizer, steps = sys.argv[1:]
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = torch.distributed.get_rank()
     found: dict[str, Any] = {}
     for name in MODELS:
@@ -87,9 +85,5 @@ def main() -> None:
         losses(model, encoder, PaddingFreeCollator(dummy_images="never"), 2, rank)
     except RuntimeError as error:
         found["without dummy images"] = str(error)
-    Path(out, f"rank{rank}.json").write_text(json.dumps(found))
+    report(out, found)
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,5 @@
 """Rows without images get a dummy image where several ranks train: no rank waits, and no loss or gradient changes."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +7,7 @@ import pytest
 import torch
 
 from energon_packed import BatchError, ChatEncoder, ConfigError, EncodedSample, PackedBatch, PaddingFreeCollator
+from tests.integrations.launched import run_script
 from tests.internals import megatron_batch
 from tests.loading.dummy_script import MODELS, encoder_of, samples, trained
 
@@ -31,13 +28,7 @@ def vision_encoder(name: str, tokenizer_dir: Path) -> ChatEncoder:
 def two_ranks(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of both ranks."""
     out = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29519"]
-    command += ["-m", "tests.loading.dummy_script", str(tokenizer_dir), str(out), str(STEPS)]
-    root = Path(__file__).resolve().parents[2]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if "Error" in line)
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return run_script("tests.loading.dummy_script", tokenizer_dir, STEPS, out=out)
 
 
 def text_row(encoder: ChatEncoder) -> list[EncodedSample]:

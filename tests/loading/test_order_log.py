@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from click.testing import CliRunner
 
@@ -30,6 +29,7 @@ from energon_packed import (
 from tests.internals import DemoDataset, StoredTokens, check_order, cli
 from tests.loading.flows import FEATURES, energon_folder, feature, signature
 from tests.printed import printed_json
+from tests.processes import run_ranks
 
 DATA = [feature(number % 13, number) for number in range(150)]
 
@@ -235,22 +235,18 @@ def test_metrics_are_those_of_the_batches() -> None:
     assert metrics.summary() == {}
 
 
-def _rank(rank: int, file: str, results: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    metrics = ThroughputMetrics()
-    for batch in DataflowLoader(
-        MapDistributor([{"input_ids": [1] * (4 + 8 * rank)}]), batch_size=1, rank=0, world_size=1
-    ):
-        metrics.add(batch)
-    results[rank] = metrics.summary()
-    torch.distributed.destroy_process_group()
+METRICS = """
+import json
+from energon_packed import DataflowLoader, MapDistributor, ThroughputMetrics
+data, metrics = MapDistributor([{"input_ids": [1] * (4 + 8 * rank)}]), ThroughputMetrics()
+for batch in DataflowLoader(data, batch_size=1, rank=0, world_size=1):
+    metrics.add(batch)
+print(json.dumps(metrics.summary()))
+"""
 
 
 def test_metrics_over_ranks(tmp_path: Path) -> None:
-    with torch.multiprocessing.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(_rank, (str(tmp_path / "store"), results), nprocs=2)
-        for rank in range(2):
-            assert results[rank]["data/tokens_per_step"] == 4 + 8 * rank
-            names = ("avg", "min", "max")
-            assert [results[rank][f"perf/global_seq_len_{name}"] for name in names] == [8, 4, 12]
+    for rank, output in enumerate(run_ranks(METRICS, 2, tmp_path / "store")):
+        found = json.loads(output)
+        assert found["data/tokens_per_step"] == 4 + 8 * rank
+        assert [found[f"perf/global_seq_len_{name}"] for name in ("avg", "min", "max")] == [8, 4, 12]

@@ -269,9 +269,10 @@ def test_loader_options_are_the_options_of_dataflow_loader() -> None:
     unpacked = [inspect.signature(f).parameters["options"].annotation for f in (get_raw_loader, PackedIterableDataset)]
     assert unpacked[0] == unpacked[1]
     names = set(get_args(unpacked[0])[0].__annotations__)
-    settings = {field.name for field in dataclasses.fields(torch_loader.Settings)} - {"rank", "world_size"}
-    of_torch = names - settings - {"batch_size"}
-    assert names == settings | of_torch | {"batch_size"}
+    settings = {field.name for field in dataclasses.fields(torch_loader.Settings)}
+    of_loader = {"batch_size", "collator", "num_workers"}
+    of_torch = names - settings - of_loader
+    assert names == settings | of_torch | of_loader
     assert of_torch <= set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
     items = MapDistributor([{"input_ids": [1, 2, 3]}])
     torch_values = dict.fromkeys(of_torch, None) | {"timeout": 0, "pin_memory": False, "persistent_workers": False}

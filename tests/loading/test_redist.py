@@ -13,9 +13,10 @@ from megatron.energon.tools.checkpoint import command_redist
 from energon_packed import BatchError, ChatEncoder, gather_state, get_packed_loader
 from tests.conftest import Packer
 from tests.internals import cli, from_plain, redistribute, to_plain
-from tests.loading.test_resume import signature
+from tests.loading.test_resume import encoder, pack_demo, signature
 
-PACKED: dict[str, Any] = {"sample_class": "PackedTokensSample", "max_packs_per_shard": 2, "seq_len": 2048}
+PACKED: dict[str, Any] = {"sample_class": "PackedTokensSample", "max_packs_per_shard": 2, "seq_len": 1024}
+__all__ = ["encoder", "pack_demo"]  # with small images
 AFTER = 5  # batches of each worker that are compared
 
 

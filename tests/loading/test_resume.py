@@ -13,6 +13,7 @@ from energon_packed import BatchError, ChatEncoder, get_packed_loader
 from tests.conftest import Packer
 from tests.processes import run_python
 
+SMALL = {"max_pixels": 16 * 28 * 28}  # 16 tokens an image: pixels take most of the time of a loader
 CASES = [
     ("PackedTokensSample", 0, {}),
     ("PackedTokensSample", 1, {}),
@@ -22,6 +23,16 @@ CASES = [
     ("MultiMixQASample", 1, {"packing_buffer_size": 24}),
     ("MultiMixQASample", 2, {"packing_buffer_size": 24}),
 ]
+
+
+@pytest.fixture(scope="session")
+def encoder(tokenizer_dir: Path) -> ChatEncoder:
+    return ChatEncoder.from_pretrained(tokenizer_dir, **SMALL)
+
+
+@pytest.fixture(scope="session")
+def pack_demo(pack_demo: Packer) -> Packer:
+    return lambda **options: pack_demo(**{**SMALL, "seq_len": 512, **options})
 
 
 def signature(batch: Any) -> tuple[Any, ...]:
@@ -41,7 +52,7 @@ def saved(state: Any) -> Any:
 def test_the_rest_of_the_epoch_is_identical_from_every_step(
     pack_demo: Packer, encoder: ChatEncoder, flavor: str, num_workers: int, options: dict[str, Any]
 ) -> None:
-    seq_len = 4096 // options.get("micro_batch_size", 1)  # few steps, as each is restored
+    seq_len = 2048 // options.get("micro_batch_size", 1)  # few steps, as each is restored
     shards = pack_demo(sample_class=flavor, max_packs_per_shard=4, seq_len=seq_len).shards
 
     def new_loader() -> Any:
@@ -67,8 +78,8 @@ def test_the_rest_of_the_epoch_is_identical_from_every_step(
 RESTORE = """
 import sys, torch
 from energon_packed import ChatEncoder, get_packed_loader
-states, shards, tokenizer, num_workers = sys.argv[1:]
-encoder = ChatEncoder.from_pretrained(tokenizer)
+states, shards, tokenizer, num_workers, max_pixels = sys.argv[1:]
+encoder = ChatEncoder.from_pretrained(tokenizer, max_pixels=int(max_pixels))
 for state in torch.load(states):
     loader = get_packed_loader(shards, encoder, epochs=1, num_workers=int(num_workers), shuffle_buffer_size=5)
     loader.restore_state_rank(state)
@@ -80,7 +91,7 @@ for state in torch.load(states):
 def test_every_state_restores_in_a_new_process(
     pack_demo: Packer, encoder: ChatEncoder, tokenizer_dir: Path, tmp_path: Path, num_workers: int
 ) -> None:
-    shards = pack_demo(sample_class="PackedTokensSample", seq_len=4096).shards
+    shards = pack_demo(sample_class="PackedTokensSample", seq_len=2048).shards
     loader = get_packed_loader(shards, encoder, epochs=1, num_workers=num_workers, shuffle_buffer_size=5)
     iterator = iter(loader)
     states, expected = [loader.save_state_rank()], []
@@ -89,7 +100,7 @@ def test_every_state_restores_in_a_new_process(
         states.append(iterator.save_state_rank())
     following = [f"{batch.__key__[0]}:{int(batch.input_ids.sum())}" for batch in loader]
     torch.save(states, tmp_path / "states.pt")
-    arguments = [tmp_path / "states.pt", shards, tokenizer_dir, num_workers]
+    arguments = [tmp_path / "states.pt", shards, tokenizer_dir, num_workers, SMALL["max_pixels"]]
     done = run_python(RESTORE, *arguments)
     assert done.returncode == 0, done.stderr
     rests = [expected[step:] or following for step in range(len(states))]

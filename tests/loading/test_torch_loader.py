@@ -2,6 +2,7 @@
 
 import collections
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return energon_folder(tmp_path_factory.mktemp("tokens"))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("packer", PACKERS)
-@pytest.mark.parametrize("distributor", DISTRIBUTORS)
+COMBINATIONS = [
+    (distributor, list(PACKERS)[(shift + number) % len(PACKERS)])
+    for shift in range(len(PACKERS))
+    for number, distributor in enumerate(DISTRIBUTORS)
+]
+"""All distributors and packers; the first of them have each distributor, and each packer."""
+WITH_WORKERS = COMBINATIONS[: int(os.environ.get("ENERGON_PACKED_COMBINATIONS", "5"))]
+
+
+@pytest.mark.parametrize(
+    ("distributor", "packer", "num_workers"),
+    [*((*pair, 0) for pair in COMBINATIONS), *((*pair, 2) for pair in WITH_WORKERS)],
+)
 def test_the_rest_of_the_epoch_is_identical_from_every_step(
     folder: Path, distributor: str, packer: str, num_workers: int
 ) -> None:

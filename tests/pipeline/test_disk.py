@@ -11,8 +11,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import zip_longest
@@ -20,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline.faults import ROOT, Fault, Ran
+from tests.pipeline.faults import Fault, Ran
 from tests.pipeline.undisturbed import Build, contents, leftovers
+from tests.processes import run_python
 
 FAULTS = int(os.environ.get("ENERGON_PACKED_FAULTS", "12"))
 ERRORS = {
@@ -253,10 +252,7 @@ def test_few_open_files_suffice(undisturbed: Build, tmp_path: Path) -> None:
     for number in range(80):
         record = {"id": f"r{number}", "prompts": ["Repeat."], "captions": ["kettle " * 30]}
         (tmp_path / "in" / f"{number:03}.jsonl").write_text(json.dumps(record) + "\n")
-    ran = subprocess.run(
-        [sys.executable, "-c", FEW_FILES, str(tmp_path), str(undisturbed.tokenizer)],
-        capture_output=True, text=True, cwd=ROOT, timeout=300,
-    )  # fmt: skip
+    ran = run_python(FEW_FILES, tmp_path, undisturbed.tokenizer)
     assert ran.stdout.split("\n")[-2:] == ["80 80 True", ""], ran.stderr
     few = undisturbed.run(tmp_path / "few", limits={"NOFILE": 10})
     check_line(few)

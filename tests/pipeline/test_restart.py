@@ -15,16 +15,14 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from energon_packed import PackOptions, pack
-source, out, tokenizer, flavor, workers = sys.argv[1:]
-options = PackOptions(
-    inputs=(source,), output_dir=Path(out), tokenizer=Path(tokenizer), seq_len=2048,
-    sample_class=flavor, workers=int(workers), max_packs_per_shard=20, max_reject_rate=0.2,
-    split={"train": 0.9, "val": 0.1}, shard_prefix="pack")
-options.encoder_loader.load()
-print("ready", flush=True)
-pack(options)
-print("done", flush=True)
+source, out, tokenizer, workers, *flavors = sys.argv[1:]
+for flavor in flavors:
+    pack(PackOptions(
+        inputs=(source,), output_dir=Path(out, flavor), tokenizer=Path(tokenizer), seq_len=2048,
+        sample_class=flavor, workers=int(workers), max_packs_per_shard=20, max_reject_rate=0.2,
+        split={"train": 0.9, "val": 0.1}, shard_prefix="pack"))
 """
+FLAVORS = ("PackedCaptioningSample", "PackedTokensSample")
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +43,21 @@ def records(tmp_path_factory: pytest.TempPathFactory, demo: Any) -> Path:
     return path
 
 
-def start(source: Path, out: Path, tokenizer: Path, *, workers: int, flavor: str, seed: str = "0") -> Any:
-    """A build in a process of its own, waited for until it begins."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(source), str(out), str(tokenizer), flavor, str(workers)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONHASHSEED": seed},
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n", process.communicate()[1]
-    return process
-
-
-def finish(process: Any) -> None:
-    out, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
-    assert out == "done\n"
+@pytest.fixture(scope="module")
+def builds(records: Path, tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Both flavors, packed by one and by two workers, in processes with other hash seeds."""
+    folders = []
+    for workers in (1, 2):
+        folders.append(tmp_path_factory.mktemp("build"))
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(records), folders[-1], tokenizer_dir, str(workers), *FLAVORS],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": str(workers)},
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+    return folders
 
 
 def contents(out: Path) -> dict[str, Any]:
@@ -82,13 +77,11 @@ def contents(out: Path) -> dict[str, Any]:
     return found | ledger | {"manifest": manifest, "leftovers": leftovers}
 
 
-@pytest.mark.parametrize("flavor", ["PackedCaptioningSample", "PackedTokensSample"])
-def test_workers_and_hash_seeds_do_not_matter(records: Path, tokenizer_dir: Path, tmp_path: Path, flavor: str) -> None:
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_workers_and_hash_seeds_do_not_matter(builds: list[Path], flavor: str) -> None:
     outputs = []
-    for number, (workers, seed) in enumerate([(1, "0"), (2, "1")]):
-        out = tmp_path / str(number)
-        finish(start(records, out, tokenizer_dir, workers=workers, flavor=flavor, seed=seed))
-        outputs.append(contents(out))
-        assert len(list(out.glob(".work/measure-*/*.arrow"))) > 5
+    for folder in builds:
+        outputs.append(contents(folder / flavor))
+        assert len(list((folder / flavor).glob(".work/measure-*/*.arrow"))) > 5
     assert len([name for name in outputs[0] if name.endswith(".tar")]) > 5
     assert outputs[0] == outputs[1]

@@ -197,7 +197,7 @@ def test_what_decides_the_records_is_in_the_fingerprint(folder: Path, tokenizer_
         ([{"path": "flat.jsonl", "adapter": "no.such:f"}], FLAT + r"adapter no.such:f: No module"),
         ([{"path": []}], "path must be a path or a list of paths, got"),
         ([{"path": "flat.jsonl", "label": "x"}], "unknown setting 'label'"),
-        ([{"path": "s3://b/a.jsonl"}], r"sources\[0\] \(s3://b/a.jsonl\): s3://b/a.jsonl is remote"),
+        ([{"path": "hf://b/a.jsonl"}], r"sources\[0\] \(hf://b/a.jsonl\): hf://b/a.jsonl is remote"),
     ],
 )  # fmt: skip
 def test_wrong_settings_name_the_source(folder: Path, tokenizer_dir: Path, sources: Any, message: str) -> None:

@@ -107,7 +107,7 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert numbers("org/other", tmp_path) == [7]
 
 
-@pytest.mark.parametrize("given", ["s3://b/a.jsonl", "gs://b/a.tar", "hf://datasets/o/n", "https://h/a.jsonl"])
+@pytest.mark.parametrize("given", ["az://b/a.jsonl", "S3://b/a.tar", "hf://datasets/o/n", "https://h/a.jsonl"])
 def test_remote_inputs_are_refused(tmp_path: Path, given: str) -> None:
     for one in (given, Path(given)):
         with pytest.raises(ConfigError, match="is remote; .* is not supported yet") as caught:

@@ -7,6 +7,7 @@ packs.py  contents of the packs: samples, images, tokens and their sums
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.vision.families import ambiguous
@@ -15,7 +16,7 @@ from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.files import (
     NO_MANIFEST,
-    TarChecker,
+    check_tar,
     energon_loads,
     indexes_match,
     keys_are_unique,
@@ -71,7 +72,7 @@ def verify(
     intact = Check("tars are intact" + (", with the size and hash recorded" if manifest else ""))
     scans = []
     # Processes finish in any order: results are sorted, so that the output does not depend on it.
-    for _, check, scan in sorted(engine.run(TarChecker(entries), known), key=lambda result: result[0]):
+    for _, check, scan in sorted(engine.run(partial(check_tar, entries=entries), known), key=lambda result: result[0]):
         intact.add(check)
         scans += [scan] if scan is not None else []
     intact.summary = f"{sum(tar.stat().st_size for tar in known):,} bytes"

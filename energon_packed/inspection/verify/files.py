@@ -8,8 +8,8 @@ import hashlib
 import sqlite3
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from energon_packed.shards.manifest import ShardEntry
 from energon_packed.shards.nv_meta import CRUDE, loader_files
 from energon_packed.shards.scan import TarScan, scan_tar
 from energon_packed.shards.tar import ShardRows
+from energon_packed.storage import energon_url
 
 NO_MANIFEST = "there is no packing.json"  # why a check of its counts did not run
 
@@ -58,36 +59,34 @@ def shards_match(folder: PackedFolder) -> Check:
     return check
 
 
-@dataclass(frozen=True, slots=True)
-class TarChecker:
-    """Task that reads a complete tar and compares it with packing.json.
+def check_tar(tar: Path, entries: Mapping[str, ShardEntry]) -> tuple[Path, Check, TarScan | None]:
+    """Read a complete tar, and compare it with packing.json.
 
-    Attributes:
+    Args:
+        tar: the tar.
         entries: the shards of packing.json, by name.
+
+    Returns:
+        (tar, check, scan); the scan is None if the tar is damaged.
     """
-
-    entries: dict[str, ShardEntry]
-
-    def __call__(self, tar: Path) -> tuple[Path, Check, TarScan | None]:
-        """Return (tar, check, scan); the scan is None if the tar is damaged."""
-        check = Check("")
-        if entry := self.entries.get(tar.name):
-            size = tar.stat().st_size
-            with tar.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            if size != entry.bytes:
-                check.fail(f"{tar.name} has {size} bytes, packing.json has {entry.bytes}")
-            elif digest != entry.sha256:
-                check.fail(f"{tar.name} has sha256 {digest[:12]}.., packing.json has {entry.sha256[:12]}..")
-        # A wrong hash does not end the check: the headers show which members are damaged.
-        try:
-            scan = scan_tar(tar)
-        except FormatError as error:
-            check.fail(str(error))
-            return tar, check, None
-        for problem in scan.problems:
-            check.fail(f"{tar.name}: {problem}")
-        return tar, check, None if scan.problems else scan
+    check = Check("")
+    if entry := entries.get(tar.name):
+        size = tar.stat().st_size
+        with tar.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if size != entry.bytes:
+            check.fail(f"{tar.name} has {size} bytes, packing.json has {entry.bytes}")
+        elif digest != entry.sha256:
+            check.fail(f"{tar.name} has sha256 {digest[:12]}.., packing.json has {entry.sha256[:12]}..")
+    # A wrong hash does not end the check: the headers show which members are damaged.
+    try:
+        scan = scan_tar(tar)
+    except FormatError as error:
+        check.fail(str(error))
+        return tar, check, None
+    for problem in scan.problems:
+        check.fail(f"{tar.name}: {problem}")
+    return tar, check, None if scan.problems else scan
 
 
 def indexes_match(folder: PackedFolder, scans: Sequence[TarScan], unread: str) -> Check:
@@ -116,23 +115,14 @@ def indexes_match(folder: PackedFolder, scans: Sequence[TarScan], unread: str) -
         check.fail("index.sqlite is missing")
         return check
     try:
-        connection = open_sqlite_index(database)
-    except sqlite3.Error as error:
-        check.fail(f"index.sqlite cannot be read: {error}")
-        return check
-    try:
-        total = 0
-        # `tar_file_id` is the index of a shard in packing.json, including shards without an intact tar.
-        for tar_file_id, name in enumerate(folder.shards):
-            if name not in rows:
-                continue
-            _compare_rows(check, connection, tar_file_id, rows[name])
-            total += len(rows[name].keys)
-        check.summary = f"{total:,} packs"
+        with closing(open_sqlite_index(database)) as connection:
+            # `tar_file_id` is the index of a shard in packing.json, including shards without an intact tar.
+            shards = [(tar_file_id, rows[name]) for tar_file_id, name in enumerate(folder.shards) if name in rows]
+            for tar_file_id, shard in shards:
+                _compare_rows(check, connection, tar_file_id, shard)
+        check.summary = f"{sum(len(shard.keys) for _, shard in shards):,} packs"
     except (sqlite3.Error, UnicodeError) as error:
         check.fail(f"index.sqlite cannot be read: {error}")
-    finally:
-        connection.close()
     return check
 
 
@@ -261,7 +251,7 @@ def energon_loads(folder: PackedFolder) -> Check:
         config = WorkerConfig(rank=0, world_size=1, num_workers=0, global_error_handler=reraise)
         try:
             dataset = get_val_dataset(
-                folder.path,
+                energon_url(folder.path),
                 split_part=split,
                 worker_config=config,
                 batch_size=None,

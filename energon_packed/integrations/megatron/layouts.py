@@ -15,7 +15,7 @@ import torch
 
 from energon_packed.encoding import IGNORE_INDEX
 from energon_packed.errors import ConfigError
-from energon_packed.loading import PackedBatch
+from energon_packed.loading.batch import PackedBatch
 
 Layout = Literal["bridge", "megatron-lm", "megatron-gpt"]
 LAYOUTS: tuple[Layout, ...] = ("bridge", "megatron-lm", "megatron-gpt")

@@ -10,22 +10,19 @@ from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron.layouts import Layout, check_layout
 from energon_packed.integrations.megatron.ranks import MegatronRanks, check_parallelism
 from energon_packed.integrations.megatron.restore import MegatronIterator, restore_iterator
-from energon_packed.loading import (
-    Collator,
-    DataflowLoader,
-    LoaderConfig,
-    MapDistributor,
-    PackedDataset,
-    Packer,
-    get_packed_loader,
-)
-from energon_packed.loading.distributors.datasets import Balance
-from energon_packed.loading.energon.config import EvenRanks
+from energon_packed.loading.collator import Collator
+from energon_packed.loading.dataflow.loader import DataflowLoader
+from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.distributors.datasets import Balance, MapDistributor
+from energon_packed.loading.energon.config import EvenRanks, LoaderConfig
+from energon_packed.loading.energon.packed_loader import get_packed_loader
+from energon_packed.loading.packers.base import Packer
 from energon_packed.packing.balance import CostModel
 
 Provider = Callable[[Any], tuple[MegatronIterator | None, MegatronIterator | None, MegatronIterator | None]]
 Order = Literal["global", "energon"]
 _DECIDED = ("rank", "world_size", "split", "epochs", "shuffle")  # by Megatron
+_OF_DATASET, _OF_ORDER = ("check_encoder", "check_lengths", "trust_sample_loader"), ("balance", "cost")
 
 
 class OrderedOptions(TypedDict, total=False):
@@ -128,56 +125,40 @@ def ordered_loader(
     rank: int,
     world_size: int,
     split: str = "train",
-    micro_batch_size: int = 1,
-    num_workers: int = 2,
-    seed: int = 0,
-    collator: Collator | None = None,
-    balance: Balance | None = None,
-    cost: CostModel | None = None,
-    max_failures: int = 0,
-    check_encoder: bool = True,
-    check_lengths: bool = True,
-    trust_sample_loader: bool = False,
-    timeout: float = 0,
-    order_log: str | Path | None = None,
+    **options: Unpack[OrderedOptions],
 ) -> DataflowLoader:
     """Return a loader of packs in their global order, epoch after epoch without end.
 
     Args:
-        path, encoder, split, check_encoder, check_lengths, trust_sample_loader: as for PackedDataset.
+        path, encoder, split: as for PackedDataset.
         rank, world_size: data-parallel rank and world size.
-        micro_batch_size: packs in one batch, which are joined into one row.
-        num_workers: worker processes; 0 loads in this process.
-        seed: seed of the order.
-        collator: by default PaddingFreeCollator.
-        balance, cost: as for MapDistributor.
-        max_failures: packs of this rank that may fail to load and are skipped.
-        timeout: seconds to wait for a batch of the worker processes; 0 waits as long as they live.
-        order_log: folder in which every step is recorded.
+        options: further options, all with defaults:
+
+            - `micro_batch_size`: packs in one batch, which are joined into one row; by default 1.
+            - `num_workers`: worker processes, by default 2; 0 loads in this process.
+            - `seed`: seed of the order; by default 0.
+            - `collator`: by default PaddingFreeCollator.
+            - `balance`, `cost`: as for MapDistributor.
+            - `max_failures`: packs of this rank that may fail to load and are skipped; by default 0.
+            - `check_encoder`, `check_lengths`, `trust_sample_loader`: as for PackedDataset.
+            - `timeout`: seconds to wait for a batch of the worker processes; 0, the default, waits as long as they
+              live.
+            - `order_log`: folder in which every step is recorded.
 
     Raises:
         ConfigError, FormatError: as PackedDataset and DataflowLoader.
     """
-    dataset = PackedDataset(
-        path,
-        encoder,
-        split=split,
-        check_encoder=check_encoder,
-        check_lengths=check_lengths,
-        trust_sample_loader=trust_sample_loader,
+    given: dict[str, Any] = dict(options)
+    of_dataset, of_order = (
+        {name: given.pop(name) for name in names if name in given} for names in (_OF_DATASET, _OF_ORDER)
     )
-    options: dict[str, Any] = {"timeout": timeout} if timeout else {}
     return DataflowLoader(
-        MapDistributor(dataset, repeat=True, balance=balance, cost=cost),
-        collator=collator,
-        batch_size=micro_batch_size,
-        num_workers=num_workers,
+        MapDistributor(PackedDataset(path, encoder, split=split, **of_dataset), repeat=True, **of_order),
+        batch_size=given.pop("micro_batch_size", 1),
+        num_workers=given.pop("num_workers", 2),
         rank=rank,
         world_size=world_size,
-        seed=seed,
-        max_failures=max_failures,
-        order_log=order_log,
-        **options,
+        **given,
     )
 
 

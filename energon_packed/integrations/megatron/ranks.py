@@ -6,7 +6,7 @@ from typing import Any
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron.layouts import Layout
-from energon_packed.loading import Collator, PaddingFreeCollator
+from energon_packed.loading.collator import Collator, PaddingFreeCollator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,8 @@ class MegatronRanks:
             ) from error
         if not parallel_state.is_initialized():
             raise ConfigError("megatron.core.parallel_state is not initialized. Call the provider inside pretrain().")
-        stages, stage = (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
         return cls(
             rank=parallel_state.get_data_parallel_rank(),
             world_size=parallel_state.get_data_parallel_world_size(),

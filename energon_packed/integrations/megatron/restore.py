@@ -23,7 +23,8 @@ import torch
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.megatron.layouts import Layout, megatron_batch
 from energon_packed.integrations.megatron.ranks import megatron_lm_args
-from energon_packed.loading import DataflowLoader, PackedLoader
+from energon_packed.loading.dataflow.loader import DataflowLoader
+from energon_packed.loading.energon.loader import PackedLoader
 from energon_packed.loading.energon.states import read_state
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.transformers.stream import TrainerStream
-from energon_packed.loading import PackedDataset
+from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.ranks import all_gather_object
 from energon_packed.loading.state import refuse_as_dataset
 
@@ -67,119 +67,78 @@ def check_training_arguments(args: TrainingArguments, data: Any, *, lengths_know
     """
     if hasattr(data, "rest_of_epoch"):  # every loader of this package
         refuse_as_dataset(type(data).__name__)
+    problems = _of_any_data(args, data)
     strategy = args.train_sampling_strategy
-    wrong = _of_any_data(args, data)
-    if strategy in _BY_LENGTH and not (lengths_known and strategy == "group_by_length"):
-        wrong.append(
-            f"`train_sampling_strategy` must be 'random', got {strategy!r}, with which the Trainer reads every sample "
-            "to compute its length. Set it to 'random', as packs have nearly equal lengths, or use PackedTrainer and "
-            "set 'group_by_length' on the finished arguments"
-        )
+    problems[
+        f"`train_sampling_strategy` must be 'random', got {strategy!r}, with which the Trainer reads every sample to "
+        "compute its length. Set it to 'random', as packs have nearly equal lengths, or use PackedTrainer and set "
+        "'group_by_length' on the finished arguments"
+    ] = strategy in _BY_LENGTH and not (lengths_known and strategy == "group_by_length")
     if isinstance(data, TrainerStream):
-        wrong += _of_streams(args, data)
+        problems |= _of_streams(args, data)
+    wrong = [problem for problem, is_there in problems.items() if is_there]
     if wrong:
         lines = "".join(f"\n- {problem}" for problem in wrong)
         raise ConfigError(f"these training arguments do not fit packed data:{lines}" if len(wrong) > 1 else wrong[0])
 
 
-def _of_any_data(args: Any, data: Any) -> list[str]:
-    wrong = []
-    config = args.accelerator_config
-    if config.dispatch_batches:
-        wrong.append(
-            "`dispatch_batches` must be False, got True, which splits a packed row in equal parts. Set "
-            "accelerator_config={'dispatch_batches': False}"
-        )
-    if config.split_batches and args.world_size > 1 and args.per_device_train_batch_size % args.world_size:
-        wrong.append(
-            f"`split_batches` must be False, got True, which splits the {args.per_device_train_batch_size} packs of a "
-            f"batch over {args.world_size} processes. Set accelerator_config={{'split_batches': False}}"
-        )
-    if args.n_gpu > 1:
-        wrong.append(
-            f"a process must have 1 device, got {args.n_gpu}: DataParallel splits a packed row in equal parts. Launch "
-            "with torchrun --nproc-per-node, or set CUDA_VISIBLE_DEVICES to one device"
-        )
-    if not args.average_tokens_across_devices and args.world_size > 1:
-        wrong.append(
-            "`average_tokens_across_devices` must be True, got False, so that a token of a process with fewer targets "
-            "has a larger weight. Set it to True"
-        )
-    if getattr(args, "use_cache", False):
-        wrong.append("`use_cache` must be False, got True: a cache ignores sample boundaries. Set it to False")
-    return wrong + _of_images(args, data) + _of_blends(args, data)
-
-
-def _of_images(args: Any, data: Any) -> list[str]:
-    if args.world_size == 1 or not _has_images(data):
-        return []
-    wrong = []
-    if args.ddp_find_unused_parameters is False or (
-        args.ddp_find_unused_parameters is None and args.gradient_checkpointing
-    ):
-        wrong.append(
-            "`ddp_find_unused_parameters` must be True: a row without images leaves the vision encoder without "
-            "gradients on its process, and other processes hang. Set ddp_find_unused_parameters=True"
-        )
+def _of_any_data(args: Any, data: Any) -> dict[str, bool]:
+    """Return the problems of packed data, and whether the arguments have each."""
+    config, has_several = args.accelerator_config, args.world_size > 1
+    is_uneven = has_several and _has_images(data)  # some rows have no image
+    finds_unused = args.ddp_find_unused_parameters
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
-    if args.gradient_checkpointing and reentrant:
-        wrong.append(
-            "reentrant activation checkpointing does not support unused parameters, which rows without images have. "
-            "Set activation_checkpointing_kwargs={'use_reentrant': False}"
-        )
-    return wrong
+    return {
+        "`dispatch_batches` must be False, got True, which splits a packed row in equal parts. Set "
+        "accelerator_config={'dispatch_batches': False}": config.dispatch_batches,
+        f"`split_batches` must be False, got True, which splits the {args.per_device_train_batch_size} packs of a "
+        f"batch over {args.world_size} processes. Set accelerator_config={{'split_batches': False}}": (
+            config.split_batches and has_several and args.per_device_train_batch_size % args.world_size
+        ),
+        f"a process must have 1 device, got {args.n_gpu}: DataParallel splits a packed row in equal parts. Launch "
+        "with torchrun --nproc-per-node, or set CUDA_VISIBLE_DEVICES to one device": args.n_gpu > 1,
+        "`average_tokens_across_devices` must be True, got False, so that a token of a process with fewer targets "
+        "has a larger weight. Set it to True": has_several and not args.average_tokens_across_devices,
+        "`use_cache` must be False, got True: a cache ignores sample boundaries. Set it to False": (
+            getattr(args, "use_cache", False)
+        ),
+        "`ddp_find_unused_parameters` must be True: a row without images leaves the vision encoder without "
+        "gradients on its process, and other processes hang. Set ddp_find_unused_parameters=True": (
+            is_uneven and (finds_unused is False or (finds_unused is None and args.gradient_checkpointing))
+        ),
+        "reentrant activation checkpointing does not support unused parameters, which rows without images have. "
+        "Set activation_checkpointing_kwargs={'use_reentrant': False}": (
+            is_uneven and args.gradient_checkpointing and reentrant
+        ),
+        "`dataloader_persistent_workers` must be False, got True: persistent workers keep the packs that a blend "
+        "drew for the first epoch. Set it to False": (
+            args.dataloader_persistent_workers and len(getattr(data, "blend", ())) > 1
+        ),
+    }
 
 
-def _of_blends(args: Any, data: Any) -> list[str]:
-    if args.dataloader_persistent_workers and len(getattr(data, "blend", ())) > 1:
-        return [
-            "`dataloader_persistent_workers` must be False, got True: persistent workers keep the packs that a blend "
-            "drew for the first epoch. Set it to False"
-        ]
-    return []
-
-
-def _of_streams(args: Any, data: TrainerStream) -> list[str]:
-    wrong = []
-    if args.accelerator_config.dispatch_batches is None:
-        wrong.append(
-            "`dispatch_batches` must be False, got None: accelerate then reads streaming data on process 0 only. Set "
-            "accelerator_config={'dispatch_batches': False}"
-        )
-    if args.accelerator_config.split_batches:
-        wrong.append(
-            "`split_batches` must be False, got True: each process streams its own batches. Set "
-            "accelerator_config={'split_batches': False}"
-        )
-    if args.max_steps <= 0:
-        steps = data.steps
-        remedy = (
-            f"An epoch has {steps} batches: set max_steps={ceil(steps / args.gradient_accumulation_steps)} an epoch"
-            if steps
-            else "The length of an epoch is not known in advance: set the number of steps to train"
-        )
-        wrong.append(f"`max_steps` must be above 0, got {args.max_steps}: a stream does not end. {remedy}")
-    if not args.ignore_data_skip:
-        wrong.append(
-            "`ignore_data_skip` must be True, got False: a resumed Trainer would skip batches of the restored stream. "
-            "Set it to True, with callbacks=[TrainerStreamCallback(stream)]"
-        )
-    if args.per_device_train_batch_size != 1:
-        wrong.append(
-            f"`per_device_train_batch_size` must be 1, got {args.per_device_train_batch_size}: each batch of a stream "
-            "is a finished row. Set it to 1, and `micro_batch_size` of the loader"
-        )
-    if args.dataloader_num_workers:
-        wrong.append(
-            f"`dataloader_num_workers` must be 0, got {args.dataloader_num_workers}: each worker would stream all "
-            "batches. Set it to 0, and `num_workers` of the loader"
-        )
-    if args.auto_find_batch_size:
-        wrong.append(
-            "`auto_find_batch_size` must be False, got True: it restarts training after batches were read, which "
-            "skips them. Set it to False"
-        )
-    return wrong
+def _of_streams(args: Any, data: TrainerStream) -> dict[str, bool]:
+    """Return the problems of a stream, and whether the arguments have each."""
+    config, is_endless = args.accelerator_config, args.max_steps <= 0
+    remedy = "The length of an epoch is not known in advance: set the number of steps to train"
+    if is_endless and (steps := data.steps):
+        steps_of_epoch = ceil(steps / args.gradient_accumulation_steps)
+        remedy = f"An epoch has {steps} batches: set max_steps={steps_of_epoch} an epoch"
+    return {
+        "`dispatch_batches` must be False, got None: accelerate then reads streaming data on process 0 only. Set "
+        "accelerator_config={'dispatch_batches': False}": config.dispatch_batches is None,
+        "`split_batches` must be False, got True: each process streams its own batches. Set "
+        "accelerator_config={'split_batches': False}": config.split_batches,
+        f"`max_steps` must be above 0, got {args.max_steps}: a stream does not end. {remedy}": is_endless,
+        "`ignore_data_skip` must be True, got False: a resumed Trainer would skip batches of the restored stream. "
+        "Set it to True, with callbacks=[TrainerStreamCallback(stream)]": not args.ignore_data_skip,
+        f"`per_device_train_batch_size` must be 1, got {args.per_device_train_batch_size}: each batch of a stream "
+        "is a finished row. Set it to 1, and `micro_batch_size` of the loader": args.per_device_train_batch_size != 1,
+        f"`dataloader_num_workers` must be 0, got {args.dataloader_num_workers}: each worker would stream all "
+        "batches. Set it to 0, and `num_workers` of the loader": args.dataloader_num_workers,
+        "`auto_find_batch_size` must be False, got True: it restarts training after batches were read, which "
+        "skips them. Set it to False": args.auto_find_batch_size,
+    }
 
 
 def _has_images(data: Any) -> bool:

@@ -9,7 +9,8 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +48,20 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
     """
 
     def __init__(self, loader: Any) -> None:
-        super().__init__(datasets.iterable_dataset.ExamplesIterable(_no_examples, {}))
-        self._loader: Any = None if _is_function(loader) else loader
-        self._make: Callable[[], Any] | None = loader if _is_function(loader) else None
-        self._batches: ConsumedBatches | None = None
+        # The parent class requires a source of examples, which is never read.
+        super().__init__(datasets.iterable_dataset.ExamplesIterable(tuple, {}))
+        self._source = loader
         self.used: int | None = None
 
-    @property
+    @cached_property
     def loader(self) -> Any:
         """The loader of this rank."""
-        if self._loader is None and self._make is not None:
-            self._loader = self._make()
-        return self._loader
+        return self._source() if _is_function(self._source) else self._source
 
-    @property
+    @cached_property
     def batches(self) -> ConsumedBatches:
         """The batches of the loader, with the state after each used batch."""
-        if self._batches is None:
-            self._batches = ConsumedBatches(self.loader)
-        return self._batches
+        return ConsumedBatches(self.loader)
 
     @property
     def steps(self) -> int | None:
@@ -197,21 +193,11 @@ class TrainerStreamCallback(LoaderState):
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count a micro batch of a step as used."""
-        self._count_used()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the last micro batch of a step as used."""
-        self._count_used()
-
-    def _count_used(self) -> None:
         self.stream.used = (self.stream.used or 0) + 1
         self.stream.batches.use(self.stream.used)
+
+    on_step_end = on_substep_end  # of the last micro batch
 
 
 def _is_function(loader: Any) -> bool:
     return callable(loader) and not hasattr(loader, "state_dict")
-
-
-def _no_examples() -> Iterator[Any]:
-    """Yield no examples: the parent class requires a source, which is never read."""
-    yield from ()

@@ -19,9 +19,12 @@ from energon_packed.integrations.accelerate import prepared_loader
 from energon_packed.integrations.isolation import check_isolation, check_positions
 from energon_packed.integrations.transformers.arguments import check_training_arguments
 from energon_packed.integrations.transformers.stream import LoaderState, TrainerStream, TrainerStreamCallback
-from energon_packed.loading import Collator, DataflowLoader, MapDistributor, PackedDataset, PlannedDataset
 from energon_packed.loading.batch import target_losses, target_weights
-from energon_packed.loading.collator import with_weights
+from energon_packed.loading.collator import Collator, with_weights
+from energon_packed.loading.dataflow.loader import DataflowLoader
+from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.distributors.datasets import MapDistributor
+from energon_packed.loading.raw_records import PlannedDataset
 
 
 class PackedTrainer(Trainer):
@@ -350,7 +353,7 @@ class _OrderState(LoaderState):
         if not args.ignore_data_skip:
             accumulated = args.gradient_accumulation_steps
             steps = max(1, ceil(len(loader) / accumulated))
-            loader.skip_on_resume(trainer_state.global_step % steps * accumulated)
+            loader.dataset.placeholders = trainer_state.global_step % steps * accumulated
 
     def state(self) -> dict[str, Any]:
         """Return the state of the loader, the same on all ranks."""

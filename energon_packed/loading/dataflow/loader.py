@@ -25,13 +25,14 @@ from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import ConfigError
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.dataflow.steps import PlannedPosition, PlannedSteps, StreamPosition, StreamSteps
-from energon_packed.loading.dataflow.transport import Message, WorkerProgress, guarded, messages, round_robin
+from energon_packed.loading.dataflow.transport import Message, guarded, messages, round_robin
 from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step
 from energon_packed.loading.distributors.base import Distributor
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.failures import FailureLog, watched
 from energon_packed.loading.order_log import OrderLog
-from energon_packed.loading.packers import Packer, PlannedPacker, SimpleBatcher
+from energon_packed.loading.packers.base import Packer
+from energon_packed.loading.packers.simple import PlannedPacker, SimpleBatcher
 from energon_packed.loading.ranks import check_not_resharded, check_rank, has_group, resolve_rank, warn_uneven
 from energon_packed.loading.state import (
     check_state,
@@ -161,9 +162,10 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
     def __init__(self, steps: PlannedSteps | StreamSteps, in_flight: int) -> None:
         self.plan = steps
         self.in_flight = in_flight
-        self.counts = WorkerProgress(steps.num_workers)
+        self.counts = torch.zeros((2, steps.num_workers), dtype=torch.int64)  # of `messages`
         self._epoch = torch.zeros(1, dtype=torch.int64)
-        torch.Tensor.share_memory_(self._epoch)  # type: ignore[no-untyped-call]  # seen by persistent workers
+        for shared in (self.counts, self._epoch):  # seen by persistent workers
+            torch.Tensor.share_memory_(shared)  # type: ignore[no-untyped-call]
         self._start: Any = None
         self._by_loader = False
 
@@ -177,7 +179,7 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
         # A mark keeps every later update of a mixture in memory, and workers do not need it.
         self._start = replace(position, mark=None) if isinstance(position, StreamPosition) else position
         self.plan.roles.failures.start(is_whole=not position.step and not getattr(position, "shards", ()))
-        self.counts.reset()
+        self.counts.zero_()
         self._by_loader = True
         try:
             yield
@@ -329,7 +331,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             WorkerSteps(self._plan, in_flight=of_torch.get("prefetch_factor") or 2),
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
             **of_torch,
         )
         if self._schedule is not None:
@@ -484,5 +486,6 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         self._yielded, self._steps = 0, None
 
 
-def _unchanged(step: Any) -> Any:
-    return step
+def unchanged(batch: Any) -> Any:
+    """Return the batch: the `collate_fn` of a DataLoader whose items are batches."""
+    return batch

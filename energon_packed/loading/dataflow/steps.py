@@ -35,7 +35,7 @@ from energon_packed.loading.distributors.schedule import Mark
 from energon_packed.loading.order import Segment
 from energon_packed.loading.process import encode_items
 from energon_packed.loading.ranks import ShardSpec
-from energon_packed.loading.state import check_identity, check_numbers, damaged, without_weights
+from energon_packed.loading.state import check_identity, check_numbers, damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class PlannedSteps:
     ) -> None:
         assert isinstance(roles.distributor, MapDistributor)
         assert roles.packer.rows is not None
+        self.distributor = roles.distributor
         self.roles, self.rank, self.num_workers, self.seed = roles, rank, num_workers, seed
         self.order = roles.distributor.order
         self.layout = self.order.segment(world_size, roles.packer.rows)
@@ -129,10 +130,7 @@ class PlannedSteps:
         if len(states) == self.layout.ranks and segments[-1].has_layout_of(self.layout):
             state = states[self.rank]
             segments = [Segment.from_plain(plain) for plain in state["segments"]]
-        saved = state["identity"]
-        if allow_changed_weights:
-            saved, identity = without_weights(saved), without_weights(identity)
-        check_identity(saved, identity)
+        check_identity(state["identity"], identity, allow_changed_weights=allow_changed_weights)
         last = segments[-1]
         if segments[0].item or state["step"] < last.step or min(last.width, last.item + 1) < 1:
             raise damaged(f"step {state['step']} and segments {state['segments']!r}"[:200])
@@ -162,10 +160,9 @@ class PlannedSteps:
 
     def _step(self, position: PlannedPosition, places: Sequence[int], turn: int) -> Step:
         """Read, encode and collate the items at these positions of the order."""
-        distributor, roles = self.roles.distributor, self.roles
-        assert isinstance(distributor, MapDistributor)
+        roles = self.roles
         indices = self.order.numbers(places, position.epoch, self.seed, position.segments)
-        values = [distributor.read_item(index) for index in indices]
+        values = [self.distributor.read_item(index) for index in indices]
         with no_collecting():
             encoded = encode_items(values, roles.processor)
         rows: list[Sequence[EncodedSample]] = []
@@ -179,9 +176,8 @@ class PlannedSteps:
                 rows.append(samples)
                 used.append(place)
         roles.failures.use(len(used))
-        samples = (
-            rows[0] if len(rows) == 1 else [sample for row in rows for sample in row]
-        )  # a single row is collated by its columns
+        # A single row is collated by its columns.
+        samples = rows[0] if len(rows) == 1 else [sample for row in rows for sample in row]
         batch = roles.collator.collate(samples) if samples else None
         return Step(turn, batch, None, used, dropped)
 
@@ -320,10 +316,7 @@ class StreamSteps:
         """
         for state in states:
             _check_damage(state)
-            saved, expected = state["identity"], identity
-            if allow_changed_weights:
-                saved, expected = without_weights(saved), without_weights(identity)
-            check_identity(saved, expected)
+            check_identity(state["identity"], identity, allow_changed_weights=allow_changed_weights)
         changed = states[0]["identity"] != identity  # weights, which may
         before = (states[0]["world_size"] * states[0]["num_workers"], states[0]["num_workers"])
         if before == (self.count, self.num_workers):

@@ -109,38 +109,19 @@ class Message:
         return Message(self.worker, [(_pinned(_received(entry)), size) for entry, size in self.entries])
 
 
-class WorkerProgress:
-    """Steps and bytes of each worker that were yielded in the main process, seen by all processes.
-
-    Args:
-        num_workers: number of worker processes.
-
-    Attributes:
-        yielded: int64 (2, workers), steps and bytes, in shared memory.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        self.yielded = torch.zeros((2, num_workers), dtype=torch.int64)
-        torch.Tensor.share_memory_(self.yielded)  # type: ignore[no-untyped-call]
-
-    def reset(self) -> None:
-        """Count from zero, for an epoch or the rest of an epoch."""
-        self.yielded.zero_()
-
-
 def messages(
-    steps: Iterator[Any], worker: int, counts: WorkerProgress, in_flight: int, *, one_by_one: bool
+    steps: Iterator[Any], worker: int, counts: torch.Tensor, in_flight: int, *, one_by_one: bool
 ) -> Iterator[Message]:
     """Yield the messages of one worker: its steps and errors, in order.
 
     Args:
         steps: the Steps, and errors as values (`guarded`).
         worker: index of the worker.
-        counts: steps that the main process yielded.
+        counts: int64 (2, workers), steps and bytes of each worker that the main process yielded; in shared memory.
         in_flight: messages that torch requests in advance.
         one_by_one: each step is a message.
     """
-    yielded, made = counts.yielded[:, worker].numpy(), np.zeros(2, dtype=np.int64)
+    yielded, made = counts[:, worker].numpy(), np.zeros(2, dtype=np.int64)
     most, ended = 1 if one_by_one else _STEPS, False
     while not ended:
         # An empty message answers torch's request without a step: otherwise a fast worker would fill the memory of the
@@ -212,14 +193,14 @@ def guarded(steps: Iterator[Any], worker: int) -> Iterator[Any]:
         yield resource_error(error, where) or ExceptionWrapper(info, where=where)  # type: ignore[no-untyped-call]
 
 
-def round_robin(received: Iterator[Message], first: int, counts: WorkerProgress) -> Iterator[Any]:
+def round_robin(received: Iterator[Message], first: int, counts: torch.Tensor) -> Iterator[Any]:
     """Yield the steps, round-robin over workers from worker `first` on, until all ended.
 
     Raises:
         EnergonPackedError: a worker raised it.
         Exception: any other exception of a worker, with its traceback in the message, as torch does.
     """
-    yielded = counts.yielded.numpy()
+    yielded = counts.numpy()
     workers = yielded.shape[1]
     waiting: dict[int, deque[tuple[Any, int]]] = {(first + place) % workers: deque() for place in range(workers)}
     while waiting:

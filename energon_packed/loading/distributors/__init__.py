@@ -9,18 +9,3 @@
 | mixture.py | several distributors by weight |
 | schedule.py | weights that change during training |
 """
-
-from energon_packed.loading.distributors.base import Distributor, Item
-from energon_packed.loading.distributors.datasets import FileShardDistributor, IterableDistributor, MapDistributor
-from energon_packed.loading.distributors.energon import EnergonDistributor
-from energon_packed.loading.distributors.mixture import MixtureDistributor
-
-__all__ = [
-    "Distributor",
-    "EnergonDistributor",
-    "FileShardDistributor",
-    "Item",
-    "IterableDistributor",
-    "MapDistributor",
-    "MixtureDistributor",
-]

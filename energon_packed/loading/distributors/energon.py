@@ -118,6 +118,7 @@ class EnergonDistributor(Distributor):
             path=self.path,
             config=replace(self._config, seed=shard.seed),
             task_encoder=_PackPassthrough(
+                StoredTokens(),
                 one_pass=not self.infinite,
                 shuffle_buffer_size=self._config.shuffle_buffer_size if self._config.shuffle else 1,
                 opened=self._opened,
@@ -135,9 +136,6 @@ class EnergonDistributor(Distributor):
 
 class _PackPassthrough(PackedTaskEncoder):
     """Task encoder that leaves packs as they are: the dataflow encodes, packs and collates them afterwards."""
-
-    def __init__(self, *, one_pass: bool, shuffle_buffer_size: int, opened: OpenedSplits) -> None:
-        super().__init__(StoredTokens(), one_pass=one_pass, shuffle_buffer_size=shuffle_buffer_size, opened=opened)
 
     @stateless
     def postencode_sample(self, sample: PackSample) -> PackSample:

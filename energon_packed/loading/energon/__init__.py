@@ -8,10 +8,3 @@ ranks.py           number of steps with which all ranks end an epoch together
 faults.py          errors that name the damaged file
 states.py          loader states as plain values, in files, and for other ranks
 """
-
-from energon_packed.loading.energon.config import LoaderConfig
-from energon_packed.loading.energon.loader import PackedLoader
-from energon_packed.loading.energon.packed_loader import get_packed_loader
-from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
-
-__all__ = ["LoaderConfig", "PackedLoader", "PackedTaskEncoder", "get_packed_loader"]

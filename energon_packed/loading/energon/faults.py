@@ -18,7 +18,7 @@ import numpy as np
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta, get_info_shard_files
 
-from energon_packed.errors import DataChangedError, EnergonPackedError, FormatError, WorkerError
+from energon_packed.errors import EnergonPackedError, FormatError, WorkerError
 from energon_packed.files import read_yaml
 from energon_packed.loading.failures import dead_workers, in_one_line
 from energon_packed.loading.manifests import OpenedSplits, loaded_splits
@@ -58,17 +58,10 @@ def raise_with_file_name(path: str | Path, split: str, opened: OpenedSplits | No
             raise
         raise_resource_error(error, getattr(error, "filename", None) or path)  # no file is damaged
         if opened is not None:
-            _check_unchanged(opened, error)
+            opened.check_all()
         if fault := _fault(Path(path), split):
             raise FormatError(f"{fault} ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
         raise
-
-
-def _check_unchanged(opened: OpenedSplits, error: Exception) -> None:
-    try:
-        opened.check_all()
-    except DataChangedError as changed:
-        raise changed from error
 
 
 def _fault(path: Path, split: str) -> str | None:

@@ -236,8 +236,8 @@ class PackedLoader:
             states = redistribute(states, self._source.worker_config.world_size)
         worker_config = self._source.worker_config
         rank = worker_config.rank
-        own = [saved for saved in states if isinstance(saved, dict) and saved.get("rank") == rank]
-        state = own[0] if own else states[0]
+        own = (saved for saved in states if isinstance(saved, dict) and saved.get("rank") == rank)
+        state = next(own, states[0])
         check_state(state, _NAME)
         check_numbers(state, "epoch", "step", "rank", "world_size")
         step, key, inner = state["step"], from_plain(state["last_restore_key"]), from_plain(state["energon"])

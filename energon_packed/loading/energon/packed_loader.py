@@ -15,7 +15,8 @@ from energon_packed.loading.energon.source import EnergonSource, worker_config_o
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.manifests import LoadedSplit, OpenedSplits, common_seq_len, loaded_splits, processor_for
-from energon_packed.loading.packers import BalancedPoolPacker, Packer, PoolPacker
+from energon_packed.loading.packers.base import Packer
+from energon_packed.loading.packers.pool import BalancedPoolPacker, PoolPacker
 from energon_packed.options import check_type, make
 
 _log = logging.getLogger(__name__)

@@ -57,20 +57,28 @@ def epoch_steps(
     if world_size == 1 or choice == "off":
         return None
     distributed = has_group()
-    if choice == "auto" and not distributed and config.on_the_fly:
-        return None
     if config.on_the_fly:
+        if choice == "auto" and not distributed:
+            return None
         raise ConfigError(
             f"`even_ranks={choice!r}` needs a known number of batches, which on-the-fly packing does not have (ranks "
             "would end at different steps and hang). Set `epochs=None` and count steps, pack offline, or set "
             "`even_ranks='off'`."
         )
-    steps = _steps_of_ranks(config, splits, worker_config)
-    if steps is None and distributed:
+    packs = splits[0].packs if len(splits) == 1 else None
+    if packs is not None:
+        steps = steps_of_ranks(
+            [(packs, 1)],
+            world_size=world_size,
+            micro_batch_size=config.micro_batch_size,
+            num_workers=config.num_workers,
+            drop_last=config.drop_last,
+        )
+    elif distributed:
         steps = _gathered(len(dataset()), worker_config.rank, world_size)
-    if steps is None:
-        if choice == "auto":
-            return None
+    elif choice == "auto":
+        return None
+    else:
         raise ConfigError(
             f"`even_ranks={choice!r}` needs a known number of batches, from a folder with packing.json or from a "
             "torch.distributed process group. Set `even_ranks='off'`, or repeat indefinitely with `epochs=None`."
@@ -97,21 +105,6 @@ def epoch_steps(
             sum(steps),
         )
     return min(steps) if choice == "drop" else max(steps)
-
-
-def _steps_of_ranks(
-    config: LoaderConfig, splits: Sequence[LoadedSplit], worker_config: WorkerConfig
-) -> list[int] | None:
-    """Return the batches of every rank by packing.json or the indexes; None for several folders or unknown packs."""
-    if len(splits) != 1 or splits[0].packs is None:
-        return None
-    return steps_of_ranks(
-        [(splits[0].packs, 1)],
-        world_size=worker_config.world_size,
-        micro_batch_size=config.micro_batch_size,
-        num_workers=config.num_workers,
-        drop_last=config.drop_last,
-    )
 
 
 def _gathered(steps: int, rank: int, world_size: int) -> list[int]:

@@ -35,8 +35,7 @@ from energon_packed.formats import codec_for, codec_of
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.manifests import OpenedSplits
-from energon_packed.loading.packers import Packer, Sizes
-from energon_packed.loading.packers.base import unfit
+from energon_packed.loading.packers.base import Packer, Sizes, unfit
 from energon_packed.loading.process import encode_pack
 
 

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from energon_packed.errors import BatchError, ConfigError, Reason, Reject
-from energon_packed.packing.balance import RowSizes
+from energon_packed.packing.balance import Int64, RowSizes
 from energon_packed.pipeline.options import Overlong
 from energon_packed.pipeline.rejects import images_detail, not_split, overlong_detail
 
-Int64 = npt.NDArray[np.int64]
 # Names in loader states, which states of earlier releases have, too.
 _STATE_NAMES = {"carry_over_last": "keeps"}
 

@@ -7,15 +7,27 @@
 """
 
 import re
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
 from energon_packed.errors import BatchError
-from energon_packed.loading.packers.base import Int64, Packer, check_overlong, check_positive
+from energon_packed.loading.packers.base import Packer, check_overlong, check_positive
 from energon_packed.packing import pack_lengths
-from energon_packed.packing.balance import CostModel, RowSizes
+from energon_packed.packing.balance import CostModel, Int64, RowSizes
 from energon_packed.pipeline.options import Overlong
+
+
+class PoolOptions(TypedDict, total=False):
+    """Options of PoolPacker, which documents them, for packers that are made of it."""
+
+    pool_size: int
+    algorithm: str
+    max_samples: int | None
+    multiple: int
+    max_images: int | None
+    max_patches: int | None
+    overlong: Overlong
 
 
 class PoolPacker(Packer):
@@ -96,7 +108,8 @@ class BalancedPoolPacker(PoolPacker):
         rows_per_round: rows emitted together, below the rows of a full pool (`pool_size` divided by the samples of a
             row). A larger number balances better.
         cost: cost model of a row.
-        pool_size, algorithm, max_samples, multiple, max_images, max_patches, overlong: as for PoolPacker.
+        options: `pool_size`, `algorithm`, `max_samples`, `multiple`, `max_images`, `max_patches` and `overlong`, as
+            for PoolPacker.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -108,24 +121,9 @@ class BalancedPoolPacker(PoolPacker):
         *,
         rows_per_round: int = 16,
         cost: CostModel | None = None,
-        pool_size: int = 256,
-        algorithm: str = "bfd",
-        max_samples: int | None = None,
-        multiple: int = 1,
-        max_images: int | None = None,
-        max_patches: int | None = None,
-        overlong: Overlong = "error",
+        **options: Unpack[PoolOptions],
     ) -> None:
-        super().__init__(
-            max_tokens,
-            pool_size=pool_size,
-            algorithm=algorithm,
-            max_samples=max_samples,
-            multiple=multiple,
-            max_images=max_images,
-            max_patches=max_patches,
-            overlong=overlong,
-        )
+        super().__init__(max_tokens, **options)
         check_positive(rows_per_round=rows_per_round)
         self.rows_per_round = rows_per_round
         self._cost = cost or CostModel()

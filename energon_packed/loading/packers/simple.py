@@ -8,9 +8,9 @@
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from energon_packed.loading.packers.base import Packer, check_overlong, check_positive, in_order
+from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.options import Overlong
 from energon_packed.seqlens import round_up
 
@@ -21,7 +21,7 @@ class PlannedPacker(Packer):
     buffer_size = 1
     rows = 1
 
-    def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    def select(self, lengths: Int64) -> list[Int64]:
         """Return one group for each item."""
         return [np.array([index]) for index in range(len(lengths))]
 
@@ -62,7 +62,7 @@ class SequentialPacker(Packer):
         check_overlong(overlong)
         self.overlong = overlong
 
-    def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    def select(self, lengths: Int64) -> list[Int64]:
         """Return groups of consecutive sample indices."""
         return in_order(round_up(lengths, self.multiple), self.longest or 1, self.max_samples)
 
@@ -83,6 +83,6 @@ class SimpleBatcher(Packer):
         self.batch_size = self.buffer_size = self.rows = batch_size
         self.drop_last = drop_last
 
-    def select(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    def select(self, lengths: Int64) -> list[Int64]:
         """Return groups of `batch_size` consecutive indices."""
         return list(np.split(np.arange(len(lengths)), range(self.batch_size, len(lengths), self.batch_size)))

@@ -6,8 +6,7 @@ To add a record format, write a subclass of `RecordFormat` with `@register_recor
 
 import re
 
-from energon_packed.errors import Reason, RecordError
-from energon_packed.records.fields import OBJECT, Record, check_preference, key_names
+from energon_packed.records.fields import OBJECT, Record, check_preference, key_names, missing_field
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 from energon_packed.records.record_formats.caption import Caption, Captions, ImageText, TextCaps, TextsImages
 from energon_packed.records.record_formats.document import Document, Interleaved, SentencesImages, Tokens
@@ -95,9 +94,8 @@ def find_record_format(record: Record) -> RecordFormat:
     # Before the general message, since preference data has its own remedy.
     check_preference(record)
     names = key_names(record)
-    raise RecordError(
-        Reason.MISSING_FIELD,
-        f"no known shape has the fields {names}{_hint(record)}" if names else "the record has no fields",
+    raise missing_field(
+        f"no known shape has the fields {names}{_hint(record)}" if names else "the record has no fields"
     )
 
 

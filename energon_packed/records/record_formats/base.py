@@ -1,8 +1,9 @@
 """RecordFormat, the base class of the record formats, and PartialConversation, the output of its `read`."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,16 @@ class PartialConversation:
     input_ids: npt.NDArray[np.int64] | None = None
     labels: npt.NDArray[np.int64] | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
+
+
+def alternating(contents: Sequence[str]) -> list[Message]:
+    """Make alternating turns; the first is the user turn."""
+    return [Message("assistant" if index % 2 else "user", text) for index, text in enumerate(contents)]
+
+
+def question_answer(question: str, answer: str, extra: Mapping[str, Any] | None = None) -> PartialConversation:
+    """Make a user turn and an assistant turn, whose other values for the chat template are `extra`."""
+    return PartialConversation([Message("user", question), Message("assistant", answer, extra or {})])
 
 
 class RecordFormat(ABC):

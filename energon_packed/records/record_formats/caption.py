@@ -14,16 +14,18 @@ Captions is the input of LLaVA-OneVision-2's offline packer: without placeholder
 each prompt if `images` is a list of lists. TextsImages is the format of the Cauldron, Docmatix and FineVision.
 """
 
+from itertools import chain
 from typing import ClassVar
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.conversation import IMAGE_PLACEHOLDER, Message
+from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import (
     COMMON_FIELDS,
     OBJECT,
     Record,
     flatten,
     is_given,
+    missing_field,
     one_text,
     read_objects,
     read_text,
@@ -31,12 +33,12 @@ from energon_packed.records.fields import (
 )
 from energon_packed.records.media import MediaReference
 from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
-from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
+from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating, question_answer
 
 SEVERAL_CAPTIONS = "several captions: the first is the target"
 _PROMPTS = ("prompt", "question")
 _TEXT_CAPS = ("caption_str", "reference_strs")
-_PAIR = frozenset(("user", "assistant"))
+_PAIR = ("user", "assistant")
 
 
 class Captions(RecordFormat):
@@ -58,9 +60,8 @@ class Captions(RecordFormat):
             raise RecordError(Reason.EMPTY, "captions is an empty list")
         prompts = prompts or [""] * len(captions)  # a caption without a prompt: the user turn is the image alone
         if len(prompts) != len(captions):
-            raise RecordError(
-                Reason.MISSING_FIELD,
-                f"{len(prompts)} prompts for {len(captions)} captions; one prompt per caption is needed",
+            raise missing_field(
+                f"{len(prompts)} prompts for {len(captions)} captions; one prompt per caption is needed"
             )
         # Placeholders are added here, not by `place_media`: only this format can assign images to several prompts.
         if not any(IMAGE_PLACEHOLDER in text for text in (*prompts, *captions)):
@@ -68,10 +69,7 @@ class Captions(RecordFormat):
                 prompts[turn] = IMAGE_PLACEHOLDER * count + prompts[turn]
             if media.videos and not any(VIDEO_PLACEHOLDER in text for text in (*prompts, *captions)):
                 prompts[0] = VIDEO_PLACEHOLDER * len(media.videos) + prompts[0]
-        messages = []
-        for prompt, caption in zip(prompts, captions, strict=True):
-            messages += [Message("user", prompt), Message("assistant", caption)]
-        return PartialConversation(messages=messages)
+        return PartialConversation(alternating([*chain(*zip(prompts, captions, strict=True))]))
 
 
 def _images_by_turn(media: Media, turns: int) -> list[int]:
@@ -101,13 +99,11 @@ class TextsImages(RecordFormat):
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read user and assistant turns."""
-        messages = []
+        texts = []
         for pair in read_objects(record[self.key], self.key):
-            media.add_unused(pair, _PAIR, "an entry of texts")
-            messages += [
-                Message(role, read_text(pair.get(role), f"{role} of texts")) for role in ("user", "assistant")
-            ]
-        return PartialConversation(messages=messages)
+            media.add_unused(pair, frozenset(_PAIR), "an entry of texts")
+            texts += [read_text(pair.get(role), f"{role} of texts") for role in _PAIR]
+        return PartialConversation(alternating(texts))
 
 
 class Caption(RecordFormat):
@@ -128,8 +124,7 @@ class Caption(RecordFormat):
         prompt = one_text(record, _PROMPTS) or ""
         if not prompt and not (media.images or media.videos):
             raise RecordError(Reason.MISSING_IMAGE, f"{self.key} has neither an image nor a prompt")
-        text = read_text(caption, self.key)
-        return PartialConversation(messages=[Message("user", prompt), Message("assistant", text)])
+        return question_answer(prompt, read_text(caption, self.key))
 
 
 class TextCaps(Caption):
@@ -167,4 +162,4 @@ class ImageText(RecordFormat):
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn with the images and an assistant turn with the text."""
-        return PartialConversation(messages=[Message("user", ""), Message("assistant", record["text"])])
+        return question_answer("", record["text"])

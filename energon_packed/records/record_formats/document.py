@@ -27,12 +27,14 @@ from energon_packed.records.fields import (
     COMMON_FIELDS,
     Record,
     is_given,
+    missing_field,
     one_text,
     read_list,
     read_objects,
     read_text,
     read_tokens,
     shown,
+    unsupported_field,
 )
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
@@ -56,10 +58,9 @@ class Document(RecordFormat):
         """Read the text."""
         # A row of OpenAssistant is a single message of a tree, not a document.
         if is_given(record.get("role")) or is_given(record.get("parent_id")):
-            raise RecordError(
-                Reason.MISSING_FIELD,
+            raise missing_field(
                 "the record is one message, with a text and a role, not a conversation; join the messages of each "
-                "conversation, from the first to the last, as messages",
+                "conversation, from the first to the last, as messages"
             )
         text = one_text(record, _FIELDS)
         if text is None or not text.strip():
@@ -124,10 +125,7 @@ class SentencesImages(RecordFormat):
 
 def _index(value: Any, sentences: int) -> int:
     if not isinstance(value, int) or not 0 <= value < sentences:
-        raise RecordError(
-            Reason.MISSING_FIELD,
-            f"matched_text_index is {value!r} for {sentences} sentences; use 0 to {sentences - 1}",
-        )
+        raise missing_field(f"matched_text_index is {value!r} for {sentences} sentences; use 0 to {sentences - 1}")
     return value
 
 
@@ -159,10 +157,7 @@ class Tokens(RecordFormat):
         names = list(targets)
         for name in names[1:]:
             if not np.array_equal(targets[name], targets[names[0]]):
-                raise RecordError(
-                    Reason.UNSUPPORTED_FIELD,
-                    f"{names[0]} and {name} have different targets; keep the one that is meant",
-                )
+                raise unsupported_field(f"{names[0]} and {name} have different targets; keep the one that is meant")
         if names:
             labels = np.where(targets[names[0]], labels, -100)
         weights = _loss_weights(record["loss_weights"]) if is_given(record.get("loss_weights")) else None
@@ -181,7 +176,7 @@ def _loss_weights(value: Any) -> npt.NDArray[np.float32]:
     except ValueError:
         array = np.zeros((0, 0))
     if array.ndim != 1 or array.dtype.kind not in "iuf":
-        raise RecordError(Reason.MISSING_FIELD, f"loss_weights must be a flat list of numbers, not {shown(value)}")
+        raise missing_field(f"loss_weights must be a flat list of numbers, not {shown(value)}")
     with np.errstate(over="ignore"):  # infinity is out of range
         return array.astype(np.float32)
 
@@ -190,9 +185,7 @@ def _flags(record: Record, name: str, size: int) -> npt.NDArray[np.bool_]:
     """Read a mask of 0 and 1 as bool (L,)."""
     flags = read_tokens(record[name], name)
     if len(flags) != size:
-        raise RecordError(Reason.MISSING_FIELD, f"{name} has {len(flags)} entries for {size} input_ids")
+        raise missing_field(f"{name} has {len(flags)} entries for {size} input_ids")
     if ((flags != 0) & (flags != 1)).any():
-        raise RecordError(
-            Reason.UNSUPPORTED_FIELD, f"{name} holds numbers other than 0 and 1, which are not supported"
-        )
+        raise unsupported_field(f"{name} holds numbers other than 0 and 1, which are not supported")
     return flags.astype(np.bool_)

@@ -19,7 +19,6 @@ because the chat template writes its own end of turn.
 """
 
 import re
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, RecordError
@@ -31,16 +30,18 @@ from energon_packed.records.fields import (
     Record,
     is_given,
     key_names,
+    missing_field,
     read_json_list,
     read_list,
     read_objects,
     read_text,
+    unsupported_field,
 )
 from energon_packed.records.media_fields import Media
-from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
+from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating
 from energon_packed.records.turns import FUNCTION_CALL, read_messages, read_role
 
-_PAIR = frozenset(("input", "output"))
+_PAIR = ("input", "output")
 _CONTENTS_TURN = frozenset(("role", "parts"))
 _INLINE, _FILE = ("inline_data", "inlineData"), ("file_data", "fileData")
 _PART = frozenset(("text", *_INLINE, *_FILE))
@@ -59,7 +60,7 @@ class Messages(RecordFormat):
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read the messages, with their tool calls, reasoning and weights."""
-        return PartialConversation(messages=read_messages(read_turn_list(record[self.key], self.key), self.key, media))
+        return PartialConversation(read_messages(read_turn_list(record[self.key], self.key), self.key, media))
 
 
 class ShareGPT(RecordFormat):
@@ -78,10 +79,14 @@ class ShareGPT(RecordFormat):
         key = self.key if record.get(self.key) is not None else "conversation"
         turns = read_turn_list(record[key], key)
         if turns and all(isinstance(turn, str) for turn in turns):
-            return PartialConversation(messages=alternating(turns))
-        if turns and all(isinstance(turn, OBJECT) and turn.keys() >= _PAIR for turn in turns):
-            return PartialConversation(messages=[message for pair in turns for message in _pair(pair, media)])
-        return PartialConversation(messages=read_messages(turns, key, media))
+            return PartialConversation(alternating(turns))
+        if turns and all(isinstance(turn, OBJECT) and turn.keys() >= {*_PAIR} for turn in turns):
+            texts = []
+            for pair in turns:
+                media.add_unused(pair, frozenset(_PAIR), "a turn")
+                texts += [read_text(pair[name], f"{name} of a turn") for name in _PAIR]
+            return PartialConversation(alternating(texts))
+        return PartialConversation(read_messages(turns, key, media))
 
 
 def read_turn_list(value: Any, key: str) -> Any:
@@ -91,11 +96,6 @@ def read_turn_list(value: Any, key: str) -> Any:
         RecordError: `missing_field` for another type.
     """
     return read_json_list(value, key) or [] if isinstance(value, str) else read_list(value, key)
-
-
-def _pair(pair: Record, media: Media) -> list[Message]:
-    media.add_unused(pair, _PAIR, "a turn")
-    return alternating([read_text(pair["input"], "input of a turn"), read_text(pair["output"], "output of a turn")])
 
 
 class Alternating(RecordFormat):
@@ -112,12 +112,7 @@ class Alternating(RecordFormat):
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read user and assistant turns."""
-        return PartialConversation(messages=alternating(record[self.key]))
-
-
-def alternating(contents: Sequence[str]) -> list[Message]:
-    """Make alternating turns; the first is the user turn."""
-    return [Message("assistant" if index % 2 else "user", text) for index, text in enumerate(contents)]
+        return PartialConversation(alternating(record[self.key]))
 
 
 class Contents(RecordFormat):
@@ -128,9 +123,8 @@ class Contents(RecordFormat):
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read the turns; `model` is the assistant."""
-        return PartialConversation(
-            messages=[_contents_message(turn, media) for turn in read_objects(record[self.key], self.key)]
-        )
+        turns = read_objects(record[self.key], self.key)
+        return PartialConversation([_contents_message(turn, media) for turn in turns])
 
 
 def _contents_message(turn: Record, media: Media) -> Message:
@@ -144,19 +138,16 @@ def _contents_message(turn: Record, media: Media) -> Message:
 def _part(part: Record, media: Media) -> str:
     for name in ("functionCall", "function_call", "functionResponse", "function_response", "thought"):
         if is_given(part.get(name)) and part[name] is not False:
-            raise RecordError(
-                Reason.UNSUPPORTED_FIELD,
+            raise unsupported_field(
                 f"{name} in a part of contents is not supported: write the conversation as messages with tool_calls "
-                "or reasoning_content",
+                "or reasoning_content"
             )
     media.add_unused(part, _PART | {"thought"}, "a part")
     if part.get("text") is not None:
         return read_text(part["text"], "a text part")
     blob = next((part[name] for name in (*_INLINE, *_FILE) if is_given(part.get(name))), None)
     if not isinstance(blob, OBJECT):
-        raise RecordError(
-            Reason.MISSING_FIELD, f"a part has the keys {key_names(part)}; use text, inline_data or file_data"
-        )
+        raise missing_field(f"a part has the keys {key_names(part)}; use text, inline_data or file_data")
     media.add_unused(blob, _BLOB, "a part")
     kind = blob.get("mime_type") or blob.get("mimeType") or "image/"  # the decoder detects the type itself
     if not str(kind).startswith("image/"):
@@ -186,19 +177,15 @@ class Transcript(RecordFormat):
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read the system prompt and the turns."""
+        messages = []
         if is_given(record.get("system")):
-            system = read_text(record["system"], "system").strip()
-            return PartialConversation(
-                messages=[Message("system", system.removeprefix("SYSTEM:").strip()), *self._turns(record)]
-            )
-        return PartialConversation(messages=self._turns(record))
-
-    def _turns(self, record: Record) -> list[Message]:
+            system = read_text(record["system"], "system").strip().removeprefix("SYSTEM:")
+            messages.append(Message("system", system.strip()))
         before, *pieces = _TURN_START.split(read_text(record[self.key], self.key))
         if before.strip() or not pieces:
-            raise RecordError(
-                Reason.MISSING_FIELD,
-                f"chat does not begin with one of {', '.join(f'{name}:' for name in _ROLES)}; convert it to messages",
+            raise missing_field(
+                f"chat does not begin with one of {', '.join(f'{name}:' for name in _ROLES)}; convert it to messages"
             )
-        turns = [(_ROLES[name], text.strip()) for name, text in zip(pieces[::2], pieces[1::2], strict=True)]
-        return [Message(role, text.removesuffix(_END).strip()) for role, text in turns]
+        for name, text in zip(pieces[::2], pieces[1::2], strict=True):
+            messages.append(Message(_ROLES[name], text.strip().removesuffix(_END).strip()))
+        return PartialConversation(messages)

@@ -66,13 +66,15 @@ from energon_packed.records.fields import (
     Record,
     is_given,
     joined_texts,
+    missing_field,
     one_text,
     read_text,
     unsupported,
+    unsupported_field,
 )
 from energon_packed.records.media import MediaReference
 from energon_packed.records.media_fields import Media
-from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
+from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating, question_answer
 from energon_packed.records.turns import read_history, read_messages, read_tool_calls
 
 SEVERAL_ANSWERS = "several answers: one is the target"
@@ -131,7 +133,7 @@ class QuestionAnswer(RecordFormat):
             question = "\n".join([question, *choices])
         else:
             answer = _answer(record, media)
-        return PartialConversation(messages=[Message("user", question), Message("assistant", answer)])
+        return question_answer(question, answer)
 
 
 class GQA(QuestionAnswer):
@@ -176,12 +178,7 @@ class ReasonedAnswer(RecordFormat):
                 raise unsupported(names[1], remedy=f"it has {len(reasoning)} entries; keep one")
             reasoning = reasoning[0]
         extra = {"reasoning_content": read_text(reasoning, names[1])}
-        return PartialConversation(
-            messages=[
-                Message("user", read_text(question, names[0])),
-                Message("assistant", read_text(answer, names[2]), extra),
-            ]
-        )
+        return question_answer(read_text(question, names[0]), read_text(answer, names[2]), extra)
 
 
 def read_choices(value: Any, field: str) -> list[str]:
@@ -196,19 +193,16 @@ def read_choices(value: Any, field: str) -> list[str]:
     """
     if not isinstance(value, OBJECT):
         if not isinstance(value, list | tuple):
-            raise RecordError(Reason.MISSING_FIELD, f"{field} is {type(value).__name__}; use a list of texts")
-        labels, texts = [_letter(index) for index in range(len(value))], list(value)
+            raise missing_field(f"{field} is {type(value).__name__}; use a list of texts")
+        labels, texts = _letters(len(value)), list(value)
     elif isinstance(value.get("text"), list | tuple):
-        texts = list(value["text"])
-        letters = value.get("label")
-        labels = (
-            list(letters) if isinstance(letters, list | tuple) and letters else [_letter(n) for n in range(len(texts))]
-        )
+        texts, letters = list(value["text"]), value.get("label")
+        labels = list(letters) if isinstance(letters, list | tuple) and letters else _letters(len(texts))
     else:
-        pairs = [(label, text) for label, text in value.items() if text is not None]
-        labels, texts = [label for label, _ in pairs], [text for _, text in pairs]
+        by_label = {label: text for label, text in value.items() if text is not None}
+        labels, texts = list(by_label), list(by_label.values())
     if len(labels) != len(texts):
-        raise RecordError(Reason.MISSING_FIELD, f"{field} has {len(labels)} labels for {len(texts)} texts")
+        raise missing_field(f"{field} has {len(labels)} labels for {len(texts)} texts")
     return [f"{label}. {read_text(text, f'one of {field}')}" for label, text in zip(labels, texts, strict=True)]
 
 
@@ -226,15 +220,12 @@ def right_choice(record: Record, choices: list[str]) -> str:
     names = [name for name in ("answer", *INDEX_FIELDS) if record.get(name) is not None]
     indices = {name: _find(record[name], choices) for name in names}
     if not indices:
-        raise RecordError(
-            Reason.MISSING_FIELD, f"no answer to the choices; use answer or one of {', '.join(INDEX_FIELDS)}"
-        )
+        raise missing_field(f"no answer to the choices; use answer or one of {', '.join(INDEX_FIELDS)}")
     for name, index in indices.items():
         if index is None:
-            raise RecordError(
-                Reason.MISSING_FIELD,
+            raise missing_field(
                 f"{name} {repr(record[name])[:80]} is none of {len(choices)} choices; "
-                "use an index from 0, a label or a text",
+                "use an index from 0, a label or a text"
             )
     # MedQA has the letter and the text of the answer; they must agree.
     if len(set(indices.values())) > 1:
@@ -250,38 +241,25 @@ def _find(value: Any, choices: list[str]) -> int | None:
     # In this order: an integer is an index, a string first a letter, then a text, then an index.
     if isinstance(value, int) and not isinstance(value, bool):
         return value if 0 <= value < len(choices) else None
+    is_index = isinstance(value, str) and value.isdecimal() and len(value) < 10 and int(value) < len(choices)
+    number = int(value) if is_index else None
     parts = [choice.split(". ", 1) for choice in choices]
     for column in (0, 1):
         matches = [index for index, part in enumerate(parts) if part[column] == value]
         # Repeated choices are ambiguous, so they do not match.
-        if len(matches) == 1:
-            return _checked(value, matches[0], len(choices)) if column else matches[0]
-    if isinstance(value, str) and _is_index(value) and int(value) < len(choices):
-        return int(value)
-    return None
+        if len(matches) != 1:
+            continue
+        if column and number not in (None, matches[0]):
+            raise unsupported_field(
+                f"Ambiguous answer {value!r}: it is the text of choice {matches[0]} but could also be an index. Give "
+                "a letter, or an integer index."
+            )
+        return matches[0]
+    return number
 
 
-def _checked(value: Any, index: int, count: int) -> int:
-    """Return the index of a choice found by its text, unless the text could also be another index.
-
-    Raises:
-        RecordError: the text is also a valid index of another choice.
-    """
-    if isinstance(value, str) and _is_index(value) and int(value) < count and int(value) != index:
-        raise RecordError(
-            Reason.UNSUPPORTED_FIELD,
-            f"Ambiguous answer {value!r}: it is the text of choice {index} but could also be an index. Give a letter, "
-            "or an integer index.",
-        )
-    return index
-
-
-def _is_index(text: str) -> bool:
-    return text.isdecimal() and len(text) < 10
-
-
-def _letter(index: int) -> str:
-    return chr(ord("A") + index) if index < 26 else str(index + 1)
+def _letters(count: int) -> list[str]:
+    return [chr(ord("A") + index) if index < 26 else str(index + 1) for index in range(count)]
 
 
 def _answer(record: Record, media: Media) -> str:
@@ -311,7 +289,7 @@ def _texts(answers: Any) -> list[str]:
         answers = answers.get("text")
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list | tuple):
-        raise RecordError(Reason.MISSING_FIELD, f"answers is {type(answers).__name__}; use a list of texts")
+        raise missing_field(f"answers is {type(answers).__name__}; use a list of texts")
     return [
         read_text(answer.get("answer") if isinstance(answer, OBJECT) else answer, "an answer of answers")
         for answer in answers
@@ -339,7 +317,7 @@ class QueryLabel(RecordFormat):
         if len(set(texts)) > 1:
             media.notes.append(SEVERAL_ANSWERS)
         answer = Counter(texts).most_common(1)[0][0]
-        return PartialConversation(messages=[Message("user", record["query"]), Message("assistant", answer)])
+        return question_answer(record["query"], answer)
 
 
 class QueryCalls(RecordFormat):
@@ -355,12 +333,7 @@ class QueryCalls(RecordFormat):
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn and an assistant turn with tool calls."""
         calls = read_tool_calls(record["answers"], "answers")
-        return PartialConversation(
-            messages=[
-                Message("user", read_text(record["query"], "query")),
-                Message("assistant", "", {"tool_calls": calls}),
-            ]
-        )
+        return question_answer(read_text(record["query"], "query"), "", {"tool_calls": calls})
 
 
 class Problem(RecordFormat):
@@ -382,9 +355,7 @@ class Problem(RecordFormat):
         target = solution if solution is not None else read_text(record.get(_RESULT), _RESULT)
         if not target.strip():
             raise RecordError(Reason.EMPTY, "the solution is empty")
-        return PartialConversation(
-            messages=[Message("user", read_text(record[self.key], self.key)), Message("assistant", target)]
-        )
+        return question_answer(read_text(record[self.key], self.key), target)
 
 
 class Instruction(RecordFormat):
@@ -404,9 +375,7 @@ class Instruction(RecordFormat):
         if answer is None:
             raise RecordError(Reason.EMPTY, f"none of {', '.join(_OUTPUTS)} has a text")
         question = joined_texts(record, (self.key, *_INPUTS))
-        return PartialConversation(
-            messages=[*read_history(record), Message("user", question), Message("assistant", answer)]
-        )
+        return PartialConversation([*read_history(record), *alternating([question, answer])])
 
 
 class PromptCompletion(RecordFormat):
@@ -439,7 +408,7 @@ class PromptCompletion(RecordFormat):
             prompt = [Message("user", joined_texts(record, ("definition", pair[0])))]
         # TRL computes the loss on the completion only.
         context = [message._replace(weight=0.0) if message.role == "assistant" else message for message in prompt]
-        return PartialConversation(messages=[*read_history(record), *context, *completion])
+        return PartialConversation([*read_history(record), *context, *completion])
 
 
 def _pair(record: Record) -> tuple[str, str] | None:

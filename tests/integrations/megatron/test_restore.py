@@ -2,8 +2,6 @@
 
 import shutil
 import signal
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -16,36 +14,17 @@ from energon_packed import BatchError, ChatEncoder, ConfigError, get_packed_load
 from tests.conftest import Packer
 from tests.internals import MegatronIterator, ordered_loader, restore_iterator, state_file
 from tests.internals import restore as module
+from tests.processes import run_ranks
 
-LOOP = Path(__file__).with_name("training_loop.py")
 NAME = "train_dataloader_dprank000.pt"
 
 
 def run_until_killed(folder: Path, shards: Path, tokenizer: Path, steps: int) -> list[list[str]]:
     """Lines of two ranks of one process group, each killed by SIGKILL after `steps` lines."""
-    store = folder / f"store{steps}"
-    arguments = [str(store), str(shards), str(tokenizer), str(folder)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(LOOP), str(rank), "2", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    lines: list[list[str]] = []
-    for process in ranks:
-        assert process.stdout is not None
-        read = [process.stdout.readline() for _ in range(steps)]
-        if not read[-1]:
-            raise AssertionError(process.communicate()[1][-3000:])
-        lines.append(read)
-    for process in ranks:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
+    script = "from tests.integrations.megatron.training_loop import main; main()"
+    outputs = run_ranks(script, 2, folder / f"store{steps}", shards, tokenizer, folder, status=-signal.SIGKILL)
+    lines = [output.splitlines() for output in outputs]
+    assert [len(read) for read in lines] == [steps] * 2
     return lines
 
 

@@ -1,13 +1,16 @@
 """A training loop of megatron-core on CPU, with checkpoints as Megatron-LM lays them out.
 
-python training_loop.py RANK WORLD_SIZE STORE SHARDS TOKENIZER FOLDER
+ARGUMENTS: RANK WORLD_SIZE STORE SHARDS TOKENIZER FOLDER, in a script of `run_ranks`
 
-Runs to step 6 and prints one line for each step. After step 3 it saves a complete checkpoint; after step 4 one that a
-kill interrupts: its data position is there, the tracker still names step 3.
+Runs to step 6, prints one line for each step, and is killed. After step 3 it saves a complete checkpoint; after step 4
+one that the kill interrupts: its data position is there, the tracker still names step 3.
 """
 
 import itertools
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +47,6 @@ class PackedAttention(torch.nn.Module):
 def main() -> None:
     rank, world_size, store, shards, tokenizer, folder = sys.argv[1:]
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world_size)
-    )
     parallel_state.initialize_model_parallel()
     encoder = ChatEncoder.from_pretrained(tokenizer)
     torch.manual_seed(0)
@@ -87,7 +87,10 @@ def main() -> None:
             torch.distributed.barrier()
             if step == COMPLETE and rank == "0":
                 tracker.write_text(str(step))
-    sys.stdin.readline()  # waits for the kill
+    Path(f"{store}.{rank}").touch()
+    while not all(Path(f"{store}.{number}").exists() for number in range(int(world_size))):
+        time.sleep(0.01)  # the last step of each rank needs all of them
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_step(model: GPTModel, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> str:
@@ -118,7 +121,3 @@ def save(folder: Path, step: int, model: GPTModel, optimizer: torch.optim.Optimi
         (folder / f"iter_{step:07d}").mkdir()
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(saved, folder / f"iter_{step:07d}" / "model.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,426 @@
+"""Object stores in place of local folders, for reading. Input: `s3://BUCKET/KEY`, `gs://BUCKET/KEY` or
+`msc://PROFILE/KEY`. Output: `RemotePath`, with the interface of `pathlib.Path`.
+
+    as_path       string or path to Path; RemotePath for these schemes
+    RemotePath    names are computed without requests; `stat`, `open`, `iterdir` and `glob` send requests
+    RemoteReader  the stream of `RemotePath.open`: reads byte ranges, and never the whole object
+    energon_url   RemotePath to the URL by which Energon opens the same object
+
+Requests are sent by multi-storage-client, as in Megatron-Energon: both use the same configuration (`MSC_CONFIG`, or
+~/.msc_config.yaml) and the same credentials. Without a configuration, `s3://` uses the credentials, region and
+endpoint of boto3 (such as AWS_ACCESS_KEY_ID, AWS_PROFILE and AWS_ENDPOINT_URL). The client retries requests; its
+cache of clients is emptied after a fork, so that no connection is shared.
+
+A key is a path: keys with `//`, `/./` or a trailing slash cannot be named.
+"""
+
+import errno
+import io
+import logging
+import os
+import re
+import stat
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path, PosixPath, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any
+
+from energon_packed.errors import ConfigError, EnergonPackedError, ResourceError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+READ_AHEAD = 1 << 20
+"""Bytes that a sequential reader requests at once."""
+_SCHEMES = ("s3:/", "gs:/", "msc:/")  # with one slash, as Path collapses `//`
+_MAGIC = re.compile(r"[*?\[]")
+_FRESH = 60.0  # seconds for which an open stream trusts the status of its object: a request for each read costs more
+_MOST_RECENT = 4096
+_CHECK = "check the endpoint and the network, then run the same command again: completed work is reused"
+_PACKAGES = {
+    "boto3": "energon-packed[s3]", "botocore": "energon-packed[s3]", "awscrt": "energon-packed[s3]",
+    "google": "multi-storage-client[google-cloud-storage]", "azure": "multi-storage-client[azure-storage-blob]",
+}  # fmt: skip
+_recent: OrderedDict[str, tuple[float, os.stat_result]] = OrderedDict()  # of `recent_status`, by URL
+# Without a handler, Python prints the errors of the client next to the error message. Handlers of users get them.
+logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
+
+
+class StorageError(OSError, ResourceError):
+    """An object store refuses or fails a request, or cannot be reached; the objects may be intact.
+
+    `filename` is the URL, and `strerror` the cause and the remedy. A missing object is a FileNotFoundError.
+    """
+
+    def __str__(self) -> str:
+        return super().__str__() if self.filename is None else f"{self.filename}: {self.strerror}"
+
+
+class RemotePath(PosixPath):
+    """An object, or a prefix with objects (a folder), as a path. It has no state, and can be pickled.
+
+    Raises:
+        FileNotFoundError: no object or folder of this name, from `stat` and `open`.
+        StorageError: the request is refused (403) or fails, a package is missing, or the profile is unknown.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text.replace("/", "//", 1) if text.startswith(_SCHEMES) else text
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def is_absolute(self) -> bool:
+        """Return True: a URL does not depend on the working directory."""
+        return True
+
+    def resolve(self, strict: bool = False) -> "RemotePath":
+        """Return the path without `..`; object stores have no links."""
+        parts: list[str] = []
+        for part in self.parts:
+            if part != "..":
+                parts.append(part)
+            elif len(parts) > 2:  # the bucket stays
+                parts.pop()
+        return type(self)(*parts)
+
+    def absolute(self) -> "RemotePath":
+        """Return the path itself."""
+        return self
+
+    def expanduser(self) -> "RemotePath":
+        """Return the path itself."""
+        return self
+
+    @property
+    def parents(self) -> Sequence["RemotePath"]:
+        """The folders above, up to the bucket."""
+        return [type(self)(*self.parts[:count]) for count in range(len(self.parts) - 1, 1, -1)]
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Request size, kind and time of the object.
+
+        `st_mtime_ns` has the seconds of the object's time, and a hash of its ETag as the nanoseconds: stores record
+        seconds, and the stamp of a replaced object must differ.
+        """
+        status = self._request(strict=True)
+        _recent[str(self)] = time.monotonic(), status
+        while len(_recent) > _MOST_RECENT:
+            _recent.popitem(last=False)
+        return status
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        """Return whether there is an object or folder of this name."""
+        return self._mode(strict=True) != 0
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        """Return whether there is an object of this name."""
+        return stat.S_ISREG(self._mode(strict=False))
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        """Return whether objects have this prefix."""
+        client, key = self._client()
+        try:
+            with _converted_errors(self):
+                return bool(client.info(f"{key.rstrip('/')}/" if key else "").type == "directory")
+        except FileNotFoundError:
+            return False
+
+    def is_symlink(self) -> bool:
+        """Return False."""
+        return False
+
+    def open(  # type: ignore[override]
+        self,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+    ) -> IO[Any]:
+        """Open the object for reading; `buffering` is the number of bytes that are requested at once.
+
+        Raises:
+            ConfigError: the mode is not `r` or `rb`.
+            FileNotFoundError, StorageError, IsADirectoryError: the object cannot be opened.
+        """
+        if mode not in ("r", "rb"):
+            raise ConfigError(f"{self} must be a local path to be written. Use a path of a mounted file system")
+        stream = RemoteReader(self, buffering if buffering > 0 else READ_AHEAD)
+        return stream if mode == "rb" else io.TextIOWrapper(stream, encoding, errors, newline)
+
+    def read_bytes(self) -> bytes:
+        """Request the whole object."""
+        client, key = self._client()
+        with _converted_errors(self):
+            return bytes(client.read(key))
+
+    def iterdir(self) -> Generator["RemotePath", None, None]:
+        """List objects and folders."""
+        return (path for path, _ in self._entries())
+
+    def glob(self, pattern: str, **options: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
+        """List objects and folders that match; `**` is any number of folders, and at the end everything below."""
+        return self._matches(PurePosixPath(pattern).parts)
+
+    def rglob(self, pattern: str, **options: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
+        """List matches in this folder and all folders below."""
+        return self._matches(("**", *PurePosixPath(pattern).parts))
+
+    def objects(self) -> Iterator["RemotePath"]:
+        """List all objects below."""
+        return (path for path, _ in self._entries(below=True))
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Do nothing: object stores have no folders without objects."""
+
+    def upload(self, local: Path, metadata: Mapping[str, str] | None = None) -> None:
+        """Store the content of a local file as this object, with user metadata."""
+        client, key = self._client()
+        with _converted_errors(self):
+            client.upload_file(key, str(local), attributes=dict(metadata or {}))
+
+    def delete(self) -> None:
+        """Delete the object."""
+        client, key = self._client()
+        with _converted_errors(self):
+            client.delete(key)
+
+    def _client(self) -> tuple[Any, str]:
+        """Return the client, one for each process and profile, and the key."""
+        with _converted_errors(self, "cannot be used with this configuration of multi-storage-client"):
+            from multistorageclient import resolve_storage_client
+
+            client, key = resolve_storage_client(str(self))
+            return client, key
+
+    def _request(self, *, strict: bool) -> os.stat_result:
+        """Request the status; without `strict`, folders are not found, which saves a request for missing objects."""
+        client, key = self._client()
+        with _converted_errors(self):
+            return _status(client.info(key, strict=strict))
+
+    def _mode(self, *, strict: bool) -> int:
+        try:
+            return self._request(strict=strict).st_mode
+        except FileNotFoundError:
+            return 0
+
+    def _entries(self, *, below: bool = False) -> Iterator[tuple["RemotePath", bool]]:
+        """Yield (path, is a folder) of the entries; with `below`, of all objects below."""
+        client, key = self._client()
+        prefix = f"{key.rstrip('/')}/" if key else ""
+        with _converted_errors(self):
+            for info in client.list(prefix, include_directories=not below):
+                # The marker of the folder itself is a key that ends in a slash.
+                if name := info.key.removeprefix(prefix) if info.key.startswith(prefix) else "":
+                    yield self / name, info.type == "directory"
+
+    def _matches(self, parts: tuple[str, ...]) -> Iterator["RemotePath"]:
+        """Yield the paths that match the components of a pattern, in the order of the store."""
+        literal = 0
+        while literal < len(parts) and not _MAGIC.search(parts[literal]):
+            literal += 1
+        folder, parts = self.joinpath(*parts[:literal]), parts[literal:]
+        if not parts:
+            if folder.exists():
+                yield folder
+        elif "**" in parts:
+            seen: set[tuple[str, ...]] = set()
+            for path in folder.objects():
+                names = path.parts[len(folder.parts) :]
+                # Folders match, too; they are not in the list of the objects below.
+                for inner in (names[:count] for count in range(1, len(names) + 1)):
+                    if inner not in seen and _fits(inner, parts):
+                        seen.add(inner)
+                        yield folder.joinpath(*inner)
+        else:
+            for path, is_folder in folder._entries():
+                if fnmatchcase(path.name, parts[0]):
+                    if len(parts) == 1:
+                        yield path
+                    elif is_folder:
+                        yield from path._matches(parts[1:])
+
+
+class RemoteReader(io.BufferedReader):
+    """A seekable binary stream over byte ranges of an object.
+
+    Sequential reads request blocks; `read_range` requests exactly the bytes that it returns.
+    """
+
+    def __init__(self, path: RemotePath, buffer_size: int = READ_AHEAD) -> None:
+        self._object = _Object(path)
+        super().__init__(self._object, buffer_size)
+
+    def status(self) -> os.stat_result:
+        """Return the status of the object, at most a minute old."""
+        return self._object.status()
+
+    def read_range(self, at: int, size: int) -> bytes:
+        """Return bytes [at, at + size); fewer at the end of the object."""
+        return self._object.read_range(at, size)
+
+
+class _Object(io.RawIOBase):
+    """Byte ranges of an object as a raw stream."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path, self._at = path, 0
+        self._status, self._since = path.stat(), time.monotonic()
+        if stat.S_ISDIR(self._status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+
+    def status(self) -> os.stat_result:
+        if time.monotonic() - self._since > _FRESH:
+            self._status, self._since = self._path.stat(), time.monotonic()
+        return self._status
+
+    def read_range(self, at: int, size: int) -> bytes:
+        size = min(size, self.status().st_size - at)  # stores refuse ranges after the end
+        if size <= 0:
+            return b""
+        from multistorageclient.types import Range
+
+        client, key = self._path._client()
+        with _converted_errors(self._path):
+            return bytes(client.read(key, byte_range=Range(at, size)))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at}.get(whence)
+        self._at = max(0, offset + (self.status().st_size if base is None else base))
+        return self._at
+
+    def readinto(self, buffer: "Buffer") -> int:
+        view = memoryview(buffer)
+        data = self.read_range(self._at, len(view))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def readall(self) -> bytes:
+        data = self.read_range(self._at, self.status().st_size - self._at)
+        self._at += len(data)
+        return data
+
+
+def as_path(value: str | Path) -> Path:
+    """Return the path that a string names: a RemotePath for `s3://`, `gs://` and `msc://`, or else a Path."""
+    if isinstance(value, RemotePath):
+        return value
+    return RemotePath(value) if str(value).startswith(_SCHEMES) else Path(value)
+
+
+def is_remote(path: str | Path) -> bool:
+    """Return whether a path is in an object store."""
+    return isinstance(path, RemotePath) or str(path).startswith(_SCHEMES)
+
+
+def recent_status(path: Path) -> os.stat_result:
+    """Return the status of a file; of an object, the result of a `stat` that is at most a minute old.
+
+    For checks before every read, which would otherwise send a request for each record.
+    """
+    since, status = _recent.get(str(path), (0.0, None)) if isinstance(path, RemotePath) else (0.0, None)
+    return status if status is not None and time.monotonic() - since < _FRESH else path.stat()
+
+
+def energon_url(path: Path) -> str:
+    """Return the path in the form that Energon's EPath accepts: `msc://PROFILE/KEY` of a RemotePath.
+
+    Raises:
+        StorageError: the profile is unknown, or a package is missing.
+    """
+    if not isinstance(path, RemotePath):
+        return str(path)
+    client, key = path._client()
+    return f"msc://{client.profile}/{key}"
+
+
+def has_magic(pattern: str) -> bool:
+    """Return whether a string has wildcards of `glob`."""
+    return _MAGIC.search(pattern) is not None
+
+
+def _fits(names: tuple[str, ...], parts: tuple[str, ...]) -> bool:
+    """Return whether the components of a path match the components of a pattern."""
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        return any(_fits(names[count:], parts[1:]) for count in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
+
+
+def _status(info: Any) -> os.stat_result:
+    """Convert the metadata of the client."""
+    if info.type == "directory":
+        return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
+    seconds = int(info.last_modified.timestamp())
+    stamp = seconds * 10**9 + zlib.crc32((info.etag or "").encode()) % 10**9
+    times = (seconds, seconds, seconds)
+    return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, info.content_length, *times), {"st_mtime_ns": stamp})
+
+
+@contextmanager
+def _converted_errors(path: RemotePath, failure: str = "") -> Iterator[None]:
+    """Convert the exceptions of the client and its libraries.
+
+    Their messages are not quoted, as they may contain parts of the configuration.
+
+    Args:
+        path: for the message.
+        failure: message for other exceptions.
+
+    Raises:
+        FileNotFoundError, StorageError: instead of any exception.
+    """
+    try:
+        yield
+    except EnergonPackedError:
+        raise
+    except Exception as error:
+        raise _converted(error, str(path), failure) from error
+
+
+def _converted(error: Exception, url: str, failure: str) -> OSError:
+    causes: list[Any] = [cause for cause in (error, error.__cause__, error.__context__) if cause is not None]
+    response: Any = next(
+        (cause.response for cause in causes if isinstance(getattr(cause, "response", None), dict)), {}
+    )
+    code = response.get("ResponseMetadata", {}).get("HTTPStatusCode") or getattr(causes[-1], "code", None)
+    name = response.get("Error", {}).get("Code") or type(causes[-1]).__name__
+    detail = f"{code} {name}" if code and str(code) != str(name) else str(name)
+    if name == "NoSuchBucket":
+        return StorageError(errno.EIO, "the bucket does not exist; check its name and the endpoint", url)
+    if isinstance(error, FileNotFoundError) or code == 404:
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
+    if isinstance(error, ImportError):
+        package = str(error.name or "").partition(".")[0]
+        remedy = f"install it: pip install '{_PACKAGES.get(package, package)}'"
+        return StorageError(errno.EIO, f"the package {package} is not installed; {remedy}", url)
+    if isinstance(error, PermissionError) or code in (401, 403) or "Credential" in str(name):
+        remedy = "check the credentials, and the permissions of the bucket"
+        return StorageError(errno.EACCES, f"access is denied ({detail}); {remedy}", url)
+    if failure and not code:
+        profile = url.split("/")[2] if url.startswith("msc://") and url.count("/") > 1 else ""
+        if profile and isinstance(error, ValueError) and "not found in configuration" in str(error):
+            failure = f"the profile {profile!r} is not configured"
+        remedy = "check the file of MSC_CONFIG, or ~/.msc_config.yaml"
+        return StorageError(errno.EIO, f"{failure} ({type(error).__name__}); {remedy}", url)
+    return StorageError(errno.EIO, f"the object store cannot be read ({detail}); {_CHECK}", url)

@@ -1,0 +1,193 @@
+"""Inputs and images in an object store: the tars are those of the same files on a disk."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from energon_packed import ConfigError, PackResult, ResourceError, SourceError, pack
+from tests.sources.tars import picture, write_tar
+from tests.storage import Store
+
+
+@pytest.fixture
+def packed(tokenizer_dir: Path, tmp_path: Path) -> Any:
+    def run(name: str, inputs: Any, **options: Any) -> PackResult:
+        settings = {"seq_len": 512, "tokenizer": tokenizer_dir, "workers": 1, "shard_prefix": "p"}
+        return pack(inputs, output_dir=tmp_path / name, **{**settings, **options})
+
+    return run
+
+
+def contents(result: PackResult) -> dict[str, bytes]:
+    files = [*result.shards.glob("*.tar"), *result.shards.glob("*.idx")]
+    table = pq.read_table(result.lengths).drop_columns("source").to_pylist()
+    return {"lengths": repr(table).encode(), **{file.name: file.read_bytes() for file in files}}
+
+
+def rejects(result: PackResult) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.rejects.read_text().splitlines()]
+
+
+def records(count: int, image: str = "images/{}.jpg") -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"r{index}",
+            "image": image.format(index % 4),
+            "conversations": [
+                {"from": "human", "value": f"<image>\nQuestion {index}?"},
+                {"from": "gpt", "value": f"Answer {index}."},
+            ],
+        }
+        for index in range(count)
+    ]
+
+
+def lines(items: list[Any]) -> bytes:
+    return b"".join(json.dumps(item).encode() + b"\n" for item in items)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files of each format, with the images in a folder beside them."""
+    root = tmp_path / "data"
+    (root / "images").mkdir(parents=True)
+    for index in range(4):
+        (root / "images" / f"{index}.jpg").write_bytes(picture(index, 60 + index))
+    (root / "a.jsonl").write_bytes(lines(records(12)))
+    (root / "b.jsonl.gz").write_bytes(gzip.compress(lines(records(12)), mtime=0))
+    (root / "c.json").write_text(json.dumps(records(12)))
+    plain = [{"id": f"p{i}", "prompt": f"Question {i}?", "response": f"Answer {i}."} for i in range(12)]
+    pq.write_table(pa.Table.from_pylist(plain), root / "d.parquet", row_group_size=5)
+    with (
+        pa.OSFile(str(root / "e.arrow"), "wb") as out,
+        pa.ipc.new_file(out, pa.Table.from_pylist(plain).schema) as new,
+    ):
+        new.write_table(pa.Table.from_pylist(plain))
+    (root / "f.csv").write_text("id,prompt,response\n" + "".join(f"{i},Question {i}?,Answer {i}.\n" for i in range(9)))
+    members = [(f"k{i}.{part}", value) for i in range(8) for part, value in
+               (("jpg", picture(i)), ("json", {"caption": f"Caption {i}"}))]  # fmt: skip
+    write_tar(root / "g.tar", members)
+    return root
+
+
+NAMES = ["a.jsonl", "b.jsonl.gz", "c.json", "d.parquet", "e.arrow", "f.csv", "g.tar"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_input_in_a_store_is_packed_as_the_same_file_on_a_disk(
+    store: Store, packed: Any, folder: Path, name: str
+) -> None:
+    url = store.put_folder("data", folder)
+    local, remote = packed("local", folder / name), packed("remote", f"{url}/{name}")
+    assert local.manifest.packed > 0
+    assert contents(remote) == contents(local)
+    # The second run reuses the measurements and the shards.
+    again = packed("remote", f"{url}/{name}")
+    assert contents(again) == contents(local)
+
+
+def test_globs_and_folders_are_listed(store: Store, packed: Any, folder: Path) -> None:
+    for part in range(3):
+        (folder / f"part_{part}.jsonl").write_bytes(lines(records(4 + part)))
+    url = store.put_folder("data", folder)
+    assert contents(packed("r", f"{url}/part_*.jsonl")) == contents(packed("l", f"{folder}/part_*.jsonl"))
+    parts = folder / "parts"
+    (parts / "inner").mkdir(parents=True)
+    (parts / "x.jsonl").write_bytes(lines(records(3, "../images/{}.jpg")))
+    (parts / "inner/y.jsonl").write_bytes(lines(records(3, "../images/{}.jpg")))
+    (parts / ".hidden").mkdir()
+    (parts / ".hidden/z.jsonl").write_bytes(b"broken")
+    (parts / "README.md").write_bytes(b"")
+    store.put_folder("data", folder)
+    root = {"image_root": folder / "images"}, {"image_root": f"{url}/images"}
+    assert contents(packed("lf", parts, **root[0])) == contents(packed("rf", f"{url}/parts", **root[1]))
+
+
+@pytest.mark.parametrize("image", ["images/{}.jpg", "s3://bucket/data/images/{}.jpg"])
+@pytest.mark.parametrize("root", ["s3://bucket/data", None, "s3://bucket"])
+def test_images_are_read_inside_the_image_root(
+    store: Store, packed: Any, folder: Path, image: str, root: str | None
+) -> None:
+    store.put_folder("data", folder)
+    if root == "s3://bucket" and not image.startswith("s3"):
+        image = f"data/{image}"
+    url = store.put("data/x.jsonl", lines(records(8, image)))
+    (folder / "x.jsonl").write_bytes(lines(records(8)))
+    local = packed("local", folder / "x.jsonl")
+    remote = packed("remote", url, **({} if root is None else {"image_root": root}))
+    assert remote.manifest.packed == 8
+    assert contents(remote) == contents(local)
+
+
+def test_a_local_file_may_name_images_of_the_image_root(store: Store, packed: Any, folder: Path) -> None:
+    url = store.put_folder("data", folder)
+    assert packed("a", folder / "a.jsonl", image_root=url).manifest.packed == 12
+
+
+def test_images_outside_the_root_and_missing_images_are_rejected(store: Store, packed: Any, folder: Path) -> None:
+    store.put_folder("data", folder)
+    store.put("other/0.jpg", picture(0))
+    images = {
+        "missing_image": ["images/none.jpg", "s3://bucket/data/images/none.jpg", "images"],
+        "image_outside_root": ["../other/0.jpg", "s3://bucket/other/0.jpg", "s3://else/data/images/0.jpg", "/a.jpg"],
+        "unsupported_media": ["https://host/a.jpg"],
+    }  # fmt: skip
+    bad = [
+        {**records(1)[0], "id": str(i), "image": name}
+        for i, name in enumerate(name for names in images.values() for name in names)
+    ]
+    url = store.put("data/x.jsonl", lines([*records(4), *bad]))
+    result = packed("x", url, max_reject_rate=0.9)
+    assert result.manifest.packed == 4
+    assert [row["reason"] for row in rejects(result)] == [reason for reason, names in images.items() for _ in names]
+
+
+def test_objects_of_local_records_need_a_root_in_the_store(store: Store, packed: Any, folder: Path) -> None:
+    url = store.put_folder("data", folder)
+    (folder / "x.jsonl").write_bytes(lines([*records(2), *records(2, f"{url}/images/{{}}.jpg")]))
+    result = packed("x", folder / "x.jsonl", max_reject_rate=0.9)
+    assert [(row["reason"], "set `image_root`" in row["detail"]) for row in rejects(result)] == [
+        ("unsupported_media", True)
+    ] * 2
+
+
+def test_a_replaced_input_is_measured_again(store: Store, packed: Any, folder: Path) -> None:
+    url = store.put_folder("data", folder)
+    packed("x", f"{url}/a.jsonl")
+    changed = lines(records(12)).replace(b"Answer 3.", b"Answer 7.")
+    store.put("data/a.jsonl", changed)
+    (folder / "a.jsonl").write_bytes(changed)
+    assert contents(packed("x", f"{url}/a.jsonl", overwrite=True)) == contents(packed("l", folder / "a.jsonl"))
+
+
+def test_refused_requests_end_the_run_and_reject_no_record(store: Store, packed: Any, folder: Path) -> None:
+    url = store.put_folder("data", folder)
+    for key in ("data/a.jsonl", "data/images/2.jpg"):
+        with store.failing(403, key), pytest.raises(ResourceError, match=f"s3://bucket/{key}: access is denied"):
+            packed("x", f"{url}/a.jsonl")
+
+
+def test_missing_inputs_are_named(store: Store, packed: Any) -> None:
+    for given, error, message in (
+        (store.url("none.jsonl"), SourceError, r"^s3://bucket/none.jsonl: no such file"),
+        (store.url("no*.jsonl"), SourceError, r"^nothing matches s3://bucket/no\*.jsonl"),
+        ("s3://no-bucket/a.jsonl", ResourceError, "the bucket does not exist"),
+        ("s3://no-bucket/*.jsonl", ResourceError, "the bucket does not exist"),
+        ("hf://a/b.jsonl", ConfigError, "is remote; hf:// is not supported"),
+    ):
+        with pytest.raises(error, match=message):
+            packed("x", given)
+
+
+def test_records_of_a_tar_are_downloaded_in_few_requests(store: Store, packed: Any, folder: Path) -> None:
+    url = store.put_folder("data", folder)
+    size = (folder / "g.tar").stat().st_size
+    with store.counted() as traffic:
+        packed("x", f"{url}/g.tar")
+    assert traffic.bytes < 6 * size + (64 << 10)  # headers and contents, measured and written
+    assert traffic.count("GET") < 60

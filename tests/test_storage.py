@@ -1,0 +1,280 @@
+"""Paths of object stores, against moto's S3 server, pathlib and Energon's EPath."""
+
+import io
+import multiprocessing
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tarfile
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+from megatron.energon.epathlib import EPath
+
+from energon_packed import ResourceError
+from tests.internals import (
+    RemotePath,
+    as_path,
+    energon_url,
+    open_regular,
+    open_tar,
+    read_content,
+    read_range,
+    status,
+    storage,
+)
+from tests.storage import BUCKET, SECRET, Store
+
+
+def test_names_are_computed_as_by_pathlib() -> None:
+    path = as_path("s3://b/dir/a.tar")
+    assert isinstance(path, RemotePath)
+    assert str(path) == os.fspath(path) == f"{path}" == "s3://b/dir/a.tar"
+    assert (path.name, path.suffix, path.stem) == ("a.tar", ".tar", "a")
+    assert str(path.parent / "x" / "y") == "s3://b/dir/x/y"
+    assert str(path.with_suffix(".tar.idx")) == "s3://b/dir/a.tar.idx"
+    assert str(path.with_name("b.tar")) == "s3://b/dir/b.tar"
+    assert str(path.relative_to(as_path("s3://b"))) == "dir/a.tar"
+    assert str(as_path("msc://profile/a/../../../b").resolve()) == "msc://profile/b"
+    assert path.absolute() is path
+    assert path.is_absolute()
+    # A string whose slashes pathlib has joined names the same object.
+    again = as_path(Path("s3://b/dir/a.tar"))
+    assert again == path
+    assert hash(again) == hash(path)
+    assert str(again) == str(path)
+    assert sorted([path, path.parent])[0] == path.parent
+    assert pickle.loads(pickle.dumps(path)) == path
+    assert type(pickle.loads(pickle.dumps(path))) is RemotePath
+
+
+@pytest.mark.parametrize("name", ["a", "./s3", "/s3://b/k", "x/s3:/b", "file:///a", "s3", "hf://a/b"])
+def test_other_strings_are_local(name: str) -> None:
+    assert type(as_path(name)) is type(Path(name))
+
+
+def test_objects_and_prefixes_are_files_and_folders(store: Store) -> None:
+    content = random.Random(0).randbytes(5000)
+    path = as_path(store.put("a/b/c.bin", content))
+    assert path.exists()
+    assert path.is_file()
+    assert not path.is_dir()
+    assert path.stat().st_size == 5000
+    for folder in (path.parent, path.parent.parent):
+        assert folder.exists()
+        assert folder.is_dir()
+        assert not folder.is_file()
+    for missing in (path / "d", path.with_name("c"), as_path(store.url("a/b/c.bi"))):
+        assert not missing.exists()
+        assert not missing.is_file()
+        assert not missing.is_dir()
+        with pytest.raises(FileNotFoundError, match=r"No such file.*s3://bucket/a/b/c"):
+            missing.stat()
+        with pytest.raises(FileNotFoundError):
+            missing.open("rb")
+    assert path.read_bytes() == content
+    store.put("a/t.txt", "é\n".encode())
+    assert as_path(store.url("a/t.txt")).read_text(encoding="utf-8") == "é\n"
+
+
+def test_a_replaced_object_of_equal_size_has_another_time(store: Store) -> None:
+    path = as_path(store.put("a", b"1"))
+    before = path.stat().st_mtime_ns
+    assert path.stat().st_mtime_ns == before
+    store.put("a", b"2")
+    assert path.stat().st_mtime_ns != before
+
+
+def test_streams_have_the_content_of_a_local_file(store: Store, tmp_path: Path) -> None:
+    rng = random.Random(1)
+    content = b"".join(rng.randbytes(rng.randrange(200)) + b"\n" for _ in range(300))
+    (tmp_path / "f").write_bytes(content)
+    path = as_path(store.put("f", content))
+    with path.open("rb", buffering=777) as remote, (tmp_path / "f").open("rb") as local:
+        assert remote.readlines() == local.readlines()
+        for _ in range(25):
+            offset, whence, size = rng.randrange(len(content)), rng.choice((0, 2)), rng.randrange(-1, 5000)
+            offset = -offset if whence == 2 else offset
+            assert remote.seek(offset, whence) == local.seek(offset, whence)
+            assert remote.read(size) == local.read(size)
+            at, size = rng.randrange(len(content) + 100), rng.randrange(5000)
+            assert read_range(remote, at, size) == content[at : at + size] == read_range(local, at, size)
+            assert remote.tell() == local.tell()
+    assert io.TextIOWrapper(path.open("rb"), errors="replace").read() == path.open(errors="replace").read()
+
+
+def test_random_access_downloads_the_ranges_alone(store: Store) -> None:
+    path = as_path(store.put("large", bytes(3 << 20)))
+    stream = open_regular(path)
+    with store.counted() as traffic:
+        for at in range(0, 3 << 20, 1 << 19):
+            assert len(read_range(stream, at, 1000)) == 1000
+    assert traffic.bytes == 6 * 1000
+    assert traffic.requests == ["GET /bucket/large"] * 6
+
+
+def test_an_open_stream_notices_a_replaced_object(store: Store, monkeypatch: Any) -> None:
+    stream = open_regular(as_path(store.put("a", b"1")))
+    before = status(stream)
+    store.put("a", b"22")
+    assert status(stream) == before  # one request for each minute of reads
+    monkeypatch.setattr(storage, "_FRESH", 0)
+    assert status(stream).st_size == 2
+
+
+def test_empty_objects_are_read(store: Store) -> None:
+    path = as_path(store.put("empty", b""))
+    assert path.read_bytes() == b""
+    assert path.open("rb").read() == b""
+    assert read_range(open_regular(path), 0, 10) == b""
+
+
+KEYS = ["a.jsonl", "b.jsonl", "b.txt", "in/a.jsonl", "in/deep/c.jsonl", "in/deep/x.tar", "out/a.jsonl", ".h/a.jsonl"]
+PATTERNS = [
+    *("*.jsonl", "*", "in/*", "*/a.jsonl", "**/*.jsonl", "**/a.jsonl", "in/**/*.tar", "[ab].*", "?.txt", "in/deep"),
+    *("i*/d*/c.*", "none/*", "**/deep", "in/none", "*/deep/*"),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_glob_finds_the_paths_that_pathlib_finds(store: Store, tmp_path: Path, pattern: str) -> None:
+    for key in KEYS:
+        store.put(f"d/{key}", b"1")
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_bytes(b"1")
+    folder = as_path(store.url("d"))
+    found = [path.relative_to(folder) for path in folder.glob(pattern)]
+    assert sorted(map(str, found)) == sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob(pattern))
+
+
+def test_listing_shows_each_entry_once(store: Store) -> None:
+    store.client.put_object(Bucket=BUCKET, Key="d/", Body=b"")  # the marker that consoles write for a folder
+    for key in KEYS:
+        store.put(f"d/{key}", b"1")
+    folder = as_path(store.url("d"))
+    assert sorted(path.name for path in folder.iterdir()) == [".h", "a.jsonl", "b.jsonl", "b.txt", "in", "out"]
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.tar")) == ["in/deep/x.tar"]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/d/k.bin", "msc://store/d/k.bin"])
+def test_energon_opens_the_same_object(store: Store, url: str) -> None:
+    store.put("d/k.bin", b"content")
+    path = as_path(url)
+    assert path.read_bytes() == b"content"
+    assert EPath(energon_url(path)).read_bytes() == b"content"
+    assert energon_url(Path("/a/b")) == "/a/b"
+
+
+def _size(path: Any) -> int:
+    return len(path.read_bytes())
+
+
+def test_paths_work_after_a_fork(store: Store) -> None:
+    path = as_path(store.put("a", b"12345"))
+    assert path.read_bytes()  # the parent has a connection
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(_size, [path] * 4) == [5] * 4
+
+
+def test_the_client_is_imported_on_first_use_only() -> None:
+    code = (
+        "import sys; from tests.internals import as_path; as_path('s3://b/k').parent;"
+        "print([m for m in ('multistorageclient', 'boto3') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def _tar(sizes: list[int]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for index, size in enumerate(sizes):
+            info = tarfile.TarInfo(f"{index:06d}.bin")
+            info.size = size
+            tar.addfile(info, io.BytesIO(bytes([index % 255 + 1]) * size))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "requests", "share"),
+    [
+        ([2000] * 2000, 5, 1.1),  # 5 MB of small members: all of it, in few requests
+        ([3 << 20] * 5, 9, 0.45),  # large members: little more than their headers
+        ([100, 3 << 20] * 4, 9, 0.45),
+    ],
+)
+def test_headers_of_a_remote_tar_need_few_requests_and_bytes(
+    store: Store, tmp_path: Path, sizes: list[int], requests: int, share: float
+) -> None:
+    content = _tar(sizes)
+    (tmp_path / "a.tar").write_bytes(content)
+    path = as_path(store.put("a.tar", content))
+    with store.counted() as traffic, open_tar(path) as tar:
+        members = list(tar)
+    with open_tar(tmp_path / "a.tar") as tar:
+        assert members == list(tar)
+    assert traffic.count("GET") <= requests
+    assert traffic.bytes < share * len(content)
+    with store.counted() as traffic:
+        assert read_content(path, members[-1]) == read_content(tmp_path / "a.tar", members[-1])
+    assert traffic.bytes == members[-1].size
+
+
+def test_refused_and_failed_requests_are_one_line_with_the_remedy(store: Store) -> None:
+    path = as_path(store.put("a", b"1"))
+    cases = {
+        403: r"^s3://bucket/a: access is denied \(403.*\); check the credentials, and the permissions of the bucket$",
+        503: r"^s3://bucket/a: the object store cannot be read \(503.*\); check the endpoint and the network, ",
+    }
+    for code, message in cases.items():
+        with store.failing(code, "a"):
+            for function in (path.stat, path.exists, path.is_file, path.read_bytes, lambda: path.open("rb").read()):
+                with pytest.raises(ResourceError, match=message) as caught:
+                    function()
+                assert "\n" not in str(caught.value)
+                assert SECRET not in str(caught.value)
+                assert isinstance(pickle.loads(pickle.dumps(caught.value)), ResourceError)
+                assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_missing_bucket_is_named(store: Store) -> None:
+    with pytest.raises(ResourceError, match=r"s3://no-such-bucket/a: the bucket does not exist; check its name"):
+        list(as_path("s3://no-such-bucket/a").iterdir())
+
+
+def test_an_unknown_profile_and_a_missing_package_have_a_remedy(store: Store, monkeypatch: Any) -> None:
+    with pytest.raises(ResourceError, match=r"msc://nowhere/a: the profile 'nowhere' is not configured .*MSC_CONFIG"):
+        as_path("msc://nowhere/a").exists()
+    import multistorageclient.providers as providers
+
+    monkeypatch.setattr(providers, "_imports", {})
+    monkeypatch.delitem(sys.modules, "multistorageclient.providers.s3")
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(ResourceError, match=r"package boto3 is not installed; .*pip install 'energon-packed\[s3\]'"):
+        as_path("s3://other-bucket/a").exists()
+
+
+def test_a_server_that_cannot_be_reached_is_named(store: Store, monkeypatch: Any) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(ResourceError, match=r"s3://unreached/a: .*EndpointConnectionError.*check the endpoint"):
+        as_path("s3://unreached/a").exists()
+
+
+def test_writing_is_refused(store: Store) -> None:
+    path = as_path(store.url("new"))
+    for write in (lambda: path.write_bytes(b"1"), lambda: path.write_text("1"), lambda: path.open("wb")):
+        with pytest.raises(ValueError, match=r"s3://bucket/new must be a local path to be written"):
+            write()
+
+
+def test_objects_are_uploaded_and_deleted(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"content")
+    path = as_path(store.url("f"))
+    path.upload(tmp_path / "f", {"sha256": "1"})
+    assert path.read_bytes() == b"content"
+    assert store.client.head_object(Bucket=BUCKET, Key="f")["Metadata"] == {"sha256": "1"}
+    path.delete()
+    assert not path.exists()
+    assert PurePosixPath(path).name == "f"
