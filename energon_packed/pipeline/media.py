@@ -45,7 +45,7 @@ class StoredMedia:
     Attributes:
         shards: the tars.
         images, bytes: images, and the sum of their bytes.
-        index: .npy file, uint64 (3, n) with n >= images: both halves of the digest of each image in ascending order,
+        index: file of uint64 (3, n), little-endian, n >= images: both halves of the digest of each image, ascending,
             and its place: the number of the tar << PLACE_BITS | the offset in it. It is mapped into memory.
     """
 
@@ -68,7 +68,7 @@ class StoredMedia:
     @cached_property
     def _columns(self) -> Any:
         # Rows of the file are contiguous: a search in a column of records would copy the column.
-        return np.asarray(np.load(self.index, mmap_mode="r"))[:, : self.images]
+        return np.asarray(np.memmap(self.index, dtype="<u8", mode="r")).reshape(3, -1)[:, : self.images]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

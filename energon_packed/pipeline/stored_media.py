@@ -11,6 +11,7 @@ tar has a digest of its content: a tar that an existing dataset needs is never r
 `seq_len` finds its tars there. `remove_unused` deletes the other tars when the new dataset is complete.
 """
 
+import contextlib
 import hashlib
 import itertools
 import re
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -140,26 +142,33 @@ class MediaPlan:
         self._firsts = np.zeros(0, dtype=np.int64)
         self._ranges: list[tuple[int, int]] = []
         if total:
-            with atomic_path(index) as temporary:
-                columns = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint64, shape=(3, total))
-                self._fill(columns, max_bytes)
-                columns.flush()
+            # Written without a memory map, in which a full disk is a signal and not an error.
+            with atomic_path(index) as temporary, temporary.open("w+b") as out:
+                self._write(out, total, max_bytes)
 
-    def _fill(self, columns: UInt64, max_bytes: int) -> None:
-        """Write the columns of the index: the positions of the first occurrences, then the places that follow."""
-        is_first = np.zeros(columns.shape[1], dtype=bool)
+    def _write(self, out: BinaryIO, total: int, max_bytes: int) -> None:
+        """Write the index: first the positions of the first occurrences, then the places that follow from them."""
+
+        def put(row: int, start: int, values: UInt64 | Int64) -> None:
+            out.seek(8 * (row * total + start))
+            out.write(values.astype("<u8").data)
+
+        is_first = np.zeros(total, dtype=bool)
         for high, low, position in self._sorted():
             is_new = np.append(True, (high[1:] != high[:-1]) | (low[1:] != low[:-1]))[: len(high)]
             stop = self.images + int(is_new.sum())
-            columns[0, self.images : stop] = high[is_new]
-            columns[1, self.images : stop] = low[is_new]
-            columns[2, self.images : stop] = position[is_new]
+            for row, values in enumerate((high, low, position)):
+                put(row, self.images, values[is_new])
             is_first[position[is_new]] = True
             self.images = stop
         self._firsts = np.flatnonzero(is_first)
         places = self._places(is_first, max_bytes)
-        column = columns[2, : self.images]
-        column[:] = places[np.cumsum(is_first)[column.astype(np.int64)] - 1]
+        number = np.cumsum(is_first)  # of the image that is first at a position, from 1
+        for start in range(0, self.images, _BUCKET):
+            out.seek(8 * (2 * total + start))
+            positions = np.frombuffer(out.read(8 * min(_BUCKET, self.images - start)), dtype="<u8").astype(np.int64)
+            put(2, start, places[number[positions] - 1])
+        out.truncate(8 * 3 * total)
 
     def _sorted(self) -> Iterator[tuple[UInt64, UInt64, Int64]]:
         """Yield both halves of the digests and the positions of all images, sorted, in buckets that fit memory."""
@@ -212,7 +221,7 @@ def store_media(state: RunState, key: str, table: RecordTable, plan: Plan) -> St
         ConfigError: `out/media` has other files, or the disk is too small.
     """
     workspace = state.workspace
-    index = workspace.media_work / "index.npy"
+    index = workspace.media_work / "index"
     media = MediaPlan(table.files, index, state.options.max_shard_bytes)
     if not media.images:
         return None
@@ -281,4 +290,5 @@ def remove_unused(workspace: Workspace, stored: StoredMedia | None) -> None:
         (workspace.media / name).with_suffix(".tar.idx").unlink(missing_ok=True)
     if found and not names:
         shutil.rmtree(workspace.media / NV_META, ignore_errors=True)
-        workspace.media.rmdir()
+        with contextlib.suppress(OSError):  # it has files of others
+            workspace.media.rmdir()

@@ -1,8 +1,6 @@
 """Images that are in no file of the input, by reference: stored once in `out/media`, and read as copied images."""
 
-import base64
-import gzip
-import io
+import errno
 import itertools
 import json
 import re
@@ -11,19 +9,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from energon_packed import ChatEncoder, ConfigError, PackedDataset, PackResult, SourceError, get_packed_loader, pack
 from tests.internals import ShardReader, complete_parts, main, stored_media
+from tests.pipeline.embedded import (
+    DIFFERENT,
+    as_base64,
+    png,
+    rows,
+    write_arrow,
+    write_gzip,
+    write_jsonl,
+    write_mixed,
+    write_parquet,
+)
 from tests.pipeline.faults import CommandLine, Fault
 from tests.pipeline.undisturbed import contents, leftovers
 from tests.sources.test_energon import picture, with_loader
 
-DIFFERENT = 7  # images
 ADAPTER = """
 import io, itertools
 from PIL import Image
@@ -35,66 +39,6 @@ def drawn(record):
     Image.new("RGB", (28, 28), (record["color"], 0, {blue})).save(out, "PNG")
     return {{"id": record["id"], "images": [out.getvalue()], "prompts": ["Which?"], "captions": ["Red."]}}
 """
-
-
-def png(number: int, size: int = 28) -> bytes:
-    pixels = np.random.default_rng(number).integers(0, 255, (size, size, 3), dtype=np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG")
-    return out.getvalue()
-
-
-def rows(count: int = 40, different: int = DIFFERENT) -> list[dict[str, Any]]:
-    """Records of which every fourth has no image, and every fifth two."""
-    return [
-        {
-            "id": f"r{i}",
-            "images": [
-                {"bytes": png((i + j) % different), "path": f"{i}.png"} for j in range((i % 4 > 0) + (i % 5 == 0))
-            ],
-            "prompts": ["Which one?"],
-            "captions": [f"number {i} " * (i % 9 + 1)],
-        }
-        for i in range(count)
-    ]
-
-
-def as_base64(record: dict[str, Any]) -> dict[str, Any]:
-    images = ["data:image/png;base64," + base64.b64encode(image["bytes"]).decode() for image in record["images"]]
-    return record | {"images": images}
-
-
-def write_parquet(folder: Path, records: list[dict[str, Any]]) -> Path:
-    pq.write_table(pa.Table.from_pylist(records), folder / "data.parquet", row_group_size=8)
-    return folder / "data.parquet"
-
-
-def write_arrow(folder: Path, records: list[dict[str, Any]]) -> Path:
-    table = pa.Table.from_pylist(records)
-    with pa.ipc.new_file(folder / "data.arrow", table.schema) as out:
-        out.write_table(table, max_chunksize=8)
-    return folder / "data.arrow"
-
-
-def write_jsonl(folder: Path, records: list[dict[str, Any]]) -> Path:
-    (folder / "data.jsonl").write_text("".join(json.dumps(as_base64(record)) + "\n" for record in records))
-    return folder / "data.jsonl"
-
-
-def write_gzip(folder: Path, records: list[dict[str, Any]]) -> Path:
-    file = folder / "data.jsonl.gz"
-    file.write_bytes(gzip.compress(write_jsonl(folder, records).read_bytes()))
-    (folder / "data.jsonl").unlink()
-    return file
-
-
-def write_mixed(folder: Path, records: list[dict[str, Any]]) -> Path:
-    """Every record has an image in a file, too."""
-    (folder / "own.png").write_bytes(png(99))
-    lines = [as_base64(record) for record in records]
-    lines = [line | {"images": ["own.png", *line["images"]]} for line in lines]
-    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder / "data.jsonl"
 
 
 Packs = Callable[..., PackResult]
@@ -294,6 +238,35 @@ def test_after_a_kill_one_run_gives_the_same_bytes(
     assert not leftovers(tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("role", "event", "path"),
+    [("parent", "open", r"/\.work/media/\.index"), ("worker", "os.fsync", r"/media/\.media-")],
+)
+def test_a_full_disk_is_one_line_and_the_run_continues_later(
+    command_line: CommandLine, tmp_path: Path, role: str, event: str, path: str
+) -> None:
+    data = write_parquet(tmp_path, rows())
+    given = [
+        "pack",
+        data,
+        "-o",
+        tmp_path / "out",
+        "--tokenizer",
+        command_line.tokenizer,
+        "--seq-len",
+        256,
+        "--workers",
+        2,
+    ]
+    given += ["--media", "reference", "--max-shard-size", "8K"]
+    fault = Fault(at=0, role=role, event=event, path=path, kind="fail", errno=errno.ENOSPC)
+    ran = command_line.run(*given, out=tmp_path / "out", fault=fault)
+    assert (ran.fired, ran.status, ran.err.count("\n")) == (True, 1, 1), ran.err
+    assert "No space left" in ran.err
+    assert not leftovers(tmp_path / "out")
+    assert command_line.run(*given, out=tmp_path / "out").status == 0
+
+
 def test_a_copy_removes_the_media_of_an_earlier_reference(packs: Packs, tmp_path: Path) -> None:
     data = write_parquet(tmp_path, rows())
     packs(data)
@@ -329,6 +302,34 @@ def test_a_changed_input_of_the_same_shape_stores_its_own_images(packs: Packs, t
     assert not {name for name in set(tars(tmp_path / "out")) & old if name.startswith("media/media-")}
     assert parts(after) == parts(packs(data, "copied", "copy"))
     assert before.manifest.media_stored["images"] == DIFFERENT
+
+
+def test_a_record_that_can_be_packed_later_stores_its_images_then(packs: Packs, tmp_path: Path) -> None:
+    """Its image comes first in its tar, so the images of finished shards move to other places."""
+    records = [as_base64(record) for record in rows()]
+    records[1]["images"] = [*as_base64({"images": [{"bytes": png(60)}]})["images"], "later.png"]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    first = packs(data, max_packs_per_shard=1)
+    assert first.manifest.rejects == {"missing_image": 1}
+    assert first.manifest.media_stored["images"] == DIFFERENT
+    (tmp_path / "later.png").write_bytes(png(61))
+    second = packs(data, max_packs_per_shard=1)
+    assert second.manifest.media_stored["images"] == DIFFERENT + 1
+    assert parts(second) == parts(packs(data, "copied", "copy", max_packs_per_shard=1))
+
+
+def test_digests_of_fewer_records_than_a_copy_measured_are_not_used(packs: Packs, tmp_path: Path) -> None:
+    records = [as_base64(record) for record in rows()]
+    records[1]["images"] = [*as_base64({"images": [{"bytes": png(60)}]})["images"], "later.png"]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    packs(data)
+    (tmp_path / "later.png").write_bytes(png(61))
+    copied = parts(packs(data, media="copy", overwrite=True))
+    referenced = packs(data, overwrite=True)
+    assert (referenced.manifest.packed, referenced.manifest.media_stored["images"]) == (len(records), DIFFERENT + 1)
+    assert parts(referenced) == copied
 
 
 def test_files_of_others_in_the_folder_media_are_refused_and_stay(packs: Packs, tmp_path: Path) -> None:
