@@ -139,7 +139,7 @@ class _MediaReader:
     """
 
     def __init__(self, folder: Path, moved: MediaRoot) -> None:
-        self._folder = folder
+        self._folder = os.path.realpath(folder)  # `..` of a link leads to the folder of its target
         self._moved = moved
         self._streams = Streams()
 

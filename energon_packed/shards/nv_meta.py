@@ -72,7 +72,7 @@ def shards_in_split(folder: Path, split: str) -> list[Path]:
 def write_nv_meta(
     folder: Path,
     *,
-    codec: Codec,
+    codec: Codec | None,
     shards: Sequence[ShardSummary],
     rows: Iterable[ShardRows],
     splits: Mapping[str, list[str]],
@@ -83,7 +83,7 @@ def write_nv_meta(
 
     Args:
         folder: the folder of the tars.
-        codec: codec of the flavor.
+        codec: codec of the flavor; None for a dataset of files that other datasets refer to.
         shards: finished shards, in order.
         rows: index rows of each shard, in the same order; one shard is in memory at a time.
         splits: shard names of `train`, `val` and `test`; all three are always written, as Energon's tools expect
@@ -99,26 +99,30 @@ def write_nv_meta(
         atomic_write(meta / name, content)
     atomic_write(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
     atomic_write(meta / INFO, info)
-    if codec.layout or dataset_module or (meta / OLD_INFO).is_file():
+    if (codec is not None and codec.layout) or dataset_module or (meta / OLD_INFO).is_file():
         atomic_write(meta / OLD_INFO, yaml.safe_dump(json.loads(info), sort_keys=False).encode())
-    atomic_write(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode())
+    atomic_write(meta / "index.uuid", index_uuid(shards))
     write_sqlite_index(meta / "index.sqlite", rows)
 
 
-def loader_files(codec: Codec, dataset_module: str | None = None) -> dict[str, bytes]:
+def index_uuid(shards: Sequence[ShardSummary]) -> bytes:
+    """Return the content of `index.uuid`, which depends on the content of the shards alone."""
+    return str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode()
+
+
+def loader_files(codec: Codec | None, dataset_module: str | None = None) -> dict[str, bytes]:
     """Return the content of `sample_loader.py`, `dataset.yaml` and `crude.yaml`, equal for all datasets of a flavor.
 
     Args:
-        codec: codec of the flavor.
+        codec: codec of the flavor. None for a dataset of files, which has only a `dataset.yaml`.
         dataset_module: package of the sample class. `sample_loader.py` then imports nothing of energon-packed, and
             Energon decodes the parts for it. None for the dataclasses of energon-packed.
     """
     # For users who read the raw parts: Energon reads crude.yaml if a Metadataset names it as `dataset_config`.
-    crude = {
-        "__module__": "megatron.energon",
-        "__class__": "CrudeWebdataset",
-        "subflavors": {"sample_class": codec.sample_class},
-    }
+    crude: dict[str, Any] = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
+    if codec is None:
+        return {"dataset.yaml": yaml_file(crude)}
+    crude["subflavors"] = {"sample_class": codec.sample_class}
     files = {CRUDE: yaml_file(crude)}
     if dataset_module is not None:
         sample_type = {"__module__": dataset_module, "__class__": codec.sample_class}
