@@ -101,8 +101,8 @@ class MediaLocator:
             extension, size, digest = header.extension, header.num_bytes, None
             changed = (status.st_size, status.st_mtime_ns)
         path, offset = file.lstrip("/"), reference.offset or 0
-        # Not by the name of the member: names repeat in a tar, and Energon needs an extension to decode an image.
-        source, member = (FILES, path) if reference.member is None else (TARS, f"{path}/{offset}.{extension}")
+        # A member of a tar is behind its header. Names of members repeat, and Energon needs an extension to decode.
+        source, member = (TARS, f"{path}/{offset}.{extension}") if offset else (FILES, path)
         locator = Locator(file, offset, size, digest, changed, source, member)
         return StoredImage(extension, b"", locator=locator)
 

@@ -1,5 +1,6 @@
 """media.yaml: Energon's own loaders read referenced media, by the cookers on the page Media."""
 
+import base64
 import json
 import shutil
 import sys
@@ -47,10 +48,15 @@ def cookers() -> Iterator[tuple[ModuleType, ModuleType]]:
 
 
 def packed(folder: Path, tokenizer: Path, source: str, **options: Any) -> PackResult:
-    """Records with an image each, as files or in two folders with tars of equal names and members."""
+    """Records with an image each, as files, in two folders with tars of equal names and members, or in JSON."""
     images = [(kind, picture(i, 40, format)) for i in range(6) for kind, format in KINDS]
     data = folder / "data"
-    if source == "files":
+    if source == "base64":
+        data.mkdir()
+        urls = [f"data:image/{kind};base64,{base64.b64encode(image).decode()}" for kind, image in images]
+        inputs = [data / "data.jsonl"]
+        inputs[0].write_text("\n".join(json.dumps({"images": [url], **_record(i)}) for i, url in enumerate(urls)))
+    elif source == "files":
         data.mkdir()
         for i, (kind, image) in enumerate(images):
             (data / f"{i}.{kind}").write_bytes(image)
