@@ -29,10 +29,8 @@ from tests.internals import ShardReader, complete_parts, make_nv_meta
 from tests.processes import energon
 from tests.sources.tars import picture, write_tar
 
-CASES = [(flavor, "files") for flavor in FLAVORS] + [
-    ("PackedCaptioningSample", "tars"),
-    ("MultiMixQASample", "prepared"),
-]
+CASES = [*((flavor, "files") for flavor in FLAVORS), (FLAVORS[0], "tars"), (FLAVORS[2], "base64")]
+CASES += [(FLAVORS[3], "prepared")]
 
 
 @pytest.fixture(scope="module")
