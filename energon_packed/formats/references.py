@@ -7,7 +7,8 @@ A LOCATOR has
     file, offset, size   `size` bytes of `file` from byte `offset`. A relative path starts from the dataset folder
     digest               the first 128 bits of the SHA-256 of these bytes, in hex, or
     changed              [bytes, time of the last change in ns] of `file`, of packs that were written without digests
-    source, member       the auxiliary dataset of media.yaml with the bytes, and the name of the entry in it
+    source, member       the auxiliary dataset of media.yaml with the bytes, and the name of the entry in it:
+                         `files` and a path from the root folder; `tars` and TAR/OFFSET.EXTENSION; or `media`
 
 Every read compares size and digest (or `changed`), so a file that changed raises DataChangedError. No codec knows
 references: they are resolved before `Codec.read` gets the parts.
@@ -33,6 +34,8 @@ FOLDER, MEDIA_ROOT = "__folder__", "__media_root__"
 """Keys of raw parts: the dataset folder, and the moved folders as (old, new) pairs. Energon's raw parts have neither:
 the folder is in their `__sources__`, and the moved folders are those of `set_media_root`."""
 MediaRoot = Sequence[tuple[str, str]]
+FILES, TARS = "files", "tars"
+"""Auxiliary datasets of locators: files, by their path from the root folder; and members of tars."""
 _moved: dict[str, str] = {}
 
 
@@ -79,7 +82,7 @@ def complete_parts(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     if MEDIA_PART not in raw:
         return dict(raw)
-    located = _locators(raw)
+    located = read_locators(raw)
     parts = {name: content for name, content in raw.items() if name not in located and name != MEDIA_PART}
     reader = _reader_of(raw)
     for name, locator in located.items():
@@ -90,7 +93,12 @@ def complete_parts(raw: Mapping[str, Any]) -> dict[str, Any]:
     return parts
 
 
-def _locators(raw: Mapping[str, Any]) -> dict[str, Locator | None]:
+def read_locators(raw: Mapping[str, Any]) -> dict[str, Locator | None]:
+    """Return the locators of a pack by part, None for media in its tar.
+
+    Raises:
+        FormatError: `media.json` is damaged.
+    """
     try:
         content = raw[MEDIA_PART]
         value = orjson.loads(content) if isinstance(content, bytes | bytearray | memoryview | str) else content
@@ -131,7 +139,7 @@ class _MediaReader:
     """
 
     def __init__(self, folder: Path, moved: MediaRoot) -> None:
-        self._folder = folder
+        self._folder = os.path.realpath(folder)  # `..` of a link leads to the folder of its target
         self._moved = moved
         self._streams = Streams()
 

@@ -319,6 +319,7 @@ def dry_run(options: PackOptions) -> DryRun:
             folder=workspace.measure_folder(keys.measure),
             engine=LocalEngine(1),
             keep_tokens=options.codec.stores_tokens,
+            keep_media=options.media == "reference",
         )
         chunks = stage.chunks()
         known = stage.reusable(chunks) if options.resume else set()
@@ -326,7 +327,7 @@ def dry_run(options: PackOptions) -> DryRun:
         if len(known) == len(chunks):
             table, scale = load_table(chunks, len(reader.sources)), 1.0
         else:
-            sample = replace(stage, folder=work / "sample", keep_tokens=False)
+            sample = replace(stage, folder=work / "sample", keep_tokens=False, keep_media=False)
             picked, scale = sampled_chunks(sample, _SAMPLE, options.seed)
             table = sample.run(picked)
         is_sample = len(known) < len(chunks)

@@ -18,6 +18,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from energon_packed.errors import ConfigError
 from energon_packed.files import atomic_write, error_of_path, open_regular, remove_if_possible
+from energon_packed.shards.media_yaml import MEDIA_INDEX, MEDIA_YAML
 
 _LOCK = "lock"
 _OWNER = "owner.json"
@@ -145,10 +146,13 @@ class Workspace:
     """Paths in the output folder of a run.
 
     out/webdataset/                the dataset
+    out/media/                     images that are in no file, of datasets with references
     out/lengths.parquet            one row per record
     out/rejects.jsonl              every rejected record
+    out/media.yaml, media-index/   the dataset for Energon's own loaders, if it references media
     out/.work/measure-{digest}/    lengths of chunks of the input
     out/.work/write-{digest}/      index rows of finished shards
+    out/.work/media/               index rows of finished tars of out/media, and the index of its images
     out/.work/run.json             which run the shards belong to
     """
 
@@ -156,6 +160,8 @@ class Workspace:
         self.root = root
         self.work = root / ".work"
         self.shards = root / "webdataset"
+        self.media = root / "media"
+        self.media_work = self.work / "media"
         self.settings: dict[str, str] = {}  # JSON of the settings of the run, by name
         self._reports = root
 
@@ -201,12 +207,12 @@ class Workspace:
                 "them, or use another `output_dir`"
             )
 
-    def check_space(self, needed: int, key: str) -> None:
+    def check_space(self, needed: int, key: str | None) -> None:
         """Refuse a disk that is too small for the tars.
 
         Args:
             needed: bytes that are still to be written.
-            key: fingerprint of the run.
+            key: fingerprint of the run; None if it deletes no shard of another run before.
 
         Raises:
             ConfigError: the disk is too small; the message has both sizes.
@@ -218,11 +224,13 @@ class Workspace:
                 "some space, or use another `output_dir`"
             )
 
-    def free_bytes(self, key: str) -> int:
+    def free_bytes(self, key: str | None) -> int:
         """Free bytes for the run with this key, including the shards of another run that it would replace."""
         folder = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
-        replaced = 0 if self._is_owner(key) else sum(tar.stat().st_size for tar in self.shards.glob("*.tar"))
-        return shutil.disk_usage(folder).free + replaced
+        free = shutil.disk_usage(folder).free
+        if key is None or self._is_owner(key):
+            return free
+        return free + sum(tar.stat().st_size for tar in self.shards.glob("*.tar"))
 
     def open_for(self, key: str, *, overwrite: bool) -> None:
         """Create the folder of the restart state and choose the folder of the reports.
@@ -252,8 +260,10 @@ class Workspace:
         atomic_write(self.work / "run.json", orjson.dumps({"key": key, "settings": self.settings}))
 
     def remove_index(self) -> None:
-        """Remove `.nv-meta` before a shard is written, so that no reader opens an incomplete dataset."""
+        """Remove `.nv-meta` and media.yaml before a shard is written: no reader may open an incomplete dataset."""
         shutil.rmtree(self.shards / ".nv-meta", ignore_errors=True)
+        shutil.rmtree(self.root / MEDIA_INDEX, ignore_errors=True)
+        (self.root / MEDIA_YAML).unlink(missing_ok=True)
 
     def remove_strays(self, names: set[str]) -> None:
         """Remove shards that are not in the plan, and temporary files of lost workers."""
@@ -269,6 +279,8 @@ class Workspace:
             *self.work.rglob(".*.tmp"),
             *(self.shards / ".nv-meta").glob(".*.tmp"),
             *self.shards.glob(".*.tar.*tmp"),
+            *self.media.glob(".media-*.tmp"),
+            *(self.media / ".nv-meta").glob(".*.tmp"),
             *self.root.glob(".lengths.parquet.*.tmp"),
             *self.root.glob(".rejects.jsonl.*.tmp"),
         ]
@@ -276,10 +288,11 @@ class Workspace:
             remove_if_possible(leftover)
 
     def forget(self, *fingerprints: str) -> None:
-        """Delete the restart state of these fingerprints."""
+        """Delete the restart state of these fingerprints, and that of `out/media`."""
         for fingerprint in fingerprints:
             for folder in (self.measure_folder(fingerprint), self.write_folder(fingerprint)):
                 shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.media_work, ignore_errors=True)
 
     def _is_owner(self, key: str) -> bool:
         """Whether the shards were written by the run with this key."""

@@ -36,7 +36,6 @@ class MediaReference:
         data: the bytes in memory.
         root: folder that `path` must stay inside; None for no limit.
         offset, size: byte range of `path`; None for the whole file.
-        member: name of the member of the tar `path` that has the bytes; None if `path` is not a tar.
     """
 
     path: str | None = None
@@ -44,7 +43,6 @@ class MediaReference:
     root: str | None = None
     offset: int | None = None
     size: int | None = None
-    member: str | None = None
 
     @classmethod
     def from_value(cls, value: object, root: str | None = None) -> "MediaReference":

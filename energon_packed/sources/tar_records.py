@@ -106,7 +106,7 @@ class KeyMembers:
 
     def reference(self, member: Member) -> MediaReference:
         """Make a reference to the byte range of a member."""
-        return MediaReference(path=str(self.path), offset=member.offset, size=member.size, member=member.name)
+        return MediaReference(path=str(self.path), offset=member.offset, size=member.size)
 
     def content(self, member: Member) -> bytes:
         """Read the bytes of a member."""

@@ -29,6 +29,8 @@ def test_referenced_packs_have_the_parts_of_copied_packs_in_their_order(
     assert [list(pack.items()) for pack in actual] == [list(pack.items()) for pack in expected]
     assert referenced.bytes < copied.bytes / 5
     assert referenced.manifest.fingerprint == copied.manifest.fingerprint
+    assert (referenced.seconds.get("digest", 0) > 0) == (check == "digest")
+    assert "digest" not in copied.seconds
 
 
 def test_a_changed_file_is_an_error_that_names_pack_sample_and_file(

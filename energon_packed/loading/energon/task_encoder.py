@@ -25,6 +25,7 @@ from megatron.energon import (
     edataclass,
     stateless,
 )
+from megatron.energon.cache import FileStore
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from energon_packed.encoding import EncodedSample, Processor
@@ -39,8 +40,12 @@ from energon_packed.loading.process import encode_pack
 
 
 @stateless
-def cook_pack(sample: CrudeSample) -> PackSample:
+def cook_pack(sample: CrudeSample, **aux: FileStore) -> PackSample:
     """Return the pack of raw parts; the flavor comes from the subflavor `sample_class`, else from the parts.
+
+    Args:
+        sample: the parts.
+        aux: auxiliary datasets of media.yaml, which are not used: the codecs read references, and compare digests.
 
     Raises:
         FormatError: the parts match no flavor.
