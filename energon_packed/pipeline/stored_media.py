@@ -44,7 +44,7 @@ from energon_packed.tarfiles import BLOCK
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
-_BUCKET = 1 << 24  # images that are sorted at a time
+_BUCKET = 1 << 23  # images that are sorted at a time
 _MOST_IMAGES = 100_000  # in a tar
 _OWN_NAME = re.compile(r"(media-\d{6}-[0-9a-f]{16}\.tar)(\.idx)?")
 

@@ -388,7 +388,9 @@ def _planned(table: RecordTable, options: PackOptions, scale: float) -> dict[str
     if scale == 1:
         shards = len(planned)
     else:
-        shards = max(-(-count // options.max_packs_per_shard), -(-num_bytes // options.max_shard_bytes), 1)
+        copied = plan_shards(packs, table, replace(options, media="copy"))  # its size decides the cuts
+        copied_bytes = round(scale * sum(shard.num_bytes for shard in copied))
+        shards = max(-(-count // options.max_packs_per_shard), -(-copied_bytes // options.max_shard_bytes), 1)
     return {"packs": count, "shards": shards, "tokens": round(scale * packs.tokens), "num_bytes": num_bytes}
 
 
