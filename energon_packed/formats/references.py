@@ -13,18 +13,18 @@ Every read compares size and digest (or `changed`), so a file that changed raise
 references: they are resolved before `Codec.read` gets the parts.
 """
 
-import errno
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
-from energon_packed.errors import DataChangedError, FormatError
+from energon_packed.errors import ConfigError, DataChangedError, FormatError, ResourceError
 from energon_packed.files import IrregularFile, Streams
+from energon_packed.options import short
 from energon_packed.system import ABSENT, raise_resource_error
 from energon_packed.tarfiles import read_range
 
@@ -32,8 +32,10 @@ MEDIA_PART = "media.json"
 FOLDER, MEDIA_ROOT = "__folder__", "__media_root__"
 """Keys of raw parts: the dataset folder, and the moved folders as (old, new) pairs. Energon's raw parts have neither:
 the folder is in their `__sources__`, and the moved folders are those of `set_media_root`."""
-MediaRoot = Sequence[tuple[str, str]]
+MediaRoot = tuple[tuple[str, str], ...]
 _moved: dict[str, str] = {}
+_MOST_BYTES = 1 << 30  # of an image; larger images are rejected while packing
+_DIGITS = 32  # hex digits of a digest
 
 
 class Locator(NamedTuple):
@@ -57,13 +59,46 @@ def media_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def set_media_root(moved: Mapping[str, str]) -> None:
+def moved_folders(media_root: Mapping[str, str] | None) -> MediaRoot:
+    """Return the folders that moved as pairs of absolute paths (old, new), inner folders first.
+
+    Args:
+        media_root: new folder by old folder; None for no moved folder.
+
+    Raises:
+        ConfigError: a new folder does not exist, an old folder has two new folders, or it is not such a mapping.
+    """
+    if not isinstance(media_root or {}, Mapping):
+        raise ConfigError(f"`media_root` must map old folders to new folders, got {short(media_root)}.")
+    moved: dict[str, str] = {}
+    for old, new in (media_root or {}).items():
+        if not isinstance(old, str | Path) or not isinstance(new, str | Path) or "\0" in f"{old}{new}":
+            raise ConfigError(f"`media_root` must map old folders to new folders, got {short({old: new})}.")
+        _add_moved(moved, os.path.abspath(old), os.path.abspath(new))
+        if not os.path.exists(new):
+            raise ConfigError(f"`media_root` must name folders that exist, got {new} for {old}.")
+    return tuple(sorted(moved.items(), key=lambda pair: (-len(pair[0]), pair)))
+
+
+def set_media_root(media_root: Mapping[str, str]) -> None:
     """Declare folders that moved, for datasets that Energon's own loaders read in this process and its forks.
 
     Args:
-        moved: new folder by old folder. It is added to the folders of earlier calls.
+        media_root: new folder by old folder. It is added to the folders of earlier calls.
+
+    Raises:
+        ConfigError: as `moved_folders`; or an earlier call set another new folder for an old folder.
     """
-    _moved.update(moved)
+    pairs = moved_folders(media_root)
+    after = dict(_moved)
+    for old, new in pairs:
+        _add_moved(after, old, new)
+    _moved.update(after)
+
+
+def _add_moved(moved: dict[str, str], old: str, new: str) -> None:
+    if moved.setdefault(old, new) != new:
+        raise ConfigError(f"`media_root` must have one new folder for {old}, got {moved[old]} and {new}. Remove one.")
 
 
 def complete_parts(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,32 +129,50 @@ def _locators(raw: Mapping[str, Any]) -> dict[str, Locator | None]:
     try:
         content = raw[MEDIA_PART]
         value = orjson.loads(content) if isinstance(content, bytes | bytearray | memoryview | str) else content
-        return {str(name): None if item is None else _locator(item) for name, item in value.items()}
+        located = {name: None if item is None else _locator(item) for name, item in value.items()}
+        for name in located:
+            # The parts that codecs read come from the tar: a locator must not replace them.
+            if not isinstance(name, str) or name.startswith("__") or (located[name] and name in raw):
+                raise ValueError(f"{short(name)} is in the tar, or is not the name of an image")
+        return located
     except (ValueError, TypeError, AttributeError) as error:
-        raise FormatError(f"{raw.get('__key__')}.{MEDIA_PART} is damaged ({error}); pack the data again") from error
+        problem = " ".join(str(error).split())[:200]
+        raise FormatError(f"{raw.get('__key__')}.{MEDIA_PART} is damaged ({problem}); pack the data again") from error
 
 
 def _locator(value: Mapping[str, Any]) -> Locator:
     locator = Locator(**value)
-    has_numbers = isinstance(locator.offset, int) and isinstance(locator.size, int)
-    if not has_numbers or min(locator.offset, locator.size) < 0 or not isinstance(locator.file, str):
-        raise ValueError(f"{dict(value)} is not a locator")
-    if (locator.digest is None) == (locator.changed is None):
-        raise ValueError(f"{dict(value)} has no digest")
+    # `type`: True is an int of Python.
+    if type(locator.offset) is not int or type(locator.size) is not int or not isinstance(locator.file, str):
+        raise ValueError(f"{short(dict(value))} is not a locator")
+    if not locator.file or "\0" in locator.file:
+        raise ValueError(f"{short(locator.file)} is not the path of a file")
+    if locator.offset < 0 or not 0 <= locator.size <= _MOST_BYTES or locator.offset + locator.size >= 1 << 63:
+        raise ValueError(f"an image has {locator.size} bytes from byte {locator.offset}")
+    changed: Any = locator.changed
+    is_time = isinstance(changed, list) and [type(number) for number in changed] == [int, int]
+    is_digest = isinstance(locator.digest, str) and len(locator.digest) == _DIGITS
+    if not (is_digest and changed is None) and not (is_time and locator.digest is None):
+        raise ValueError(f"{short(dict(value))} has no digest")
     return locator
 
 
 def _reader_of(raw: Mapping[str, Any]) -> "_MediaReader":
-    folder, moved = raw.get(FOLDER), raw.get(MEDIA_ROOT) or tuple(_moved.items())
+    folder, moved = raw.get(FOLDER), raw.get(MEDIA_ROOT) or moved_here()
     if folder is None:
         sources = raw.get("__sources__") or ()
         folder = sources[0].dataset_path if sources else ""
     return _cached_reader(str(folder), tuple(moved))
 
 
+def moved_here() -> MediaRoot:
+    """Return the folders of `set_media_root`, as `moved_folders` does."""
+    return tuple(sorted(_moved.items(), key=lambda pair: (-len(pair[0]), pair)))
+
+
 @lru_cache(maxsize=256)
-def _cached_reader(folder: str, moved: tuple[tuple[str, str], ...]) -> "_MediaReader":
-    return _MediaReader(Path(folder), moved)
+def _cached_reader(folder: str, moved: MediaRoot) -> "_MediaReader":
+    return _MediaReader(Path(os.path.abspath(folder)), moved)
 
 
 class _MediaReader:
@@ -138,24 +191,27 @@ class _MediaReader:
     def read(self, locator: Locator, raw: Mapping[str, Any], part: str) -> bytes:
         """Read and check the bytes of a locator. Raises as `complete_parts`."""
         path = self._path(locator.file)
+        end = locator.offset + locator.size
         try:
-            stream = self._streams.get(path)
-            data = read_range(stream.fileno(), locator.offset, locator.size)
-            status = os.fstat(stream.fileno()) if locator.changed is not None else None
+            # The file that has this name now: a replaced or removed file must not be read from the file opened before.
+            descriptor = self._streams.get(path, current=True).fileno()
+            status = os.fstat(descriptor)
+            # Before reading, so that a size in a damaged locator allocates no memory.
+            data = read_range(descriptor, locator.offset, locator.size) if end <= status.st_size else b""
         except IrregularFile as error:
             raise _changed(raw, part, path, str(error)) from error
         except (OSError, MemoryError) as error:
             if isinstance(error, OSError) and error.errno in ABSENT:
-                raise _changed(raw, part, path, os.strerror(error.errno or errno.ENOENT).lower()) from error
-            raise_resource_error(error, path)
-            raise FormatError(f"{path} cannot be read: {error}; check the file system") from error
-        if len(data) < locator.size:
-            end = locator.offset + locator.size
-            raise _changed(raw, part, path, f"it ends before byte {end}")
+                raise _changed(raw, part, path, f"does not exist ({error.strerror})") from error
+            place = f"{_place(raw, part)} is in {path}, which cannot be read"
+            raise_resource_error(error, place)
+            raise ResourceError(f"{place}: {error}; check the file system") from error
+        if end > status.st_size or len(data) < locator.size:
+            raise _changed(raw, part, path, f"has {status.st_size} bytes and ends before byte {end}")
         if locator.digest is not None and media_digest(data) != locator.digest:
-            raise _changed(raw, part, path, "it has other bytes")
-        if status is not None and [status.st_size, status.st_mtime_ns] != list(locator.changed or ()):
-            raise _changed(raw, part, path, "by its size or time of change")
+            raise _changed(raw, part, path, f"has other bytes at {locator.offset}..{end}")
+        if locator.changed is not None and [status.st_size, status.st_mtime_ns] != list(locator.changed):
+            raise _changed(raw, part, path, "has another size or time of change")
         return data
 
     def _path(self, file: str) -> Path:
@@ -167,8 +223,19 @@ class _MediaReader:
 
 
 def _changed(raw: Mapping[str, Any], part: str, path: Path, change: str) -> DataChangedError:
-    sample = part.removeprefix("img").partition("_")[0]
     return DataChangedError(
-        f"{raw.get('__key__')}: {part}, an image of sample {sample}, is not the packed image: {path} changed since "
-        f"({change}). Restore the file, set `media_root` if it was moved, or pack again."
+        f"{_place(raw, part)}, is not the packed image: {path} {change}. Restore the file, pass `media_root` if it "
+        "was moved, or pack again."
     )
+
+
+def _place(raw: Mapping[str, Any], part: str) -> str:
+    """Pack, part, index and id of the sample of an image, for messages."""
+    number = part.removeprefix("img").partition("_")[0]
+    try:
+        value = raw["json"] if isinstance(raw["json"], Mapping) else orjson.loads(raw["json"])
+        samples = value.get("samples") or [value]
+        ident = value["ids"][int(number)] if "ids" in value else samples[int(number)]["id"]
+    except (LookupError, ValueError, TypeError, AttributeError):  # the json of a custom codec
+        ident = None
+    return f"{raw.get('__key__')}: {part}, an image of sample {number}" + ("" if ident is None else f" ({ident})")
