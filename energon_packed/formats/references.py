@@ -13,18 +13,20 @@ Every read compares size and digest (or `changed`), so a file that changed raise
 references: they are resolved before `Codec.read` gets the parts.
 """
 
-import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
-from energon_packed.errors import ConfigError, DataChangedError, FormatError, ResourceError
+from energon_packed.errors import ConfigError, FormatError, ResourceError
 from energon_packed.files import IrregularFile, Streams
 from energon_packed.options import short
+from energon_packed.records.media import MediaReference, PackedImage, change_of
+from energon_packed.records.media import media_digest as media_digest
 from energon_packed.system import ABSENT, raise_resource_error
 from energon_packed.tarfiles import read_range
 
@@ -54,11 +56,6 @@ class Locator(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
-def media_digest(data: bytes) -> str:
-    """Return the first 128 bits of the SHA-256 of a file, as 32 hex digits."""
-    return hashlib.sha256(data).hexdigest()[:32]
-
-
 def moved_folders(media_root: Mapping[str, str] | None) -> MediaRoot:
     """Return the folders that moved as pairs of absolute paths (old, new), inner folders first.
 
@@ -80,6 +77,21 @@ def moved_folders(media_root: Mapping[str, str] | None) -> MediaRoot:
     return tuple(sorted(moved.items(), key=lambda pair: (-len(pair[0]), pair)))
 
 
+def parse_media_root(values: str | Sequence[str]) -> dict[str, str]:
+    """Parse `OLD=NEW`, or several.
+
+    Raises:
+        ConfigError: a value is not OLD=NEW, or an old folder has two new folders.
+    """
+    moved: dict[str, str] = {}
+    for value in [values] if isinstance(values, str) else values:
+        old, _, new = value.partition("=")
+        if not old or not new:
+            raise ConfigError(f"`media_root` must be OLD=NEW, got {value!r}.")
+        _add_moved(moved, os.path.abspath(old), os.path.abspath(new))
+    return moved
+
+
 def set_media_root(media_root: Mapping[str, str]) -> None:
     """Declare folders that moved, for datasets that Energon's own loaders read in this process and its forks.
 
@@ -89,6 +101,8 @@ def set_media_root(media_root: Mapping[str, str]) -> None:
     Raises:
         ConfigError: as `moved_folders`; or an earlier call set another new folder for an old folder.
     """
+    if isinstance(media_root, Mapping) and media_root.items() <= _moved.items():
+        return  # set before, by another epoch of the loader or its parent process
     pairs = moved_folders(media_root)
     after = dict(_moved)
     for old, new in pairs:
@@ -101,11 +115,13 @@ def _add_moved(moved: dict[str, str], old: str, new: str) -> None:
         raise ConfigError(f"`media_root` must have one new folder for {old}, got {moved[old]} and {new}. Remove one.")
 
 
-def complete_parts(raw: Mapping[str, Any]) -> dict[str, Any]:
+def complete_parts(raw: Mapping[str, Any], on_change: Callable[[str], bytes] | None = None) -> dict[str, Any]:
     """Return the parts of a pack with the referenced media in place of `media.json`, in the order of a copied pack.
 
     Args:
         raw: `__key__`, bytes by part name, and `FOLDER` or Energon's `__sources__`.
+        on_change: called with the change of a file, such as `PATH has other bytes`; returns the bytes to use. None
+            raises.
 
     Raises:
         DataChangedError: a referenced file changed, or is missing.
@@ -119,7 +135,14 @@ def complete_parts(raw: Mapping[str, Any]) -> dict[str, Any]:
     reader = _reader_of(raw)
     for name, locator in located.items():
         if locator is not None:
-            parts[name] = reader.read(locator, raw, name)
+            try:
+                parts[name] = reader.read(locator)
+            except _Changed as change:
+                if on_change is None:
+                    raise _packed(locator, raw, name).error(str(change)) from change
+                parts[name] = on_change(str(change))
+            except ResourceError as error:
+                raise ResourceError(f"{_place(raw, name)}, cannot be read: {error}") from error
         elif name in raw:
             parts[name] = raw[name]
     return parts
@@ -175,6 +198,10 @@ def _cached_reader(folder: str, moved: MediaRoot) -> "_MediaReader":
     return _MediaReader(Path(os.path.abspath(folder)), moved)
 
 
+class _Changed(Exception):
+    """A file is not the packed file; the message is its path and its change."""
+
+
 class _MediaReader:
     """Reads the referenced media of a dataset.
 
@@ -188,8 +215,13 @@ class _MediaReader:
         self._moved = moved
         self._streams = Streams()
 
-    def read(self, locator: Locator, raw: Mapping[str, Any], part: str) -> bytes:
-        """Read and check the bytes of a locator. Raises as `complete_parts`."""
+    def read(self, locator: Locator) -> bytes:
+        """Read and check the bytes of a locator.
+
+        Raises:
+            _Changed: the file changed, or is missing.
+            ResourceError: it cannot be read.
+        """
         path = self._path(locator.file)
         end = locator.offset + locator.size
         try:
@@ -199,34 +231,56 @@ class _MediaReader:
             # Before reading, so that a size in a damaged locator allocates no memory.
             data = read_range(descriptor, locator.offset, locator.size) if end <= status.st_size else b""
         except IrregularFile as error:
-            raise _changed(raw, part, path, str(error)) from error
+            raise _Changed(f"{path} {error}") from error
         except (OSError, MemoryError) as error:
             if isinstance(error, OSError) and error.errno in ABSENT:
-                raise _changed(raw, part, path, f"does not exist ({error.strerror})") from error
-            place = f"{_place(raw, part)} is in {path}, which cannot be read"
-            raise_resource_error(error, place)
-            raise ResourceError(f"{place}: {error}; check the file system") from error
+                raise _Changed(f"{path} does not exist ({error.strerror})") from error
+            raise_resource_error(error, path)
+            raise ResourceError(f"{path}: {error}; check the file system") from error
         if end > status.st_size or len(data) < locator.size:
-            raise _changed(raw, part, path, f"has {status.st_size} bytes and ends before byte {end}")
-        if locator.digest is not None and media_digest(data) != locator.digest:
-            raise _changed(raw, part, path, f"has other bytes at {locator.offset}..{end}")
-        if locator.changed is not None and [status.st_size, status.st_mtime_ns] != list(locator.changed):
-            raise _changed(raw, part, path, "has another size or time of change")
+            change = f"has {status.st_size} bytes and ends before byte {end}"
+        else:
+            change = change_of(data, status, locator.digest, locator.changed)
+        if change:
+            raise _Changed(f"{path} {change}")
         return data
 
     def _path(self, file: str) -> Path:
-        path = os.path.normpath(os.path.join(self._folder, file))
-        for old, new in self._moved:
-            if path == old or path.startswith(old.rstrip("/") + "/"):
-                return Path(new + path[len(old.rstrip("/")) :])
-        return Path(path)
+        return Path(moved_path(os.path.normpath(os.path.join(self._folder, file)), self._moved))
 
 
-def _changed(raw: Mapping[str, Any], part: str, path: Path, change: str) -> DataChangedError:
-    return DataChangedError(
-        f"{_place(raw, part)}, is not the packed image: {path} {change}. Restore the file, pass `media_root` if it "
-        "was moved, or pack again."
-    )
+def moved_path(path: str, moved: MediaRoot) -> str:
+    """Return where a file is after folders have moved."""
+    for old, new in moved:
+        if path == old or path.startswith(old.rstrip("/") + "/"):
+            return new + path[len(old.rstrip("/")) :]
+    return path
+
+
+def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
+    """Return the images of a pack that are in other files, by part name; `packed` makes readers compare their bytes.
+
+    Args:
+        raw: as for `complete_parts`.
+
+    Raises:
+        FormatError: `media.json` is damaged.
+    """
+    images = {}
+    located = _locators(raw)
+    with suppress(LookupError, ValueError, TypeError):  # a codec without json
+        raw = {**raw, "json": orjson.loads(raw["json"])}  # parsed once, for the ids of all images
+    for name, locator in located.items():
+        if locator is not None:
+            path = os.path.normpath(os.path.join(os.path.abspath(raw[FOLDER]), locator.file))
+            images[name] = MediaReference(
+                path=path, offset=locator.offset, size=locator.size, packed=_packed(locator, raw, name)
+            )
+    return images
+
+
+def _packed(locator: Locator, raw: Mapping[str, Any], part: str) -> PackedImage:
+    return PackedImage(_place(raw, part), locator.digest, locator.changed)
 
 
 def _place(raw: Mapping[str, Any], part: str) -> str:

@@ -55,9 +55,11 @@ class MediaLocator:
                 "images to files, or omit `media`"
             )
         file = os.path.abspath(reference.file or "")
-        is_member = reference.member is not None
-        source = self.folders[os.path.dirname(file)] if is_member else FILES
-        member = reference.member if is_member else file.lstrip("/")
+        source: str | None = FILES
+        member: str | None = file.lstrip("/")
+        if reference.offset is not None:  # of a tar; the tars that a packed input refers to are not inputs
+            member = reference.member
+            source = member and self.folders[os.path.dirname(file)]
         if self.check == "digest":
             data = reference.read()
             extension, size, digest, changed = sniff_extension(data), len(data), media_digest(data), None

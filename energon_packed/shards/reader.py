@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular
-from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT
+from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT, moved_folders
 from energon_packed.shards.manifest import PackingManifest
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member, TarReader, key_faults, read_range
@@ -49,10 +49,11 @@ class ShardReader:
 
         Raises:
             FormatError: a shard or its index is missing, or the two do not match.
+            ConfigError: `media_root` is invalid.
         """
         offsets = [_read_offsets(tar) for tar in tars]
         self.tars = list(tars)
-        self._media_root = tuple((media_root or {}).items())
+        self._media_root = moved_folders(media_root)
         self._opened = OpenedFiles(tars, digests)
         # Flat arrays over all shards. The leading 0, cut off again, sets the dtype if there are no shards.
         self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]

@@ -42,6 +42,7 @@ class OrderedOptions(TypedDict, total=False):
     check_lengths: bool
     trust_sample_loader: bool
     timeout: float
+    media_root: Mapping[str, str] | None
     order_log: str | Path | None
 
 
@@ -139,12 +140,13 @@ def ordered_loader(
     check_lengths: bool = True,
     trust_sample_loader: bool = False,
     timeout: float = 0,
+    media_root: Mapping[str, str] | None = None,
     order_log: str | Path | None = None,
 ) -> DataflowLoader:
     """Return a loader of packs in their global order, epoch after epoch without end.
 
     Args:
-        path, encoder, split, check_encoder, check_lengths, trust_sample_loader: as for PackedDataset.
+        path, encoder, split, check_encoder, check_lengths, trust_sample_loader, media_root: as for PackedDataset.
         rank, world_size: data-parallel rank and world size.
         micro_batch_size: packs in one batch, which are joined into one row.
         num_workers: worker processes; 0 loads in this process.
@@ -165,6 +167,7 @@ def ordered_loader(
         check_encoder=check_encoder,
         check_lengths=check_lengths,
         trust_sample_loader=trust_sample_loader,
+        media_root=media_root,
     )
     options: dict[str, Any] = {"timeout": timeout} if timeout else {}
     return DataflowLoader(
