@@ -14,7 +14,7 @@ references: they are resolved before `Codec.read` gets the parts.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -115,13 +115,13 @@ def _add_moved(moved: dict[str, str], old: str, new: str) -> None:
         raise ConfigError(f"`media_root` must have one new folder for {old}, got {moved[old]} and {new}. Remove one.")
 
 
-def complete_parts(raw: Mapping[str, Any], on_change: Callable[[str], bytes] | None = None) -> dict[str, Any]:
+def complete_parts(raw: Mapping[str, Any], changes: set[str] | None = None) -> dict[str, Any]:
     """Return the parts of a pack with the referenced media in place of `media.json`, in the order of a copied pack.
 
     Args:
         raw: `__key__`, bytes by part name, and `FOLDER` or Energon's `__sources__`.
-        on_change: called with the change of a file, such as `PATH has other bytes`; returns the bytes to use. None
-            raises.
+        changes: to which changes such as `PATH has other bytes` are added, with an empty part in place of the image;
+            None raises.
 
     Raises:
         DataChangedError: a referenced file changed, or is missing.
@@ -138,9 +138,10 @@ def complete_parts(raw: Mapping[str, Any], on_change: Callable[[str], bytes] | N
             try:
                 parts[name] = reader.read(locator)
             except _Changed as change:
-                if on_change is None:
+                if changes is None:
                     raise _packed(locator, raw, name).error(str(change)) from change
-                parts[name] = on_change(str(change))
+                changes.add(str(change))
+                parts[name] = b""
             except ResourceError as error:
                 raise ResourceError(f"{_place(raw, name)}, cannot be read: {error}") from error
         elif name in raw:
@@ -255,6 +256,11 @@ def moved_path(path: str, moved: MediaRoot) -> str:
         if path == old or path.startswith(old.rstrip("/") + "/"):
             return new + path[len(old.rstrip("/")) :]
     return path
+
+
+def located_names(raw: Mapping[str, Any]) -> set[str]:
+    """Return the names of the parts that are in other files, without reading them. Raises as `located_images`."""
+    return {name for name, locator in _locators(raw).items() if locator is not None} if MEDIA_PART in raw else set()
 
 
 def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:

@@ -9,7 +9,7 @@ again in the meantime, it has other packs at the same offsets, and a run would r
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -92,13 +92,13 @@ class ShardReader:
     def part(self, pack: int, part: str) -> dict[str, Any]:
         """Return `__key__` and one part of a pack, without reading the contents of other parts."""
         raw: dict[str, Any] = {}
-        for member, content in self.members(pack, only=part):
+        for member, content in self.members(pack, only=(part,)):
             raw.setdefault("__key__", member.key)
             if member.part == part:
                 raw[part] = content
         return raw
 
-    def members(self, pack: int, only: str | None = None) -> Iterator[tuple[Member, bytes]]:
+    def members(self, pack: int, only: Collection[str] | None = None) -> Iterator[tuple[Member, bytes]]:
         """Yield each member of a pack with its content; with `only`, the contents of other parts are empty.
 
         Raises:
@@ -110,7 +110,7 @@ class ShardReader:
         for _, fault in key_faults(members):
             raise FormatError(f"{self.tars[shard]}: {fault}")
         for member in members:
-            yield member, read(member.offset, member.size) if only is None or member.part == only else b""
+            yield member, read(member.offset, member.size) if only is None or member.part in only else b""
 
     def locate(self, pack: int) -> tuple[int, int, int]:
         """Return (shard index, start byte, end byte) of a pack."""
