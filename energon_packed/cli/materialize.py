@@ -14,7 +14,7 @@ from energon_packed.system import available_cores
 @click.command(name="materialize", cls=GroupedCommand)
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("-o", "--output-dir", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="NEW_DIR",
-              help="New folder for the dataset. [required]")  # fmt: skip
+              help="New folder for the dataset.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(min=0), default=0, help="Number of processes. [default: all cores]")
 @media_root_option
 @output_options

@@ -99,7 +99,7 @@ class EnergonDistributor(Distributor):
             return []
         dataset, packs = self._dataset(shard), []
         for key in keys:
-            with reading(dataset.worker_config, 0):
+            with reading(dataset.worker_config, 0), raise_with_file_name(self.path, self._config.split, self._opened):
                 packs.append(dataset.restore_sample(from_plain(key)))
         return packs
 
