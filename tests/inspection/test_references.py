@@ -40,7 +40,7 @@ def _checks(*arguments: object) -> dict[str, dict[str, Any]]:
 def test_verify_reads_every_digest_and_passes_all_checks(data: Datasets) -> None:
     checks, copied = _checks(data.out), _checks(data.copied)
     assert checks.keys() - copied.keys() == {"referenced images are unchanged"}
-    assert checks["referenced images are unchanged"]["found"] == "digests of 24 images"
+    assert checks["referenced images are unchanged"]["found"] == "24 images"
     assert [check["passed"] for check in checks.values()] == [True] * len(checks)
     for name, check in copied.items():
         assert "tars" in name or check["found"] == checks[name]["found"]
@@ -98,6 +98,12 @@ def test_a_report_counts_and_shows_referenced_images(data: Datasets, encoder: Ch
     assert reports[0].image_sizes == reports[1].image_sizes
     assert [thumbnails for _, thumbnails in reports[0].shown] == [thumbnails for _, thumbnails in reports[1].shown]
     assert all(thumbnails for _, thumbnails in reports[0].shown)
+    (data.out / "webdataset" / ".nv-meta" / "packing.json").unlink()
+    counted = gather(PackedFolder.open(data.out), encoder)
+    assert counted.is_counted
+    assert counted.manifest.images == 24
+    (data.source / "tar.tar").unlink()
+    assert _checks(data.out, "--fast")["referenced images are unchanged"]["problem_count"] == 1
 
 
 def test_nv_meta_repairs_a_dataset_whose_images_are_not_there(data: Datasets, encoder: ChatEncoder) -> None:

@@ -159,6 +159,10 @@ def test_a_file_that_cannot_be_read_is_a_resource_error_and_not_a_changed_file(
             with pytest.raises(ResourceError, match=f"0003.bmp.*{reason}"):
                 for pack in range(len(dataset)):
                     dataset.sample(pack)
+            with pytest.raises(ResourceError, match=f"0003.bmp.*{reason}"):
+                list(get_packed_loader(data.out, encoder, epochs=1, num_workers=0, max_failures=1000))
+            with pytest.raises(FatalSampleError, match=f"0003.bmp.*{reason}"):  # Energon skips other errors
+                list(_plain_energon(data.out, encoder, 0))
     assert _images(data.out, encoder) == data.images
 
 
