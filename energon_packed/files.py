@@ -396,8 +396,8 @@ class Streams:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
 
-    def get(self, path: Path) -> BinaryIO:
-        """Return the open file.
+    def get(self, path: Path, *, current: bool = False) -> BinaryIO:
+        """Return the open file; with `current`, the file that has this name now, at the cost of a look-up of the name.
 
         Raises:
             OSError, IrregularFile: as `open_regular`.
@@ -408,7 +408,11 @@ class Streams:
             _process = os.getpid()
         key = (self._reader, path)
         # Popped and put back: another thread may evict it at the same time; the local name keeps it open.
-        stream = _open.pop(key, None) or open_regular(path)
+        stream = _open.pop(key, None)
+        # The stream of an object is opened by its name at each request.
+        if current and stream is not None and not isinstance(stream, RemoteReader):
+            stream = stream if os.path.samestat(os.stat(path), os.fstat(stream.fileno())) else None
+        stream = stream or open_regular(path)
         _open[key] = stream
         while len(_open) > most_open(_MOST_OPEN):
             _open.popitem(last=False)  # closed when the last thread that reads it drops it
