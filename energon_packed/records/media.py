@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import unquote, urlparse
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
+from energon_packed.files import IrregularFile, open_regular, open_shared, read_range, status
 from energon_packed.records.fields import shown
 from energon_packed.storage import RemotePath, RemoteReader, as_path, is_remote
 from energon_packed.system import ABSENT, raise_resource_error
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _BLOCK = 1024  # bytes per read of a byte range, so that reading a header does not read the whole image
 _REMOTE_BLOCK = 1 << 16  # the same of an object: a request takes longer than the transfer of more bytes
-_tars = Streams()  # tars in object stores stay open: opening one takes a request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +136,7 @@ class MediaReference:
             elif self.offset is None:
                 stream = RemoteReader(RemotePath(path), _REMOTE_BLOCK)
             else:
-                stream = _tars.get(RemotePath(path))
+                stream = open_shared(RemotePath(path))
         except (IrregularFile, IsADirectoryError) as error:
             raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {error}; pass the path of an image file") from None
         except (OSError, ValueError) as error:
