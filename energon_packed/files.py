@@ -422,3 +422,17 @@ class Streams:
 def _forget(reader: int) -> None:
     for key in [key for key in _open if key[0] == reader]:
         _open.pop(key, None)
+
+
+_shared = Streams()
+
+
+def open_shared(path: RemotePath) -> BinaryIO:
+    """Return an open stream of an object that all readers of this process share, for `read_range` only.
+
+    Opening an object takes a request. The caller knows the version that it reads, and does not close the stream.
+
+    Raises:
+        OSError, IrregularFile: as `open_regular`.
+    """
+    return _shared.get(path)

@@ -110,7 +110,7 @@ def start_store(folder: Path) -> Store:
     config = folder / "msc_config.json"
     options = {"base_path": BUCKET, "endpoint_url": store.endpoint, "region_name": "us-east-1"}
     profile = {"storage_provider": {"type": "s3", "options": options}, "retry": {"attempts": 1}}
-    config.write_text(json.dumps({"profiles": {"store": profile}}))
+    config.write_text(json.dumps({"profiles": {"store": profile}, "path_mapping": {"gs://mapped/": "msc://store/"}}))
     os.environ.update({"AWS_ENDPOINT_URL": store.endpoint, "MSC_CONFIG": str(config)})
     store.client = boto3.client("s3")
     store.client.create_bucket(Bucket=BUCKET)

@@ -133,7 +133,7 @@ def complete_parts(raw: Mapping[str, Any], changes: set[str] | None = None) -> d
     """
     if MEDIA_PART not in raw:
         return dict(raw)
-    located = _locators(raw)
+    located = read_locators(raw)
     parts = {name: content for name, content in raw.items() if name not in located and name != MEDIA_PART}
     reader = _reader_of(raw)
     for name, locator in located.items():
@@ -152,7 +152,12 @@ def complete_parts(raw: Mapping[str, Any], changes: set[str] | None = None) -> d
     return parts
 
 
-def _locators(raw: Mapping[str, Any]) -> dict[str, Locator | None]:
+def read_locators(raw: Mapping[str, Any]) -> dict[str, Locator | None]:
+    """Return the locators of a pack by part, None for media in its tar.
+
+    Raises:
+        FormatError: `media.json` is damaged.
+    """
     try:
         content = raw[MEDIA_PART]
         value = orjson.loads(content) if isinstance(content, bytes | bytearray | memoryview | str) else content
@@ -272,7 +277,9 @@ def moved_path(path: str, moved: MediaRoot) -> str:
 
 def located_names(raw: Mapping[str, Any]) -> set[str]:
     """Return the names of the parts that are in other files, without reading them. Raises as `located_images`."""
-    return {name for name, locator in _locators(raw).items() if locator is not None} if MEDIA_PART in raw else set()
+    return (
+        {name for name, locator in read_locators(raw).items() if locator is not None} if MEDIA_PART in raw else set()
+    )
 
 
 def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
@@ -285,7 +292,7 @@ def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
         FormatError: `media.json` is damaged.
     """
     images = {}
-    located = _locators(raw)
+    located = read_locators(raw)
     with suppress(LookupError, ValueError, TypeError):  # a codec without json
         raw = {**raw, "json": orjson.loads(raw["json"])}  # parsed once, for the ids of all images
     for name, locator in located.items():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from urllib.parse import unquote, urlparse
 
 from energon_packed.errors import DataChangedError, Reason, RecordError
-from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
+from energon_packed.files import IrregularFile, open_regular, open_shared, read_range, status
 from energon_packed.records.fields import shown
 from energon_packed.storage import RemotePath, RemoteReader, as_path, is_remote
 from energon_packed.system import ABSENT, raise_resource_error
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 CHANGED_REMEDY = "Restore the file, pass `media_root` if it was moved, or pack again."
 _BLOCK = 1024  # bytes per read of a byte range, so that reading a header does not read the whole image
 _REMOTE_BLOCK = 1 << 16  # the same of an object: a request takes longer than the transfer of more bytes
-_tars = Streams()  # tars in object stores stay open: opening one takes a request
 
 
 class PackedImage(NamedTuple):
@@ -205,7 +204,7 @@ class MediaReference:
             elif self.offset is None:
                 stream = RemoteReader(RemotePath(path), _REMOTE_BLOCK)
             else:
-                stream = _tars.get(RemotePath(path))
+                stream = open_shared(RemotePath(path))
         except (IrregularFile, IsADirectoryError) as error:
             raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {error}; pass the path of an image file") from None
         except (OSError, ValueError) as error:
