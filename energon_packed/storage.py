@@ -50,6 +50,8 @@ _PACKAGES = {
     "google": "multi-storage-client[google-cloud-storage]", "azure": "multi-storage-client[azure-storage-blob]",
 }  # fmt: skip
 _recent: OrderedDict[str, tuple[float, os.stat_result]] = OrderedDict()  # of `recent_status`, by URL
+# The last range that this process requested, as (URL and time, offset, bytes): contents follow the headers of a tar.
+_block: tuple[tuple[str, int], int, bytes] = (("", 0), 0, b"")
 # Without a handler, Python prints the errors of the client next to the error message. Handlers of users get them.
 logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
 
@@ -348,19 +350,31 @@ class _Object(io.RawIOBase):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 
     def status(self) -> os.stat_result:
+        since, status = _recent.get(str(self._path), (self._since, self._status))
+        if since > self._since:  # another reader has requested it in the meantime
+            self._since, self._status = since, status
         if time.monotonic() - self._since > _FRESH:
             self._status, self._since = self._path.stat(), time.monotonic()
         return self._status
 
     def read_range(self, at: int, size: int) -> bytes:
-        size = min(size, self.status().st_size - at)  # stores refuse ranges after the end
+        global _block
+        status = self.status()
+        size = min(size, status.st_size - at)  # stores refuse ranges after the end
         if size <= 0:
             return b""
+        version = str(self._path), status.st_mtime_ns
+        of, start, data = _block
+        if of == version and start <= at and at + size <= start + len(data):
+            return data[at - start : at - start + size]
         from multistorageclient.types import Range
 
         client, key = self._path._client()
         with _converted_errors(self._path):
-            return bytes(client.read(key, byte_range=Range(at, size)))
+            data = bytes(client.read(key, byte_range=Range(at, size)))
+        if len(data) <= READ_AHEAD:
+            _block = version, at, data
+        return data
 
     def readable(self) -> bool:
         return True

@@ -1,5 +1,6 @@
 """Settings of `get_packed_loader`: LoaderConfig checks them, LoaderSettings types them as keyword arguments."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, TypedDict
@@ -39,6 +40,7 @@ class LoaderSettings(TypedDict, total=False):
     max_failures: int
     trust_sample_loader: bool
     timeout: float
+    media_root: Mapping[str, str] | None
     rank: int | None
     world_size: int | None
     seed: int
@@ -71,6 +73,8 @@ class LoaderConfig:
             energon-packed writes, and run its code; see SECURITY.md.
         timeout: seconds to wait for a batch or a state of the worker processes; 0 waits as long as they live. A
             timeout turns storage that hangs into an error.
+        media_root: folders of referenced images that moved, new folder by old folder, for all loaders of the process
+            over Energon.
         rank, world_size: data-parallel rank and world size; by default from torch.distributed, else 0 and 1.
         seed: offset of the shuffle seed.
 
@@ -94,6 +98,7 @@ class LoaderConfig:
     max_failures: int = 0
     trust_sample_loader: bool = False
     timeout: float = 0
+    media_root: Mapping[str, str] | None = None
     rank: int | None = None
     world_size: int | None = None
     seed: int = 0
