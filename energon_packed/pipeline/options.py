@@ -498,7 +498,7 @@ class PackOptions(RejectOptions):
     """
 
     output_dir: Path = option(
-        help="Folder for the dataset and its reports.", group=OUTPUT, flags=("--output-dir", "-o"), metavar="DIR"
+        help="Folder for the dataset and its reports, also in an object store.", group=OUTPUT, flags=("--output-dir", "-o"), metavar="DIR"
     )
     seq_len: int = option(
         help="Tokens in one row; 8k is 8192.", group=PACKING, minimum=1, decides="tars", parse=parse_seq_len,
