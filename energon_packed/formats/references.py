@@ -260,7 +260,9 @@ class _MediaReader:
 
 def _absolute(folder: Path, file: str) -> str:
     """Return the path of a locator, which may be relative to the dataset folder."""
-    return _normal(file if is_remote(file) else folder / file)
+    if is_remote(file) or os.path.isabs(file):
+        return _normal(file)
+    return _normal(folder.resolve() / file)  # `..` of a link would be another folder
 
 
 def _normal(path: str | Path) -> str:
