@@ -279,9 +279,8 @@ def moved_path(path: str, moved: MediaRoot) -> str:
 
 def located_names(raw: Mapping[str, Any]) -> set[str]:
     """Return the names of the parts that are in other files, without reading them. Raises as `located_images`."""
-    return (
-        {name for name, locator in read_locators(raw).items() if locator is not None} if MEDIA_PART in raw else set()
-    )
+    located = read_locators(raw) if MEDIA_PART in raw else {}
+    return {name for name, locator in located.items() if locator is not None}
 
 
 def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
