@@ -401,7 +401,7 @@ def part_filter(part):
     folder = with_loader(tmp_path / "d", members, code, "InterleavedSample", part_filter=["a.jpg", "txt"])
     result = packs(folder, trust_sample_loader=True)
     assert result.manifest.media_stored["images"] == 2
-    assert [locator["source"] for locator in locators(result)] == ["tars0", "media"] * 4
+    assert [locator["source"] for locator in locators(result)] == ["tars", "media"] * 4
     assert parts(result) == parts(packs(folder, "copied", "copy", trust_sample_loader=True))
 
 
