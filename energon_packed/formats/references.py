@@ -36,8 +36,9 @@ FOLDER, MEDIA_ROOT = "__folder__", "__media_root__"
 """Keys of raw parts: the dataset folder, and the moved folders as (old, new) pairs. Energon's raw parts have neither:
 the folder is in their `__sources__`, and the moved folders are those of `set_media_root`."""
 MediaRoot = tuple[tuple[str, str], ...]
-FILES, TARS = "files", "tars"
-"""Auxiliary datasets of locators: files, by their path from the root folder; and members of tars."""
+FILES, TARS, STORED = "files", "tars", "media"
+"""Auxiliary datasets of locators: files, by their path from the root folder; members of tars; and images that are in
+no file of the input, in the folder `media` beside the dataset."""
 _moved: dict[str, str] = {}
 _MOST_BYTES = 1 << 30  # of an image; larger images are rejected while packing
 _DIGITS = 32  # hex digits of a digest

@@ -22,7 +22,7 @@ import numpy as np
 from energon_packed.encoding.vision.images import read_header, sniff_extension
 from energon_packed.errors import Reason, RecordError
 from energon_packed.formats import StoredImage
-from energon_packed.formats.references import FILES, TARS, Locator, media_digest
+from energon_packed.formats.references import FILES, STORED, TARS, Locator, media_digest
 from energon_packed.records import MediaReference
 from energon_packed.shards.tar import ShardSummary
 from energon_packed.storage import as_path, is_remote
@@ -31,8 +31,6 @@ Media = Literal["copy", "reference"]
 MEDIA: tuple[Media, ...] = get_args(Media)
 MediaCheck = Literal["digest", "time"]
 MEDIA_CHECKS: tuple[MediaCheck, ...] = get_args(MediaCheck)
-STORED = "media"
-"""Auxiliary dataset of images that are in no file of the input: the folder `media` beside the dataset."""
 PLACE_BITS = 40  # of the offset in a tar, so that a tar has at most 1 TiB
 
 
