@@ -186,7 +186,7 @@ def _reader_of(raw: Mapping[str, Any]) -> "_MediaReader":
     if folder is None:
         sources = raw.get("__sources__") or ()
         folder = sources[0].dataset_path if sources else ""
-    return _cached_reader(str(folder), tuple(moved))
+    return _cached_reader(os.path.abspath(str(folder)), tuple(moved))
 
 
 def moved_here() -> MediaRoot:
@@ -196,7 +196,7 @@ def moved_here() -> MediaRoot:
 
 @lru_cache(maxsize=256)
 def _cached_reader(folder: str, moved: MediaRoot) -> "_MediaReader":
-    return _MediaReader(Path(os.path.abspath(folder)), moved)
+    return _MediaReader(Path(folder), moved)
 
 
 class _Changed(Exception):
