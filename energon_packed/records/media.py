@@ -53,7 +53,9 @@ class PackedImage(NamedTuple):
 
     def error(self, change: str) -> DataChangedError:
         """Return the error for a change, such as `PATH has other bytes`."""
-        return DataChangedError(f"{self.place}, is not the packed image: {change}. {CHANGED_REMEDY}")
+        # Ids and names of files may have line breaks, and workers send an error as its last line.
+        message = f"{self.place}, is not the packed image: {change}".replace("\n", "\\n").replace("\r", "\\r")
+        return DataChangedError(f"{message}. {CHANGED_REMEDY}")
 
 
 def change_of(data: bytes, status: os.stat_result, digest: str | None, changed: Sequence[int] | None) -> str:
