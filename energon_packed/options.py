@@ -249,7 +249,7 @@ def refuse_remote(value: str | Path, name: str = "", *, is_read: bool = False) -
     Args:
         value: a path, whose `//` `Path` has already collapsed to `/`.
         name: name of the argument, for the message.
-        is_read: the argument is only read, so that a RemotePath is valid.
+        is_read: the argument may be in an object store, so that a RemotePath is valid.
 
     Raises:
         ConfigError: the path starts with `s3://`, `gs://`, `hf://` or the like.

@@ -5,15 +5,15 @@ from pathlib import Path
 import click
 
 from energon_packed.cli.display import format_bytes
-from energon_packed.cli.options import GroupedCommand, media_root_option
+from energon_packed.cli.options import GroupedCommand, InputPath, media_root_option
 from energon_packed.cli.output import Output, output_options
 from energon_packed.pipeline.materialize import materialize
 from energon_packed.system import available_cores
 
 
 @click.command(name="materialize", cls=GroupedCommand)
-@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("-o", "--output-dir", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="NEW_DIR",
+@click.argument("folder", type=InputPath(), metavar="DIR")
+@click.option("-o", "--output-dir", type=InputPath(file_okay=False), required=True, metavar="NEW_DIR",
               help="New folder for the dataset.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(min=0), default=0, help="Number of processes. [default: all cores]")
 @media_root_option

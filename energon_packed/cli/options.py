@@ -18,7 +18,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.formats.references import parse_media_root, set_media_root
 from energon_packed.options import Declaration, declared
 from energon_packed.pipeline.config_file import read_config
-from energon_packed.storage import as_path
+from energon_packed.storage import as_path, is_remote
 
 MESSAGES = "Messages"
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
@@ -46,11 +46,11 @@ class GroupedCommand(click.Command):
 
 
 class InputPath(click.Path):
-    """A path that is only read, which may be in an object store."""
+    """A path, which may be in an object store."""
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Path:
-        """Return a Path, or a RemotePath."""
-        return as_path(str(super().convert(value, param, context)))
+        """Return a Path, or a RemotePath; click checks only local paths."""
+        return as_path(str(value if is_remote(value) else super().convert(value, param, context)))
 
 
 class DeclaredOption(click.Option):

@@ -18,7 +18,7 @@ from energon_packed.metadatasets import read_metadataset
 
 @click.command(name="report")
 @click.argument("path", type=InputPath(), metavar="DIR|METADATASET")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("report.html"),
+@click.option("-o", "--output", type=InputPath(dir_okay=False), default=Path("report.html"),
               show_default=True, help="Output HTML file.")  # fmt: skip
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Tokenizer used to classify tokens (text, image, supervised). "

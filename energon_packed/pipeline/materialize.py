@@ -14,10 +14,11 @@ from pathlib import Path
 import orjson
 
 from energon_packed.errors import ConfigError
-from energon_packed.files import atomic_write
+from energon_packed.files import atomic_path, atomic_write
 from energon_packed.formats import codec_for
 from energon_packed.formats.references import MEDIA_PART, MediaRoot, complete_parts, moved_folders
 from energon_packed.metadatasets import read_split
+from energon_packed.options import refuse_remote
 from energon_packed.pipeline.chunks import WEIGHTED
 from energon_packed.pipeline.engine import LocalEngine, Progress
 from energon_packed.shards import PackingManifest
@@ -25,6 +26,7 @@ from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.nv_meta import dataset_folder, write_nv_meta
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
+from energon_packed.storage import as_path, is_remote
 from energon_packed.version import UNWEIGHTED_FORMAT_VERSION, WEIGHTED_FORMAT_VERSION
 
 _REPORTS = ("lengths.parquet", "rejects.jsonl")
@@ -47,7 +49,7 @@ class ShardCopy:
     def __call__(self, tar: Path) -> ShardSummary:
         """Write the tar, its index and its index rows."""
         reader = ShardReader([tar], media_root=dict(self.media_root))
-        with TarShardWriter(self.target / tar.name) as shard:
+        with TarShardWriter(self.target / tar.name, self.rows) as shard:
             for pack in range(len(reader)):
                 raw = reader[pack]
                 parts = complete_parts(raw) if MEDIA_PART in raw else raw
@@ -68,7 +70,7 @@ def materialize(
 ) -> PackingManifest:
     """Write a dataset with references to images as a dataset with the images in its tars.
 
-    The folder appears when it is complete.
+    The folder appears when it is complete; in an object store, packing.json does.
 
     Args:
         path: the dataset.
@@ -83,7 +85,8 @@ def materialize(
         DataChangedError: a referenced image changed, or is missing.
         ResourceError: the disk is full, or fails.
     """
-    source, output = dataset_folder(path), Path(output_dir)
+    source, output = dataset_folder(path), as_path(output_dir)
+    refuse_remote(output, "output_dir", is_read=True)
     manifest = PackingManifest.load(source)
     if manifest.media != "reference":
         raise ConfigError(
@@ -95,10 +98,11 @@ def materialize(
     moved = moved_folders(media_root)
     tars = [source / shard.name for shard in manifest.shards]
     progress = progress or Progress()
-    parent = output.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
+    parent = None if is_remote(output) else output.absolute().parent
+    if parent:
+        parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=parent) as temporary:
-        root = Path(temporary, "out")
+        root = output if is_remote(output) else Path(temporary, "out")
         shards, rows = root / "webdataset", Path(temporary, "rows")
         shards.mkdir(parents=True)
         rows.mkdir()
@@ -109,13 +113,19 @@ def materialize(
                 done[summary.name] = summary
                 progress.advance(1)
         progress.stop()
-        copied = _write_index(source, shards, rows, manifest, [done[tar.name] for tar in tars])
         for name in _REPORTS:
             if (source.parent / name).is_file():
-                shutil.copyfile(source.parent / name, root / name)
-        if output.exists():
-            output.rmdir()
-        root.rename(output)
+                with (
+                    (source.parent / name).open("rb") as report,
+                    atomic_path(root / name) as copy,
+                    copy.open("wb") as out,
+                ):
+                    shutil.copyfileobj(report, out)
+        copied = _write_index(source, shards, rows, manifest, [done[tar.name] for tar in tars])
+        if root is not output:
+            if output.exists():
+                output.rmdir()
+            root.rename(output)
     return copied
 
 
