@@ -21,7 +21,7 @@ from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
 from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT
 from energon_packed.shards.manifest import PackingManifest
-from energon_packed.storage import is_remote
+from energon_packed.storage import RemotePath
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member, TarReader, in_blocks, key_faults
 
@@ -124,7 +124,7 @@ class ShardReader:
         """Return a function (start, size) for bytes of a pack, from one read of the whole pack or a read per call."""
         if not whole:
             read = partial(self._read, shard)
-            return in_blocks(read, end) if is_remote(self.tars[shard]) else read
+            return in_blocks(read, end) if isinstance(self.tars[shard], RemotePath) else read
         # The parts of a pack are adjacent, so one read is faster than a read per header and content.
         data = self._read(shard, start, end - start)
         return lambda at, size: data[at - start : at - start + size]

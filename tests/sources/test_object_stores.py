@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from energon_packed import ConfigError, PackResult, ResourceError, SourceError, pack
+from tests.processes import energon_packed
 from tests.sources.tars import picture, write_tar
 from tests.storage import Store
 
@@ -170,6 +171,19 @@ def test_refused_requests_end_the_run_and_reject_no_record(store: Store, packed:
     for key in ("data/a.jsonl", "data/images/2.jpg"):
         with store.failing(403, key), pytest.raises(ResourceError, match=f"s3://bucket/{key}: access is denied"):
             packed("x", f"{url}/a.jsonl")
+
+
+def test_the_command_line_prints_a_refused_request_in_one_line(
+    store: Store, folder: Path, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    url = store.put_folder("data", folder)
+    arguments = ("pack", f"{url}/a.jsonl", "-o", tmp_path / "out", "--seq-len", 512, "--tokenizer", tokenizer_dir)
+    with store.failing(403, "data/images/2.jpg"):
+        done = energon_packed(*arguments, "--workers", 2)
+    assert done.returncode == 1
+    remedy = "check the credentials, and the permissions of the bucket"
+    assert done.stderr == f"error: s3://bucket/data/images/2.jpg: access is denied (403); {remedy}\n"
+    assert energon_packed(*arguments, "--workers", 2).returncode == 0
 
 
 def test_missing_inputs_are_named(store: Store, packed: Any) -> None:
