@@ -5,6 +5,8 @@
     RemotePath    names are computed without requests; `stat`, `open`, `iterdir` and `glob` send requests
     RemoteReader  the stream of `RemotePath.open`: reads byte ranges, and never the whole object
     energon_url   RemotePath to the URL by which Energon opens the same object
+    map_paths     a function of paths to its results; of objects, several at a time
+    ReadAhead     reads values in threads before they are needed
 
 Requests are sent by multi-storage-client, as in Megatron-Energon: both use the same configuration (`MSC_CONFIG`, or
 ~/.msc_config.yaml) and the same credentials. Without a configuration, `s3://` uses the credentials, region and
@@ -23,11 +25,12 @@ import stat
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 from energon_packed.errors import ConfigError, EnergonPackedError, ResourceError
 
@@ -41,6 +44,9 @@ _MAGIC = re.compile(r"[*?\[]")
 _FRESH = 60.0  # seconds for which an open stream trusts the status of its object: a request for each read costs more
 _MOST_RECENT = 4096
 _CHECK = "check the endpoint and the network, then run the same command again: completed work is reused"
+_THREADS = 16  # requests of a process at a time; the pool of connections of boto3 has 10 or more
+T = TypeVar("T")
+K = TypeVar("K")
 _PACKAGES = {
     "boto3": "energon-packed[s3]", "botocore": "energon-packed[s3]", "awscrt": "energon-packed[s3]",
     "google": "multi-storage-client[google-cloud-storage]", "azure": "multi-storage-client[azure-storage-blob]",
@@ -351,6 +357,54 @@ def energon_url(path: Path) -> str:
         return str(path)
     client, key = path._client()
     return f"msc://{client.profile}/{key}"
+
+
+def map_paths(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
+    """Return the result of each path, in order. Objects are requested by threads: a request takes milliseconds."""
+    if len(paths) < 2 or not any(map(is_remote, paths)):
+        return [function(path) for path in paths]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(function, paths))
+
+
+class ReadAhead(Generic[K, T]):
+    """Reads values in threads before they are needed, for readers that know their next keys.
+
+    A value is kept until `get` returns it, or until `limit` newer values are requested. Copies of this object, in
+    other processes too, start empty.
+
+    Args:
+        read: returns the value of a key; several threads call it.
+        limit: values that are kept, or are being read.
+    """
+
+    def __init__(self, read: Callable[[K], T], limit: int = 32) -> None:
+        self._read, self._limit = read, limit
+        self._pool: ThreadPoolExecutor | None = None
+        self._futures: OrderedDict[K, Future[T]] = OrderedDict()
+        self._process = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"read": self._read, "limit": self._limit}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def request(self, keys: Iterable[K]) -> None:
+        """Start to read these values, unless they are being read already."""
+        if self._pool is None or self._process != os.getpid():  # a fork has no threads
+            self._pool, self._process = ThreadPoolExecutor(_THREADS, "energon-packed-read-ahead"), os.getpid()
+            self._futures = OrderedDict()
+        for key in keys:
+            if key not in self._futures:
+                self._futures[key] = self._pool.submit(self._read, key)
+        while len(self._futures) > self._limit:
+            self._futures.popitem(last=False)[1].cancel()
+
+    def get(self, key: K) -> T:
+        """Return a value, which is read now if it was not requested. Raises the errors of `read`."""
+        future = self._futures.pop(key, None) if self._process == os.getpid() else None
+        return self._read(key) if future is None else future.result()
 
 
 def has_magic(pattern: str) -> bool:
