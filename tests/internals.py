@@ -183,6 +183,7 @@ PLACES = {
     "engine": "pipeline.engine",
     "advice": "pipeline.rejects:advice",
     "main_reason": "pipeline.rejects:main_reason",
+    "raw_records": "loading.raw_records",
     # records: shapes and media on their own, for records that no run would accept
     "check_patch_positions": "encoding.vision.media:check_patch_positions",
     "media": "records.media",

@@ -24,7 +24,13 @@ from energon_packed.encoding.engines import EngineName
 from energon_packed.encoding.pretrained import TokenizerParts, find_pretrained, load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, targets_per_sample
+from energon_packed.encoding.sample import (
+    IGNORE_INDEX,
+    EncodedRow,
+    EncodedSample,
+    targets_per_sample,
+    weight_checksums,
+)
 from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
@@ -237,7 +243,7 @@ class ChatEncoder(Processor):
             lengths = np.diff(batch.cu_seqlens).tolist()
             # Image tokens are never targets, so the counts are those of the expanded sample.
             targets = targets_per_sample(batch.labels, batch.cu_seqlens).tolist()
-            weighted = batch.weighted()
+            checksums = weight_checksums(batch.labels, batch.loss_weights, batch.cu_seqlens).tolist()
             for slot, (index, size) in enumerate(zip(indices, sizes, strict=True)):
                 if slot in rejects:
                     results[index] = Measurement.rejected(rejects[slot])
@@ -251,7 +257,8 @@ class ChatEncoder(Processor):
                     sample=self._expanded(conversation, size.runs, batch, slot) if keep_tokens else None,
                     supervised=targets[slot],
                     decoded=size.decoded,
-                    weighted=weighted[slot],
+                    weighted=checksums[slot] != 0,
+                    weight_checksum=checksums[slot],
                 )
         return [result for result in results if result is not None]
 

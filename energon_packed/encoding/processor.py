@@ -58,13 +58,6 @@ class TokenBatch:
         weights = None if self.loss_weights is None else self.loss_weights[tokens]
         return self.input_ids[tokens], self.labels[tokens], weights
 
-    def weighted(self) -> list[bool]:
-        """Whether each sample has a target whose loss weight is not 1, S flags."""
-        if self.loss_weights is None:
-            return [False] * (len(self.cu_seqlens) - 1)
-        flags = (self.labels != IGNORE_INDEX) & (self.loss_weights != 1)
-        return [bool(count) for count in _per_sample(flags, self.cu_seqlens)]
-
     def scaled(self, weights: Sequence[float]) -> "TokenBatch":
         """Multiply the loss weights of each sample by a number, S numbers."""
         if all([weight == 1 for weight in weights]):
@@ -186,6 +179,7 @@ class Measurement:
         supervised: targets among the tokens, as `targets_per_sample` counts them; -1 when unknown.
         decoded: images whose pixels were decoded; the others were checked by header and structure.
         weighted: its targets have loss weights other than 1.
+        weight_checksum: checksum of these weights, as `EncodedSample.weight_checksum`.
     """
 
     length: int
@@ -195,6 +189,7 @@ class Measurement:
     supervised: int = -1
     decoded: int = 0
     weighted: bool = False
+    weight_checksum: int = 0
 
     @classmethod
     def rejected(cls, reject: Reject) -> "Measurement":
@@ -330,6 +325,7 @@ class Processor(ABC):
             supervised=sample.num_supervised,
             decoded=0 if sample.pixel_values is None and sample.vision_inputs is None else len(conversation.images),
             weighted=sample.loss_weights is not None,
+            weight_checksum=sample.weight_checksum,
         )
 
 

@@ -64,6 +64,33 @@ def join_columns(columns: Sequence[tuple[npt.NDArray[Any] | None, int]], default
     return np.concatenate([np.full(size, default) if column is None else column for column, size in columns])
 
 
+def weight_checksums(
+    labels: npt.NDArray[np.int64], loss_weights: npt.NDArray[np.float32] | None, cu_seqlens: npt.NDArray[np.integer]
+) -> npt.NDArray[np.int64]:
+    """Checksum of the loss weights of each sample, int64 (S,); 0 if all its targets have the weight 1.
+
+    It is the sum, modulo 2**63, of a hash of label and weight of every other target. The checksums of the fragments of
+    a sample therefore sum to the checksum of the sample.
+
+    Args:
+        labels: int64 (T,), of samples end to end.
+        loss_weights: float32 (T,), loss weight of each token; None if all weights are 1.
+        cu_seqlens: (S+1,), their boundaries.
+    """
+    bounds = np.asarray(cu_seqlens)
+    if loss_weights is None:
+        return np.zeros(len(bounds) - 1, dtype=np.int64)
+    is_other = (labels != IGNORE_INDEX) & (loss_weights != 1)
+    is_other[bounds[:-1][np.diff(bounds) > 0]] = False  # first tokens are never targets
+    # The output function of SplitMix64 (Steele, Lea and Flood, 2014), so that no change of weights cancels another.
+    keys = labels.astype(np.uint64) << np.uint64(32) | loss_weights.astype(np.float32).view(np.uint32)
+    keys = (keys ^ keys >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ keys >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    sums = np.zeros(len(keys) + 1, dtype=np.uint64)
+    np.cumsum((keys ^ keys >> np.uint64(31)) * is_other, out=sums[1:])
+    return (np.diff(sums[bounds]) & np.uint64(2**63 - 1)).view(np.int64)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncodedSample:
     """One encoded sample of L tokens.
@@ -113,6 +140,11 @@ class EncodedSample:
     def num_supervised(self) -> int:
         """Number of targets, as `targets_per_sample` counts them."""
         return int(targets_per_sample(self.labels, np.array([0, len(self)]))[0])
+
+    @property
+    def weight_checksum(self) -> int:
+        """Checksum of its loss weights, as `weight_checksums` computes it."""
+        return int(weight_checksums(self.labels, self.loss_weights, np.array([0, len(self)]))[0])
 
     def of(self, source: SampleSource | None) -> "EncodedSample":
         """Return the same sample with this `source`; arrays and pixels are shared, not copied."""

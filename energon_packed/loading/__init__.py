@@ -8,3 +8,14 @@ energon/ (Energon's loader), joint.py (several loaders). Shared: order.py (item 
 ranks.py, manifests.py and trust.py (what a dataset contains, and that it runs no code), failures.py. Reports:
 metrics.py, order_log.py (past order), replay.py (future order).
 """
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    # The public names have one list, `energon_packed`, which loads the module of a name when it is first used.
+    public = import_module("energon_packed")
+    if name not in public.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(public, name)

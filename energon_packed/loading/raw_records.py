@@ -42,6 +42,7 @@ from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import Conversation
 
 _log = logging.getLogger(__name__)
+_KEPT_BYTES = 1 << 26  # of encoded documents; the last document is kept whatever its size
 
 
 class RawLoaderOptions(LoaderOptions, total=False):
@@ -55,7 +56,8 @@ class RawLoaderOptions(LoaderOptions, total=False):
 class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     """Map-style dataset returned by `plan_in_memory`: `dataset[i]` returns the EncodedSamples of row i.
 
-    Records are read and encoded when their row is. It works with samplers and stock trainers, as PackedDataset.
+    Records are read and encoded when their row is; long documents are kept for their other fragments, up to 64 MiB of
+    them in a process. It works with samplers and stock trainers, as PackedDataset.
 
     Attributes:
         lengths: int64 (P,), tokens of each row.
@@ -89,6 +91,8 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         self.rejects, self.seq_len = rejects, seq_len
         self._truncate, self._fingerprint = truncate, fingerprint
         self._reader, self._encoder, self._refs = reader, encoder, refs
+        self._kept: dict[int, EncodedSample] = {}  # split documents, the last used last
+        self._kept_bytes = 0
         # One array and its offsets instead of a list of arrays: forked workers share it, as no reference is counted.
         self._groups = np.concatenate(groups) if groups else np.zeros(0, dtype=np.int64)
         self._offsets = np.cumsum([0, *map(len, groups)])
@@ -126,11 +130,12 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
     def ids(self, index: int) -> list[str | None]:
         """Ids of the samples of one row, without encoding them."""
-        fragments, read = self._refs.fragments, self._read(index)
+        fragments, records = self._refs.fragments, self._records(index)
+        names = [self._read(record).id for record in records]
         if fragments is None:
-            return [conversation.id for conversation, _ in read]
-        numbers = [int(fragments[record]["number"]) for _, record in read]
-        return [c.id if k < 0 else fragment_id(str(c.id), k) for k, (c, _) in zip(numbers, read, strict=True)]
+            return names
+        numbers = [int(fragments[record]["number"]) for record in records]
+        return [name if k < 0 else fragment_id(str(name), k) for k, name in zip(numbers, names, strict=True)]
 
     def to_hf(self) -> Any:
         """Return the rows as a `datasets.Dataset`, for trainers that accept nothing else; see `hf_dataset`."""
@@ -144,15 +149,20 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             RecordError: a record cannot be encoded, because it changed since it was measured.
             ConfigError: the length of a sample changed since it was measured.
         """
-        read = self._read(index)
-        samples = []
-        encoded = self._encoder.load().encode_many([conversation for conversation, _ in read])
-        fragments = self._refs.fragments
-        for sample, (_, record) in zip(encoded, read, strict=True):
+        records, fragments, samples = self._records(index), self._refs.fragments, []
+        # A long document has thousands of fragments, so it is not read and encoded again for each.
+        documents = [self._document(record) for record in records]
+        encoded: dict[int, EncodedSample | Reject] = {key: self._kept[key] for key in documents if key in self._kept}
+        missing = {key: record for key, record in zip(documents, records, strict=True) if key not in encoded}
+        conversations = [self._read(record) for record in missing.values()]
+        encoded |= zip(missing, self._encoder.load().encode_many(conversations), strict=True)
+        for key, record in zip(documents, records, strict=True):
+            sample = encoded[key]
             if isinstance(sample, Reject):
                 raise RecordError.of(sample)
             sample = sample if self._truncate is None else sample.truncated(self._truncate)
-            if fragments is not None and fragments[record]["number"] >= 0:
+            if fragments is not None and key >= 0:
+                self._keep(key, sample)
                 sample = fragment_of(sample, fragments[record])
             # A longer sample would not fit the planned row, so a changed file is an error instead of a longer row.
             if len(sample) != self._refs.length[record]:
@@ -164,20 +174,43 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             samples.append(sample.of(SampleSource(str(path), {})))
         return samples
 
-    def _read(self, index: int) -> list[tuple[Conversation, int]]:
-        """(conversation, index of its record in `refs`) of the samples of one row."""
+    def _records(self, index: int) -> list[int]:
+        """Indices in `refs` of the samples of one row."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"Row index {index} is out of range for a plan of {len(self)} rows.")
         index %= len(self)
-        refs, read = self._refs, []
-        for record in self._groups[self._offsets[index] : self._offsets[index + 1]].tolist():
-            # By address: a record of a large file is read without the records before it.
-            source = int(refs.source[record])
-            conversation = self._reader.read(source, int(refs.address[record]), int(refs.size[record]))
-            if conversation.id is None:
-                conversation = replace(conversation, id=self._reader.default_id(source, int(refs.row[record])))
-            read.append((conversation, record))
-        return read
+        records: list[int] = self._groups[self._offsets[index] : self._offsets[index + 1]].tolist()
+        return records
+
+    def _document(self, record: int) -> int:
+        """Key of a record: the same for all fragments of a document, and negative for complete records."""
+        fragments = self._refs.fragments
+        if fragments is None or fragments[record]["number"] < 0:
+            return ~record
+        return int(fragments[record]["record"])
+
+    def _keep(self, key: int, document: EncodedSample) -> None:
+        """Keep a document for its other fragments, in place of the documents that were not used for the longest."""
+        if self._kept.pop(key, None) is None:
+            self._kept_bytes += _num_bytes(document)
+        self._kept[key] = document
+        while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+            self._kept_bytes -= _num_bytes(self._kept.pop(next(iter(self._kept))))
+
+    def _read(self, record: int) -> Conversation:
+        """Read a record of `refs`."""
+        # By address: a record of a large file is read without the records before it.
+        refs, source = self._refs, int(self._refs.source[record])
+        conversation = self._reader.read(source, int(refs.address[record]), int(refs.size[record]))
+        if conversation.id is None:
+            conversation = replace(conversation, id=self._reader.default_id(source, int(refs.row[record])))
+        return conversation
+
+
+def _num_bytes(sample: EncodedSample) -> int:
+    """Bytes of the arrays and tensors of a sample."""
+    values = [*vars(sample).values(), *(sample.vision_inputs.values.values() if sample.vision_inputs else ())]
+    return sum([getattr(value, "nbytes", 0) for value in values])
 
 
 def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> PlannedDataset:

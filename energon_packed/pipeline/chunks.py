@@ -55,6 +55,7 @@ SCHEMA = pa.schema(
         "size": pa.int32(),
         "length": pa.int32(),
         "supervised": pa.int32(),
+        "weight_checksum": pa.int64(),
         "text_bytes": pa.int32(),
         "media_bytes": pa.int64(),
         "media_stamp": pa.int64(),

@@ -305,6 +305,7 @@ def _columns(
         "size": [row.size for row in rows],
         "length": [result.length for result in results],
         "supervised": [result.supervised for result in results],
+        "weight_checksum": [result.weight_checksum for result in results],
         "text_bytes": [0 if c is None else _text_bytes(c) for c in conversations],
         "media_bytes": [result.media_bytes for result in results],
         "num_images": [0 if c is None else len(c.images) for c in conversations],

@@ -178,13 +178,14 @@ class OverlongCheck:
     max_length: int
     overlap: int | None
 
-    def __call__(self, task: OverlongTask) -> list[tuple[int, int | Fragments | Reject]]:
-        """Return the index of each record with its remaining targets, its fragments, or why it is rejected."""
-        results: list[tuple[int, int | Fragments | Reject]] = []
+    def __call__(self, task: OverlongTask) -> list[tuple[int, tuple[int, int] | Fragments | Reject]]:
+        """Return the index of each record with its targets and their weight checksum, its fragments, or its reject."""
+        results: list[tuple[int, tuple[int, int] | Fragments | Reject]] = []
         for row, images, sample in zip(task.rows.tolist(), task.images.tolist(), self._samples(task), strict=True):
             try:
                 if self.overlap is None:
-                    results.append((row, sample.truncated(self.max_length).num_supervised))
+                    cut = sample.truncated(self.max_length)
+                    results.append((row, (cut.num_supervised, cut.weight_checksum)))
                 else:
                     fragments = split_sample(sample, self.max_length, self.overlap, images)
                     fragments["record"] = row
@@ -279,7 +280,7 @@ def plan_rejects(
         The rejected records, and the entries to pack: the records with their status after planning and their targets
         after truncation, and the fragments of records that are split.
     """
-    status, supervised = table.status.copy(), table.supervised.copy()
+    status, supervised, checksums = table.status.copy(), table.supervised.copy(), table.weight_checksum.copy()
     details: dict[int, str] = {}
     # `status` and `details` are filled below, after the object that shares them is made.
     rejects = TableRejects(
@@ -288,7 +289,7 @@ def plan_rejects(
     is_overlong = (status == 0) & (table.length > options.usable_len)
     if max_images is not None:
         status[(status == 0) & (table.num_images > max_images)] = OVERLONG
-    entries = replace(table, status=status, supervised=supervised)
+    entries = replace(table, status=status, supervised=supervised, weight_checksum=checksums)
     if options.overlong == "split":
         status[is_overlong & (table.divisible == 0)] = OVERLONG
     elif options.truncate is None:
@@ -324,8 +325,8 @@ def plan_rejects(
             if isinstance(result, Reject):
                 status[row] = STATUSES.index(result.reason.value)
                 details[row] = result.detail
-            elif isinstance(result, int):
-                supervised[row] = result
+            elif isinstance(result, tuple):
+                supervised[row], checksums[row] = result
             else:
                 fragments.append(result)
     if fragments:

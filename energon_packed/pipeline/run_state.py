@@ -19,7 +19,7 @@ from energon_packed.sources.base import changed_at
 from energon_packed.version import UNWEIGHTED_FORMAT_VERSION
 
 # Increase it when a release reads or measures the same record differently: old restart state is then not used.
-_MEASURE_VERSION = 8
+_MEASURE_VERSION = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """RecordTable, which has the numeric columns of all records in the memory of the driver.
 
-Input: the files of all chunks. Output: a RecordTable (arrays by record, 52 bytes per record) for the planner, and
+Input: the files of all chunks. Output: a RecordTable (arrays by record, 60 bytes per record) for the planner, and
 RecordRefs (arrays of selected records) for the tasks that read them again.
 """
 
@@ -60,13 +60,14 @@ class RecordRefs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """Columns of all n records, in input order; 52 bytes per record.
+    """Columns of all n records, in input order; 60 bytes per record.
 
     Attributes:
         address: int64 (n,), address of the record in its source.
         size: int32 (n,), bytes of the record, 0 if unknown.
         length: int32 (n,), tokens, -1 for a rejected record.
         supervised: int32 (n,), targets, -1 for a rejected record or if the encoder does not count them.
+        weight_checksum: int64 (n,), of its loss weights, as `weight_checksums` computes it.
         text_bytes: int32 (n,), estimated bytes of the text in JSON.
         media_bytes: int64 (n,), bytes of images and .npy files.
         media_stamp: int64 (n,), digest of path, size and time of change of these files; 0 without files.
@@ -88,6 +89,7 @@ class RecordTable:
     size: npt.NDArray[np.int32]
     length: npt.NDArray[np.int32]
     supervised: npt.NDArray[np.int32]
+    weight_checksum: Int64
     text_bytes: npt.NDArray[np.int32]
     media_bytes: Int64
     media_stamp: Int64
@@ -118,7 +120,8 @@ class RecordTable:
         columns["length"][count:] = fragments["stop"] - fragments["start"]
         columns["supervised"][count:] = fragments["supervised"]
         columns["num_images"][count:] = fragments["last_image"] - fragments["first_image"]
-        columns["num_decoded"][count:][fragments["number"] > 0] = 0  # counted with the first fragment
+        for name in ("num_decoded", "weight_checksum"):
+            columns[name][count:][fragments["number"] > 0] = 0  # counted with the first fragment
         return replace(self, **columns, fragments=fragments)
 
     def records(self, rows: Int64) -> Int64:

@@ -376,7 +376,7 @@ def _manifest(
     """Build the manifest of a run whose shards are written, from its counts and settings."""
     options, packs, entries_of = state.options, plan.packs, plan.entries
     cut = np.maximum(entries_of.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
-    fragments = entries_of.fragments
+    fragments, is_weighted = entries_of.fragments, table.counts["notes"][WEIGHTED] > 0
     return PackingManifest(
         format_version=_format_version(options, table),
         sample_class=options.sample_class,
@@ -396,6 +396,7 @@ def _manifest(
         packs=packs.num_packs,
         tokens=packs.tokens,
         supervised_tokens=_supervised(plan),
+        weight_checksum=int(entries_of.weight_checksum[packs.indices].sum()) % 2**63 if is_weighted else None,
         images=int(entries_of.num_images[packs.indices].sum(dtype=np.int64)),
         images_decoded=int(entries_of.num_decoded[packs.indices].sum(dtype=np.int64)),
         check_images=options.check_images,

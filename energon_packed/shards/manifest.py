@@ -100,6 +100,8 @@ class PackingManifest:
         check_images: `header`, or `full`, which decodes all images.
         supervised_tokens: tokens that are targets; None if the encoder does not count them, or in manifests of earlier
             versions.
+        weight_checksum: sum of the `weight_checksums` of the packed records, modulo 2**63; None, and no such key in
+            the file, if all loss weights are 1.
         seq_len: tokens per row.
         utilization: tokens / (packs * seq_len).
         split: requested share of the packs by split; {} in manifests of earlier versions.
@@ -137,6 +139,7 @@ class PackingManifest:
     packs: int
     tokens: int
     supervised_tokens: int | None = None
+    weight_checksum: int | None = None
     images: int
     images_decoded: int | None = None
     check_images: str = "header"
@@ -179,6 +182,7 @@ class PackingManifest:
             "fragments": self.fragments,
             "media": self.media != "copy",
             "media_check": self.media != "copy",
+            "weight_checksum": self.weight_checksum is not None,
         }
         return {name: item for name, item in asdict(self).items() if counts.get(name, True)}
 

@@ -1,6 +1,7 @@
 """Fragments of a long sample: nothing is lost, every token is a target once, images stay whole."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,7 +47,8 @@ def test_fragments_join_to_the_sample_and_every_token_is_a_target_once(overlap: 
     rng = random.Random(overlap)
     for _ in range(300):
         length, row = rng.randint(2, 90), rng.randint(overlap + 1, 40)
-        whole = sample([rng.randint(8, 99) for _ in range(length)])
+        weights = np.array(rng.choices([0.5, 1, 2], k=length), dtype=np.float32)
+        whole = replace(sample([rng.randint(8, 99) for _ in range(length)]), loss_weights=weights)
         fragments = split_sample(whole, row, overlap)
         parts = [fragment_of(whole, fragment) for fragment in fragments]
         check(whole, parts, overlap)
@@ -54,6 +56,8 @@ def test_fragments_join_to_the_sample_and_every_token_is_a_target_once(overlap: 
         assert len(parts[-1]) <= row
         assert fragments["supervised"].tolist() == [part.num_supervised for part in parts]
         assert sum(part.num_supervised for part in parts) == length - 1
+        assert sum(part.weight_checksum for part in parts) % 2**63 == whole.weight_checksum
+        assert (whole.weight_checksum == 0) == (weights[1:] == 1).all()
         # Without images and masked tokens, the length decides.
         assert text_fragments(length, row, overlap).tolist() == fragments.tolist()
 

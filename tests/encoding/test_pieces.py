@@ -1,6 +1,8 @@
 """Long documents are tokenized in pieces, with the ids of the whole document."""
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,23 @@ REFUSED = {
 }
 
 
+def unknown(model: Any, normalizer: Any, *patterns: str) -> Any:
+    """A tokenizer whose ids are all 0, so that comparing the ids of windows finds only other numbers of tokens."""
+    tokenizer = Tokenizer(model(vocab={"mask": 0}, unk_token="mask"))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(p), "isolated") for p in patterns])
+    tokenizer.add_tokens([AddedToken("mask", single_word=True)])
+    return tokenizer
+
+
+def unknown_characters() -> Any:
+    return unknown(partial(models.BPE, merges=[]), normalizers.NFKC(), r"\p{P}?\p{L}+|\p{P}|\s+|\p{N}")
+
+
+def unknown_words() -> Any:
+    return unknown(models.WordLevel, normalizers.NFC(), r"\p{N}{1,3}", r"\p{N}(?!\p{N})|\p{L}")
+
+
 def piece_tokenizer(backend: Any) -> PieceTokenizer:
     return PieceTokenizer(backend, lambda text: HuggingFaceEngine(backend).encode([text], special=False)[0])
 
@@ -177,6 +196,29 @@ def test_ids_of_pieces_are_those_of_the_whole_text(name: str, monkeypatch: pytes
         for special in (False, True):
             expected = backend.encode(text, add_special_tokens=special).ids
             assert tokenizer.encode(text, special=special).tolist() == expected, text
+
+
+@pytest.mark.parametrize(
+    ("make", "units"),
+    [
+        (unknown_characters, ["…the", "x,"]),  # NFKC: three words, and the last continues after the character
+        (unknown_characters, ["\u3260\u1161", " ", "1"]),  # NFKC composes the symbol and the letter
+        (unknown_words, ["12345678", "x,"]),  # three digits are a group, whose last digit is a word
+        (unknown_words, ["ⓐmask", " "]),  # "mask" is an added token, but not after a letter
+    ],
+)
+def test_no_cut_changes_the_number_of_tokens(
+    make: Callable[[], Any], units: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make()
+    tokenizer = piece_tokenizer(backend)
+    assert tokenizer.obstacle == ""
+    monkeypatch.setattr(PieceTokenizer, "window", 128)
+    monkeypatch.setattr(pieces, "_CHANGES", 4)
+    rng = random.Random(0)
+    for _ in range(20):
+        text = "".join(rng.choices(units, k=300))
+        assert tokenizer.encode(text, special=False).tolist() == backend.encode(text).ids
 
 
 @pytest.mark.parametrize("name", REFUSED)

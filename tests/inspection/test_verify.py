@@ -316,6 +316,54 @@ def test_supervised_tokens_are_counted_in_the_packs(copy: Path) -> None:
     assert run(copy, "--fast").exit_code == 0
 
 
+def weighted(first: float, second: float, flavor: str, words: int) -> list[dict[str, Any]]:
+    """Records whose two parts have these loss weights."""
+    turns = [
+        message
+        for number, weight in enumerate((first, second))
+        for message in (
+            {"role": "user", "content": "Next?"},
+            {"role": "assistant", "content": f"a red square {number}" + " word" * words, "weight": weight},
+        )
+    ]
+    documents = [{"text": "blue square" + " word" * 30, "weight": weight} for weight in (first, second)]
+    ids = list(range(65, 105))
+    tokens = {"input_ids": ids, "loss_weights": [first] * 20 + [second] * 20}
+    return [{"messages": turns}, *documents, *([] if flavor == "PackedCaptioningSample" else [tokens])]
+
+
+@pytest.mark.parametrize(
+    ("flavor", "overlong"),
+    [
+        *((flavor, "drop") for flavor in FLAVORS),
+        ("PackedTokensSample", "split"),
+        ("PackedCaptioningSample", "truncate"),
+    ],
+)
+def test_loss_weights_are_compared_with_the_records(
+    tokenizer_dir: Path, tmp_path: Path, flavor: str, overlong: str
+) -> None:
+    outputs = []
+    for name, weights in (("a", (0.5, 2.0)), ("b", (2.0, 0.5))):
+        data = tmp_path / f"{name}.jsonl"
+        records = weighted(*weights, flavor, words=40 if overlong == "truncate" else 3)
+        data.write_text("\n".join(json.dumps({"id": f"r{n}", **record}) for n, record in enumerate(records)))
+        result = pack(
+            data, output_dir=tmp_path / name, seq_len=128 if overlong == "drop" else 38, tokenizer=tokenizer_dir,
+            sample_class=flavor, unpacked=flavor == "MultiMixQASample", overlong=overlong, record_weight="loss",
+            workers=1, max_reject_rate=0.5,
+        )  # fmt: skip
+        outputs.append(result.shards)
+        assert result.manifest.truncated + result.manifest.records_split > 0 or overlong == "drop"
+    assert run(outputs[1]).exit_code == 0
+    before, after = [json.loads((shards / ".nv-meta" / "packing.json").read_text()) for shards in outputs]
+    edit_manifest(outputs[1], lambda value: value.update(weight_checksum=before["weight_checksum"]))
+    output = " ".join(run(outputs[1]).output.split())
+    assert f"the loss weights in the tars have the checksum {after['weight_checksum']}, and" in output
+    edit_manifest(outputs[1], lambda value: value.update(format_version=1))
+    assert run(outputs[1]).exit_code == 1, "packs of format version 1 have no weights"
+
+
 def test_utilization_is_computed_from_the_counts(copy: Path) -> None:
     edit_manifest(copy, lambda value: value.update(utilization=0.5))
     assert "packing.json has utilization 0.5, but tokens /" in " ".join(run(copy, "--fast").output.split())

@@ -1,6 +1,6 @@
 """The gradient of the first optimizer step of a training loop, compared with the samples one by one: run by torchrun.
 
-python -m tests.integrations.loss_runs OUT JOBS     JOBS is JSON: {name: [`block`, `naive` or `trainer`, arguments]}
+python -m tests.integrations.loss_runs OUT JOBS     JOBS is JSON: {name: [a key of `JOBS`, arguments]}
 """
 
 import contextlib
@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -19,12 +21,15 @@ from transformers import LlamaForCausalLM, Qwen2_5_VLForConditionalGeneration, Q
 
 from energon_packed import (
     ChatEncoder,
+    DataflowLoader,
+    MapDistributor,
     PackedBatch,
     PackedDataset,
     PackedTrainer,
     PaddingFreeCollator,
     get_packed_loader,
     packed_training_arguments,
+    step_targets,
 )
 from tests.docs.pages import code_block
 from tests.integrations.launched import report, tiny_qwen2
@@ -89,14 +94,16 @@ class FirstStep:
         if not self.gradients:
             self.gradients = {name: full(grad).clone() for name, grad in gradients.items() if grad is not None}
 
-    def compared(self, model: Any, weighting: str = "token") -> dict[str, Any]:
+    def compared(self, model: Any, weighting: str = "token", weights: str = "") -> dict[str, Any]:
         """Relative error of the gradient; and the loss of the step, from each sample in a forward pass of its own.
 
         Args:
             model: as it was before the step.
             weighting: `token`: the mean over all targets; `sample`: the mean over samples of their means.
+            weights: JSON file with the loss weights of the tokens of each record, by id; "" if all are 1.
         """
         model = model.double()  # so that only the loop has errors of rounding
+        weight_of = json.loads(Path(weights).read_text()) if weights else {}
         ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, [sample for row in self.rows for sample in row.split()])
         total = divisor = 0.0
@@ -105,11 +112,13 @@ class FirstStep:
             if not count:
                 continue
             row = PaddingFreeCollator(dummy_images="never").collate([sample])
-            weight = 1 / count if weighting == "sample" else 1
-            logits = model(**row.transformers_inputs()).logits
-            loss = weight * torch.nn.functional.cross_entropy(logits[0, :-1], row.labels[0, 1:], reduction="sum")
+            logits = model(**row.transformers_inputs(weighted_loss=True)).logits
+            losses = torch.nn.functional.cross_entropy(logits[0, :-1], row.labels[0, 1:], reduction="none")
+            weight = torch.tensor(weight_of[sample.id] if weights else [1.0] * len(sample), dtype=torch.float64)[1:]
+            weight = weight * (row.labels[0, 1:] != -100) / (count if weighting == "sample" else 1)
+            loss = (losses * weight).sum()
             loss.backward()
-            total, divisor = total + loss.item(), divisor + weight * count
+            total, divisor = total + loss.item(), divisor + weight.sum().item()
         exact = {name: value.grad / divisor for name, value in model.named_parameters() if value.grad is not None}
         distance = sum(float((self.gradients[name].double() - grad).square().sum()) for name, grad in exact.items())
         size = sum(float(grad.square().sum()) for grad in exact.values())
@@ -159,8 +168,30 @@ def naive_error(folder: str) -> dict[str, Any]:
     return step.compared(tiny_qwen2())
 
 
+def loop_error(folder: str, packs: str, tokenizer: str, model: str, weighting: str, weights: str) -> dict[str, Any]:
+    """A step of a loop with `batch.loss`, `step_targets` and DDP."""
+    encoder, step = ChatEncoder.from_pretrained(tokenizer), FirstStep()
+    data = PackedDataset(packs, encoder, check_encoder=False)
+    collator = PaddingFreeCollator(loss_weighting=weighting)  # type: ignore[arg-type]
+    with step.recording():
+        replica = torch.nn.parallel.DistributedDataParallel(tiny_model(model, encoder, "sdpa").train())
+        optimizer = torch.optim.AdamW(replica.parameters())
+        rows = list(islice(DataflowLoader(MapDistributor(data), collator=collator, num_workers=0), 4))
+        targets = step_targets(rows)
+        for row in rows:
+            row.loss(replica(**row.transformers_inputs(weighted_loss=True)).logits, targets=targets).backward()
+        optimizer.step()
+    return step.compared(tiny_model(model, encoder, "sdpa"), weighting, weights)
+
+
 def trainer_error(
-    folder: str, packs: str, tokenizer: str, model: str, weighting: str, kind: str = "PackedTrainer"
+    folder: str,
+    packs: str,
+    tokenizer: str,
+    model: str,
+    weighting: str,
+    weights: str = "",
+    kind: str = "PackedTrainer",
 ) -> dict[str, Any]:
     """A step of a Trainer with 4 micro batches; also the loss that it logs."""
     encoder = ChatEncoder.from_pretrained(tokenizer)
@@ -177,7 +208,7 @@ def trainer_error(
         )
         trainer.train()
     (logged,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    found = step.compared(tiny_model(model, encoder, "sdpa"), weighting) | {"logged": logged}
+    found = step.compared(tiny_model(model, encoder, "sdpa"), weighting, weights) | {"logged": logged}
     if kind == "PackedTrainer":
         trainer.args.per_device_eval_batch_size = len(data)  # rank 1 has a row without targets
         found["evaluated"] = trainer.evaluate(data)["eval_loss"]
@@ -208,6 +239,7 @@ def _watch_deepspeed(step: FirstStep) -> None:
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "block": block_error,
     "naive": naive_error,
+    "loop": loop_error,
     "trainer": trainer_error,
 }
 

@@ -22,6 +22,8 @@ from energon_packed import (
     PackedTrainer,
     PaddingFreeCollator,
     TrainerStream,
+    normalize,
+    pack,
     packed_training_arguments,
     prepare_loader,
 )
@@ -32,8 +34,72 @@ from tests.internals import DemoDataset
 from tests.loading.models import tiny_model
 
 BLOCKS = {"accelerate": "trainers.md", "ddp": "trainers.md", "fsdp": "train-torch.md"}
-TRAINED = [("qwen2", "token"), ("qwen2", "sample"), ("llama", "sample"), ("qwen2_5_vl", "token"),
-           ("qwen2_5_vl", "sample")]  # fmt: skip
+TRAINED = [("qwen2", "token", ""), ("qwen2", "sample", ""), ("qwen2_5_vl", "token", "")]
+WEIGHTED = [("qwen2", "token", "weighted"), ("llama", "sample", "weighted"), ("qwen2_5_vl", "sample", "weighted")]
+
+
+def weighted_records(images: list[str]) -> list[dict[str, Any]]:
+    """Conversations, documents and tokens with loss weights in all fields that have them."""
+    records: list[dict[str, Any]] = []
+    names = ("weight", "loss_weight", "loss_scale")
+    for n in range(40):
+        turns: list[dict[str, Any]] = []
+        for turn, weight in enumerate(((0.25, 3.0), (1.5, 0), (1, 0.1))[n % 3]):
+            answer = " ".join(["word"] * (1 + (7 * n + 5 * turn) % 23))
+            turns.append({"role": "user", "content": "<image>Next?" if images and not turn else "Next?"})
+            turns.append({"role": "assistant", "content": answer, names[n % 3]: weight})
+        ids = [65 + (3 * n + k) % 20 for k in range(6 + n % 30)]
+        record: dict[str, Any] = {"messages": turns}
+        if images:
+            record["images"] = [images[n % len(images)]]
+        elif n % 4 == 1:
+            record = {"text": "word " * n + "of a document"}
+        elif n % 4 == 3:
+            weights = [(0.5, 1, 0, 2.5)[k // 3 % 4] for k in range(len(ids))]
+            record = {"input_ids": ids, "labels": [-100, *ids[1:]], "loss_weights": weights}
+        if n % 5:
+            record[(*names, "sample_weight")[n % 4]] = 0.2 * (n % 5) + (n % 2)
+        records.append({"id": f"w{n}", **record})
+    return records
+
+
+def weights_of(encoder: ChatEncoder, record: dict[str, Any], **options: Any) -> list[float]:
+    """Loss weight of each token, by the fields of the record and weights of 0 and 1 in turn."""
+    names = ("weight", "loss_weight", "loss_scale", "sample_weight")
+
+    def targets(chosen: int | None = None) -> Any:
+        plain = {name: value for name, value in record.items() if name not in (*names, "loss_weights")}
+        if chosen is not None:
+            plain["messages"] = [
+                {"role": message["role"], "content": message["content"], "weight": int(turn == chosen)}
+                for turn, message in enumerate(record["messages"])
+            ]
+        return encoder.encode(normalize(plain, **options)).labels != -100
+
+    if "messages" in record:
+        answers = [(n, message) for n, message in enumerate(record["messages"]) if message["role"] == "assistant"]
+        weights = sum(targets(n) * next(message[name] for name in names if name in message) for n, message in answers)
+    else:
+        weights = targets() * record.get("loss_weights", 1.0)
+    found: list[float] = (weights * next((record[name] for name in names if name in record), 1)).tolist()
+    return found
+
+
+def pack_weighted(folder: Path, tokenizer: Path, demo: DemoDataset | None) -> Path:
+    """Pack weighted records, with images if there is a demo dataset, and write their weights to `weights.json`."""
+    folder.mkdir()
+    root = None if demo is None else demo.jsonl.parent
+    images = [] if root is None else [str(path) for path in sorted((root / "images").glob("*_0.png"))[:4]]
+    records = weighted_records(images)
+    (folder / "data.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    encoder, options = ChatEncoder.from_pretrained(tokenizer), {} if root is None else {"image_root": str(root)}
+    weights = {record["id"]: weights_of(encoder, record, **options) for record in records}
+    (folder / "weights.json").write_text(json.dumps(weights))
+    flavor = "PackedTokensSample" if root is None else "PackedMultiMixQASample"
+    return pack(
+        folder / "data.jsonl", output_dir=folder / "out", seq_len=256 if root is None else 600, tokenizer=tokenizer,
+        sample_class=flavor, record_weight="loss", image_root=root, workers=1,
+    ).shards  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +120,17 @@ def ranks(
     out = {"folder": str(folder)}
     jobs: dict[str, Any] = {name: ("block", out | {"page": page, "name": name}) for name, page in BLOCKS.items()}
     jobs["naive"] = ("naive", out)
-    for model, weighting in TRAINED:
+    for model, weighting, weights in TRAINED + WEIGHTED:
         packs, tokenizer = (images, tokenizer_dir) if "vl" in model else (short_packs, text_tokenizer_dir)
+        if weights:
+            packs = pack_weighted(folder / model, tokenizer, demo if "vl" in model else None)
         data = {"packs": str(packs), "tokenizer": str(tokenizer), "model": model, "weighting": weighting}
-        jobs[f"{model} {weighting}"] = ("trainer", out | data)
-    jobs["Trainer"] = ("trainer", jobs["qwen2 token"][1] | {"kind": "Trainer"})
-    jobs["Trainer of a vision model"] = ("trainer", jobs["qwen2_5_vl token"][1] | {"kind": "Trainer"})
+        data["weights"] = str(folder / model / "weights.json") if weights else ""
+        jobs[f"{model} {weighting} {weights}"] = ("trainer", out | data)
+        if weights:
+            jobs[f"loop of {model}"] = ("loop", out | data)
+    jobs["Trainer"] = ("trainer", jobs["qwen2 token "][1] | {"kind": "Trainer"})
+    jobs["Trainer of a vision model"] = ("trainer", jobs["qwen2_5_vl token "][1] | {"kind": "Trainer"})
     return run_script("tests.integrations.loss_runs", json.dumps(jobs), out=folder)
 
 
@@ -70,13 +141,22 @@ def test_loops_of_the_pages_average_over_all_targets_of_a_step(ranks: list[Any],
         assert len(rank[name]["targets"]) == 4
 
 
-@pytest.mark.parametrize(("model", "weighting"), TRAINED)
-def test_packed_trainer_averages_over_all_targets_or_samples(ranks: list[Any], model: str, weighting: str) -> None:
+@pytest.mark.parametrize(("model", "weighting", "weights"), TRAINED + WEIGHTED)
+def test_packed_trainer_averages_over_all_targets_or_samples(
+    ranks: list[Any], model: str, weighting: str, weights: str
+) -> None:
     for rank in ranks:
-        found = rank[f"{model} {weighting}"]
+        found = rank[f"{model} {weighting} {weights}"]
         assert found["error"] < 1e-5
         assert found["logged"] == pytest.approx(found["loss"], rel=1e-6)
         assert found["evaluated"] == pytest.approx(found["expected"], rel=1e-6)
+
+
+@pytest.mark.parametrize("model", [model for model, *_ in WEIGHTED])
+def test_batch_loss_has_the_gradient_of_the_weights_in_the_records(ranks: list[Any], model: str) -> None:
+    for rank in ranks:
+        assert rank[f"loop of {model}"]["error"] < 1e-5
+        assert len(rank[f"loop of {model}"]["targets"]) == 4
 
 
 def test_the_mean_of_means_is_another_gradient(ranks: list[Any]) -> None:

@@ -25,7 +25,7 @@ from energon_packed import (
     normalize,
     plan_in_memory,
 )
-from tests.internals import JsonlSource, PackedFolder, check_order, verify
+from tests.internals import JsonlSource, PackedFolder, check_order, raw_records, verify
 from tests.loading.flows import check_every_step
 
 IGNORE_INDEX = -100
@@ -212,6 +212,33 @@ def test_planned_rows_have_the_fragments_of_pack(
             assert sample.labels.tolist()[1:] == stored[sample.id].labels.tolist()[1:]
             seen.add(sample.id)
     assert seen == set(stored)
+
+
+@pytest.mark.parametrize("limit", [1 << 26, 1])
+def test_a_planned_document_is_encoded_once_for_its_fragments(
+    tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    documents = [{"id": f"d{n}", "text": " ".join(WORDS * 200)} for n in range(3)]
+    planned = plan_in_memory(config_of(tmp_path, tokenizer_dir, streaming=False, records=documents))
+    monkeypatch.setattr(raw_records, "_KEPT_BYTES", limit)
+    encoded: list[int] = []
+    encode_many = ChatEncoder.encode_many
+
+    def counted(encoder: ChatEncoder, conversations: Any) -> Any:
+        encoded.append(len(conversations))
+        return encode_many(encoder, conversations)
+
+    monkeypatch.setattr(ChatEncoder, "encode_many", counted)
+    of_document: dict[str, list[int]] = {}
+    for row in range(len(planned)):
+        for ident in planned.ids(row):
+            of_document.setdefault(str(ident).partition("#")[0], []).append(row)
+    rows = [row for found in of_document.values() for row in found]
+    assert len(rows) > 60
+    for row in rows:  # document by document
+        assert [sample.id for sample in planned[row]] == planned.ids(row)
+    # Within the limit, the last document is kept alone: a row with the ends of several documents encodes them again.
+    assert sum(encoded) == 3 if limit > 1 else 3 < sum(encoded) < len(rows) / 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

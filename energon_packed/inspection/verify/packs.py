@@ -31,6 +31,7 @@ from energon_packed.seqlens import round_up
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.scan import TarScan
 from energon_packed.system import raise_resource_error
+from energon_packed.version import UNWEIGHTED_FORMAT_VERSION
 
 
 @dataclass(slots=True)
@@ -39,7 +40,8 @@ class TarContents:
 
     Attributes:
         name: file name of the tar.
-        counts: number of packs, samples, images and tokens, and of supervised tokens of the encoded samples.
+        counts: number of packs, samples, images and tokens, and of supervised tokens of the encoded samples; and the
+            sum of the checksums of their loss weights.
         samples: (id, checksum of its text or tokens, key of its pack) of every sample, in order.
         shortest: lengths of the two shortest samples that may share a row, by kind of media.
         packs, images, fit, encoded: checks of this tar.
@@ -145,6 +147,7 @@ class PackChecker:
         if checked.num_supervised == 0:
             contents.encoded.fail(f"{name} has no supervised token")
         contents.counts["supervised tokens"] += checked.num_supervised
+        contents.counts["weights"] += checked.weight_checksum
         return len(checked)
 
 
@@ -286,7 +289,8 @@ def _sums(
 ) -> Check:
     """Check that the counts of the packs match packing.json, for each shard and in total.
 
-    Sums of tokens are not compared if samples have an `unknown` length, and of targets if they are `not_encoded`.
+    Sums of tokens are not compared if samples have an `unknown` length, and of targets and their loss weights if they
+    are `not_encoded`.
     """
     check = Check("sums match packing.json", summary=f"{total['tokens']:,} tokens", not_checked=unknown)
     entries: dict[str, Any] = {shard.name: shard for shard in manifest.shards}
@@ -304,6 +308,12 @@ def _sums(
     for name, recorded in totals.items():
         if total[name] != recorded:
             check.fail(f"the tars have {total[name]:,} {name}, packing.json has {recorded:,}")
+    weights = 0 if manifest.format_version == UNWEIGHTED_FORMAT_VERSION else manifest.weight_checksum
+    if not not_encoded and weights is not None and total["weights"] % 2**63 != weights:
+        check.fail(
+            f"the loss weights in the tars have the checksum {total['weights'] % 2**63}, and the loss weights of the "
+            f"records, in packing.json, have {weights}"
+        )
     actual = manifest.tokens / max(manifest.packs * manifest.seq_len, 1)
     if abs(actual - manifest.utilization) > 1e-5:  # it is stored with six decimals
         check.fail(

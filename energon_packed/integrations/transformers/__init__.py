@@ -6,3 +6,17 @@
 | stream.py | TrainerStream, TrainerStreamCallback: a loader as streaming data, resumed exactly |
 | trainer.py | PackedTrainer, IsolationCheckCallback, SetEpochCallback |
 """
+
+from energon_packed.integrations.transformers.arguments import check_training_arguments, packed_training_arguments
+from energon_packed.integrations.transformers.stream import TrainerStream, TrainerStreamCallback
+from energon_packed.integrations.transformers.trainer import IsolationCheckCallback, PackedTrainer, SetEpochCallback
+
+__all__ = [
+    "IsolationCheckCallback",
+    "PackedTrainer",
+    "SetEpochCallback",
+    "TrainerStream",
+    "TrainerStreamCallback",
+    "check_training_arguments",
+    "packed_training_arguments",
+]
