@@ -16,7 +16,7 @@ references: they are resolved before `Codec.read` gets the parts.
 import errno
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import orjson
 
 from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, read_range, status
-from energon_packed.storage import as_path, is_remote
+from energon_packed.storage import RemotePath, absolute_name, as_path, is_remote, read_ranges
 from energon_packed.system import ABSENT, raise_resource_error
 
 MEDIA_PART = "media.json"
@@ -82,9 +82,10 @@ def complete_parts(raw: Mapping[str, Any]) -> dict[str, Any]:
     located = _locators(raw)
     parts = {name: content for name, content in raw.items() if name not in located and name != MEDIA_PART}
     reader = _reader_of(raw)
+    requested = reader.requested([locator for locator in located.values() if locator is not None])
     for name, locator in located.items():
         if locator is not None:
-            parts[name] = reader.read(locator, raw, name)
+            parts[name] = reader.read(locator, raw, name, requested)
         elif name in raw:
             parts[name] = raw[name]
     return parts
@@ -135,13 +136,30 @@ class _MediaReader:
         self._moved = moved
         self._streams = Streams()
 
-    def read(self, locator: Locator, raw: Mapping[str, Any], part: str) -> bytes:
-        """Read and check the bytes of a locator. Raises as `complete_parts`."""
-        path = self._path(locator.file)
+    def requested(self, locators: Sequence[Locator]) -> Callable[[Locator], bytes | None]:
+        """Return a function that returns the bytes of the locators with a digest in object stores, else None.
+
+        They are requested together.
+        """
+        paths = [(locator, self._path(locator.file)) for locator in locators if locator.digest is not None]
+        remote = [(locator, path) for locator, path in paths if isinstance(path, RemotePath)]
         try:
-            stream = self._streams.get(path)
-            data = read_range(stream, locator.offset, locator.size)
-            now = status(stream) if locator.changed is not None else None
+            contents = read_ranges([(path, locator.offset, locator.size) for locator, path in remote])
+        except OSError:  # it has no part, which `read` names in its errors
+            return lambda locator: None
+        known = {locator: data for (locator, _), data in zip(remote, contents, strict=True)}
+        return known.get
+
+    def read(
+        self, locator: Locator, raw: Mapping[str, Any], part: str, requested: Callable[[Locator], bytes | None]
+    ) -> bytes:
+        """Read and check the bytes of a locator. Raises as `complete_parts`."""
+        path, now = self._path(locator.file), None
+        try:
+            if (data := requested(locator)) is None:
+                stream = self._streams.get(path)
+                data = read_range(stream, locator.offset, locator.size)
+                now = status(stream) if locator.changed is not None else None
         except IrregularFile as error:
             raise _changed(raw, part, path, str(error)) from error
         except (OSError, MemoryError) as error:
@@ -159,8 +177,7 @@ class _MediaReader:
         return data
 
     def _path(self, file: str) -> Path:
-        target = self._folder / as_path(file) if not is_remote(file) else as_path(file)
-        path = str(target.resolve()) if is_remote(target) else os.path.normpath(target)
+        path = absolute_name(file if is_remote(file) else self._folder / file)
         for old, new in self._moved:
             if path == old or path.startswith(old.rstrip("/") + "/"):
                 return as_path(new + path[len(old.rstrip("/")) :])

@@ -206,7 +206,8 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         self._folders = [_Folder(member, self.encoder) for member in self.blend]
         self._starts = np.cumsum([0, *self.packs])  # first item of each dataset among the items of all datasets
         self._ahead: ReadAhead[int, PackSample] = ReadAhead(self._read)
-        self.read_ahead = _AHEAD if any(map(_is_remote, self.blend)) else 0
+        self._remote = [_is_remote(member) for member in self.blend]
+        self.read_ahead = _AHEAD if any(self._remote) else 0
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -277,7 +278,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         `read_ahead` is the number of items that are worth a request; 0 for local folders, whose items are not read.
         """
         if self.read_ahead:
-            self._ahead.request(number for number in numbers if _is_remote(self.blend[self._locate(number)[0]]))
+            self._ahead.request(number for number in numbers if self._remote[self._locate(number)[0]])
 
     def item(self, number: int) -> Sequence[EncodedSample]:
         """Return the encoded samples of an item: a pack by its index over all datasets of the blend.
@@ -291,6 +292,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         try:
             return encode_pack(self._ahead.get(number), self.encoder, check_lengths=self.check_lengths, source=source)
         except (FormatError, RecordError) as error:
+            folder.reader.check_unchanged(pack)  # an object may have been replaced since its last check
             raise error.at(folder.describe(pack), verify_hint(source.dataset)) from error
         except Exception as error:
             if (sent := sendable(error)) is error:
@@ -381,7 +383,14 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
 
 
 def _is_remote(split: LoadedSplit) -> bool:
-    return is_remote(split.path)
+    """Return whether packs, or the images that they refer to, are in an object store."""
+    if is_remote(split.path):
+        return True
+    if split.manifest is None or split.manifest.media != "reference":
+        return False
+    return any(
+        is_remote(path) for source in split.manifest.sources for path in [*source.path, source.image_root or ""]
+    )
 
 
 class _Folder:

@@ -12,7 +12,6 @@
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 from energon_packed.encoding.vision.images import read_header, sniff_extension
@@ -21,6 +20,7 @@ from energon_packed.formats import StoredImage
 from energon_packed.formats.references import Locator, media_digest
 from energon_packed.records import MediaReference
 from energon_packed.sources import Source
+from energon_packed.storage import absolute_name, as_path, is_remote
 
 Media = Literal["copy", "reference"]
 MEDIA: tuple[Media, ...] = get_args(Media)
@@ -54,15 +54,17 @@ class MediaLocator:
                 "`media` must be 'copy' for images that are not files or members of tars, got 'reference'. Write the "
                 "images to files, or omit `media`"
             )
-        file = os.path.abspath(reference.file or "")
+        file = absolute_name(reference.file or "")
         is_member = reference.member is not None
-        source = self.folders[os.path.dirname(file)] if is_member else FILES
+        source: str | None = self.folders[os.path.dirname(file)] if is_member else FILES
         member = reference.member if is_member else file.lstrip("/")
+        if is_remote(file) and not is_member:  # Energon's folder of files, the root of the disk, has no URLs
+            source = member = None
         if self.check == "digest":
             data = reference.read()
             extension, size, digest, changed = sniff_extension(data), len(data), media_digest(data), None
         else:
-            header, status = read_header(reference), os.stat(file)
+            header, status = read_header(reference), as_path(file).stat()
             extension, size, digest = header.extension, header.num_bytes, None
             changed = (status.st_size, status.st_mtime_ns)
         locator = Locator(file, reference.offset or 0, size, digest, changed, source, member)
@@ -71,6 +73,6 @@ class MediaLocator:
 
 def auxiliary_names(sources: Iterable[Source]) -> dict[str, str]:
     """Return a name for each folder with a tar of the input: `tars0`, `tars1`, ... in the order of the paths."""
-    tars = (Path(os.path.abspath(source.path)) for source in sources if source.path.suffix == ".tar")
+    tars = (as_path(absolute_name(source.path)) for source in sources if source.path.suffix == ".tar")
     folders = sorted({str(tar.parent) for tar in tars})
     return {folder: f"tars{index}" for index, folder in enumerate(folders)}
