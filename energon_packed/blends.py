@@ -28,7 +28,7 @@ from energon_packed.options import refuse_remote
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
 from energon_packed.shards.reader import ShardReader
-from energon_packed.storage import RemotePath, as_path, energon_url
+from energon_packed.storage import as_path, energon_url, is_remote
 
 Subflavor = str | int | float | bool
 WeightBy = Literal["samples", "packs", "tokens", "records", "equal"]
@@ -83,7 +83,7 @@ def read_input(path: str | Path, split: str) -> BlendInput:
         FormatError: `path` is not a dataset, or not a Metadataset that Energon can read.
     """
     path = as_path(path)
-    refuse_remote(path, is_read=True)
+    refuse_remote(path, or_object=True)
     if path.is_file():
         return _read_metadataset(path, split)
     folder = dataset_folder(path)
@@ -337,7 +337,8 @@ def render(blend: Blend, out: Path, *, absolute: bool = False) -> str:
 
     Args:
         blend: from `make_blend`.
-        out: output file; relative paths start from its folder.
+        out: output file; relative paths start from its folder. Datasets in another place than its disk or bucket have
+            absolute paths or msc:// URLs.
         absolute: write absolute paths.
     """
     name = "MetadatasetV2" if blend.schema == "v2" else "Metadataset"
@@ -375,7 +376,8 @@ def write_metadataset(blend: Blend, out: Path, *, absolute: bool = False) -> Non
     Raises:
         ConfigError: `out` is an input, an input references it, or it does not end in .yaml.
     """
-    refuse_remote(out)
+    out = as_path(out)
+    refuse_remote(out, or_object=True)
     if out.suffix != ".yaml":
         raise ConfigError(f"{out} must end in .yaml; Energon reads only such files as a Metadataset")
     for path in (dataset.path for dataset in (*blend.train, *blend.val)):
@@ -394,8 +396,16 @@ def _entry(
 ) -> list[str]:
     """Return the YAML lines of a reference."""
     target = dataset.path.resolve()
-    is_url = isinstance(target, RemotePath)
-    path = energon_url(target) if is_url or absolute else os.path.relpath(target, out.resolve().parent)
+    folder = out.resolve().parent
+    is_url = is_remote(target) or is_remote(folder)
+    if absolute or (is_url and target.parts[:2] != folder.parts[:2]):  # another bucket, or one of them is a disk
+        path = energon_url(target)
+    else:
+        path = (
+            os.path.relpath("/".join(target.parts), "/".join(folder.parts))
+            if is_url
+            else os.path.relpath(target, folder)
+        )
     value: dict[str, object] = {"path": path}
     if dataset.split != split:
         value["split_part"] = dataset.split

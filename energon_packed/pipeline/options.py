@@ -39,6 +39,7 @@ from energon_packed.records import Adapter, FieldMap
 from energon_packed.records.normalize import RECORD_WEIGHT, RecordWeight
 from energon_packed.shards.nv_meta import SPLITS
 from energon_packed.sources import SourceConfig
+from energon_packed.storage import as_path
 from energon_packed.system import available_cores
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -377,11 +378,11 @@ class InputOptions(EncoderSettings):
 
     def _refuse_remote(self) -> None:
         for path in self.inputs:
-            refuse_remote(path, is_read=True)
+            refuse_remote(path, or_object=True)
         for declaration in declared(type(self)):
             if declaration.kind is Path and getattr(self, declaration.name) is not None:
-                is_read = declaration.name == "image_root"
-                refuse_remote(getattr(self, declaration.name), declaration.name, is_read=is_read)
+                or_object = declaration.name in ("image_root", "output_dir", "output")
+                refuse_remote(getattr(self, declaration.name), declaration.name, or_object=or_object)
 
     @property
     def source_configs(self) -> list[SourceConfig]:
@@ -506,6 +507,10 @@ class PackOptions(RejectOptions):
         lambda: {"train": 1.0}, help="Shares of the packs, such as train=0.98,val=0.02 or train=98,val=2.",
         group=PACKING, parse=parse_split, decides="tars", shown_default="train=1", metavar="SHARES",
     )  # fmt: skip
+    work_dir: Path | None = option(
+        None, help="With an output in an object store: local folder of restart state and unfinished shards.",
+        group=OUTPUT, metavar="DIR", shown_default="energon-packed in the cache folder of the user",
+    )  # fmt: skip
     shard_prefix: str | None = option(
         None, help="Start of shard names and keys, different for each output of a blend.", group=OUTPUT,
         metavar="NAME", shown_default="the name of the output folder",
@@ -588,7 +593,12 @@ class PackOptions(RejectOptions):
         index, count = checked_part(self.part)
         object.__setattr__(self, "part", (index, count))
         folder = str(self.output_dir).replace("{part}", part_suffix(index)[1:])
-        object.__setattr__(self, "output_dir", Path(folder))
+        object.__setattr__(self, "output_dir", as_path(folder))
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Maximum bytes of the shards that are written at the same time."""
+        return self.processes * self.max_shard_bytes
 
     @property
     def prefix(self) -> str:
@@ -651,6 +661,7 @@ class PackKeywords(TypedDict, total=False):
     max_failures: int | None
     strict: bool
     output_dir: Path | str
+    work_dir: Path | str | None
     seq_len: int | str
     group_by: GroupBy
     split: dict[str, float] | str
