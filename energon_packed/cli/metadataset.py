@@ -83,6 +83,7 @@ def command(
         subflavors=dict(_pair(pair) for pair in subflavors),
         input_subflavors=by_input,
     )
+    out = as_path(out)
     write_metadataset(blend, out, absolute=not relative)
     output.console.print(_table(blend))
     for warning in blend.warnings():
