@@ -57,7 +57,6 @@ _MEDIA: dict[str, dict[str, Any]] = {
     "digest": {"media": "reference"},
     "time": {"media": "reference", "media_check": "time"},
 }
-_ROUNDS = 3
 _BASES = 64  # images that are encoded; the other images have other bytes in a comment
 
 
@@ -225,7 +224,7 @@ def plain_energon(out: Path) -> Iterable[Any]:
     metadataset = out / "media.yaml"
     dataset = get_train_dataset(
         metadataset if metadataset.exists() else out / "webdataset",
-        dataset_config=None if metadataset.exists() else "crude.yaml",
+        **({} if metadataset.exists() else {"dataset_config": "crude.yaml"}),
         split_part="train",
         worker_config=WorkerConfig(rank=0, world_size=1, num_workers=2),
         batch_size=None,
@@ -244,7 +243,7 @@ def spent(loader: Iterable[Any], packs: int) -> float:
     return seconds(lambda: sum(1 for _ in zip(range(packs - 1), batches, strict=False)))
 
 
-def bench_loaders(report: Report, work: Path, kind: str, packs: int) -> None:
+def bench_loaders(report: Report, work: Path, kind: str, packs: int, rounds: int) -> None:
     """Compare the loaders, which decode images."""
     encoder = _encoder(work)
     loaders: dict[str, Callable[[Path], Iterable[Any]]] = {
@@ -256,7 +255,7 @@ def bench_loaders(report: Report, work: Path, kind: str, packs: int) -> None:
     for cache in ("cold", "warm"):
         for name, load in loaders.items():
             times: dict[str, list[float]] = {media: [] for media in _MEDIA}
-            for _ in range(_ROUNDS):
+            for _ in range(rounds):
                 for media, runs in times.items():
                     out = work / f"out-{kind}-{media}"
                     if cache == "cold":
@@ -295,6 +294,7 @@ def main() -> None:
     parser = arguments(__doc__, "media")
     parser.add_argument("--images", type=int, default=20_000)
     parser.add_argument("--packs", type=int, default=300, help="packs that each loader reads")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each loader")
     parser.add_argument("--kinds", nargs="*", choices=_WRITERS, default=list(_WRITERS))
     parser.add_argument(
         "--parts", nargs="*", choices=("pack", "reads", "loaders"), default=["pack", "reads", "loaders"]
@@ -315,7 +315,7 @@ def main() -> None:
         if "reads" in options.parts:
             bench_reads(report, work, kind)
         if "loaders" in options.parts:
-            bench_loaders(report, work, kind, options.packs)
+            bench_loaders(report, work, kind, options.packs, options.rounds)
     if "files" in options.kinds:
         bench_calls(report, work)
     report.finish()

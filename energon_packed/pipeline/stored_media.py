@@ -191,7 +191,7 @@ class MediaPlan:
         )
         self.bytes = int(sizes.sum())
         members = BLOCK - (-sizes // BLOCK) * BLOCK  # a header, and the content padded to whole blocks
-        self._ranges = cut_evenly(members, _MOST_IMAGES, max_bytes)
+        self._ranges = cut_evenly(members, _MOST_IMAGES, min(max_bytes, 1 << PLACE_BITS))
         self.sizes = np.add.reduceat(members, [start for start, _ in self._ranges])
         places: Int64 = np.cumsum(members) - members + BLOCK
         for number, (start, stop) in enumerate(self._ranges):

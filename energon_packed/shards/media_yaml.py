@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.files import atomic_write, remove_tree
-from energon_packed.formats.references import FILES, MEDIA_PART, TARS, Locator, read_locators
+from energon_packed.formats.references import FILES, MEDIA_PART, STORED, TARS, Locator, read_locators
 from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.shards.index import write_member_index
 from energon_packed.shards.nv_meta import CRUDE, INFO, info_file, yaml_file
@@ -49,10 +49,11 @@ def write_media_yaml(folder: Path) -> None:
     atomic_write(index / NV_META / INFO, info_file({_shard_name(tar, folder, index): 0 for tar in tars}))
     if not tars:
         remove_tree(index)
-    paths = {FILES: "filesystem:///", TARS: MEDIA_INDEX}
+    # By name: a source of an untrusted dataset must not become a path.
+    paths = {FILES: "filesystem:///", STORED: STORED, TARS: MEDIA_INDEX}
     content: dict[str, Any] = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {}}
     for split in filter(splits.shards, splits.parts):
-        aux = {source: paths.get(source, source) for source in sorted(sources)}
+        aux = {source: path for source, path in paths.items() if source in sources}
         content["splits"][split] = {"path": folder.name, "dataset_config": CRUDE} | ({"aux": aux} if aux else {})
     atomic_write(out / MEDIA_YAML, yaml_file(content))
 

@@ -1,14 +1,16 @@
 """Datasets with referenced images in verify, inspect, report and nv-meta, and mixed with copies in a blend."""
 
 import json
+import os
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from energon_packed import ChatEncoder, DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
-from tests.internals import PackedFolder, gather
+from tests.internals import PackedFolder, gather, verify
 from tests.media import bmp, pack_media, write_files, write_tar
 from tests.processes import energon_packed
 
@@ -153,3 +155,19 @@ def test_a_state_of_every_step_continues_as_with_copies(data: Datasets, encoder:
         resumed = make(data.out)
         resumed.load_state_dict(loader.state_dict())
         assert [batch.pixel_values.numpy().tobytes() for batch in resumed] == expected[step:]
+
+
+def test_verify_reads_each_image_once(data: Datasets, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: Counter[tuple[str, int]] = Counter()
+    pread = os.pread
+
+    def counted(descriptor: int, size: int, offset: int) -> bytes:
+        reads[os.readlink(f"/proc/self/fd/{descriptor}"), offset] += 1
+        return pread(descriptor, size, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    assert all(check.passed for check in verify(PackedFolder.open(data.out), encoder))
+    of_images = {place: count for place, count in reads.items() if place[0].startswith(str(data.source))}
+    assert len(of_images) == 24
+    first = len(PackedDataset(data.out, encoder).sample(0).stored_samples())
+    assert sum(of_images.values()) <= 24 + first  # Energon loads the first pack

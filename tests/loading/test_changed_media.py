@@ -162,11 +162,12 @@ def test_a_file_that_cannot_be_read_is_a_resource_error_and_not_a_changed_file(
             with pytest.raises(ResourceError, match=f"0003.bmp.*{reason}"):
                 list(get_packed_loader(data.out, encoder, epochs=1, num_workers=0, max_failures=1000))
             with pytest.raises(FatalSampleError, match=f"0003.bmp.*{reason}"):  # Energon skips other errors
-                list(_plain_energon(data.out, encoder, 0))
+                list(plain_energon(data.out, encoder, 0))
     assert _images(data.out, encoder) == data.images
 
 
-def _plain_energon(out: Path, encoder: ChatEncoder, workers: int) -> Any:
+def plain_energon(out: Path, encoder: ChatEncoder, workers: int) -> Any:
+    """A loader without a task encoder of this package."""
     config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
     return get_loader(
         get_train_dataset(
@@ -192,7 +193,7 @@ LOADERS: dict[str, Callable[[Path, ChatEncoder, int], Any]] = {
     "get_packed_loader": lambda out, encoder, workers: get_packed_loader(
         out, encoder, epochs=1, num_workers=workers, max_failures=1000
     ),
-    "plain Energon": _plain_energon,
+    "plain Energon": plain_energon,
 }
 
 
@@ -208,6 +209,19 @@ def test_a_changed_file_stops_every_loader_whatever_max_failures(
         for _ in loader:
             pass
     assert name in ("PackedDataset", "plain Energon") or "\n" not in str(raised.value)
+
+
+def test_an_id_with_line_breaks_is_in_an_error_of_one_line(
+    tokenizer_dir: Path, encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    jsonl = write_files(tmp_path / "source", range(3))
+    jsonl.write_text(jsonl.read_text().replace('"r1"', '"r1\\nDataChangedError: x"'))
+    pack_media(tmp_path / "out", tokenizer_dir, [jsonl])
+    (tmp_path / "source" / "images" / "0001.bmp").unlink()
+    loader = DataflowLoader(MapDistributor(PackedDataset(tmp_path / "out", encoder)), batch_size=1, num_workers=1)
+    with pytest.raises(DataChangedError, match=r"an image of sample 1 \(r1\\nDataChangedError: x\), is not") as raised:
+        list(loader)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_source_of_200_images_that_was_rewritten_is_an_error_in_every_pack(

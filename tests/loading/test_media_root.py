@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from megatron.energon.errors import FatalSampleError
 
 from energon_packed import (
     ChatEncoder,
@@ -21,6 +22,7 @@ from energon_packed import (
     set_media_root,
 )
 from tests.internals import ordered_loader
+from tests.loading.test_changed_media import plain_energon
 from tests.media import pack_media, write_files, write_tar
 from tests.processes import CONTEXT
 
@@ -79,6 +81,15 @@ def test_moved_images_are_read_from_the_new_folder_and_states_do_not_depend_on_i
     assert _pixels(loader) == _pixels(expected)
     states = [made.state_dict() for made in (loader, make(moved.out, encoder, media_root={}))]
     assert states[0]["identity"] == states[1]["identity"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_set_media_root_is_for_the_loaders_of_energon(moved: Moved, encoder: ChatEncoder, workers: int) -> None:
+    with pytest.raises(FatalSampleError, match="does not exist"):
+        list(plain_energon(moved.out, encoder, workers))
+    set_media_root(moved.root)
+    images = [batch.images for batch in plain_energon(moved.out, encoder, workers)]
+    assert images == [batch.images for batch in plain_energon(moved.copied, encoder, workers)]
 
 
 def test_a_loader_of_megatron_reads_moved_images(moved: Moved, encoder: ChatEncoder) -> None:

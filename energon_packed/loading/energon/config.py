@@ -6,6 +6,7 @@ from numbers import Real
 from typing import Any, Literal, TypedDict
 
 from energon_packed.errors import ConfigError
+from energon_packed.formats.references import moved_folders
 from energon_packed.loading.ranks import check_rank_arguments
 
 EvenRanks = Literal["auto", "mask", "repeat", "drop", "off"]
@@ -123,6 +124,7 @@ class LoaderConfig:
         if self.even_ranks not in EVEN_RANKS:
             raise ConfigError(f"`even_ranks` must be one of {', '.join(EVEN_RANKS)}, got {self.even_ranks!r}.")
         check_rank_arguments(self.rank, self.world_size)
+        moved_folders(self.media_root)
 
     @property
     def on_the_fly(self) -> bool:
