@@ -40,7 +40,7 @@ from energon_packed.shards.media_yaml import write_media_yaml
 from energon_packed.shards.nv_meta import write_nv_meta
 from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at
-from energon_packed.storage import RemotePath, StorageError, is_remote
+from energon_packed.storage import RemotePath, StorageError, is_remote, map_paths
 from energon_packed.system import raise_resource_error
 from energon_packed.version import FORMAT_VERSION, UNWEIGHTED_FORMAT_VERSION, WEIGHTED_FORMAT_VERSION
 
@@ -342,7 +342,7 @@ def write_shards(
         state.progress.advance(samples, samples)
 
     state.progress.start("write", sum(len(shard.rows) for shard in plan.shards), "samples")
-    with ThreadPoolExecutor(_REQUESTS) as threads:
+    with ThreadPoolExecutor(_REQUESTS) as threads:  # not `map_paths`, whose threads stay: workers are forked next
         names = [name for name in shards if state_file(folder, name).exists()]
         for finished in threads.map(lambda name: finished_shard(task_of(name)), names):
             if finished is not None:
@@ -380,9 +380,8 @@ def write_index(
 ) -> PackingManifest:
     """Write the indexes and the manifest; return it as saved in packing.json."""
     state.progress.start("index", len(shards), "shards")
-    with ThreadPoolExecutor(_REQUESTS) as threads:
-        for _ in threads.map(lambda shard: _check_shard(state.workspace.shards / shard.name, shard), shards):
-            pass
+    by_name = {shard.name: shard for shard in shards}
+    map_paths(lambda tar: _check_shard(tar, by_name[tar.name]), [state.workspace.shards / name for name in by_name])
     entries = _entries(plan, shards, state.options)
     folder = state.workspace.write_folder(keys.write)
     write_nv_meta(

@@ -36,7 +36,7 @@ _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n?", re.MULTILINE)
 _TITLE = re.compile(r'title="([^"]+)"')
 _PRINTS = re.compile(r"\bprints[:.]?\s*\Z")
-_OWN_COMMAND = re.compile(r"energon-packed ([^|<>&;*$`]*?)(2>&1 )?((?<= )[|>][^&;$`]*)?")
+_OWN_COMMAND = re.compile(r"energon-packed ([^|<>&;*$`]*?)(2>&1 )?((?<= )[|>](?!\|)[^&;$`]*)?")
 
 
 @dataclass(frozen=True, slots=True)
