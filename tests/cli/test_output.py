@@ -114,7 +114,7 @@ def test_without_a_terminal_a_line_shows_progress_rate_and_remaining_time() -> N
         (["state", "redist", "OUT", "s3://b/new", "--world-size", "2"], "s3:/b/new is remote"),
         (["lengths", "d.jsonl", "-o", "hf://bucket/out"], "--output-dir hf://bucket/out is remote"),
         (["metadataset", "az://bucket/mix.yaml", "OUT"], "az:/bucket/mix.yaml is remote"),
-        (["metadataset", "mix.yaml", "s3://bucket/a"], "s3://bucket/a is remote"),
+        (["metadataset", "mix.yaml", "az://bucket/a"], "az://bucket/a is remote"),
     ],
 )
 def test_object_stores_are_refused_at_once(packed: Any, tmp_path: Path, arguments: list[str], message: str) -> None:
