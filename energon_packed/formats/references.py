@@ -251,7 +251,7 @@ class _MediaReader:
 
 
 def moved_path(path: str, moved: MediaRoot) -> str:
-    """Return where a file is after folders have moved."""
+    """Return the path of a file after folders have moved."""
     for old, new in moved:
         if path == old or path.startswith(old.rstrip("/") + "/"):
             return new + path[len(old.rstrip("/")) :]
