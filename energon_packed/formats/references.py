@@ -284,7 +284,7 @@ def _absolute(folder: Path, file: str) -> str:
 
 
 def moved_path(path: str, moved: MediaRoot) -> str:
-    """Return where a file is after folders have moved."""
+    """Return the path of a file after folders have moved."""
     for old, new in moved:
         if path == old or path.startswith(old.rstrip("/") + "/"):
             return new + path[len(old.rstrip("/")) :]

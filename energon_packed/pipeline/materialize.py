@@ -1,6 +1,6 @@
 """A dataset with references to images in, the same dataset with the images in its tars out: `materialize`.
 
-The new dataset is equal to that of `pack --media copy`, byte for byte: only packing.json counts another run. Every
+The new dataset equals the dataset of `pack --media copy`, byte for byte: only packing.json counts another run. Every
 digest is compared while the images are copied.
 """
 
