@@ -18,7 +18,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from energon_packed.errors import ConfigError
 from energon_packed.files import atomic_write, error_of_path, open_regular, remove_if_possible
-from energon_packed.shards.media_yaml import MEDIA_INDEX, MEDIA_YAML
+from energon_packed.shards.media_yaml import remove_media_yaml
 
 _LOCK = "lock"
 _OWNER = "owner.json"
@@ -262,8 +262,7 @@ class Workspace:
     def remove_index(self) -> None:
         """Remove `.nv-meta` and media.yaml before a shard is written: no reader may open an incomplete dataset."""
         shutil.rmtree(self.shards / ".nv-meta", ignore_errors=True)
-        shutil.rmtree(self.root / MEDIA_INDEX, ignore_errors=True)
-        (self.root / MEDIA_YAML).unlink(missing_ok=True)
+        remove_media_yaml(self.root)
 
     def remove_strays(self, names: set[str]) -> None:
         """Remove shards that are not in the plan, and temporary files of lost workers."""
